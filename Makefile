@@ -1,0 +1,76 @@
+# Needs only make and Python >= 3.10: every target makes .venv and installs what it needs by itself.
+#   make PYTHON=python3.12 test     another interpreter for .venv
+#   make test ARGS="-k schedule"    more arguments for the command of the target
+
+PYTHON ?= python3
+ARGS ?=
+NAME ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-all lint bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+demo: $(VENV)/.installed-runtime ## train a small GPT on three CPU processes of unlike speed
+	@$(BIN)/dlres demo $(ARGS)
+
+test: $(VENV)/.installed-test ## run the tests
+	@$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+
+test-all: $(VENV)/.installed-test ## run the tests, the exhaustive ones too
+	@$(BIN)/python -m pytest -q --durations=10 -m "not gpu" $(ARGS)
+
+lint: $(VENV)/.installed-dev ## run ruff (rules and format) and mypy
+	@status=0; \
+	for check in "ruff check ." "ruff format --check ." "mypy"; do \
+		echo "$$check"; $(BIN)/python -m $$check || status=1; \
+	done; exit $$status
+
+bench: $(if $(NAME),$(VENV)/.installed-test) ## make bench NAME=...: run one benchmark; without NAME: list them
+ifeq ($(NAME),)
+	@echo "make bench NAME=..., where NAME is one of:"
+	@found=; for file in benchmarks/*.py; do \
+		grep -q '__main__' "$$file" || continue; \
+		found=yes; echo "  $$(basename "$$file" .py)"; \
+	done; [ -n "$$found" ] || echo "  (none yet)"
+else
+	@$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+endif
+
+clean: ## remove caches and build output; .venv stays
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c "" 2>/dev/null || { \
+		echo "'$(PYTHON)' does not run here. Install Python >= 3.10, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || { \
+		echo "Python >= 3.10 is needed; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c "import venv, ensurepip" 2>/dev/null || { \
+		echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of packages, renewed when a range or a pin changes. A larger set contains the smaller ones.
+$(VENV)/.installed-runtime: $(PINS) | $(BIN)/python
+	@echo "Installing into $(VENV) (once; torch is a large download) ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(PINS) | $(BIN)/python
+	@echo "Installing into $(VENV), with what the tests need (once; torch is a large download) ..."
+	@$(PIP) -e '.[test]'
+	@touch $(VENV)/.installed-runtime $@
+
+$(VENV)/.installed-dev: $(PINS) | $(BIN)/python
+	@echo "Installing into $(VENV), with the development tools (once; torch is a large download) ..."
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.installed-runtime $(VENV)/.installed-test $@

@@ -1,0 +1,78 @@
+"""Every private name of Lightning, torch and torchmetrics that this package cannot do without, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+MERGEABLE = {dim_zero_sum: "sum", dim_zero_cat: "cat", dim_zero_max: "max", dim_zero_min: "min"}
+
+
+def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
+    """Return Lightning's launcher that starts the user's script once per device; Lightning has no public name for it."""
+    return _SubprocessScriptLauncher(environment, processes, nodes)
+
+
+def set_device_property(module: LightningModule, device: torch.device) -> None:
+    """Make `LightningModule.device` say where the stage computes.
+
+    `module.to(device)` would set it, but cannot be called on a module with meta parameters.
+    """
+    for child in module.modules():
+        if hasattr(child, "_device") and hasattr(child, "_dtype"):
+            child._device = device
+
+
+def train_loader(trainer: Trainer) -> Any:
+    """Return a train loader made for profiling.
+
+    `trainer.fit_loop.setup_data()` is public, but makes the iterator that the epoch will use, earlier than plain training
+    does, and so changes the shuffle.
+    """
+    return trainer.fit_loop._data_source.dataloader()
+
+
+def metric_mergers(metric: Metric) -> dict[str, str | None]:
+    """Return for every state of a metric how parts of it merge: "sum", "cat", "max", "min", or None if that is not known.
+
+    torchmetrics keeps the reductions to itself.
+    """
+    return {name: MERGEABLE.get(reduction) for name, reduction in metric._reductions.items()}  # type: ignore[call-overload]
+
+
+def metric_progress(metric: Metric) -> tuple[int, Any]:
+    """Return a metric's number of updates and the value of its last `forward`, which has no public name."""
+    return metric.update_count, metric._forward_cache
+
+
+def set_metric_progress(metric: Metric, updates: int, last_value: Any) -> None:
+    """Set what `metric_progress` returns, and forget a computed value."""
+    metric._update_count = updates
+    metric._forward_cache = last_value
+    metric._computed = None
+
+
+def never_distributed(metric: Metric) -> Callable[[], None]:
+    """Stop a metric from summing over ranks, and return the undo.
+
+    Every rank finishes every step on the whole batch, so each has the whole state already. The attribute is documented as a
+    constructor argument, but a user's metric is already constructed.
+    """
+    saved = metric.distributed_available_fn
+    metric.distributed_available_fn = _no
+
+    def undo() -> None:
+        metric.distributed_available_fn = saved
+
+    return undo
+
+
+def _no() -> bool:
+    return False

@@ -1,0 +1,116 @@
+"""The wire format of a tree of tensors: one for pipeline, parameter server and gradient synchronisation.
+
+A payload is a header (msgpack: version, key, structure, and for every tensor codec, dtype, shape, size in bytes and
+whether it asks for a gradient) followed by small tensors in line and large tensors as byte strings of their own, so
+that those land in their final memory without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.tree import Structure, Tree, flatten, unflatten
+
+VERSION = 1
+INLINE_BYTES = 4096
+RAW = "raw"
+
+
+class TensorHeader(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor of a payload: how it is coded and what it becomes."""
+
+    codec: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    requires_grad: bool
+
+
+class Header(msgspec.Struct, array_like=True, frozen=True):
+    """What travels before the tensors. `key` says which message of the protocol this is."""
+
+    version: int
+    key: tuple[str | int, ...]
+    structure: Structure
+    tensors: tuple[TensorHeader, ...]
+    inline: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Header)
+
+
+def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]:
+    """Return the header and the large tensors as flat uint8 tensors, on the device where they are.
+
+    Raises:
+        ConfigError: the tree holds something that cannot travel (see `core.tree`).
+    """
+    structure, tensors = flatten(tree)
+    headers, inline, large = [], bytearray(), []
+    for tensor in tensors:
+        data = _as_bytes(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        headers.append(
+            TensorHeader(RAW, dtype, tuple(tensor.shape), data.numel(), tensor.requires_grad)
+        )
+        if data.numel() <= INLINE_BYTES:
+            inline += data.cpu().numpy().tobytes()
+        else:
+            large.append(data)
+    return _ENCODER.encode(Header(VERSION, key, structure, tuple(headers), bytes(inline))), large
+
+
+def decode_header(data: bytes | bytearray | memoryview, peer: str) -> Header:
+    """Return the header.
+
+    Raises:
+        ProtocolError: the bytes are no header of this version; the message names `peer`.
+    """
+    try:
+        header = _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(
+            f"{peer} sent a header that cannot be read ({error}): do all ranks run one version?"
+        ) from None
+    if header.version != VERSION or any(
+        t.codec != RAW or not hasattr(torch, t.dtype) for t in header.tensors
+    ):
+        raise ProtocolError(
+            f"{peer} sent a payload of another version or codec: do all ranks run one version?"
+        )
+    return header
+
+
+def large_sizes(header: Header) -> list[int]:
+    """Return the sizes in bytes of the tensors that follow the header on their own."""
+    return [t.nbytes for t in header.tensors if t.nbytes > INLINE_BYTES]
+
+
+def decode(header: Header, large: list[Tensor]) -> Tree:
+    """Return the tree; `large` are the flat uint8 tensors that followed. `requires_grad` is set as it was sent."""
+    offset, position, tensors = 0, 0, []
+    for entry in header.tensors:
+        if entry.nbytes > INLINE_BYTES:
+            data, position = large[position], position + 1
+        elif entry.nbytes:
+            piece = bytearray(header.inline[offset : offset + entry.nbytes])
+            data, offset = torch.frombuffer(piece, dtype=torch.uint8), offset + entry.nbytes
+        else:
+            data = torch.empty(0, dtype=torch.uint8)
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        tensor = data.view(dtype).view(entry.shape)
+        tensors.append(tensor.requires_grad_() if entry.requires_grad else tensor)
+    return unflatten(header.structure, tensors)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ProtocolError(f"A tensor of layout {tensor.layout} cannot be sent; send it dense.")
+    flat: Any = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)

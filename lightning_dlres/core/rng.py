@@ -1,0 +1,70 @@
+"""Global random state as data: taken, put back, sent to another rank, or forked for one layer.
+
+Two processes that draw from their own generators drift apart at the first shuffle. The reading rank therefore
+sends the state of its generators along with every batch (`snapshot`, `restore`), and the layers of the model run
+under a generator that depends on what is computed, not on who computes it (`derive_seed`, `forked`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def snapshot(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the state of the Python, NumPy (legacy) and torch generators as a tree of plain data and tensors.
+
+    With a CUDA `device` its generator is included.
+    """
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.random.get_rng_state(),
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [
+            torch.from_numpy(keys.astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+    }
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Put back what `snapshot` returned, here or on another rank."""
+    torch.random.set_rng_state(state["torch"].cpu())
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if device is not None and device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def derive_seed(*parts: int) -> int:
+    """Mix integers into one 63-bit seed (SplitMix64 finaliser over the running sum); order matters."""
+    value = 0
+    for part in parts:
+        value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+        value ^= value >> 31
+    return value >> 1
+
+
+@contextmanager
+def forked(device: torch.device) -> Iterator[None]:
+    """Leave torch's generators (CPU and, where given, the CUDA device's) afterwards as they were before."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield

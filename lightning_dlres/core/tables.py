@@ -1,0 +1,74 @@
+"""Tables as plain text, so that plans and reports read the same in a log, a file and a terminal.
+
+`rich` does the layout; this module fixes the choices (ASCII, no colour, no lost text) in one place.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+
+# Wide enough that no table is folded unless the caller names a width.
+_UNBOUNDED = 100_000
+
+
+def render(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    width: int | None = None,
+) -> str:
+    """Return a title line and a table in ASCII rules, without a final newline.
+
+    Columns that hold only numbers (and None, shown as "-") are aligned to the right. Floats show
+    four significant digits. With `width`, in characters, long cells fold onto more lines instead of
+    losing text; without it the table is as wide as its content, whatever the terminal.
+
+    Raises:
+        ConfigError: a row has not one cell for each column.
+    """
+    for row in rows:
+        if len(row) != len(columns):
+            expected = f"{len(columns)} cells, for {list(columns)}"
+            raise ConfigError(got_expected(f"table {title!r}", row, expected, "one cell a column"))
+    table = Table(box=box.MARKDOWN, show_edge=True)
+    for index, name in enumerate(columns):
+        numeric = all(_is_number(row[index]) for row in rows)
+        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_cell(value)) for value in row))
+    lines = [title, *_lines(table, width)]
+    return "\n".join(line for line in lines if line)
+
+
+def _lines(table: Table, width: int | None) -> list[str]:
+    # Every terminal property is pinned: a log must not depend on who runs the program where.
+    console = Console(
+        file=io.StringIO(),
+        width=_UNBOUNDED if width is None else width,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
+        _environ={},
+    )
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,167 @@
+"""Nested containers of tensors, taken apart into plain data and put together again.
+
+A batch or a layer's output may be a tensor, or lists, tuples, dicts, named tuples, dataclasses and other mappings of
+them. To send one to another rank without pickle it is split into a *structure* (plain data that msgpack can carry) and
+its tensors. Classes are named in the structure, and only data classes, named tuples and mappings that the receiver has
+already imported are built again: nothing that arrives can choose code to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.errors import ConfigError, ProtocolError
+
+Tree = Any
+Structure = list[Any]
+
+_PLAIN = (type(None), bool, float, str, bytes)
+_WORD = 1 << 63
+
+
+def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
+    """Return the structure of `tree` and its tensors in order (NumPy arrays count as tensors).
+
+    Raises:
+        ConfigError: the tree holds an object that is neither data nor a container of data.
+    """
+    tensors: list[Tensor] = []
+    return _describe(tree, tensors), tensors
+
+
+def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
+    """Build the tree that `flatten` took apart.
+
+    Raises:
+        ProtocolError: the structure names a class that is not imported here or is not a container of data.
+    """
+    return _build(structure, tensors)
+
+
+def tensors_of(tree: Tree) -> list[Tensor]:
+    """Return the tensors of a tree, in the order of `flatten`."""
+    return flatten(tree)[1]
+
+
+def map_tensors(function: Callable[[Tensor], Tree], tree: Tree) -> Tree:
+    """Return the tree with `function` applied to each of its tensors."""
+    structure, tensors = flatten(tree)
+    return unflatten(structure, [function(tensor) for tensor in tensors])
+
+
+def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
+    if isinstance(node, Tensor):
+        tensors.append(node)
+        return ["t", len(tensors) - 1]
+    if isinstance(node, (np.ndarray, np.generic)):
+        tensors.append(_from_numpy(node))
+        return ["g" if isinstance(node, np.generic) else "a", len(tensors) - 1]
+    if isinstance(node, _PLAIN):
+        return ["v", node]
+    if isinstance(node, int):
+        return ["v", int(node)] if -_WORD <= node < _WORD else ["i", str(node)]
+    if isinstance(node, complex):
+        return ["z", node.real, node.imag]
+    if isinstance(node, torch.Size):
+        return ["s", list(node)]
+    if isinstance(node, (torch.dtype, torch.device)):
+        return ["k", type(node).__name__, str(node).removeprefix("torch.")]
+    return _describe_container(node, tensors)
+
+
+def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
+    kind = type(node)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = [f.name for f in dataclasses.fields(node) if hasattr(node, f.name)]
+        return ["c", _class_name(kind), [[f, _describe(getattr(node, f), tensors)] for f in fields]]
+    if isinstance(node, tuple) and hasattr(kind, "_fields"):
+        return ["n", _class_name(kind), [_describe(child, tensors) for child in node]]
+    if kind in (list, tuple):
+        return ["l" if kind is list else "u", [_describe(child, tensors) for child in node]]
+    if isinstance(node, Mapping):
+        pairs = [
+            [_describe(key, tensors), _describe(value, tensors)] for key, value in node.items()
+        ]
+        return ["d", pairs] if kind is dict else ["m", _class_name(kind), pairs]
+    raise ConfigError(
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: expected tensors, arrays, numbers, "
+        "strings, and lists, tuples, dicts, named tuples, data classes or mappings of them. Convert it in the "
+        "dataset's collate function."
+    )
+
+
+def _from_numpy(array: np.ndarray[Any, Any] | np.generic) -> Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
+    except TypeError as error:
+        raise ConfigError(
+            f"A NumPy array of dtype {array.dtype} cannot be sent to another rank: expected a numeric dtype. "
+            "Convert it in the dataset's collate function."
+        ) from error
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _build(node: Structure, tensors: Sequence[Tensor]) -> Tree:
+    tag = node[0]
+    if tag == "t":
+        return tensors[node[1]]
+    if tag == "a":
+        return tensors[node[1]].numpy()
+    if tag == "g":
+        return tensors[node[1]].numpy()[()]
+    if tag == "v":
+        return node[1]
+    if tag == "i":
+        return int(node[1])
+    if tag == "z":
+        return complex(node[1], node[2])
+    if tag == "s":
+        return torch.Size(node[1])
+    if tag == "k":
+        return torch.device(node[2]) if node[1] == "device" else getattr(torch, node[2])
+    if tag in ("l", "u"):
+        children = [_build(child, tensors) for child in node[1]]
+        return children if tag == "l" else tuple(children)
+    if tag == "d":
+        return {_build(key, tensors): _build(value, tensors) for key, value in node[1]}
+    return _build_object(node, tensors)
+
+
+def _build_object(node: Structure, tensors: Sequence[Tensor]) -> Tree:
+    tag, name, content = node
+    kind = _resolve(name)
+    if tag == "n" and issubclass(kind, tuple) and hasattr(kind, "_make"):
+        return kind._make(_build(child, tensors) for child in content)
+    if tag == "m" and issubclass(kind, Mapping):
+        return kind({_build(key, tensors): _build(value, tensors) for key, value in content})  # type: ignore[call-arg]
+    if tag == "c" and dataclasses.is_dataclass(kind):
+        values = {field: _build(child, tensors) for field, child in content}
+        if issubclass(kind, Mapping):
+            return kind(**values)
+        instance = object.__new__(kind)
+        for field, value in values.items():
+            object.__setattr__(instance, field, value)
+        return instance
+    raise ProtocolError(f"{name!r} arrived as a container of data, but here it is none.")
+
+
+def _resolve(name: str) -> type:
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type):
+        raise ProtocolError(
+            f"{name!r} arrived in a batch, but no such class is imported here: import it on all ranks."
+        )
+    return found

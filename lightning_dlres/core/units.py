@@ -1,0 +1,101 @@
+"""Sizes and durations as people write them: every budget, window and timeout is parsed here.
+
+One parser means that "8GiB" and "30s" mean the same in each constructor, config file and command.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+
+# Decimal and binary prefixes; one-letter forms follow SI ("1.5k" is 1500), as disks and links do.
+_BYTES: Mapping[str, int] = {
+    "": 1,
+    "b": 1,
+    **{p + s: 1000**n for n, p in enumerate("kmgtp", 1) for s in ("", "b")},
+    **{p + s: 1024**n for n, p in enumerate("kmgtp", 1) for s in ("i", "ib")},
+}
+_SECONDS: Mapping[str, float] = {
+    "": 1.0,
+    **dict.fromkeys(("ns",), 1e-9),
+    **dict.fromkeys(("us", "µs", "μs"), 1e-6),
+    **dict.fromkeys(("ms",), 1e-3),
+    **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
+_SHOWN_BYTES = (("PiB", 1024**5), ("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2))
+_SHOWN_SECONDS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+_QUANTITY = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*([a-zµμ]*)\s*", re.I)
+
+
+def parse_bytes(value: str | int | float, what: str = "size") -> int:
+    """Return a number of bytes from "8GiB", "512 MB", "1.5k" or a plain number.
+
+    "k", "kB" are 1000, "Ki", "KiB" are 1024; letter case is ignored; fractions of a byte are
+    rounded. `what` names the argument in the error.
+
+    Raises:
+        ConfigError: the value is no size, or is negative, infinite or not a number.
+    """
+    number = _quantity(value, _BYTES)
+    if number is None:
+        raise ConfigError(got_expected(what, value, "a number of bytes", '"8GiB", "512 MB", 1024'))
+    return round(number)
+
+
+def format_bytes(count: int) -> str:
+    """Return bytes for people, in binary units and four digits: 1536 -> "1.5 KiB"."""
+    for unit, size in _SHOWN_BYTES:
+        if abs(count) >= size:
+            return f"{_digits(count / size)} {unit}"
+    return f"{_digits(count / 1024)} KiB" if abs(count) >= 1024 else f"{count} B"
+
+
+def parse_seconds(value: str | int | float | timedelta, what: str = "duration") -> float:
+    """Return seconds from "30s", "5min", "250 ms", "2h", a plain number or a timedelta.
+
+    A text without a unit is in seconds. `what` names the argument in the error.
+
+    Raises:
+        ConfigError: the value is no duration, or is negative, infinite or not a number.
+    """
+    plain = value.total_seconds() if isinstance(value, timedelta) else value
+    number = _quantity(plain, _SECONDS)
+    if number is None:
+        raise ConfigError(got_expected(what, value, "a time in seconds", '30, "30s", "5min"'))
+    return float(number)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration for people, in one unit and four digits: 90.0 -> "1.5 min"."""
+    for unit, size in _SHOWN_SECONDS:
+        if abs(seconds) >= size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds * 1e6)} us" if seconds else "0 s"
+
+
+def _quantity(value: object, units: Mapping[str, int] | Mapping[str, float]) -> float | None:
+    """Return value in base units, or None where it is not a finite amount of at least zero."""
+    if isinstance(value, str):
+        found = _QUANTITY.fullmatch(value)
+        factor = units.get(found[2].lower()) if found else None
+        if found is None or factor is None:
+            return None
+        # Whole numbers stay integers: a float would round sizes above 2**53 bytes.
+        number = int(found[1]) * factor if found[1].isdecimal() else float(found[1]) * factor
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = value
+    else:
+        return None
+    return number if number >= 0 and math.isfinite(number) else None
+
+
+def _digits(number: float) -> str:
+    """Return four significant digits, never in exponent form for a large number."""
+    return f"{number:.4g}" if abs(number) < 9999 else f"{number:.0f}"

@@ -1,0 +1,645 @@
+"""Failure detection for a group of ranks, so that no rank waits for one that is gone.
+
+A collective cannot tell a slow peer from a dead one: gloo and NCCL wait for minutes, and then name
+nobody. A `Watch` runs beside the training in a thread of its own. Rank 0 is the hub of a star; each
+other rank sends it a heartbeat and gets an answer. The hub tells everyone which rank is lost:
+
+- at once, where a rank announces that it gives up;
+- within a few heartbeats, where its connection closed without a goodbye (it was killed);
+- after `deadline`, where it is silent although its connection stands (it hangs, or its machine or
+  network is gone). A rank that is busy keeps its connection, so it has the whole deadline.
+
+A rank that learns of a failure says so first, then has `grace` seconds to end in its own way, and
+is ended if it does not: a main thread inside a collective may never see an exception.
+
+Processes that a rank has forked (workers of a DataLoader) keep its connection open until they end
+too; until then a killed rank looks like one that hangs, and is found by the deadline.
+Once rank 0 has closed its watch, nobody watches any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import msgspec
+
+from lightning_dlres.core.errors import (
+    ConfigError,
+    PeerError,
+    PeerLostError,
+    ProtocolError,
+    got_expected,
+)
+from lightning_dlres.core.net import Client, CurveKeys, Message, Server
+from lightning_dlres.core.units import format_seconds
+
+_log = logging.getLogger(__name__)
+
+# Ranks start at different speeds: imports, and the collective that carries the invitation.
+JOIN_SECONDS = 60.0
+# How long `announce` and `close` wait for the others to confirm.
+FLUSH_SECONDS = 1.0
+
+HEARTBEAT, ABORT, GOODBYE, CONFIRM = "heartbeat", "abort", "goodbye", "confirm"
+_KINDS = frozenset((HEARTBEAT, ABORT, GOODBYE, CONFIRM))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the run cannot go on: the rank at fault, and a sentence that names it."""
+
+    origin: int
+    message: str
+
+
+class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank must know to join; whoever holds it is trusted."""
+
+    endpoint: str
+    names: list[str]
+    token: bytes
+    deadline: float
+    server_key: bytes = b""
+    client_public: bytes = b""
+    client_secret: bytes = b""
+
+
+class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The payload of every message: proof of membership, who sends, and what went wrong."""
+
+    token: bytes
+    sender: int
+    origin: int = 0
+    reason: str = ""
+    confirms: str = ""
+
+
+@dataclass
+class _Line:
+    """What this rank knows of one other rank; times are `time.monotonic` seconds."""
+
+    rank: int
+    heard: float
+    joined: bool = False
+    left: bool = False
+    lost: bool = False
+    cut: float | None = None
+    # By kind: what the other side has not confirmed yet; it is sent again with the next heartbeat.
+    owed: dict[str, _Note] = field(default_factory=dict)
+
+    def listen(self, now: float) -> None:
+        """The other side was heard."""
+        self.heard, self.joined, self.cut = now, True, None
+
+    def excuse(self, seconds: float) -> None:
+        """Silence while this rank itself could not listen does not count."""
+        self.heard += seconds
+        self.cut = None if self.cut is None else self.cut + seconds
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self.left or self.lost or not self.owed
+
+
+@dataclass(frozen=True)
+class _Patience:
+    """When silence becomes a failure, in seconds."""
+
+    deadline: float
+    interval: float
+
+    @classmethod
+    def of(cls, deadline: float) -> _Patience:
+        return cls(deadline, min(deadline / 10, 1.0))
+
+    def complaint(self, line: _Line, name: str, now: float, trust_cut: bool) -> str | None:
+        """Return what is wrong with a line, or None while there is hope."""
+        silent = now - line.heard
+        if line.left:
+            return None
+        if not line.joined:
+            wait = max(self.deadline, JOIN_SECONDS)
+            missing = f"{name} did not join the watch within {format_seconds(wait)}"
+            return f"{missing}: it was killed, hangs or is cut off" if silent > wait else None
+        if silent > self.deadline:
+            waited = format_seconds(self.deadline)
+            return f"{name} has not been heard of for {waited}: it was killed or hangs"
+        # ZeroMQ connects again within a tenth of a second, and a live rank beats on.
+        cut = now - line.cut if trust_cut and line.cut is not None else 0.0
+        if cut > min(1.0, self.deadline / 4) and silent > 2 * self.interval:
+            return f"{name} is gone: its connection closed without a goodbye (killed or crashed)"
+        return None
+
+
+class _Side(abc.ABC):
+    """One end of the star; all methods but `interrupt` run in the watch's thread."""
+
+    def __init__(
+        self, rank: int, endpoint: Server | Client, lines: list[_Line], invitation: _Invitation
+    ) -> None:
+        self.rank = rank
+        self.lines = lines
+        self.names = invitation.names
+        self._token = invitation.token
+        self._endpoint = endpoint
+        self.receive = endpoint.receive
+        self.interrupt = endpoint.interrupt
+        self.close = endpoint.close
+
+    @abc.abstractmethod
+    def take(self, message: Message, now: float) -> Failure | None:
+        """Act on a message; return the failure that it tells of."""
+
+    @abc.abstractmethod
+    def connections(self, now: float) -> None:
+        """Note which connections came and went."""
+
+    @abc.abstractmethod
+    def beat(self) -> None:
+        """Send what is due once an interval."""
+
+    @abc.abstractmethod
+    def relay(self, failure: Failure) -> None:
+        """Pass on a failure that is new to this side."""
+
+    def trusts_cuts(self) -> bool:
+        """Whether a closed connection can be told from one that was opened anew."""
+        return True
+
+    def judge(self, patience: _Patience, now: float) -> Failure | None:
+        """Return the failure that silence and lost connections show."""
+        trust_cut = self.trusts_cuts()
+        for line in self.lines:
+            complaint = patience.complaint(line, self.names[line.rank], now, trust_cut)
+            if complaint:
+                line.lost = True
+                return Failure(line.rank, complaint)
+        return None
+
+    def tell(self, kind: str, failure: Failure | None = None) -> None:
+        """Send everyone a note, until each has confirmed it."""
+        note = self._note() if failure is None else self._note(failure.origin, failure.message)
+        for line in self.lines:
+            if not line.left:
+                line.owed[kind] = note
+                self._send(line, kind, note)
+
+    def _settle(self, line: _Line) -> None:
+        for kind, note in line.owed.items():
+            self._send(line, kind, note)
+
+    def _note(self, origin: int = 0, reason: str = "", confirms: str = "") -> _Note:
+        return _Note(self._token, self.rank, origin, reason, confirms)
+
+    def _read(self, message: Message, senders: Sequence[int]) -> _Note:
+        note = message.decode(_Note)
+        if not hmac.compare_digest(note.token, self._token):
+            raise ProtocolError(
+                f"{message.peer} sent the token of another run; expected this one's"
+            )
+        if message.kind not in _KINDS or note.sender not in senders:
+            got = f"{message.kind!r} as rank {note.sender}"
+            raise ProtocolError(f"{message.peer} sent {got}, which the watch does not know")
+        return note
+
+    @abc.abstractmethod
+    def _send(self, line: _Line, kind: str, note: _Note) -> None:
+        """Send without waiting; what cannot be sent now is left to `_settle` or to silence."""
+
+
+class _Hub(_Side):
+    """Rank 0: hears everyone, and passes on what the others must know."""
+
+    def __init__(self, server: Server, invitation: _Invitation) -> None:
+        now = time.monotonic()
+        lines = [_Line(rank, now) for rank in range(1, len(invitation.names))]
+        super().__init__(0, server, lines, invitation)
+        self._server = server
+        # Which rank a TCP connection belongs to; None until it has spoken.
+        self._speakers: dict[int, int | None] = {}
+
+    def take(self, message: Message, now: float) -> Failure | None:
+        note = self._read(message, range(1, len(self.names)))
+        line = self.lines[note.sender - 1]
+        line.listen(now)
+        self._speakers[message.connection] = note.sender
+        if message.kind == CONFIRM:
+            line.owed.pop(note.confirms, None)
+        elif message.kind == HEARTBEAT:
+            self._send(line, HEARTBEAT, self._note())
+            self._settle(line)
+        else:
+            line.left = line.left or message.kind == GOODBYE
+            self._send(line, CONFIRM, self._note(confirms=message.kind))
+        return Failure(note.sender, note.reason) if message.kind == ABORT else None
+
+    def connections(self, now: float) -> None:
+        for event in self._server.connection_events():
+            if event.opened:
+                # Its first message may have been faster than this event.
+                self._speakers.setdefault(event.connection, None)
+                continue
+            rank = self._speakers.pop(event.connection, None)
+            if rank is not None:
+                self.lines[rank - 1].cut = now
+
+    def beat(self) -> None:
+        """Do nothing: the hub answers heartbeats."""
+
+    def trusts_cuts(self) -> bool:
+        # A connection that has not spoken yet may be a rank that is back, but busy.
+        return None not in self._speakers.values()
+
+    def relay(self, failure: Failure) -> None:
+        self.tell(ABORT, failure)
+
+    def _send(self, line: _Line, kind: str, note: _Note) -> None:
+        # A rank that cannot be reached is told when it is heard of again, or else it is lost.
+        with contextlib.suppress(PeerError):
+            self._server.send(_identity(line.rank, self._token), kind, msgspec.msgpack.encode(note))
+
+
+class _Member(_Side):
+    """Any other rank: reports to the hub, and believes it."""
+
+    def __init__(self, rank: int, client: Client, invitation: _Invitation) -> None:
+        self._hub = _Line(0, time.monotonic(), joined=True)
+        super().__init__(rank, client, [self._hub], invitation)
+        self._client = client
+
+    def take(self, message: Message, now: float) -> Failure | None:
+        note = self._read(message, (0,))
+        self._hub.listen(now)
+        if message.kind == CONFIRM:
+            self._hub.owed.pop(note.confirms, None)
+        elif message.kind != HEARTBEAT:
+            self._hub.left = self._hub.left or message.kind == GOODBYE
+            self._send(self._hub, CONFIRM, self._note(confirms=message.kind))
+        return Failure(note.origin, note.reason) if message.kind == ABORT else None
+
+    def connections(self, now: float) -> None:
+        for event in self._client.connection_events():
+            self._hub.cut = None if event.opened else now
+
+    def beat(self) -> None:
+        self._send(self._hub, HEARTBEAT, self._note())
+        self._settle(self._hub)
+
+    def relay(self, failure: Failure) -> None:
+        """Do nothing: members learn of failures from the hub, or of the hub's own."""
+
+    def _send(self, line: _Line, kind: str, note: _Note) -> None:
+        # A full queue means that the hub is gone or hangs, which the silence will show.
+        with contextlib.suppress(PeerError):
+            self._client.send(kind, msgspec.msgpack.encode(note))
+
+
+class Watch:
+    """Watches the ranks of a run; made by `host` on rank 0 and by `join` on the others.
+
+    `report(message)` is called once, from the watch's thread and before anything else, when another
+    rank fails (default: a line on stderr); it must not call the watch. `grace` seconds later the
+    process is ended by `kill` (default: `os._exit(1)`), unless `close` was called. All times are in
+    seconds. Public methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        side: _Side,
+        invitation: bytes,
+        patience: _Patience,
+        grace: float,
+        report: Callable[[str], None] | None,
+        kill: Callable[[], None] | None,
+        parent: int | None,
+    ) -> None:
+        self.names = tuple(side.names)
+        self.rank = side.rank
+        self.invitation = invitation
+        self.failed = threading.Event()
+        self._side = side
+        self._patience = patience
+        self._grace = grace
+        self._report = report or _to_stderr
+        self._kill = kill or _exit
+        self._parent = parent
+        self._failure: Failure | None = None
+        self._announcement: Failure | None = None
+        self._known = False
+        self._delivered = threading.Event()
+        self._closing = threading.Event()
+        self._flush_until: float | None = None
+        self._kill_at: float | None = None
+        self._turned = self._next_beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="dlres-watch", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def host(
+        cls,
+        names: Sequence[str],
+        *,
+        bind: str = "127.0.0.1",
+        deadline: float = 10.0,
+        grace: float = 5.0,
+        report: Callable[[str], None] | None = None,
+        kill: Callable[[], None] | None = None,
+    ) -> Watch:
+        """Start the hub on rank 0; `names[i]` is what messages call rank i.
+
+        Give `invitation` to the other ranks over a channel that you trust: it holds the keys of the
+        run. `bind` is the numeric address by which they reach this machine; traffic is encrypted
+        unless that is a loopback address. A rank has 60 s (or `deadline`, if longer) to join.
+
+        Raises:
+            ConfigError: no names, a time that is no positive number, or a useless address.
+        """
+        _check_times(deadline, grace)
+        if not names:
+            raise ConfigError(got_expected("names", names, "a name for every rank", '["rank 0"]'))
+        if bind in ("0.0.0.0", "::", "*"):
+            expected = "an address that the other ranks can connect to"
+            raise ConfigError(got_expected("bind", bind, expected, "the address in `ip address`"))
+        server_keys = client_keys = None
+        if not _is_loopback(bind):
+            server_keys, client_keys = CurveKeys.generate(), CurveKeys.generate()
+        server = Server(
+            bind=bind,
+            curve=server_keys,
+            allowed=[client_keys.public] if client_keys else [],
+            send_timeout=0.0,
+            monitor=True,
+        )
+        invitation = _Invitation(
+            endpoint=server.endpoint,
+            names=list(names),
+            token=secrets.token_bytes(32),
+            deadline=deadline,
+            server_key=server_keys.public if server_keys else b"",
+            client_public=client_keys.public if client_keys else b"",
+            client_secret=client_keys.secret if client_keys else b"",
+        )
+        encoded = msgspec.msgpack.encode(invitation)
+        patience = _Patience.of(deadline)
+        return cls(_Hub(server, invitation), encoded, patience, grace, report, kill, None)
+
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        invitation: bytes,
+        *,
+        deadline: float | None = None,
+        grace: float = 5.0,
+        report: Callable[[str], None] | None = None,
+        kill: Callable[[], None] | None = None,
+        watch_parent: int | None = None,
+    ) -> Watch:
+        """Start the watch of another rank, without waiting for the hub.
+
+        `deadline` is the hub's unless given. `watch_parent` is the process id of rank 0 where that
+        started this process: then the hub also counts as lost when the parent changes.
+
+        Raises:
+            ConfigError: a rank that was not invited, or a time that is no positive number.
+            ProtocolError: the invitation cannot be read.
+        """
+        try:
+            invited = msgspec.msgpack.decode(invitation, type=_Invitation)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolError(
+                f"the invitation cannot be read ({error}): expected the bytes of rank 0's "
+                "`Watch.invitation`. Pass them on unchanged, between ranks of one version."
+            ) from error
+        own = invited.deadline if deadline is None else deadline
+        _check_times(own, grace)
+        if not 0 < rank < len(invited.names):
+            expected = f"1 to {len(invited.names) - 1}"
+            raise ConfigError(got_expected("rank", rank, expected, "Watch.host on rank 0"))
+        keys = CurveKeys(invited.client_public, invited.client_secret)
+        client = Client(
+            _identity(rank, invited.token),
+            invited.endpoint,
+            server=invited.names[0],
+            curve=keys if invited.server_key else None,
+            server_key=invited.server_key or None,
+            send_timeout=0.0,
+            monitor=True,
+        )
+        # The hub counts on heartbeats at its own pace, whatever this rank's patience.
+        patience = _Patience(
+            own, min(_Patience.of(own).interval, _Patience.of(invited.deadline).interval)
+        )
+        side = _Member(rank, client, invited)
+        return cls(side, invitation, patience, grace, report, kill, watch_parent)
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of another rank, as this rank learned it; it outlives `close`."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raise what happened to the others; nothing after `close`.
+
+        Raises:
+            PeerLostError: another rank failed; the message names it.
+        """
+        if self._failure is not None and not self._closing.is_set():
+            raise PeerLostError(self._failure.message)
+
+    def announce(self, message: str) -> None:
+        """Tell all others that this rank gives up, and why; returns within about a second.
+
+        Only the first failure counts: nothing happens where another is known, or after `close`.
+        """
+        if self._failure is None and self._announcement is None and not self._closing.is_set():
+            text = f"{self.names[self.rank]} gave up: {message}"
+            self._announcement = Failure(self.rank, text)
+            self._side.interrupt()
+            self._delivered.wait(FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """End the watch with a goodbye, so that the others do not miss this rank. May be repeated.
+
+        Waits about a second at most for the others to confirm.
+        """
+        self._closing.set()
+        self._side.interrupt()
+        self._thread.join(2 * FLUSH_SECONDS)
+        if self._thread.is_alive():
+            _log.warning("the watch's thread is still busy reporting; it ends with the process")
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended():
+                self._turn()
+        except Exception as error:
+            # A broken watch must not pass for a healthy run.
+            _log.exception("the watch broke")
+            broken = f"the watch of {self.names[self.rank]} broke: {error!r}"
+            self._learn(Failure(self.rank, broken))
+            if not self._closing.wait(self._grace):
+                self._end()
+        finally:
+            self._side.close()
+
+    def _ended(self) -> bool:
+        if self._flush_until is None:
+            return False
+        return time.monotonic() >= self._flush_until or all(n.settled for n in self._side.lines)
+
+    def _turn(self) -> None:
+        """Wait for one message or the next thing to do, and act on it."""
+        wait = self._wait()
+        message = self._receive(wait)
+        now = time.monotonic()
+        self._excuse(now - self._turned - wait)
+        self._turned = now
+        if message is not None:
+            self._take(message, now)
+        self._side.connections(now)
+        self._obey(now)
+        if now >= self._next_beat:
+            self._next_beat = now + self._patience.interval
+            self._side.beat()
+        # The next message in line may be the one that is missed: judge when there is none.
+        if message is None and not self._known and not self._closing.is_set():
+            self._judge(now)
+        if self._kill_at is not None and now >= self._kill_at and not self._closing.is_set():
+            self._kill_at = None
+            self._end()
+
+    def _wait(self) -> float:
+        until = [self._next_beat]
+        until += [t for t in (self._kill_at, self._flush_until) if t is not None]
+        return max(0.0, min(until) - time.monotonic())
+
+    def _receive(self, wait: float) -> Message | None:
+        try:
+            return self._side.receive(wait)
+        except ProtocolError as error:
+            _log.warning("ignored a message: %s", error)
+            return None
+
+    def _take(self, message: Message, now: float) -> None:
+        try:
+            failure = self._side.take(message, now)
+        except ProtocolError as error:
+            _log.warning("ignored a message: %s", error)
+            return
+        if failure is not None and failure.origin == self.rank:
+            given_up = f"the other ranks gave up on this one: {failure.message}"
+            failure = Failure(self.rank, given_up)
+        if failure is not None:
+            self._fail(failure)
+
+    def _excuse(self, late: float) -> None:
+        """Forgive the others the time in which this process was stopped or starved."""
+        if late > self._patience.interval:
+            for line in self._side.lines:
+                line.excuse(late)
+
+    def _obey(self, now: float) -> None:
+        """Do what other threads have asked for."""
+        if self._announcement is not None and not self._known:
+            self._known = True
+            self._side.tell(ABORT, self._announcement)
+        if self._known and all(line.settled for line in self._side.lines):
+            self._delivered.set()
+        if self._closing.is_set() and self._flush_until is None:
+            self._flush_until = now + FLUSH_SECONDS
+            self._side.tell(GOODBYE)
+
+    def _judge(self, now: float) -> None:
+        failure = self._side.judge(self._patience, now) or self._orphaned()
+        if failure is not None:
+            self._fail(failure)
+
+    def _orphaned(self) -> Failure | None:
+        hub = self._side.lines[0] if self._parent is not None else None
+        if hub is None or hub.left or os.getppid() == self._parent:
+            return None
+        hub.lost = True
+        return Failure(0, f"{self.names[0]} is gone: this process has lost its parent")
+
+    def _fail(self, failure: Failure) -> None:
+        """Take in the first failure; later ones follow from it and are dropped."""
+        if not self._known:
+            self._known = True
+            self._learn(failure)
+            self._side.relay(failure)
+
+    def _learn(self, failure: Failure) -> None:
+        """Say it first: whoever sees the failure may end the process at once."""
+        if self._closing.is_set():
+            return
+        self._say(failure.message)
+        self._failure = failure
+        self._kill_at = time.monotonic() + self._grace
+        self.failed.set()
+
+    def _say(self, message: str) -> None:
+        try:
+            self._report(message)
+        except Exception:
+            # The watch goes on: to end the run matters more than to have said so.
+            _log.exception("reporting failed: %s", message)
+
+    def _end(self) -> None:
+        waited = format_seconds(self._grace)
+        try:
+            _to_stderr(f"{self.names[self.rank]} did not end within {waited} after that; ending it")
+        finally:
+            self._kill()
+
+
+def _to_stderr(message: str) -> None:
+    sys.stderr.write(f"dlres: {message}\n")
+    sys.stderr.flush()
+
+
+def _exit() -> None:
+    os._exit(1)
+
+
+def _identity(rank: int, token: bytes) -> str:
+    """Return a name that only members can know, so that nobody else takes over a connection."""
+    return f"rank {rank} of run {hashlib.blake2b(token, digest_size=8).hexdigest()}"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_times(deadline: float, grace: float) -> None:
+    for what, value, least in (("deadline", deadline, 0.1), ("grace", grace, 0.0)):
+        if not least <= value < float("inf"):
+            raise ConfigError(got_expected(what, value, f"{least} s or more", "10.0"))

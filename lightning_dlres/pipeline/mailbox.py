@@ -1,0 +1,289 @@
+"""Messages between ranks: trees of tensors over torch.distributed, each on a named channel, each with a deadline.
+
+Sends return at once (a thread per destination and channel keeps the order and the tensors alive); receives are drained by a
+thread per source and channel, so that activations and gradients travel while the stage computes. Every message carries a
+key; a message other than the expected one is an error, never data for the wrong micro-batch.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dlres.core import payload
+from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError, ProtocolError
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.tree import Tree
+
+Key = tuple[str | int, ...]
+
+_FRAME_BYTES = 2048
+_LENGTH = struct.Struct("<I")
+_BYE = 0
+_POLL_SECONDS = 0.05
+
+
+class Channel(IntEnum):
+    """What a message is about; its number is the tag on the wire."""
+
+    BATCH = 11
+    STEP = 12
+    ACTIVATION = 13
+    GRADIENT = 14
+    OUTPUT = 15
+    RECORD = 16
+    STATE = 17
+    OBJECT = 18
+
+
+class Mailbox:
+    """All messages of one rank.
+
+    Args:
+        group: a gloo process group over all ranks, used by nobody else, with a timeout longer than any run (the deadlines
+            are kept here, so that they can name what was waited for).
+        rank: this rank.
+        names: what each rank is called in errors.
+        timeout: seconds that `receive` waits.
+        check: called while waiting; raises if some rank is known to have failed.
+        tracer: gets a span for every transfer.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        names: list[str],
+        timeout: float,
+        check: Callable[[], None],
+        tracer: Tracer,
+    ) -> None:
+        self.rank = rank
+        self.names = names
+        self.timeout = timeout
+        self.check = check
+        self._group = group
+        self._tracer = tracer
+        self._outboxes: dict[tuple[int, Channel], _Outbox] = {}
+        self._inboxes: dict[tuple[int, Channel], _Inbox] = {}
+
+    def send(self, destination: int, channel: Channel, key: Key, tree: Tree) -> None:
+        """Hand a tree over for sending; its tensors must not be written to afterwards.
+
+        Raises:
+            PeerLostError: an earlier send to this rank failed.
+            ConfigError: the tree holds something that cannot travel.
+        """
+        outbox = self._outboxes.get((destination, channel))
+        if outbox is None:
+            outbox = _Outbox(
+                self._group, destination, channel, self.names[destination], self._tracer
+            )
+            self._outboxes[destination, channel] = outbox
+        outbox.put(key, tree)
+
+    def receive(self, source: int, channel: Channel, key: Key, what: str) -> Tree:
+        """Return the next tree on the channel.
+
+        Args:
+            what: completes "waited for ...", for instance "the activations of micro-batch 3".
+
+        Raises:
+            PeerTimeoutError: nothing came within the timeout.
+            PeerLostError: the connection broke, or another rank failed.
+            ProtocolError: another message came.
+        """
+        inbox = self._inboxes.get((source, channel))
+        if inbox is None:
+            inbox = self._inboxes[source, channel] = _Inbox(
+                self._group, source, channel, self.names[source], self._tracer
+            )
+        me, peer = self.names[self.rank], self.names[source]
+        deadline = time.monotonic() + self.timeout
+        while True:
+            self.check()
+            try:
+                item = inbox.items.get(timeout=_POLL_SECONDS)
+                break
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    raise PeerTimeoutError(
+                        f"{me} waited {self.timeout:g} s for {what} from {peer}, and nothing came. Is it stuck in user code? "
+                        "If it is only slow, raise the strategy's timeout."
+                    ) from None
+        if isinstance(item, BaseException):
+            self._prefer_the_cause()
+            raise PeerLostError(f"{me} lost {peer} while it waited for {what}: {item}") from item
+        got, tree = item
+        if got != key:
+            raise ProtocolError(
+                f"{me} expected message {key} ({what}) from {peer} and got {got}: the ranks are out of step."
+            )
+        return tree
+
+    def broadcast(self, source: int, channel: Channel, key: Key, tree: Tree, what: str) -> Tree:
+        """Return the source's tree on all ranks; called by all of them."""
+        if self.rank != source:
+            return self.receive(source, channel, key, what)
+        for destination in range(len(self.names)):
+            if destination != source:
+                self.send(destination, channel, key, tree)
+        return tree
+
+    def close(self, orderly: bool) -> None:
+        """End the threads. In an orderly end every rank calls it; otherwise connections are left to break."""
+        if orderly:
+            for outbox in self._outboxes.values():
+                outbox.finish()
+            threads = [b.thread for b in (*self._outboxes.values(), *self._inboxes.values())]
+            for thread in threads:
+                thread.join(self.timeout)
+        self._outboxes.clear()
+        self._inboxes.clear()
+
+    def _prefer_the_cause(self) -> None:
+        # A peer that gives up says why on another path and then breaks the connection: the reason is the better message.
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_POLL_SECONDS)
+
+
+class _Outbox:
+    """Sends in order, in a thread of its own."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        destination: int,
+        channel: Channel,
+        peer: str,
+        tracer: Tracer,
+    ) -> None:
+        self._group, self._destination, self._channel, self._peer, self._tracer = (
+            group,
+            destination,
+            channel,
+            peer,
+            tracer,
+        )
+        self._items: queue.SimpleQueue[tuple[bytes, list[Tensor], Key] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self.thread = threading.Thread(
+            target=self._run, name=f"send-{channel.name}-{destination}", daemon=True
+        )
+        self.thread.start()
+
+    def put(self, key: Key, tree: Tree) -> None:
+        if self._failure is not None:
+            raise PeerLostError(
+                f"{self._peer} cannot be reached: {self._failure}"
+            ) from self._failure
+        header, large = payload.encode(tree, key)
+        self._items.put((header, large, key))
+
+    def finish(self) -> None:
+        self._items.put(None)
+
+    def _run(self) -> None:
+        try:
+            while (item := self._items.get()) is not None:
+                self._send(*item)
+            self._write(_frame(b""))
+        except (RuntimeError, ValueError, PeerError) as error:
+            self._failure = error
+
+    def _send(self, header: bytes, large: list[Tensor], key: Key) -> None:
+        with self._tracer.span(
+            f"send {self._channel.name.lower()}", "transfer", key=key, peer=self._destination
+        ):
+            self._write(_frame(header))
+            if len(header) > _FRAME_BYTES - _LENGTH.size:
+                self._write(
+                    torch.frombuffer(
+                        bytearray(header[_FRAME_BYTES - _LENGTH.size :]), dtype=torch.uint8
+                    )
+                )
+            for tensor in large:
+                self._write(tensor.cpu())
+
+    def _write(self, tensor: Tensor) -> None:
+        self._group.send([tensor], self._destination, int(self._channel)).wait()
+
+
+class _Inbox:
+    """Receives in order, in a thread of its own; ends when the peer says goodbye or breaks."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, source: int, channel: Channel, peer: str, tracer: Tracer
+    ) -> None:
+        self._group, self._source, self._channel, self._peer, self._tracer = (
+            group,
+            source,
+            channel,
+            peer,
+            tracer,
+        )
+        self.items: queue.SimpleQueue[tuple[Key, Tree] | BaseException] = queue.SimpleQueue()
+        self.thread = threading.Thread(
+            target=self._run, name=f"receive-{channel.name}-{source}", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while (message := self._receive()) is not None:
+                self.items.put(message)
+        except (RuntimeError, ValueError, PeerError) as error:
+            self.items.put(error)
+
+    def _receive(self) -> tuple[Key, Tree] | None:
+        frame = self._read(_FRAME_BYTES).numpy().tobytes()
+        (length,) = _LENGTH.unpack_from(frame)
+        if length == _BYE:
+            return None
+        data = frame[_LENGTH.size : _LENGTH.size + length]
+        with self._tracer.span(
+            f"receive {self._channel.name.lower()}", "transfer", peer=self._source
+        ):
+            if len(data) < length:
+                data += self._read(length - len(data)).numpy().tobytes()
+            header = payload.decode_header(data, self._peer)
+            tree = payload.decode(
+                header, [self._read(size) for size in payload.large_sizes(header)]
+            )
+        return header.key, tree
+
+    def _read(self, size: int) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        self._group.recv([buffer], self._source, int(self._channel)).wait()
+        return buffer
+
+
+def _frame(header: bytes) -> Tensor:
+    frame = bytearray(_FRAME_BYTES)
+    _LENGTH.pack_into(frame, 0, len(header))
+    part = header[: _FRAME_BYTES - _LENGTH.size]
+    frame[_LENGTH.size : _LENGTH.size + len(part)] = part
+    return torch.frombuffer(frame, dtype=torch.uint8)
+
+
+def wait_for(work: Any, what: str, timeout: float, check: Callable[[], None]) -> None:
+    """Wait for a collective, but not longer than `timeout` seconds, and not when a rank is known to have failed."""
+    deadline, pause = time.monotonic() + timeout, 5e-5
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(f"waited {timeout:g} s for {what}, and not all ranks came.")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 2e-3)
+        check()
+    work.wait()

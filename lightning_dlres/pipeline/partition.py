@@ -1,0 +1,205 @@
+"""Deploying a model over stages (Method D, D1): who owns which parameter, and foreign ones without storage.
+
+A foreign parameter becomes a meta tensor *in place*: the Parameter object stays the same, so it keeps its index in the
+optimizer, its name in the state dict and its place in user code, and costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.rng import derive_seed, forked
+from lightning_dlres.pipeline.plan import PipelinePlan
+
+Owners = dict[nn.Parameter, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """The layers of a model, in the order in which they are applied.
+
+    Attributes:
+        root: the whole model; it may hold parameters outside of the layers.
+        names: name of each layer within the root, as in its state dict.
+        modules: the layers.
+    """
+
+    root: nn.Module
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+    def layer_of(self, name: str) -> int | None:
+        """Return the layer to which a parameter, buffer or state dict key belongs; None if to none."""
+        for index, layer in enumerate(self.names):
+            if name == layer or name.startswith(f"{layer}."):
+                return index
+        return None
+
+    def parameter_bytes(self) -> list[int]:
+        """Return the bytes of every layer's parameters; a tied one counts where it is first used."""
+        seen: set[nn.Parameter] = set()
+        sizes = []
+        for module in self.modules:
+            new = [p for p in module.parameters() if p not in seen]
+            seen.update(new)
+            sizes.append(sum(p.numel() * p.element_size() for p in new))
+        return sizes
+
+    def owners(self, plan: PipelinePlan) -> Owners:
+        """Return the stages that hold each parameter, ascending.
+
+        A parameter that belongs to no layer is used by the steps themselves, which every rank runs: all stages hold it. A
+        parameter that layers of several stages share is held by each of them.
+        """
+        stages: dict[nn.Parameter, set[int]] = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            layer = self.layer_of(name)
+            held = range(plan.stages) if layer is None else (plan.stage_of(layer),)
+            stages.setdefault(parameter, set()).update(held)
+        return {parameter: tuple(sorted(held)) for parameter, held in stages.items()}
+
+    def trainable(self, layers: Sequence[int]) -> list[list[nn.Parameter]]:
+        """Return the parameters of each of these layers that need a gradient."""
+        return [
+            [p for p in self.modules[layer].parameters() if p.requires_grad] for layer in layers
+        ]
+
+    def outer(self) -> list[nn.Parameter]:
+        """Return the trainable parameters that the steps use outside of the layers."""
+        return [
+            p
+            for name, p in self.root.named_parameters()
+            if p.requires_grad and self.layer_of(name) is None
+        ]
+
+
+def is_partitioned(root: nn.Module) -> bool:
+    """Whether some, but not all, parameters are without storage."""
+    meta = {p.is_meta for p in root.parameters()}
+    return meta == {True, False}
+
+
+def is_on_meta(root: nn.Module) -> bool:
+    """Whether some parameter or buffer was made on the meta device."""
+    return any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
+
+
+def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter other data, on whatever device, keeping the Parameter object.
+
+    Raises:
+        ConfigError: something holds a weak reference to the parameter or a graph over it, so that it cannot be swapped.
+    """
+    replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
+    replacement.__dict__.update(parameter.__dict__)
+    parameter.grad = None
+    try:
+        torch.utils.swap_tensors(parameter, replacement)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"A parameter of shape {tuple(parameter.shape)} cannot be moved: {error}. Expected that nothing else refers to it "
+            "before training. Drop other references (a compiled copy, an optimizer or a graph made by hand) first."
+        ) from error
+
+
+def partition(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
+) -> None:
+    """Move what the stage holds to the device, and leave everything else without storage."""
+    for parameter, held_by in owners.items():
+        if stage not in held_by:
+            if not parameter.is_meta:
+                replace_storage(parameter, torch.empty_like(parameter, device="meta"))
+        elif not parameter.is_meta and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for module, name, buffer, layer in _buffers(layers):
+        held = layer is None or plan.stage_of(layer) == stage
+        if buffer.is_meta and held:
+            continue
+        target = device if held else torch.device("meta")
+        if buffer.device != target:
+            setattr(module, name, buffer.to(target))
+
+
+def materialise(
+    layers: ModelLayers,
+    plan: PipelinePlan,
+    owners: Owners,
+    stage: int,
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Give storage and initial values to what the stage holds and was made on the meta device.
+
+    Every module is initialised by its own `reset_parameters`, under a seed that depends on the layer alone, so that the
+    initial weights do not depend on the plan.
+
+    Raises:
+        ConfigError: a module owns meta tensors but has no `reset_parameters`.
+    """
+    mine = [(layer, layers.modules[layer]) for layer in plan.layers_of(stage)]
+    names = {id(module): name for name, module in layers.root.named_modules()}
+    within = {id(m) for layer in layers.modules for m in layer.modules()}
+    outer = [m for m in layers.root.modules() if id(m) not in within]
+    for layer, modules in [
+        (-1, outer),
+        *((index, list(module.modules())) for index, module in mine),
+    ]:
+        with forked(device):
+            torch.manual_seed(derive_seed(seed, layer + 1))
+            for module in modules:
+                initialise(module, device, names.get(id(module), type(module).__name__))
+
+
+def initialise(module: nn.Module, device: torch.device, name: str) -> None:
+    """Give storage and values to the meta tensors that a module holds itself (not its children).
+
+    Raises:
+        ConfigError: there are some, and the module has no `reset_parameters`.
+    """
+    parameters = [p for p in module.parameters(recurse=False) if p.is_meta]
+    buffers = [(key, b) for key, b in module.named_buffers(recurse=False) if b.is_meta]
+    if not parameters and not buffers:
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise ConfigError(
+            f"{name!r} ({type(module).__name__}) was made on the meta device, and has no reset_parameters(): its initial "
+            "values are unknown. Give the class a reset_parameters method, or load a checkpoint that was made elsewhere into "
+            "a model built on the CPU."
+        )
+    for parameter in parameters:
+        replace_storage(parameter, torch.empty_like(parameter, device=device))
+    for key, buffer in buffers:
+        setattr(module, key, torch.empty_like(buffer, device=device))
+    reset()
+
+
+def held_tensors(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int
+) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a stage holds, by name (a tied parameter under its first name)."""
+    held: dict[str, Tensor] = {
+        n: p for n, p in layers.root.named_parameters() if stage in owners[p]
+    }
+    for name, buffer in layers.root.named_buffers():
+        layer = layers.layer_of(name)
+        if layer is None or plan.stage_of(layer) == stage:
+            held[name] = buffer
+    return held
+
+
+def resident_parameter_bytes(root: nn.Module) -> int:
+    """Return the bytes of parameters that have storage in this process."""
+    return sum(p.numel() * p.element_size() for p in root.parameters() if not p.is_meta)
+
+
+def _buffers(layers: ModelLayers) -> Iterator[tuple[nn.Module, str, Tensor, int | None]]:
+    for prefix, module in layers.root.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            yield module, name, buffer, layers.layer_of(f"{prefix}.{name}" if prefix else name)

@@ -1,0 +1,92 @@
+"""Which stage does what, in which order: plain lists of actions from a pure function.
+
+GPipe (Huang et al., 2019) runs all forwards, then the loss once, then all backwards. Synchronous 1F1B (PipeDream-flush,
+Narayanan et al., 2021) starts a backward as soon as it can, so that stage s of n holds at most n - s micro-batches.
+Both flush at the end of the step: the weights are those of single-device training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+
+SCHEDULES = ("gpipe", "1f1b")
+
+
+class Op(str, Enum):
+    """What a stage can be told to do with a micro-batch."""
+
+    RECEIVE_ACTIVATION = "receive activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send activation"
+    LOSS = "loss"
+    RECEIVE_GRADIENT = "receive gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send gradient"
+
+
+ALL_MICROBATCHES = -1
+
+
+@dataclass(frozen=True)
+class Action:
+    """One instruction. `microbatch` is an index into the VM's own micro-batches, or `ALL_MICROBATCHES` for a loss over
+    the whole batch."""
+
+    op: Op
+    microbatch: int
+
+
+def build_schedule(name: str, stages: int, stage: int, microbatches: int) -> list[Action]:
+    """Return the actions of one stage for one step.
+
+    Args:
+        name: "gpipe" or "1f1b".
+        stages: number of stages of the pipeline.
+        stage: index of the stage, 0 is the first.
+        microbatches: number of micro-batches that this pipeline gets in the step; may be smaller than `stages`, or 0.
+
+    Raises:
+        ConfigError: unknown name, or indices out of range.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(
+            got_expected("schedule", name, f"one of {', '.join(SCHEDULES)}", "schedule='auto'")
+        )
+    if not 0 <= stage < stages or microbatches < 0:
+        raise ConfigError(f"No stage {stage} of {stages} with {microbatches} micro-batches.")
+    if name == "gpipe":
+        forwards = [a for m in range(microbatches) for a in _forward(stages, stage, m)]
+        loss = [Action(Op.LOSS, ALL_MICROBATCHES)] if stage == stages - 1 else []
+        return (
+            forwards + loss + [a for m in range(microbatches) for a in _backward(stages, stage, m)]
+        )
+    return _one_forward_one_backward(stages, stage, microbatches)
+
+
+def _one_forward_one_backward(stages: int, stage: int, microbatches: int) -> list[Action]:
+    warmup = min(stages - 1 - stage, microbatches)
+    last = stage == stages - 1
+    actions = [a for m in range(warmup) for a in _forward(stages, stage, m)]
+    for m in range(warmup, microbatches):
+        actions += _forward(stages, stage, m)
+        if last:
+            actions.append(Action(Op.LOSS, m))
+        actions += _backward(stages, stage, m - warmup)
+    return actions + [
+        a for m in range(microbatches - warmup, microbatches) for a in _backward(stages, stage, m)
+    ]
+
+
+def _forward(stages: int, stage: int, m: int) -> list[Action]:
+    receive = [Action(Op.RECEIVE_ACTIVATION, m)] if stage > 0 else []
+    send = [Action(Op.SEND_ACTIVATION, m)] if stage < stages - 1 else []
+    return [*receive, Action(Op.FORWARD, m), *send]
+
+
+def _backward(stages: int, stage: int, m: int) -> list[Action]:
+    receive = [Action(Op.RECEIVE_GRADIENT, m)] if stage < stages - 1 else []
+    send = [Action(Op.SEND_GRADIENT, m)] if stage > 0 else []
+    return [*receive, Action(Op.BACKWARD, m), *send]

@@ -1,0 +1,187 @@
+"""One stage: its layers forward and backward, one micro-batch at a time.
+
+Every layer gets an autograd graph of its own, cut at the layer's inputs. So backward walks the layers one by one, the
+gradients of a layer are final (and can be synchronised) before the layer below has started, and a layer is the unit of
+whatever is decided later: profile, recomputation, offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core.rng import derive_seed, forked
+from lightning_dlres.core.tree import Structure, Tree, flatten, unflatten
+
+Layer = Callable[[Tree], Tree]
+Gradients = dict[nn.Parameter, Tensor]
+
+
+@dataclass
+class _Record:
+    """What one layer keeps between its forward and its backward: leaves in, outputs with their graph."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class _Enter(torch.autograd.Function):
+    """The identity. A layer that works in place may not touch a leaf, but it may touch this function's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+class GradientBuffer:
+    """Sums gradients over micro-batches, and never writes into a tensor that autograd may share with another parameter."""
+
+    def __init__(self) -> None:
+        self.gradients: Gradients = {}
+        self._ours: set[nn.Parameter] = set()
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to the parameter's sum."""
+        total = self.gradients.get(parameter)
+        if total is None:
+            self.gradients[parameter] = gradient
+        elif parameter in self._ours and not gradient.is_sparse:
+            total.add_(gradient)
+        else:
+            self.gradients[parameter] = total + gradient
+            self._ours.add(parameter)
+
+
+class Stage:
+    """The layers of one stage.
+
+    Args:
+        layers: the callables, in order.
+        parameters: for every layer its parameters that need a gradient.
+        first_layer: index of the first layer in the whole model; part of every layer's random seed, so that randomness does
+            not depend on the split.
+        device: where the stage computes.
+        context: entered around every forward (mixed precision).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        first_layer: int,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._layers = layers
+        self._parameters = parameters
+        self._first_layer = first_layer
+        self._device = device
+        self._context = context
+        self._records: dict[int, list[_Record]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Number of micro-batches whose forward is done and whose backward is not."""
+        return len(self._records)
+
+    def forward(self, microbatch: int, inputs: Tree, seed: int, keep: bool = True) -> Tree:
+        """Run the layers on one micro-batch and return the detached output.
+
+        Args:
+            microbatch: index in the global batch; part of the random seed.
+            inputs: tensors whose `requires_grad` says whether a gradient is wanted back for them.
+            seed: seed of the step.
+            keep: whether a backward follows; without it nothing is recorded.
+        """
+        records = []
+        with forked(self._device), self._context():
+            for index, layer in enumerate(self._layers, start=self._first_layer):
+                torch.manual_seed(derive_seed(seed, microbatch, index))
+                if keep:
+                    inputs, record = _call(layer, inputs)
+                    records.append(record)
+                else:
+                    inputs = layer(inputs)
+        if keep:
+            self._records[microbatch] = records
+        return inputs
+
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Sequence[Tensor | None],
+        buffer: GradientBuffer,
+        layer_done: Callable[[int], None] | None = None,
+    ) -> list[Tensor | None]:
+        """Run the layers backward and return the gradient of every input tensor (None where none is wanted).
+
+        Args:
+            microbatch: the index given to `forward`.
+            gradients: one per output tensor; None where nothing flows back.
+            buffer: gets the parameter gradients.
+            layer_done: called with the layer's position in this stage when its parameter gradients are in the buffer.
+        """
+        records = self._records.pop(microbatch)
+        for position in reversed(range(len(records))):
+            gradients = _backward(records.pop(), gradients, self._parameters[position], buffer)
+            if layer_done is not None:
+                layer_done(position)
+        return list(gradients)
+
+    def forget(self) -> None:
+        """Drop what forwards recorded, after a failure."""
+        self._records.clear()
+
+
+def _call(layer: Layer, inputs: Tree) -> tuple[Tree, _Record]:
+    structure, tensors = flatten(inputs)
+    leaves = [_leaf(tensor) for tensor in tensors]
+    outputs = layer(_entered(structure, leaves))
+    out_structure, out_tensors = flatten(outputs)
+    # Detached here, but still saying whether a gradient is wanted: the next layer, or the next stage, makes its leaves so.
+    passed = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in out_tensors]
+    return unflatten(out_structure, passed), _Record(leaves, out_tensors)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _entered(structure: Structure, leaves: list[Tensor]) -> Tree:
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not wanted:
+        return unflatten(structure, leaves)
+    entered = iter(_Enter.apply(*wanted))
+    return unflatten(structure, [next(entered) if leaf.requires_grad else leaf for leaf in leaves])
+
+
+def _backward(
+    record: _Record,
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[nn.Parameter],
+    buffer: GradientBuffer,
+) -> list[Tensor | None]:
+    flowing = [
+        (o, g)
+        for o, g in zip(record.outputs, gradients, strict=True)
+        if g is not None and o.requires_grad
+    ]
+    wanted = [leaf for leaf in record.inputs if leaf.requires_grad]
+    if not flowing or not (wanted or parameters):
+        return [None] * len(record.inputs)
+    outputs, grads = zip(*flowing, strict=True)
+    results = torch.autograd.grad(outputs, [*wanted, *parameters], grads, allow_unused=True)
+    for parameter, gradient in zip(parameters, results[len(wanted) :], strict=True):
+        if gradient is not None:
+            buffer.add(parameter, gradient)
+    found = iter(results[: len(wanted)])
+    return [next(found) if leaf.requires_grad else None for leaf in record.inputs]

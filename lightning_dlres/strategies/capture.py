@@ -1,0 +1,251 @@
+"""Finding the pipelined module in a LightningModule, and stepping in where the user's step calls it.
+
+Three kinds of module can be pipelined: an `nn.Sequential` (its children are the layers), an `nn.ModuleList` whose members the
+user's code calls one after the other, and any other single module (one layer). Only the module's own `forward` is
+replaced, and only while a step runs, so the user's hooks still fire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.partition import ModelLayers
+from lightning_dlres.pipeline.stage import Layer
+
+Handler = Callable[[Tree], Tree]
+
+
+@dataclass(frozen=True)
+class PipelinedModule:
+    """The module that is cut into stages.
+
+    Attributes:
+        path: its name in the LightningModule.
+        module: the module.
+        layers: its layers, named as in the whole model.
+    """
+
+    path: str
+    module: nn.Module
+    layers: ModelLayers
+
+    def bind(self, index: int, module: nn.Module) -> Layer:
+        """Return a callable from the layer's input tree to its output tree, for the layer `index` or a copy of it."""
+        if isinstance(self.module, nn.Sequential):
+            return module
+        if isinstance(self.module, nn.ModuleList):
+            return _Link(module, last=index == len(self.layers.modules) - 1)
+        return _Whole(module)
+
+    @contextmanager
+    def intercepted(self, handler: Handler) -> Iterator[None]:
+        """While active, a call of the module by user code is a call of `handler` with its inputs as one tree.
+
+        Inside the handler the module is itself again, so that its layers can run.
+        """
+        targets = list(self.module) if isinstance(self.module, nn.ModuleList) else [self.module]
+
+        def handle(inputs: Tree) -> Tree:
+            uninstall()
+            try:
+                return handler(inputs)
+            finally:
+                install()
+
+        if isinstance(self.module, nn.ModuleList):
+            forwards = _chain(self.path, len(targets), handle)
+        elif isinstance(self.module, nn.Sequential):
+            forwards = [_one_argument(self.path, handle)]
+        else:
+            forwards = [lambda *args, **kwargs: handle((args, kwargs))]
+        saved = [module.__dict__.get("forward") for module in targets]
+
+        def install() -> None:
+            for module, forward in zip(targets, forwards, strict=True):
+                module.__dict__["forward"] = forward
+
+        def uninstall() -> None:
+            for module, forward in zip(targets, saved, strict=True):
+                module.__dict__.pop("forward", None)
+                if forward is not None:
+                    module.__dict__["forward"] = forward
+
+        install()
+        try:
+            yield
+        finally:
+            uninstall()
+
+
+def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
+    """Return the module to pipeline.
+
+    Args:
+        root: the LightningModule.
+        path: its name, such as "net" or "model.blocks"; None finds it: the largest `nn.Sequential` or `nn.ModuleList` if there is
+            one that no other contains, else the only child with parameters.
+
+    Raises:
+        ConfigError: there is no such module, or there are several.
+    """
+    if path is None:
+        path = _find(root)
+    try:
+        module = root.get_submodule(path)
+    except AttributeError as error:
+        names = [
+            name
+            for name, m in root.named_modules()
+            if isinstance(m, (nn.Sequential, nn.ModuleList)) and name
+        ]
+        raise ConfigError(
+            f"module: got {path!r}, expected the name of a module in {type(root).__name__}. Try one of {names}."
+        ) from error
+    if isinstance(module, (nn.Sequential, nn.ModuleList)):
+        pairs = [
+            (n, m) for n, m in module.named_modules(remove_duplicate=False) if n and "." not in n
+        ]
+        if not pairs:
+            raise ConfigError(f"module: {path!r} is empty, expected at least one layer.")
+        names, modules = zip(*((f"{path}.{n}", m) for n, m in pairs), strict=True)
+    else:
+        names, modules = (path,), (module,)
+    return PipelinedModule(path, module, ModelLayers(root, tuple(names), tuple(modules)))
+
+
+def _find(root: nn.Module) -> str:
+    containers = [
+        (name, m)
+        for name, m in root.named_modules()
+        if name
+        and isinstance(m, (nn.Sequential, nn.ModuleList))
+        and any(True for _ in m.parameters())
+    ]
+    outermost = [
+        (n, m)
+        for n, m in containers
+        if not any(n.startswith(f"{other}.") for other, _ in containers)
+    ]
+    children = [(name, m) for name, m in root.named_children() if any(True for _ in m.parameters())]
+    if len(outermost) == 1:
+        return outermost[0][0]
+    if not outermost and len(children) == 1:
+        return children[0][0]
+    found = [name for name, _ in (outermost or children)]
+    raise ConfigError(
+        f"{type(root).__name__} has {len(found)} modules that could be the pipeline ({', '.join(found) or 'none'}), expected one "
+        "nn.Sequential, or one nn.ModuleList whose members are called one after the other. Name it: "
+        "HeteroPipeStrategy(module='...')."
+    )
+
+
+def _one_argument(path: str, handler: Handler) -> Callable[..., Tree]:
+    def forward(*args: Any, **kwargs: Any) -> Tree:
+        if len(args) != 1 or kwargs:
+            raise UnsupportedStepError(
+                f"{path!r} is an nn.Sequential and was called with {len(args)} positional and {len(kwargs)} keyword arguments, "
+                "expected one. Pass a tuple or a dict."
+            )
+        return handler(args[0])
+
+    return forward
+
+
+class _Whole:
+    """A module of any class as a single layer; its input tree is (args, kwargs)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, inputs: Tree) -> Tree:
+        args, kwargs = inputs
+        return self._module(*args, **kwargs)
+
+
+class _Link:
+    """A member of a list: the result takes the place of the first argument, the others are handed on."""
+
+    def __init__(self, module: nn.Module, last: bool) -> None:
+        self._module, self._last = module, last
+
+    def __call__(self, inputs: Tree) -> Tree:
+        first, args, kwargs = inputs
+        output = self._module(first, *args, **kwargs)
+        return output if self._last else (output, args, kwargs)
+
+
+class _Token:
+    """Stands for the output of a member of a pipelined list; it can only be given to the next member."""
+
+    def __init__(self, path: str, index: int) -> None:
+        self.__dict__.update(path=path, index=index)
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._misuse()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        tokens = [a for a in args if isinstance(a, cls)]
+        raise (
+            tokens[0]._misuse()
+            if tokens
+            else UnsupportedStepError("A pipelined list's output was used in between.")
+        )
+
+    def _misuse(self) -> UnsupportedStepError:
+        path, index = self.__dict__["path"], self.__dict__["index"]
+        return UnsupportedStepError(
+            f"The output of '{path}.{index}' is used other than as the first argument of '{path}.{index + 1}'. The members of a "
+            "pipelined nn.ModuleList must be called one after the other, with nothing in between: move what lies between them "
+            "into the members."
+        )
+
+
+def _chain(path: str, count: int, handler: Handler) -> list[Callable[..., Tree]]:
+    state: dict[str, Any] = {}
+
+    def link(index: int) -> Callable[..., Tree]:
+        def forward(first: Any, *args: Any, **kwargs: Any) -> Tree:
+            if index == 0:
+                state.update(next=0, inputs=(first, args, kwargs), token=first)
+            _check_link(path, index, first, args, kwargs, state)
+            state.update(next=index + 1, token=_Token(path, index))
+            if index == count - 1:
+                return handler(state.pop("inputs"))
+            return state["token"]
+
+        return forward
+
+    return [link(index) for index in range(count)]
+
+
+def _check_link(
+    path: str, index: int, first: Any, args: Any, kwargs: Any, state: dict[str, Any]
+) -> None:
+    if state.get("next") != index or first is not state["token"]:
+        raise UnsupportedStepError(
+            f"'{path}.{index}' was called out of turn: expected the members of a pipelined nn.ModuleList to be called in order, each "
+            "once, with the previous one's output as its first argument."
+        )
+    _, first_args, first_kwargs = state["inputs"]
+    same = len(args) == len(first_args) and all(
+        a is b for a, b in zip(args, first_args, strict=True)
+    )
+    if (
+        not same
+        or kwargs.keys() != first_kwargs.keys()
+        or any(kwargs[k] is not first_kwargs[k] for k in kwargs)
+    ):
+        raise UnsupportedStepError(
+            f"'{path}.{index}' was called with other further arguments than '{path}.0': expected the very same objects, since they "
+            "are sent along with the activations."
+        )

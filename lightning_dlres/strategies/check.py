@@ -1,0 +1,151 @@
+"""Is the loss a mean over samples? 1F1B computes it per micro-batch, which is exact only then.
+
+Padded-token means, sums and contrastive losses are not. So a real batch's loss, its gradient and what is logged are computed both
+ways, and a difference is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_dlres.core import rng
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.microbatch import cut
+from lightning_dlres.strategies.records import LogRecord, merge_parts
+from lightning_dlres.strategies.step import LightningStep
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_COARSE = 2e-2
+
+
+def why_not_by_parts(
+    make_step: Callable[[], LightningStep], output: Tree, sizes: Sequence[int]
+) -> str | None:
+    """Return why the step cannot be computed micro-batch by micro-batch; None if it can.
+
+    Args:
+        make_step: returns a fresh step over the batch.
+        output: the module's output for the whole batch.
+        sizes: samples of every micro-batch.
+
+    Metrics and random state are left as they were.
+    """
+    whole = make_step()
+    name = whole.context.metrics.unmergeable()
+    if name is not None:
+        return f"the metric {name!r} cannot be put together from parts of a batch"
+    state = rng.snapshot(whole.context.device)
+    try:
+        loss, gradients, logs = _whole(whole, output, sizes)
+        parts = make_step()
+        try:
+            part_loss, part_gradients, part_logs = _parts(parts, output, sizes)
+        except Exception as error:
+            return f"training_step fails on a micro-batch ({type(error).__name__}: {error})"
+    finally:
+        whole.undo_metrics()
+        rng.restore(state, whole.context.device)
+    return _difference(loss, part_loss, gradients, part_gradients) or _log_difference(
+        logs, part_logs
+    )
+
+
+def _whole(
+    step: LightningStep, output: Tree, sizes: Sequence[int]
+) -> tuple[Tensor, list[Tensor | None], list[LogRecord]]:
+    leaves = _leaves(output)
+    loss = step.finish(_used(leaves), None, sizes)
+    return loss.detach(), _gradients(loss, leaves), step.logs[0]
+
+
+def _parts(
+    step: LightningStep, output: Tree, sizes: Sequence[int]
+) -> tuple[Tensor, list[Tensor | None], list[LogRecord]]:
+    losses, columns = [], []
+    for m, piece in enumerate(cut(output, sizes)):
+        leaves = _leaves(piece)
+        loss = step.finish(_used(leaves), m, sizes) * (sizes[m] / sum(sizes))
+        losses.append(loss.detach())
+        columns.append(_gradients(loss, leaves))
+    joined = [
+        None if any(g is None for g in c) else torch.cat(list(c))
+        for c in zip(*columns, strict=True)
+    ]  # type: ignore[arg-type]
+    return torch.stack(losses).sum(), joined, merge_parts(step.logs, sizes)
+
+
+def _leaves(output: Tree) -> Tree:
+    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+
+
+def _used(leaves: Tree) -> Tree:
+    # User code may change the output in place, which a leaf does not allow.
+    return map_tensors(lambda t: t.clone(), leaves)
+
+
+def _gradients(loss: Tensor, leaves: Tree) -> list[Tensor | None]:
+    wanted = [leaf for leaf in tensors_of(leaves) if leaf.requires_grad]
+    if not loss.requires_grad or not wanted:
+        return []
+    return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+
+
+def _difference(
+    loss: Tensor,
+    part_loss: Tensor,
+    gradients: Sequence[Tensor | None],
+    part_gradients: Sequence[Tensor | None],
+) -> str | None:
+    tolerance = _TOLERANCE.get(loss.dtype, _COARSE)
+    if not _close(loss, part_loss, tolerance):
+        return (
+            f"the loss is {float(loss):.6g} for the whole batch, but {float(part_loss):.6g} as the mean of its micro-batches weighted by "
+            "samples: it is not a mean over samples"
+        )
+    for gradient, part in zip(gradients, part_gradients, strict=False):
+        if (gradient is None) != (part is None):
+            return "the loss's gradient reaches other outputs for the whole batch than for its micro-batches"
+        if gradient is not None and part is not None:
+            error = torch.linalg.vector_norm(gradient - part)
+            if error > 10 * max(
+                tolerance, _TOLERANCE.get(gradient.dtype, _COARSE)
+            ) * torch.linalg.vector_norm(gradient):
+                return "the loss's gradient for the whole batch is not that of its micro-batches weighted by samples"
+    return None
+
+
+def _log_difference(logs: Sequence[LogRecord], part_logs: Sequence[LogRecord]) -> str | None:
+    if [r.name for r in logs] != [r.name for r in part_logs]:
+        return "training_step logs other names for the whole batch than for a micro-batch"
+    for record, part in zip(logs, part_logs, strict=True):
+        if isinstance(record.value, Metric):
+            continue
+        value, other = torch.as_tensor(record.value), torch.as_tensor(part.value)
+        if not _close(value, other, _TOLERANCE.get(value.dtype, _TOLERANCE[torch.float32])):
+            return f"the logged value {record.name!r} is {float(value):.6g} for the whole batch, but {float(other):.6g} from its micro-batches"
+    return None
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return bool(
+        torch.allclose(
+            a.double().cpu(),
+            b.double().cpu(),
+            rtol=tolerance,
+            atol=tolerance * 1e-2,
+            equal_nan=True,
+        )
+    )
+
+
+def refuse(reason: str) -> UnsupportedStepError:
+    """Return the error for a step that 1F1B cannot compute exactly."""
+    return UnsupportedStepError(
+        f"schedule='1f1b' would not train this model exactly: {reason}. Use schedule='gpipe', which computes the loss once over the whole "
+        "batch, or schedule='auto', which chooses."
+    )

@@ -1,0 +1,133 @@
+"""What ties the ranks of a run together: process group, mailbox, and the watch that notices a rank's death."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_dlres.core.errors import PeerLostError
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.liveness import Watch
+from lightning_dlres.pipeline.mailbox import Mailbox
+from lightning_dlres.pipeline.objects import all_ranks, any_rank, broadcast_tree, gather_numbers
+
+_LONGER_THAN_ANY_RUN = timedelta(days=365)
+
+
+def join_process_group(
+    environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: float
+) -> None:
+    """Initialise torch's default process group unless somebody has."""
+    if dist.is_initialized():
+        return
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    chosen = backend or ("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl")
+    dist.init_process_group(
+        chosen,
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+class Connection:
+    """The ranks of one run, from the strategy's setup to its teardown.
+
+    Args:
+        names: what each rank is called in messages.
+        environment: Lightning's cluster environment.
+        nodes: number of hosts.
+        timeout: seconds that a rank waits for another.
+        tracer: gets a span for every transfer.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        environment: ClusterEnvironment,
+        nodes: int,
+        timeout: float,
+        tracer: Tracer,
+    ) -> None:
+        self.rank, self.timeout = dist.get_rank(), timeout
+        self._failure: str | None = None
+        self._group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
+        self._watch = self._start_watch(names, environment, nodes) if len(names) > 1 else None
+        assert isinstance(self._group, dist.ProcessGroup)
+        self.mailbox = Mailbox(self._group, self.rank, names, timeout, self.check, tracer)
+
+    def check(self) -> None:
+        """Raise if this rank or another is known to have failed."""
+        if self._failure is not None:
+            raise PeerLostError(f"This run has failed: {self._failure}")
+        if self._watch is not None:
+            self._watch.check()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank or another is known to have failed."""
+        return self._failure is not None or (
+            self._watch is not None and self._watch.failure is not None
+        )
+
+    def announce_failure(self, error: BaseException) -> None:
+        """Tell all ranks that this one gives up; only the first reason counts."""
+        if self._failure is None:
+            self._failure = f"{type(error).__name__}: {error}"
+            if self._watch is not None and self._watch.failure is None:
+                self._watch.announce(self._failure)
+
+    def broadcast(self, tree: Tree, source: int) -> Tree:
+        """Return the source's tree on all ranks."""
+        return broadcast_tree(tree, source, self.timeout, self.check)
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """Return every rank's numbers."""
+        return gather_numbers(values, self.timeout, self.check)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return any_rank(flag, self.timeout, self.check)
+
+    def all_ranks(self, flag: bool) -> bool:
+        """Return whether the flag is set on all ranks."""
+        return all_ranks(flag, self.timeout, self.check)
+
+    def close(self) -> None:
+        """End the run: in order, if no rank has failed."""
+        orderly = not self.failed
+        self.mailbox.close(orderly)
+        if orderly:
+            self.any_rank(False)
+        if self._watch is not None:
+            self._watch.close()
+        if orderly:
+            dist.destroy_process_group(self._group)
+
+    def _start_watch(self, names: list[str], environment: ClusterEnvironment, nodes: int) -> Watch:
+        patience = min(self.timeout, 30.0)
+        if self.rank == 0:
+            address = "127.0.0.1" if nodes == 1 else socket.gethostbyname(environment.main_address)
+            watch = Watch.host(names, bind=address, deadline=patience)
+            broadcast_tree(watch.invitation, 0, self.timeout, _nothing)
+            return watch
+        invitation = broadcast_tree(None, 0, self.timeout, _nothing)
+        launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
+        return Watch.join(
+            self.rank,
+            invitation,
+            deadline=patience,
+            watch_parent=os.getppid() if launched else None,
+        )
+
+
+def _nothing() -> None:
+    """No failure can be known yet."""

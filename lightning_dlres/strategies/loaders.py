@@ -1,0 +1,87 @@
+"""One rank reads for all: a loader that hands the reader's batches, and the state of its random generators, to every rank.
+
+Processes that each draw from their own generators see different shuffles and augmentations from the second epoch on. Here
+rank 0 alone iterates the user's loader; every rank yields that batch, with its own generators set to the reader's, so
+that what user code draws next is the same everywhere and the same as in plain training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lightning_dlres.core import rng
+from lightning_dlres.pipeline.mailbox import Channel, Mailbox
+
+
+class SharedLoader:
+    """Wraps the user's loader; attributes that it lacks are those of the user's loader.
+
+    Args:
+        loader: the user's loader; iterated on rank 0 only.
+        mailbox: returns the messages of the current run.
+        device: the device whose generator is shared along with the CPU's.
+        length: the reader's number of batches; None if unknown.
+    """
+
+    def __init__(
+        self, loader: Any, mailbox: Callable[[], Mailbox], device: torch.device, length: int | None
+    ) -> None:
+        self.__dict__.update(_loader=loader, _mailbox=mailbox, _device=device, _length=length)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loader, name, value)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"object of type {type(self._loader).__name__!r} has no len()")
+        return int(self._length)
+
+    def __iter__(self) -> Iterator[Any]:
+        # The reader's iterator is made at once, as in plain training: making it draws from the global generator.
+        return self._read(iter(self._loader)) if self._mailbox().rank == 0 else self._follow()
+
+    def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        mailbox = self._mailbox()
+        while True:
+            try:
+                content = [next(iterator)]
+            except StopIteration:
+                content = []
+            message = [content, rng.snapshot(self._device)]
+            mailbox.broadcast(0, Channel.BATCH, ("batch",), message, "a batch")
+            if not content:
+                return
+            yield content[0]
+
+    def _follow(self) -> Iterator[Any]:
+        mailbox = self._mailbox()
+        while True:
+            content, state = mailbox.broadcast(0, Channel.BATCH, ("batch",), None, "the next batch")
+            rng.restore(state, self._device)
+            if not content:
+                return
+            yield content[0]
+
+
+class StatefulSharedLoader(SharedLoader):
+    """A `SharedLoader` over a loader that can save and restore its position; only the reader's counts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the reader's state; empty on the other ranks, which write no checkpoint."""
+        return dict(self._loader.state_dict()) if self._mailbox().rank == 0 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the reader's loader where the checkpoint left it."""
+        if self._mailbox().rank == 0:
+            self._loader.load_state_dict(state)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether the loader can save and restore its position."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -1,0 +1,147 @@
+"""States of torchmetrics objects, carried from the rank that updated them to all others.
+
+Only the last stage sees outputs in training, but every rank computes the metric at the end of the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_dlres import _compat
+from lightning_dlres.core.tree import Tree, map_tensors
+
+Snapshot = dict[str, tuple[dict[str, Any], int, Any]]
+
+
+class MetricStates:
+    """The metrics of a module."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.metrics = {name: m for name, m in root.named_modules() if isinstance(m, Metric)}
+        self._collections = [m for m in root.modules() if isinstance(m, MetricCollection)]
+
+    def name_of(self, metric: Metric) -> str | None:
+        """Return a metric's name in the module."""
+        return next((name for name, m in self.metrics.items() if m is metric), None)
+
+    def unmergeable(self) -> str | None:
+        """Return the name of a metric whose state cannot be put together from parts of a batch, if there is one."""
+        for name, metric in self.metrics.items():
+            whole = metric.full_state_update or metric.full_state_update is None
+            if whole or None in _compat.metric_mergers(metric).values():
+                return name
+        return None
+
+    def snapshot(self) -> Snapshot:
+        """Return copies of all states."""
+        self._unlink()
+        return {
+            n: (_copy(m.metric_state), *_compat.metric_progress(m)) for n, m in self.metrics.items()
+        }
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put back what `snapshot` returned."""
+        for name, (state, updates, last_value) in snapshot.items():
+            self._set(name, _copy(state), updates, last_value)
+
+    def reset(self) -> None:
+        """Start all metrics anew."""
+        for metric in self.metrics.values():
+            metric.reset()
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Undo whatever happens to the metrics meanwhile."""
+        saved = self.snapshot()
+        try:
+            yield
+        finally:
+            self.restore(saved)
+
+    def changes_since(self, base: Snapshot) -> Tree:
+        """Return what other ranks need to follow; of a growing list only what is new."""
+        self._unlink()
+        changes = {}
+        for name, metric in self.metrics.items():
+            before, updates_before, value_before = base[name]
+            updates, last_value = _compat.metric_progress(metric)
+            if updates != updates_before or last_value is not value_before:
+                grown = updates > updates_before
+                state = {k: _delta(v, before[k], grown) for k, v in metric.metric_state.items()}
+                changes[name] = [state, updates, _copy(last_value)]
+        return changes
+
+    def apply(self, changes: Tree) -> None:
+        """Follow the changes of another rank."""
+        for name, (state, updates, last_value) in changes.items():
+            current = self.metrics[name].metric_state
+            new = {key: _grown(current[key], start, value) for key, (start, value) in state.items()}
+            self._set(name, new, updates, last_value)
+
+    def part(self) -> Tree:
+        """Return the state that metrics have gathered since `reset`, over some micro-batches."""
+        self._unlink()
+        parts = {}
+        for name, metric in self.metrics.items():
+            updates, last_value = _compat.metric_progress(metric)
+            if updates:
+                parts[name] = [_copy(metric.metric_state), last_value is not None]
+        return parts
+
+    def merge(self, parts: Sequence[Tree]) -> None:
+        """Add parts of one batch, in order, as one update; the metric's last value becomes that of the batch."""
+        for name in [n for n in self.metrics if any(n in part for part in parts)]:
+            metric = self.metrics[name]
+            mergers = _compat.metric_mergers(metric)
+            states = [part[name][0] for part in parts if name in part]
+            batch = {k: _merged([s[k] for s in states], how) for k, how in mergers.items()}
+            before, (updates, last_value) = metric.metric_state, _compat.metric_progress(metric)
+            if any(part[name][1] for part in parts if name in part):
+                self._set(name, batch, 1, None)
+                last_value = metric.compute()
+            total = (
+                {k: _merged([before[k], batch[k]], how) for k, how in mergers.items()}
+                if updates
+                else batch
+            )
+            self._set(name, total, updates + 1, last_value)
+
+    def _set(self, name: str, state: dict[str, Any], updates: int, last_value: Any) -> None:
+        metric = self.metrics[name]
+        for key, value in state.items():
+            setattr(metric, key, map_tensors(lambda t: t.to(metric.device), value))
+        _compat.set_metric_progress(metric, updates, last_value)
+
+    def _unlink(self) -> None:
+        # Members of a compute group share one state, which only the collection's own accessor brings up to date.
+        for collection in self._collections:
+            collection.items(copy_state=True)
+
+
+def _copy(state: Any) -> Any:
+    return map_tensors(lambda t: t.detach().clone(), state)
+
+
+def _delta(value: Any, before: Any, grown: bool) -> list[Any]:
+    if isinstance(value, list) and isinstance(before, list) and grown and len(value) >= len(before):
+        return [len(before), _copy(value[len(before) :])]
+    return [0, _copy(value)]
+
+
+def _grown(current: Any, start: int, value: Any) -> Any:
+    return [*current[:start], *value] if isinstance(value, list) else value
+
+
+def _merged(states: list[Any], how: str | None) -> Any:
+    if how == "cat":
+        if isinstance(states[0], list):
+            return [item for state in states for item in state]
+        return torch.cat([torch.atleast_1d(state) for state in states])
+    stacked: Tensor = torch.stack(states)
+    return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)

@@ -1,0 +1,88 @@
+"""Is every parameter's update its own affair? Only then can each stage step its own parameters.
+
+An optimizer that computes one number over all parameters (LBFGS, D-Adaptation, Prodigy) would compute another one on every stage. A small
+trial tells, for optimizers of any origin: two parameters stepped together must move as each does alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_dlres.core.errors import ConfigError
+
+_STEPS = 3
+
+
+def require_separable(optimizer: Optimizer) -> None:
+    """Raise unless the optimizer treats parameters one by one.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    kind = type(optimizer)
+    try:
+        together = _trial(optimizer, [0, 1])
+        alone = [_trial(optimizer, [0])[0], _trial(optimizer, [1])[0]]
+    except _NeedsClosure:
+        raise ConfigError(
+            f"{kind.__name__} needs a closure in every step, because it evaluates the loss over all parameters at once; a stage has only its "
+            "own. Use an optimizer that treats parameters one by one, such as AdamW or SGD."
+        ) from None
+    except Exception as error:
+        warnings.warn(
+            f"Could not find out whether {kind.__name__} treats parameters one by one ({type(error).__name__}: {error}). If it computes "
+            "anything over all parameters, stages will disagree.",
+            stacklevel=2,
+        )
+        return
+    if any(not torch.equal(a, b) for a, b in zip(together, alone, strict=True)):
+        raise ConfigError(
+            f"{kind.__name__} computes something over all parameters at once; a stage has only its own, so every stage would take another "
+            "step. Use an optimizer that treats parameters one by one, such as AdamW or SGD."
+        )
+
+
+class _NeedsClosure(Exception):
+    pass
+
+
+def _trial(optimizer: Optimizer, which: list[int]) -> list[torch.Tensor]:
+    """Return two small parameters, or one of them, after a few steps of an optimizer of this class and these settings."""
+    values = [torch.linspace(-1.0, 1.0, 12).view(3, 4), torch.linspace(5.0, 9.0, 12).view(3, 4)]
+    parameters = [nn.Parameter(values[i].clone()) for i in which]
+    options: dict[str, Any] = {
+        k: copy.deepcopy(v)
+        for k, v in optimizer.param_groups[0].items()
+        if k not in ("params", "initial_lr", "param_names")
+    }
+    options = {
+        k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()
+    }
+    trial = type(optimizer)([{"params": parameters, **options}], lr=options.get("lr", 1e-3))
+    with torch.enable_grad():
+        for step in range(_STEPS):
+            for i, parameter in zip(which, parameters, strict=True):
+                parameter.grad = values[i] * (1.0 + i) * (0.5 + step)
+            try:
+                trial.step()
+            except TypeError as error:
+                raise (_NeedsClosure() if "closure" in str(error) else error) from error
+    return [parameter.detach() for parameter in parameters]
+
+
+def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
+    """Move an optimizer's state to a device; scalar step counts stay where the optimizer keeps them."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.device != device
+            ):
+                state[key] = value.to(device)

@@ -1,0 +1,150 @@
+"""What the user logs in a training step, taken down on the rank that computes it and said again on every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.tree import Tree
+from lightning_dlres.strategies.metrics import MetricStates
+
+_MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+@dataclass
+class LogRecord:
+    """One call of `self.log`. `value` is a number, a tensor, or a metric of the module."""
+
+    name: str
+    value: Any
+    options: dict[str, Any]
+
+    def to_tree(self, metrics: MetricStates) -> Tree:
+        """Return the record as plain data; a metric by its name, a reduce function by its import path."""
+        options = {k: v for k, v in self.options.items() if k != "sync_dist_group"}
+        reduce_fx = options.get("reduce_fx")
+        if callable(reduce_fx):
+            options["reduce_fx"] = ["function", _path_of(reduce_fx, self.name)]
+        if isinstance(self.value, Metric):
+            return [self.name, ["metric", metrics.name_of(self.value)], options]
+        value = self.value.detach().clone() if isinstance(self.value, Tensor) else self.value
+        return [self.name, ["value", value], options]
+
+    @staticmethod
+    def from_tree(tree: Tree, metrics: MetricStates) -> LogRecord:
+        """Build the record that `to_tree` took apart."""
+        name, (kind, value), options = tree
+        if isinstance(options.get("reduce_fx"), list):
+            options["reduce_fx"] = _function_at(options["reduce_fx"][1])
+        return LogRecord(name, metrics.metrics[value] if kind == "metric" else value, options)
+
+    def replay(self, module: LightningModule) -> None:
+        """Log it, for real."""
+        module.log(self.name, self.value, **self.options)
+
+
+@contextmanager
+def recording(module: LightningModule) -> Iterator[list[LogRecord]]:
+    """While active, `self.log` and `self.log_dict` of the module write into the yielded list."""
+    records: list[LogRecord] = []
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        named = dict(
+            zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)
+        )
+        records.append(LogRecord(name, value, {**named, **options}))
+
+    saved = module.__dict__.get("log")
+    module.__dict__["log"] = log
+    try:
+        yield records
+    finally:
+        module.__dict__.pop("log", None)
+        if saved is not None:
+            module.__dict__["log"] = saved
+
+
+def merge_parts(parts: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> list[LogRecord]:
+    """Return the records of the whole batch from those of its micro-batches: means weighted by samples, sums, maxima, minima, or
+    what a reduce function makes of the stacked values.
+
+    Raises:
+        UnsupportedStepError: unlike names were logged for unlike micro-batches.
+    """
+    names = [[record.name for record in part] for part in parts]
+    if any(other != names[0] for other in names):
+        raise UnsupportedStepError(
+            f"training_step logged {names[0]} for one micro-batch and {next(o for o in names if o != names[0])} for another. Log the "
+            "same names always, or use schedule='gpipe', which runs the step once for the whole batch."
+        )
+    return [_merge(column, sizes) for column in zip(*parts, strict=True)]
+
+
+def _merge(column: Sequence[LogRecord], sizes: Sequence[int]) -> LogRecord:
+    first = column[0]
+    if isinstance(first.value, Metric):
+        return first
+    options = dict(first.options)
+    if options.get("batch_size") is not None:
+        options["batch_size"] = sum(record.options["batch_size"] for record in column)
+    values = torch.stack(
+        [torch.as_tensor(record.value, dtype=torch.float64).cpu() for record in column]
+    )
+    reduce_fx = options.get("reduce_fx", "mean")
+    if reduce_fx in ("mean", "avg", torch.mean):
+        weights = torch.tensor(sizes, dtype=torch.float64).view(-1, *[1] * (values.dim() - 1))
+        merged = (values * weights).sum(0) / sum(sizes)
+    else:
+        merged = (
+            _MERGERS.get(reduce_fx, reduce_fx)(values)
+            if isinstance(reduce_fx, str)
+            else reduce_fx(values)
+        )
+    dtype = first.value.dtype if isinstance(first.value, Tensor) else torch.get_default_dtype()
+    return LogRecord(
+        first.name,
+        merged.to(dtype if dtype.is_floating_point else torch.get_default_dtype()),
+        options,
+    )
+
+
+def _path_of(function: Callable[..., Any], name: str) -> str:
+    path = f"{getattr(function, '__module__', None) or 'torch'}:{getattr(function, '__qualname__', '?')}"
+    try:
+        found = _function_at(path)
+    except UnsupportedStepError:
+        found = None
+    builtin = f"torch:{getattr(function, '__name__', '?')}"
+    if found is function:
+        return path
+    if getattr(torch, getattr(function, "__name__", "?"), None) is function:
+        return builtin
+    raise UnsupportedStepError(
+        f"self.log({name!r}, reduce_fx={function!r}): the function must be known to all ranks by name. Use a name such as 'mean' or "
+        "'max', or a function defined at the top of a module."
+    )
+
+
+def _function_at(path: str) -> Callable[..., Any]:
+    module, _, qualname = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise UnsupportedStepError(
+            f"The reduce function {path!r} of a log record is not known on this rank: import it on all ranks."
+        )
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,186 @@
+"""One training step of an unchanged LightningModule, run in two places: up to the module's call, and from the call on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_dlres.core import rng
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.tree import Tree, map_tensors
+from lightning_dlres.pipeline.microbatch import cut
+from lightning_dlres.strategies.capture import PipelinedModule
+from lightning_dlres.strategies.metrics import MetricStates
+from lightning_dlres.strategies.records import LogRecord, recording
+
+SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
+
+
+class _StopAtCall(BaseException):
+    """Ends the first stage's step where the pipelined module is called. Not an Exception: user code must not catch it."""
+
+    def __init__(self, inputs: Tree) -> None:
+        self.inputs = inputs
+
+
+@dataclass
+class StepContext:
+    """What all steps of a run share.
+
+    Attributes:
+        module: the LightningModule.
+        pipelined: the module that is cut into stages.
+        metrics: its metrics.
+        device: where this rank computes.
+        precision: returns the context that the step runs in.
+        split_batch: the user's way to cut a batch into parts of given sizes; None for the built-in one.
+    """
+
+    module: LightningModule
+    pipelined: PipelinedModule
+    metrics: MetricStates
+    device: torch.device
+    precision: Callable[[], AbstractContextManager[Any]]
+    split_batch: SplitBatch | None = None
+
+
+@dataclass
+class LightningStep:
+    """A `pipeline.runtime.UserStep`: one call of `training_step`.
+
+    Attributes:
+        args: arguments of `training_step`; the first is the batch.
+        logs: records of every run of the step, in the order of micro-batches.
+        losses: loss of every run.
+        extra: what a step that returns a dict returned beside the loss; only where it ran on the whole batch.
+    """
+
+    context: StepContext
+    args: tuple[Any, ...]
+    logs: list[list[LogRecord]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    extra: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._start = rng.snapshot(self.context.device)
+        self._metrics_before = (
+            self.context.metrics.snapshot() if self.context.metrics.metrics else {}
+        )
+        self._parts: Sequence[Any] | None = None
+        self._buffers_before = {
+            name: buffer._version for name, buffer in self._outer_buffers().items()
+        }
+
+    def module_inputs(self) -> Tree:
+        """Run the step up to the module's call and return what it is called with."""
+
+        def stop(inputs: Tree) -> Tree:
+            raise _StopAtCall(inputs)
+
+        module, path = self.context.module, self.context.pipelined.path
+        with self.context.metrics.preserved(), recording(module), self.context.precision():
+            try:
+                with self.context.pipelined.intercepted(stop):
+                    module.training_step(*self.args)
+            except _StopAtCall as signal:
+                return signal.inputs
+        raise UnsupportedStepError(
+            f"{type(module).__name__}.training_step returned without calling {path!r}, the pipelined module. Expected exactly one "
+            "call in every step. Name the module that it calls: HeteroPipeStrategy(module='...')."
+        )
+
+    def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
+        """Run the step with `output` as the result of the module's call and return the loss."""
+        rng.restore(self._start, self.context.device)
+        args = self.args if microbatch is None else (self._part(microbatch, sizes), *self.args[1:])
+        if microbatch is not None and not self.logs:
+            self.context.metrics.reset()
+        module = self.context.module
+        with recording(module) as records, self.context.precision(), self._returning(output):
+            result = module.training_step(*args)
+        loss = self._loss_of(result, microbatch is None)
+        self.logs.append(records)
+        self.losses.append(loss.detach())
+        return loss
+
+    def record(self, sizes: Sequence[int]) -> Tree:
+        """Return what the other ranks must know: losses, logs, metrics, buffers outside of the layers, random state."""
+        metrics = self.context.metrics
+        whole = len(self.logs) == 1 and self._parts is None
+        state: Tree = {}
+        if metrics.metrics:
+            state = metrics.changes_since(self._metrics_before) if whole else metrics.part()
+        return {
+            "losses": [loss.clone() for loss in self.losses],
+            "logs": [[record.to_tree(metrics) for record in part] for part in self.logs],
+            "metrics": state,
+            "buffers": self._changed_buffers(),
+            "extra": self.extra,
+            "rng": rng.snapshot(self.context.device),
+        }
+
+    def undo_metrics(self) -> None:
+        """Put the metrics back to where they were before the step."""
+        if self._metrics_before:
+            self.context.metrics.restore(self._metrics_before)
+
+    def _part(self, microbatch: int, sizes: Sequence[int]) -> Any:
+        if self._parts is None:
+            split = self.context.split_batch or cut
+            self._parts = list(split(self.args[0], sizes))
+            if len(self._parts) != len(sizes):
+                raise UnsupportedStepError(
+                    f"split_batch returned {len(self._parts)} parts, expected {len(sizes)}."
+                )
+        return self._parts[microbatch]
+
+    @contextmanager
+    def _returning(self, output: Tree) -> Any:
+        calls = 0
+
+        def give(inputs: Tree) -> Tree:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise self._number_of_calls("more than once")
+            return output
+
+        with self.context.pipelined.intercepted(give):
+            yield
+        if not calls:
+            raise self._number_of_calls("not at all")
+
+    def _number_of_calls(self, times: str) -> UnsupportedStepError:
+        return UnsupportedStepError(
+            f"{type(self.context.module).__name__}.training_step calls {self.context.pipelined.path!r}, the pipelined module, {times}. "
+            "Expected exactly one call in every step. Concatenate the inputs and call it once."
+        )
+
+    def _loss_of(self, result: Any, whole: bool) -> Tensor:
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UnsupportedStepError(
+                f"training_step returned {type(result).__name__}, expected a scalar tensor or a dict with one under 'loss'. A step cannot "
+                "be skipped by returning None."
+            )
+        if whole and isinstance(result, Mapping):
+            extra = {key: value for key, value in result.items() if key != "loss"}
+            self.extra = map_tensors(lambda t: t.detach().clone(), extra)
+        return loss.reshape(())
+
+    def _outer_buffers(self) -> dict[str, Tensor]:
+        layers = self.context.pipelined.layers
+        return {n: b for n, b in layers.root.named_buffers() if layers.layer_of(n) is None}
+
+    def _changed_buffers(self) -> dict[str, Tensor]:
+        return {
+            n: b.clone()
+            for n, b in self._outer_buffers().items()
+            if b._version != self._buffers_before.get(n)
+        }

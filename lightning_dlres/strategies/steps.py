@@ -1,0 +1,162 @@
+"""Steps of a run, one after the other: which schedule, what every rank logs, and what the step returns to Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.core import rng
+from lightning_dlres.core.rng import derive_seed
+from lightning_dlres.core.tree import Tree, map_tensors
+from lightning_dlres.pipeline.digest import digest
+from lightning_dlres.pipeline.microbatch import microbatch_sizes, samples_in
+from lightning_dlres.pipeline.partition import ModelLayers
+from lightning_dlres.pipeline.plan import PipelinePlan
+from lightning_dlres.pipeline.runtime import Runtime, TrainResult
+from lightning_dlres.strategies.check import refuse, why_not_by_parts
+from lightning_dlres.strategies.delivery import with_gradients
+from lightning_dlres.strategies.records import LogRecord, merge_parts
+from lightning_dlres.strategies.step import LightningStep, StepContext
+
+_EVALUATION = 1
+
+
+class StepRunner:
+    """Runs training and evaluation steps on one rank.
+
+    Args:
+        context: what all steps share.
+        runtime: this rank's part of the pipeline.
+        schedule: "auto", "gpipe" or "1f1b".
+        seed: base seed of what is random in the layers.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        runtime: Runtime,
+        schedule: str,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.context, self.runtime, self.seed, self.say = context, runtime, seed, say
+        self.may_change = schedule == "auto"
+        self.schedule = "1f1b" if schedule == "auto" else schedule
+        self._steps = 0
+        self._evaluations = 0
+
+    def train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
+        """Run one training step and return its loss, whose backward delivers the gradients.
+
+        Args:
+            args: arguments of `training_step`; the first is the batch.
+            batch: number of the batch since the start of training; part of the random seed.
+            scale: factor of the loss in mixed precision.
+        """
+        seed, fingerprint = derive_seed(self.seed, batch), digest(args[0])
+        if self.schedule == "1f1b" and self._check_is_due():
+            self._check(args, seed, fingerprint)
+        self._steps += 1
+        step = LightningStep(self.context, args)
+        result = self.runtime.train(step, self.schedule, seed, fingerprint, scale)
+        loss, extra = self._conclude(step, result)
+        delivered = with_gradients(loss, result.gradients, scale)
+        return {"loss": delivered, **extra} if extra is not None else delivered
+
+    def evaluate(self, hook: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a validation, test or predict step on all ranks; every call of the pipelined module goes through the pipeline."""
+        fingerprint = digest(args[0])
+
+        def forward(inputs: Tree) -> Tree:
+            self._evaluations += 1
+            seed = derive_seed(self.seed, self._evaluations, _EVALUATION)
+            output = self.runtime.forward(inputs, seed, fingerprint)
+            return map_tensors(lambda t: t.to(self.context.device), output)
+
+        with self.context.precision(), self.context.pipelined.intercepted(forward):
+            return hook(*args)
+
+    def _check_is_due(self) -> bool:
+        # A first batch without padding may hide what a later one shows: look again, ever more rarely.
+        return self.runtime.microbatches > 1 and self._steps & (self._steps - 1) == 0
+
+    def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
+        runtime, context = self.runtime, self.context
+        start = rng.snapshot(context.device)
+        inputs = LightningStep(context, args).module_inputs() if runtime.is_first else None
+        buffers = _layer_buffers(context.pipelined.layers, runtime.plan, runtime.stage_index)
+        saved = [buffer.clone() for buffer in buffers]
+        with torch.no_grad():
+            output = runtime.forward(inputs, seed, fingerprint, everywhere=False)
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+        rng.restore(start, context.device)
+        reason = None
+        source = runtime.plan.machines[0][-1]
+        if runtime.rank == source:
+            sizes = microbatch_sizes(samples_in(output) or 1, runtime.microbatches)
+            reason = (
+                why_not_by_parts(lambda: LightningStep(context, args), output, sizes)
+                if len(sizes) > 1
+                else None
+            )
+        runtime.share_record(reason, [source])
+        (reason,) = runtime.gather_records(reason, [source])
+        if reason is not None:
+            self._fall_back(reason)
+        elif self._steps == 0 and self.may_change:
+            self.say(
+                "dlres: schedule 1f1b: the loss is a mean over samples, so it is computed per micro-batch."
+            )
+
+    def _fall_back(self, reason: str) -> None:
+        if not self.may_change:
+            raise refuse(reason)
+        self.schedule = "gpipe"
+        self.say(
+            f"dlres: schedule gpipe, which computes the loss once over the whole batch: {reason}."
+        )
+
+    def _conclude(
+        self, step: LightningStep, result: TrainResult
+    ) -> tuple[Tensor, dict[str, Any] | None]:
+        """Make this rank's logs, metrics, buffers and random state those of the ranks that saw the loss."""
+        metrics, records = self.context.metrics, result.records
+        logs = [
+            [LogRecord.from_tree(t, metrics) for t in part]
+            for record in records
+            for part in record["logs"]
+        ]
+        losses = torch.stack(
+            [loss.to(self.context.device) for record in records for loss in record["losses"]]
+        )
+        if self.schedule == "gpipe":
+            loss, merged = losses[0], logs[0]
+            if not step.logs:
+                metrics.apply(records[0]["metrics"])
+        else:
+            weights = torch.tensor(result.sizes, dtype=losses.dtype, device=losses.device) / sum(
+                result.sizes
+            )
+            loss, merged = (losses * weights).sum(), merge_parts(logs, result.sizes)
+            step.undo_metrics()
+            metrics.merge([record["metrics"] for record in records])
+        self._follow_buffers(records[0]["buffers"])
+        rng.restore(records[0]["rng"], self.context.device)
+        for record in merged:
+            record.replay(self.context.module)
+        return loss, records[0]["extra"]
+
+    def _follow_buffers(self, values: dict[str, Tensor]) -> None:
+        buffers = dict(self.context.module.named_buffers()) if values else {}
+        with torch.no_grad():
+            for name, value in values.items():
+                buffers[name].copy_(value)
+
+
+def _layer_buffers(layers: ModelLayers, plan: PipelinePlan, stage: int) -> list[Tensor]:
+    return [buffer for index in plan.layers_of(stage) for buffer in layers.modules[index].buffers()]

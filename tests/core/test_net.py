@@ -1,0 +1,254 @@
+"""Real sockets on this machine: messages arrive whole, and what is wrong is said with a name."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import msgspec
+import pytest
+import zmq
+
+from lightning_dlres.core.errors import (
+    ConfigError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+)
+from lightning_dlres.core.net import Client, ConnectionEvent, CurveKeys, Server, pack, unpack
+from tests.waiting import wait_until
+
+SECONDS = 20.0
+# How long a test waits for what must not come.
+MOMENT = 0.3
+
+
+class Greeting(msgspec.Struct):
+    text: str
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def serve(stack: ExitStack, **options: object) -> Server:
+    return stack.enter_context(closing(Server(**options)))  # type: ignore[arg-type]
+
+
+def connect(stack: ExitStack, name: str, server: Server, **options: object) -> Client:
+    client = Client(name, server.endpoint, server="the hub", **options)  # type: ignore[arg-type]
+    return stack.enter_context(closing(client))
+
+
+def raw_socket(stack: ExitStack, name: bytes, server: Server) -> zmq.Socket[bytes]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    bare = context.socket(zmq.DEALER)
+    bare.setsockopt(zmq.IDENTITY, name)
+    bare.connect(server.endpoint)
+    return bare
+
+
+def test_messages_go_both_ways(stack: ExitStack) -> None:
+    server = serve(stack)
+    client = connect(stack, "rank 1", server)
+    payload = bytes(range(256)) * 4096
+    assert [client.send("gradient", payload), client.send("gradient", bytearray(3))] == [0, 1]
+    first, second = (server.expect(SECONDS, "a gradient") for _ in range(2))
+    assert (first.kind, first.sequence, first.payload) == ("gradient", 0, payload)
+    assert (second.sequence, second.payload, first.peer) == (1, bytes(3), "rank 1")
+    server.send("rank 1", "answer", memoryview(b"xyz")[1:], sequence=first.sequence)
+    answer = client.expect(SECONDS, "an answer")
+    assert (answer.kind, answer.sequence, answer.payload) == ("answer", 0, b"yz")
+    assert server.endpoint in answer.peer
+
+
+def test_typed_payloads(stack: ExitStack) -> None:
+    server = serve(stack)
+    client = connect(stack, "rank 1", server)
+    client.send("greeting", msgspec.msgpack.encode(Greeting("hello")))
+    client.send("greeting", b"\xc1")
+    assert server.expect(SECONDS, "a greeting").decode(Greeting) == Greeting("hello")
+    with pytest.raises(ProtocolError, match=r"rank 1 sent .* expected a Greeting"):
+        server.expect(SECONDS, "a greeting").decode(Greeting)
+
+
+@pytest.mark.parametrize(
+    ("frames", "complaint"),
+    [
+        ([b"only one"], "1 frames"),
+        ([b"\xc1", b""], "header"),
+        ([b"", b""], "header"),
+        ([msgspec.msgpack.encode({"kind": 3}), b""], "header"),
+        ([bytes(pack("data", 0, b"abc")[0]), b"abd"], "damaged"),
+        ([bytes(pack("data", 0, b"abc")[0]), b"abcd"], "4 bytes"),
+    ],
+)
+def test_a_corrupt_message_names_its_sender_and_does_no_harm(
+    stack: ExitStack, frames: list[bytes], complaint: str
+) -> None:
+    server = serve(stack)
+    bare = raw_socket(stack, b"rank 7", server)
+    bare.send_multipart(frames)
+    bare.send_multipart([bytes(part) for part in pack("data", 1, b"fine")])
+    with pytest.raises(ProtocolError, match=f"rank 7 sent .*{complaint}"):
+        server.expect(SECONDS, "data")
+    assert server.expect(SECONDS, "data").payload == b"fine"
+
+
+def test_a_flipped_bit_anywhere_is_noticed() -> None:
+    header, payload = (bytes(part) for part in pack("data", 5, b"payload"))
+    good = unpack([header, payload], "rank 1")
+    for part, position in [(0, i) for i in range(len(header))] + [(1, i) for i in range(7)]:
+        frames = [bytearray(header), bytearray(payload)]
+        frames[part][position] ^= 1
+        # A flip in the kind or the number of a header leaves a message, but with the right payload.
+        with contextlib.suppress(ProtocolError):
+            damaged = unpack([bytes(frame) for frame in frames], "rank 1")
+            assert damaged.payload == good.payload
+
+
+def test_a_client_without_a_readable_name_is_refused(stack: ExitStack) -> None:
+    server = serve(stack)
+    raw_socket(stack, b"\xff\xfe", server).send_multipart([b"", b""])
+    with pytest.raises(ProtocolError, match="name in UTF-8"):
+        server.expect(SECONDS, "anything")
+
+
+def test_a_timeout_names_the_peer_and_what_was_waited_for(stack: ExitStack) -> None:
+    server = serve(stack)
+    client = connect(stack, "rank 1", server)
+    assert client.receive(0.0) is None
+    with pytest.raises(PeerTimeoutError, match=r"the weights from the hub \(tcp://127.0.0.1:"):
+        client.expect(0.05, "the weights")
+    with pytest.raises(PeerTimeoutError, match=f"a hello from a client of {server.endpoint}"):
+        server.expect(0.05, "a hello")
+
+
+def test_sending_to_nobody_is_an_error(stack: ExitStack) -> None:
+    server = serve(stack)
+    with pytest.raises(PeerLostError, match="rank 9"):
+        server.send("rank 9", "hello")
+
+
+def test_a_full_queue_is_an_error_and_not_a_hang(stack: ExitStack) -> None:
+    listener = serve(stack)
+    client = connect(stack, "rank 1", listener, send_timeout=0.0)
+    listener.close()
+
+    def fill() -> None:
+        for _ in range(100_000):
+            client.send("data")
+
+    with pytest.raises(PeerTimeoutError, match="the hub"):
+        fill()
+
+
+def test_a_client_that_comes_back_keeps_its_name(stack: ExitStack) -> None:
+    server = serve(stack)
+    first = connect(stack, "rank 1", server)
+    first.send("hello")
+    server.expect(SECONDS, "a hello")
+    second = connect(stack, "rank 1", server)
+    second.send("again")
+    assert server.expect(SECONDS, "a hello").kind == "again"
+    server.send("rank 1", "welcome")
+    assert second.expect(SECONDS, "a welcome").kind == "welcome"
+
+
+def test_interrupt_ends_a_wait_from_another_thread(stack: ExitStack) -> None:
+    server = serve(stack)
+    returned = threading.Event()
+
+    def wait() -> None:
+        assert server.receive(SECONDS) is None
+        returned.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    server.interrupt()
+    assert returned.wait(SECONDS / 2)
+    thread.join(SECONDS)
+
+
+def test_connections_are_reported_and_belong_to_messages(stack: ExitStack) -> None:
+    server = serve(stack, monitor=True)
+    client = connect(stack, "rank 1", server)
+    client.send("hello")
+    opened = [e.connection for e in events_until(server, opened=True)]
+    message = None
+    while message is None:
+        message = server.receive(SECONDS)
+    assert opened == [message.connection]
+    client.close()
+    assert [e.connection for e in events_until(server, opened=False)] == opened
+
+
+def events_until(server: Server, *, opened: bool) -> list[ConnectionEvent]:
+    found: list[ConnectionEvent] = []
+
+    def seen() -> bool:
+        found.extend(e for e in server.connection_events() if e.opened == opened)
+        return bool(found)
+
+    wait_until(seen, f"a connection event came, opened={opened}")
+    return found
+
+
+def test_curve_lets_in_whom_the_whitelist_names(stack: ExitStack) -> None:
+    keys, friend, stranger = (CurveKeys.generate() for _ in range(3))
+    server = serve(stack, curve=keys, allowed=[friend.public])
+    intruder = connect(stack, "intruder", server, curve=stranger, server_key=keys.public)
+    plain = connect(stack, "plain", server)
+    guest = connect(stack, "guest", server, curve=friend, server_key=keys.public)
+    for client in (intruder, plain, guest):
+        client.send("hello")
+    assert server.expect(SECONDS, "a hello").peer == "guest"
+    server.send("guest", "welcome")
+    assert guest.expect(SECONDS, "a welcome").kind == "welcome"
+    assert server.receive(MOMENT) is None
+    with pytest.raises(PeerTimeoutError, match="keys"):
+        intruder.expect(0.05, "a welcome")
+
+
+def test_curve_for_anyone_must_be_asked_for(stack: ExitStack) -> None:
+    keys = CurveKeys.generate()
+    with pytest.raises(ConfigError, match="allow_any=True"):
+        Server(curve=keys)
+    server = serve(stack, curve=keys, allow_any=True)
+    client = connect(stack, "x", server, curve=CurveKeys.generate(), server_key=keys.public)
+    client.send("hello")
+    assert server.expect(SECONDS, "a hello").peer == "x"
+
+
+def test_secrets_stay_out_of_logs() -> None:
+    keys = CurveKeys.generate()
+    assert keys.secret.decode() not in repr(keys)
+
+
+def test_bad_arguments(stack: ExitStack) -> None:
+    server = serve(stack)
+    port = int(server.endpoint.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"port {port}"):
+        Server(port=port)
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        Server(bind="192.0.2.1")
+    with pytest.raises(ConfigError, match="curve"):
+        Server(allow_any=True)
+    with pytest.raises(ConfigError, match="endpoint"):
+        Client("rank 1", "nonsense")
+    with pytest.raises(ConfigError, match="server_key"):
+        Client("rank 1", server.endpoint, curve=CurveKeys.generate())
+    with pytest.raises(ConfigError, match="identity"):
+        Client("", server.endpoint)
+
+
+def test_close_may_be_repeated() -> None:
+    server = Server(curve=CurveKeys.generate(), allow_any=True, monitor=True)
+    server.close()
+    server.close()
+    server.interrupt()

@@ -1,0 +1,537 @@
+"""Rank processes that live as long as the pytest session.
+
+Importing torch and Lightning costs seconds per process. A test with several real ranks sends a
+function to this pool instead of starting processes of its own; the ranks clean themselves between
+jobs, and whatever fails, hangs or dies is reported with the rank's traceback, stacks and output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.environments import ClusterEnvironment
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 180.0
+CLEAN_SECONDS = 30.0
+# How long the other ranks of a failed job may take to fail too, before they count as stuck.
+GRACE_SECONDS = 5.0
+# A forked child of a rank keeps the pipe open after the rank's death, so exits are polled as well.
+POLL_SECONDS = 0.2
+TAIL_LINES = 200
+
+STACKS_ON_SIGNAL = '''\
+"""SIGUSR1 shows the stacks of all threads and ends the process, in every Python that a test starts.
+
+The handler belongs to faulthandler, which needs neither the interpreter lock nor the main thread;
+chained to the default action, it ends the process when the stacks are written, and so tells whoever
+waits for it that they are complete. Python does not know of it, and Lightning resets each signal
+after `fit` to the handler that Python knows of: hence it is put back.
+"""
+
+import faulthandler
+import signal
+
+set_handler = signal.signal
+
+
+def show_stacks():
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)
+
+
+def set_handler_and_show_stacks(number, handler):
+    previous = set_handler(number, handler)
+    if number == signal.SIGUSR1 and handler == signal.SIG_DFL:
+        show_stacks()
+    return previous
+
+
+signal.signal = set_handler_and_show_stacks
+show_stacks()
+'''
+
+
+def python_environ(directory: Path) -> dict[str, str]:
+    """The variables for a Python process that imports our packages and shows its stacks.
+
+    `directory` receives the `sitecustomize` that makes it do the latter.
+    """
+    directory.mkdir(exist_ok=True)
+    (directory / "sitecustomize.py").write_text(STACKS_ON_SIGNAL)
+    path = [str(directory), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        # A killed process would take the last lines of a buffer along.
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a job's function receives as its first argument on each rank."""
+
+    rank: int
+    world_size: int
+    port: int
+    environment: ClusterEnvironment
+    tmp: Path
+    """A directory shared by the ranks of the job and their working directory; deleted after it."""
+
+    def init_process_group(self, backend: str = "gloo", timeout: float = 30.0) -> None:
+        """Join the job's default process group; the pool destroys it after the job."""
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{self.environment.main_address}:{self.environment.main_port}",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's share of a job, as it travels to the rank."""
+
+    module: str
+    qualname: str
+    rank: int
+    world_size: int
+    port: int
+    tmp: str
+    # Pickled apart, so that a failure to unpickle it in the rank is a failure of the job.
+    arguments: bytes
+
+
+@dataclass(frozen=True)
+class Clean:
+    """Tells a rank that every rank has reported, so that it may drop the job's state."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank's answer: it is started, or clean again."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A rank's answer: the function's result, pickled."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A rank's answer: the function, or the cleaning after it, raised."""
+
+    error_type: str
+    message: str
+    traceback: str
+
+
+@dataclass
+class RankOutcome:
+    """What became of one rank: a value, or an error with its type's name and its message.
+
+    Beside the exceptions of the function itself, `error_type` may be "RankDied" (the process ended)
+    or "RankTimeout" (it had to be killed). `output` is the rank's stdout and stderr during the job.
+    """
+
+    rank: int
+    value: Any = None
+    error_type: str | None = None
+    error_message: str = ""
+    traceback: str = ""
+    output: str = ""
+
+
+class RankFailure(Exception):
+    """Some ranks of a job failed; `errors` maps each of them to (type name, message)."""
+
+    def __init__(self, message: str, errors: dict[int, tuple[str, str]]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+class RankPool:
+    """Starts ranks when a job needs them and keeps them for the next one; see `run`.
+
+    The ranks inherit the environment variables that this process has when the pool is made, not
+    those that the calling test has patched.
+    """
+
+    def __init__(self, directory: Path, max_ranks: int = 4) -> None:
+        self._directory = directory
+        self._max_ranks = max_ranks
+        self._ranks: list[_Rank] = []
+        self._jobs = 0
+        self._environ = python_environ(directory / "site")
+        if sys.platform == "linux":
+            # Else gloo resolves the host's name, which on some machines is slow or fails.
+            self._environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    def start(self, count: int) -> None:
+        """Begin to start ranks up to `count` without waiting for them."""
+        for index in range(count):
+            if index == len(self._ranks):
+                self._ranks.append(_Rank(index, self._directory, self._environ))
+            elif not self._ranks[index].alive():
+                self._ranks[index].kill()
+                self._ranks[index] = _Rank(index, self._directory, self._environ)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout: float = 120.0,
+        keep: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `fn(rank_context, *args, **kwargs)` on each rank and return the results by rank.
+
+        `fn` is a function at the top level of an importable module. Raises `RankFailure` where a
+        rank raises, dies or exceeds `timeout` seconds; the ranks of a failed job are replaced,
+        unless `keep` says that those which reported may serve on. Each rank begins a job with its
+        random generators seeded by its rank.
+        """
+        outcomes = self._run(fn, world_size, args, kwargs, timeout, keep, GRACE_SECONDS)
+        if any(outcome.error_type for outcome in outcomes):
+            raise _failure(fn, outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def run_expecting_errors(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout: float = 120.0,
+        keep: bool = False,
+        **kwargs: Any,
+    ) -> list[RankOutcome]:
+        """Like `run`, but errors and deaths are outcomes, and each rank has the whole `timeout`.
+
+        A rank that does not end within it still raises `RankFailure`.
+        """
+        outcomes = self._run(fn, world_size, args, kwargs, timeout, keep, timeout)
+        if any(outcome.error_type == "RankTimeout" for outcome in outcomes):
+            raise _failure(fn, outcomes)
+        return outcomes
+
+    def close(self) -> None:
+        """Kill every rank, with the processes that it started."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks.clear()
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        timeout: float,
+        keep: bool,
+        grace: float,
+    ) -> list[RankOutcome]:
+        if not 1 <= world_size <= self._max_ranks:
+            raise ValueError(f"got world_size={world_size}, expected 1 to {self._max_ranks}")
+        if "<" in fn.__qualname__ or fn.__module__ == "__main__":
+            raise ValueError(
+                f"got {fn.__module__}.{fn.__qualname__}, expected a function that a rank can "
+                "import, try moving it to the top level of the test module"
+            )
+        arguments = pickle.dumps((args, kwargs))
+        outcomes = self._attempt(fn, world_size, arguments, timeout, keep, grace)
+        if any(_address_in_use(outcome) for outcome in outcomes):
+            # The port was free when the job was made, and another process was quicker.
+            outcomes = self._attempt(fn, world_size, arguments, timeout, keep, grace)
+        return outcomes
+
+    def _attempt(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        arguments: bytes,
+        timeout: float,
+        keep: bool,
+        grace: float,
+    ) -> list[RankOutcome]:
+        ranks = self._ready_ranks(world_size)
+        self._jobs += 1
+        tmp = self._directory / f"job-{self._jobs}"
+        tmp.mkdir()
+        port = _free_port()
+        try:
+            for rank in ranks:
+                rank.begin(
+                    Job(
+                        fn.__module__,
+                        fn.__qualname__,
+                        rank.index,
+                        world_size,
+                        port,
+                        str(tmp),
+                        arguments,
+                    )
+                )
+            outcomes = _collect(ranks, timeout, grace)
+            if keep or not any(outcome.error_type for outcome in outcomes):
+                _clean([rank for rank in ranks if rank.alive()])
+            else:
+                for rank in ranks:
+                    rank.kill()
+        except BaseException:
+            # Ranks in the middle of a job would answer the next one with this one's results.
+            for rank in ranks:
+                rank.kill()
+            raise
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+        return outcomes
+
+    def _ready_ranks(self, count: int) -> list[_Rank]:
+        self.start(count)
+        ranks = self._ranks[:count]
+        waiting = [rank for rank in ranks if not rank.ready]
+        deadline = time.monotonic() + START_SECONDS
+        while waiting:
+            events = _next_messages(waiting, deadline)
+            if not events:
+                _dump_and_kill(waiting)
+            for rank, message in events:
+                if message == Ready():
+                    rank.ready = True
+                    waiting.remove(rank)
+                else:
+                    rank.kill()
+            failed = [rank for rank in ranks if not rank.alive()]
+            if failed:
+                raise RankFailure(
+                    "\n".join(
+                        f"rank {rank.index} did not start: {rank.exit_text()}\n{_tail(rank.text())}"
+                        for rank in failed
+                    ),
+                    {rank.index: ("RankDied", rank.exit_text()) for rank in failed},
+                )
+        return ranks
+
+
+class _Rank:
+    """The pool's end of one rank process."""
+
+    def __init__(self, index: int, directory: Path, environ: dict[str, str]) -> None:
+        self.index = index
+        self.ready = False
+        self._log = directory / f"rank{index}.log"
+        self.connection, theirs = Pipe()
+        command = [sys.executable, "-m", "tests.rank_process", "--fd", str(theirs.fileno())]
+        if threading.current_thread() is threading.main_thread():
+            # Linux sends the death signal when the starting *thread* ends, so only for this one.
+            command += ["--parent", str(os.getpid())]
+        with self._log.open("ab") as log:
+            self._offset = log.tell()
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environ,
+                pass_fds=[theirs.fileno()],
+                # A group of its own: killing it takes along the rank's loader workers, and ^C
+                # reaches pytest alone.
+                start_new_session=True,
+            )
+        theirs.close()
+
+    def alive(self) -> bool:
+        return self.process.poll() is None and not self.connection.closed
+
+    def begin(self, job: Job) -> None:
+        self._offset = self._log.stat().st_size
+        self.send(job)
+
+    def send(self, message: object) -> None:
+        # Where it has died since it was last seen, whoever waits for its answer will hear so.
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(pickle.dumps(message))
+
+    def text(self) -> str:
+        """What it has printed since the beginning of its job, or since its start."""
+        with self._log.open("rb") as log:
+            log.seek(self._offset)
+            return log.read().decode(errors="replace")
+
+    def exit_text(self) -> str:
+        code = self.process.returncode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exited with status {code}"
+
+    def dump_stacks(self) -> None:
+        """Ask for all stacks in the log; the rank ends by itself once they are written."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+
+def _collect(ranks: list[_Rank], timeout: float, grace: float) -> list[RankOutcome]:
+    outcomes: dict[int, RankOutcome] = {}
+    pending = list(ranks)
+    deadline = time.monotonic() + timeout
+    stuck = f"still running after {timeout:g} s"
+    while pending:
+        events = _next_messages(pending, deadline)
+        if not events:
+            break
+        for rank, message in events:
+            pending.remove(rank)
+            outcome = outcomes[rank.index] = RankOutcome(rank.index)
+            if isinstance(message, Returned):
+                outcome.value = pickle.loads(message.value)
+                continue
+            if isinstance(message, Raised):
+                outcome.error_type = message.error_type
+                outcome.error_message = message.message
+                outcome.traceback = message.traceback
+            else:
+                rank.kill()
+                outcome.error_type = "RankDied"
+                outcome.error_message = rank.exit_text()
+            if time.monotonic() + grace < deadline:
+                deadline = time.monotonic() + grace
+                stuck = f"still running {grace:g} s after rank {rank.index} failed"
+    if pending:
+        _dump_and_kill(ranks)
+        for rank in pending:
+            outcomes[rank.index] = RankOutcome(
+                rank.index, error_type="RankTimeout", error_message=stuck
+            )
+    for rank in ranks:
+        outcomes[rank.index].output = rank.text()
+    return [outcomes[rank.index] for rank in ranks]
+
+
+def _clean(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.send(Clean())
+    pending = list(ranks)
+    deadline = time.monotonic() + CLEAN_SECONDS
+    while pending:
+        events = _next_messages(pending, deadline)
+        if not events:
+            _dump_and_kill(pending)
+            events = [(rank, None) for rank in pending]
+        for rank, message in events:
+            pending.remove(rank)
+            if message != Ready():
+                rank.kill()
+                why = message.traceback if isinstance(message, Raised) else rank.exit_text()
+                warnings.warn(
+                    f"rank {rank.index} could not clean up after a job and is replaced: {why}\n"
+                    f"{_tail(rank.text())}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+def _dump_and_kill(ranks: list[_Rank]) -> None:
+    # All signals go out first: a rank whose peer has gone would unwind before it shows its stack.
+    for rank in ranks:
+        rank.dump_stacks()
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(timeout=10.0)
+        rank.kill()
+
+
+def _next_messages(pending: list[_Rank], deadline: float) -> list[tuple[_Rank, object]]:
+    """Wait until a rank answers or dies (its message is then None); nothing at the deadline."""
+    by_connection: dict[Connection, _Rank] = {rank.connection: rank for rank in pending}
+    while True:
+        remaining = deadline - time.monotonic()
+        events: list[tuple[_Rank, object]] = []
+        for connection in wait(list(by_connection), max(0.0, min(remaining, POLL_SECONDS))):
+            assert isinstance(connection, Connection)
+            try:
+                message = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                message = None
+            events.append((by_connection[connection], message))
+        if not events:
+            for rank in pending:
+                if rank.process.poll() is not None and not rank.connection.poll():
+                    events.append((rank, None))
+        if events or remaining <= 0:
+            return events
+
+
+def _failure(fn: Callable[..., Any], outcomes: list[RankOutcome]) -> RankFailure:
+    errors = {
+        outcome.rank: (outcome.error_type, outcome.error_message)
+        for outcome in outcomes
+        if outcome.error_type
+    }
+    timed_out = any(kind == "RankTimeout" for kind, _ in errors.values())
+    lines = [
+        f"{len(errors)} of {len(outcomes)} ranks failed in {fn.__module__}.{fn.__qualname__}: "
+        + ", ".join(f"rank {rank} ({kind})" for rank, (kind, _) in errors.items())
+    ]
+    for outcome in outcomes:
+        if outcome.error_type:
+            lines.append(f"--- rank {outcome.rank}: {outcome.error_type}: {outcome.error_message}")
+            lines.append(outcome.traceback.rstrip())
+        elif timed_out:
+            lines.append(f"--- rank {outcome.rank}: returned a value")
+        else:
+            continue
+        lines.append(f"--- output of rank {outcome.rank}:")
+        lines.append(_tail(outcome.output))
+    return RankFailure("\n".join(filter(None, lines)), errors)
+
+
+def _address_in_use(outcome: RankOutcome) -> bool:
+    message = outcome.error_message.lower()
+    return "eaddrinuse" in message or "address already in use" in message
+
+
+def _tail(text: str) -> str:
+    lines = text.rstrip().splitlines()
+    if len(lines) > TAIL_LINES:
+        lines = [f"({len(lines) - TAIL_LINES} lines left out)", *lines[-TAIL_LINES:]]
+    return "\n".join(lines) or "(nothing)"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,166 @@
+"""The process behind one rank of `tests.pool`: imports once, then runs one job after another.
+
+After each job it puts back whatever process-wide state the job may have changed, because the next
+test must find the process as a freshly started one would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import operator
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.pool import Clean, Job, Raised, RankContext, Ready, Returned
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True, help="our end of the pool's pipe")
+    parser.add_argument("--parent", type=int, help="die with this process, where the OS can do so")
+    options = parser.parse_args()
+    if options.parent is not None:
+        _die_with(options.parent)
+    faulthandler.enable()
+    connection = Connection(options.fd)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    state = _ProcessState()
+    _answer(connection, Ready())
+    while True:
+        message = pickle.loads(inbox.get())
+        if isinstance(message, Job):
+            _answer(connection, _run(message))
+        elif isinstance(message, Clean):
+            try:
+                state.restore()
+                _answer(connection, Ready())
+            except Exception as error:
+                _answer(connection, _raised(error))
+
+
+def _run(job: Job) -> Returned | Raised:
+    import numpy
+    import torch
+
+    from tests.pool_environment import PoolEnvironment
+
+    try:
+        os.chdir(job.tmp)
+        # Different on each rank, so that code which needs a common seed cannot get it by accident.
+        random.seed(job.rank)
+        numpy.random.seed(job.rank)
+        torch.manual_seed(job.rank)
+        context = RankContext(
+            rank=job.rank,
+            world_size=job.world_size,
+            port=job.port,
+            environment=PoolEnvironment(job.world_size, job.rank, job.port),
+            tmp=Path(job.tmp),
+        )
+        fn: Any = operator.attrgetter(job.qualname)(importlib.import_module(job.module))
+        args, kwargs = pickle.loads(job.arguments)
+        # Not Connection.send: its pickler passes tensors as shared memory that this rank must hold.
+        return Returned(pickle.dumps(fn(context, *args, **kwargs)))
+    except BaseException as error:
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> Raised:
+    return Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def _answer(connection: Connection, message: object) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _receive(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
+    """Notice the end of the test process at once, also while a job runs or hangs."""
+    while True:
+        try:
+            inbox.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            # The whole group, which the pool made ours: a job's own children must not outlive it.
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    """Where a job holds the interpreter lock, no thread of ours would notice the parent's end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _ProcessState:
+    """The process-wide state before the first job, and the way back to it."""
+
+    def __init__(self) -> None:
+        import lightning.pytorch  # noqa: F401 - the expensive import that the pool shares
+        import torch
+        from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+        torch.set_num_threads(1)
+        self._rank_zero = rank_zero_only
+        self._rank = rank_zero_only.rank
+        self._environ = dict(os.environ)
+        self._directory = os.getcwd()
+        self._handlers = {logger: list(logger.handlers) for logger in _loggers()}
+        self._streams = (sys.stdout, sys.stderr)
+        # What is imported by now stays: the collection after each job need not look at it.
+        gc.collect()
+        gc.freeze()
+
+    def restore(self) -> None:
+        import torch
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for logger in _loggers():
+            before = self._handlers.get(logger, [])
+            for handler in list(logger.handlers):
+                if handler not in before:
+                    logger.removeHandler(handler)
+                    handler.close()
+        sys.stdout, sys.stderr = self._streams
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        # Lightning never takes it back, and a Trainer on one device would then not be rank zero.
+        self._rank_zero.rank = self._rank
+        os.chdir(self._directory)
+        for name in set(os.environ) - set(self._environ):
+            del os.environ[name]
+        os.environ.update(self._environ)
+
+
+def _loggers() -> list[logging.Logger]:
+    known = logging.root.manager.loggerDict.values()
+    return [logging.root, *(each for each in known if isinstance(each, logging.Logger))]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Waiting for what another thread or process does, with a deadline and without guessed pauses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 20.0) -> None:
+    """Return as soon as the condition holds; fail, naming `what`, after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout} s in vain until {what}")
+        time.sleep(0.01)
