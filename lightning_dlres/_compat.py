@@ -1,4 +1,5 @@
-"""Every private name of Lightning, torch and torchmetrics that this package cannot do without, each with its reason."""
+"""Every private name of Lightning, torch and torchmetrics that this package cannot do without, each
+with its reason."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MERGEABLE = {dim_zero_sum: "sum", dim_zero_cat: "cat", dim_zero_max: "max", dim_
 
 
 def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
-    """Return Lightning's launcher that starts the user's script once per device; Lightning has no public name for it."""
+    """Return Lightning's launcher that starts the user's script once per device; Lightning has no
+    public name for it."""
     return _SubprocessScriptLauncher(environment, processes, nodes)
 
 
@@ -33,14 +35,15 @@ def set_device_property(module: LightningModule, device: torch.device) -> None:
 def train_loader(trainer: Trainer) -> Any:
     """Return a train loader made for profiling.
 
-    `trainer.fit_loop.setup_data()` is public, but makes the iterator that the epoch will use, earlier than plain training
-    does, and so changes the shuffle.
+    `trainer.fit_loop.setup_data()` is public, but makes the iterator that the epoch will use,
+    earlier than plain training does, and so changes the shuffle.
     """
     return trainer.fit_loop._data_source.dataloader()
 
 
 def metric_mergers(metric: Metric) -> dict[str, str | None]:
-    """Return for every state of a metric how parts of it merge: "sum", "cat", "max", "min", or None if that is not known.
+    """Return for every state of a metric how parts of it merge: "sum", "cat", "max", "min", or None
+    if that is not known.
 
     torchmetrics keeps the reductions to itself.
     """
@@ -48,7 +51,8 @@ def metric_mergers(metric: Metric) -> dict[str, str | None]:
 
 
 def metric_progress(metric: Metric) -> tuple[int, Any]:
-    """Return a metric's number of updates and the value of its last `forward`, which has no public name."""
+    """Return a metric's number of updates and the value of its last `forward`, which has no public
+    name."""
     return metric.update_count, metric._forward_cache
 
 
@@ -62,8 +66,8 @@ def set_metric_progress(metric: Metric, updates: int, last_value: Any) -> None:
 def never_distributed(metric: Metric) -> Callable[[], None]:
     """Stop a metric from summing over ranks, and return the undo.
 
-    Every rank finishes every step on the whole batch, so each has the whole state already. The attribute is documented as a
-    constructor argument, but a user's metric is already constructed.
+    Every rank finishes every step on the whole batch, so each has the whole state already. The
+    attribute is documented as a constructor argument, but a user's metric is already constructed.
     """
     saved = metric.distributed_available_fn
     metric.distributed_available_fn = _no

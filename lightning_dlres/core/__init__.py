@@ -1,1 +1,2 @@
-"""The ground floor: what every subsystem needs once (units, errors, wire format, network, trace, tables)."""
+"""The ground floor: what every subsystem needs once (units, errors, wire format, network, trace,
+tables)."""

@@ -1,8 +1,9 @@
-"""The wire format of a tree of tensors: one for pipeline, parameter server and gradient synchronisation.
+"""The wire format of a tree of tensors: one for pipeline, parameter server and gradient
+synchronisation.
 
-A payload is a header (msgpack: version, key, structure, and for every tensor codec, dtype, shape, size in bytes and
-whether it asks for a gradient) followed by small tensors in line and large tensors as byte strings of their own, so
-that those land in their final memory without a copy.
+A payload is a header (msgpack: version, key, structure, and for every tensor codec, dtype, shape,
+size in bytes and whether it asks for a gradient) followed by small tensors in line and large
+tensors as byte strings of their own, so that those land in their final memory without a copy.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def large_sizes(header: Header) -> list[int]:
 
 
 def decode(header: Header, large: list[Tensor]) -> Tree:
-    """Return the tree; `large` are the flat uint8 tensors that followed. `requires_grad` is set as it was sent."""
+    """Return the tree; `large` are the flat uint8 tensors that followed. `requires_grad` is set as
+    it was sent."""
     offset, position, tensors = 0, 0, []
     for entry in header.tensors:
         if entry.nbytes > INLINE_BYTES:

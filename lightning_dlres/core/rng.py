@@ -1,8 +1,9 @@
 """Global random state as data: taken, put back, sent to another rank, or forked for one layer.
 
-Two processes that draw from their own generators drift apart at the first shuffle. The reading rank therefore
-sends the state of its generators along with every batch (`snapshot`, `restore`), and the layers of the model run
-under a generator that depends on what is computed, not on who computes it (`derive_seed`, `forked`).
+Two processes that draw from their own generators drift apart at the first shuffle. The reading rank
+therefore sends the state of its generators along with every batch (`snapshot`, `restore`), and the
+layers of the model run under a generator that depends on what is computed, not on who computes it
+(`derive_seed`, `forked`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _MASK = (1 << 64) - 1
 
 
 def snapshot(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of the Python, NumPy (legacy) and torch generators as a tree of plain data and tensors.
+    """Return the state of the Python, NumPy (legacy) and torch generators as a tree of plain data
+    and tensors.
 
     With a CUDA `device` its generator is included.
     """
@@ -52,7 +54,8 @@ def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
 
 
 def derive_seed(*parts: int) -> int:
-    """Mix integers into one 63-bit seed (SplitMix64 finaliser over the running sum); order matters."""
+    """Mix integers into one 63-bit seed (SplitMix64 finaliser over the running sum); order
+    matters."""
     value = 0
     for part in parts:
         value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -64,7 +67,8 @@ def derive_seed(*parts: int) -> int:
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Leave torch's generators (CPU and, where given, the CUDA device's) afterwards as they were before."""
+    """Leave torch's generators (CPU and, where given, the CUDA device's) afterwards as they were
+    before."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield

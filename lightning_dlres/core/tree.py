@@ -1,9 +1,10 @@
 """Nested containers of tensors, taken apart into plain data and put together again.
 
-A batch or a layer's output may be a tensor, or lists, tuples, dicts, named tuples, dataclasses and other mappings of
-them. To send one to another rank without pickle it is split into a *structure* (plain data that msgpack can carry) and
-its tensors. Classes are named in the structure, and only data classes, named tuples and mappings that the receiver has
-already imported are built again: nothing that arrives can choose code to run.
+A batch or a layer's output may be a tensor, or lists, tuples, dicts, named tuples, dataclasses and
+other mappings of them. To send one to another rank without pickle it is split into a *structure*
+(plain data that msgpack can carry) and its tensors. Classes are named in the structure, and only
+data classes, named tuples and mappings that the receiver has already imported are built again:
+nothing that arrives can choose code to run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
     """Build the tree that `flatten` took apart.
 
     Raises:
-        ProtocolError: the structure names a class that is not imported here or is not a container of data.
+        ProtocolError: the structure names a class that is not imported here or is not a container
+            of data.
     """
     return _build(structure, tensors)
 
@@ -91,9 +93,9 @@ def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
         ]
         return ["d", pairs] if kind is dict else ["m", _class_name(kind), pairs]
     raise ConfigError(
-        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: expected tensors, arrays, numbers, "
-        "strings, and lists, tuples, dicts, named tuples, data classes or mappings of them. Convert it in the "
-        "dataset's collate function."
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: expected "
+        "tensors, arrays, numbers, strings, and lists, tuples, dicts, named tuples, data classes "
+        "or mappings of them. Convert it in the dataset's collate function."
     )
 
 
@@ -102,8 +104,8 @@ def _from_numpy(array: np.ndarray[Any, Any] | np.generic) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
     except TypeError as error:
         raise ConfigError(
-            f"A NumPy array of dtype {array.dtype} cannot be sent to another rank: expected a numeric dtype. "
-            "Convert it in the dataset's collate function."
+            f"A NumPy array of dtype {array.dtype} cannot be sent to another rank: expected a "
+            "numeric dtype. Convert it in the dataset's collate function."
         ) from error
 
 
@@ -162,6 +164,7 @@ def _resolve(name: str) -> type:
         found = getattr(found, part, None)
     if not isinstance(found, type):
         raise ProtocolError(
-            f"{name!r} arrived in a batch, but no such class is imported here: import it on all ranks."
+            f"{name!r} arrived in a batch, but no such class is imported here: import it on all "
+            "ranks."
         )
     return found

@@ -1,1 +1,2 @@
-"""Methods D and E: pipeline plus data parallelism over devices of unlike speed. Nothing here knows Lightning."""
+"""Methods D and E: pipeline plus data parallelism over devices of unlike speed. Nothing here knows
+Lightning."""

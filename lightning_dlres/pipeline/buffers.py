@@ -1,4 +1,5 @@
-"""Buffers of a stage (running statistics and the like) kept alike on all virtual machines: those of the first VM count."""
+"""Buffers of a stage (running statistics and the like) kept alike on all virtual machines: those of
+the first VM count."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from lightning_dlres.pipeline.mailbox import wait_for
 
 
 class BufferSync:
-    """Sends the first VM's buffers to the same stage of the others, as DistributedDataParallel does from its first rank.
+    """Sends the first VM's buffers to the same stage of the others, as DistributedDataParallel does
+    from its first rank.
 
     Args:
         buffers: the stage's buffers, in one order on all VMs.

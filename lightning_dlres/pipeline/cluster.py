@@ -1,7 +1,7 @@
 """Compute power of every rank (Method E, E1), measured on the model's own layers.
 
-Layers are timed one by one on copies, so that weights, buffers and random state stay as they were, and no device needs room
-for more than one layer.
+Layers are timed one by one on copies, so that weights, buffers and random state stay as they were,
+and no device needs room for more than one layer.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def measure_layers(
 
 
 def powers_of(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the compute power of each rank relative to the fastest, from its seconds for every layer.
+    """Return the compute power of each rank relative to the fastest, from its seconds for every
+    layer.
 
-    A rank's power is the median over layers of (fastest rank's seconds / its seconds), so that one disturbed measurement does
-    not make a device look slow.
+    A rank's power is the median over layers of (fastest rank's seconds / its seconds), so that one
+    disturbed measurement does not make a device look slow.
     """
     totals = [sum(row) for row in seconds]
     best = seconds[totals.index(min(totals))]

@@ -1,4 +1,5 @@
-"""A short fingerprint of a batch, so that two ranks that see different batches stop instead of training on nonsense."""
+"""A short fingerprint of a batch, so that two ranks that see different batches stop instead of
+training on nonsense."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _BLOCKS = 256
 def digest(tree: Tree) -> int:
     """Return a 32-bit fingerprint of structure, shapes, dtypes and contents.
 
-    Tensors up to 1 MiB are read byte by byte; larger ones through the sum of their 8-byte words and 256 blocks of 4 KiB
-    spread over them, which a different shuffle or augmentation cannot pass.
+    Tensors up to 1 MiB are read byte by byte; larger ones through the sum of their 8-byte words and
+    256 blocks of 4 KiB spread over them, which a different shuffle or augmentation cannot pass.
     """
     structure, tensors = flatten(tree)
     value = zlib.crc32(msgspec.msgpack.encode(structure))

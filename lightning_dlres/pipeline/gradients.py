@@ -1,8 +1,9 @@
-"""Gradients summed over the ranks that hold the same parameter (E3, E7): the same stage of every VM, and tied parameters.
+"""Gradients summed over the ranks that hold the same parameter (E3, E7): the same stage of every
+VM, and tied parameters.
 
-The loss is that of the global batch, so the sum over VMs is the gradient; no division is needed. The gradients of a stage's own
-layers go out in buckets as soon as backward has passed the layer, while the layers below still compute; parameters with
-several holders follow when the stage is done.
+The loss is that of the global batch, so the sum over VMs is the gradient; no division is needed.
+The gradients of a stage's own layers go out in buckets as soon as backward has passed the layer,
+while the layers below still compute; parameters with several holders follow when the stage is done.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class GradientSync:
         self._buckets = (
             _fill_buckets(own, lowest, (stage,), bucket_bytes) if (stage,) in groups else []
         )
-        # Every holder must meet the others in one order: that of the parameters in the whole model, which all ranks know.
+        # Every holder must meet the others in one order: that of the parameters in the whole model,
+        # which all ranks know.
         mine = set(lowest) | set(outer)
         shared = [p for p in owners if p in mine and owners[p] != (stage,) and owners[p] in groups]
         self._shared = [
@@ -102,7 +104,8 @@ class GradientSync:
         self._launched = 0
 
     def layer_done(self, position: int, buffer: GradientBuffer) -> None:
-        """Send what is final now that the last micro-batch's backward has passed the layer at `position`."""
+        """Send what is final now that the last micro-batch's backward has passed the layer at
+        `position`."""
         while (
             self._launched < len(self._buckets)
             and self._buckets[self._launched].position >= position
@@ -163,10 +166,11 @@ def _fill_buckets(
 
 
 def _pack(bucket: _Bucket, buffer: GradientBuffer) -> Tensor:
-    """Return the gradients in one vector, followed by one number per parameter: 1 where there is a gradient here.
+    """Return the gradients in one vector, followed by one number per parameter: 1 where there is a
+    gradient here.
 
-    Holders without a gradient (a VM without a micro-batch, an unused parameter) add zero; where nobody has one, there is none
-    afterwards either, as in plain training.
+    Holders without a gradient (a VM without a micro-batch, an unused parameter) add zero; where
+    nobody has one, there is none afterwards either, as in plain training.
     """
     found = [buffer.gradients.get(p) for p in bucket.parameters]
     flat = [

@@ -1,8 +1,10 @@
-"""Messages between ranks: trees of tensors over torch.distributed, each on a named channel, each with a deadline.
+"""Messages between ranks: trees of tensors over torch.distributed, each on a named channel, each
+with a deadline.
 
-Sends return at once (a thread per destination and channel keeps the order and the tensors alive); receives are drained by a
-thread per source and channel, so that activations and gradients travel while the stage computes. Every message carries a
-key; a message other than the expected one is an error, never data for the wrong micro-batch.
+Sends return at once (a thread per destination and channel keeps the order and the tensors alive);
+receives are drained by a thread per source and channel, so that activations and gradients travel
+while the stage computes. Every message carries a key; a message other than the expected one is an
+error, never data for the wrong micro-batch.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class Mailbox:
     """All messages of one rank.
 
     Args:
-        group: a gloo process group over all ranks, used by nobody else, with a timeout longer than any run (the deadlines
-            are kept here, so that they can name what was waited for).
+        group: a gloo process group over all ranks, used by nobody else, with a timeout longer than
+            any run (the deadlines are kept here, so that they can name what was waited for).
         rank: this rank.
         names: what each rank is called in errors.
         timeout: seconds that `receive` waits.
@@ -117,8 +119,9 @@ class Mailbox:
             except queue.Empty:
                 if time.monotonic() > deadline:
                     raise PeerTimeoutError(
-                        f"{me} waited {self.timeout:g} s for {what} from {peer}, and nothing came. Is it stuck in user code? "
-                        "If it is only slow, raise the strategy's timeout."
+                        f"{me} waited {self.timeout:g} s for {what} from {peer}, and nothing "
+                        "came. Is it stuck in user code? If it is only slow, raise the "
+                        "strategy's timeout."
                     ) from None
         if isinstance(item, BaseException):
             self._prefer_the_cause()
@@ -126,7 +129,8 @@ class Mailbox:
         got, tree = item
         if got != key:
             raise ProtocolError(
-                f"{me} expected message {key} ({what}) from {peer} and got {got}: the ranks are out of step."
+                f"{me} expected message {key} ({what}) from {peer} and got {got}: the ranks are "
+                "out of step."
             )
         return tree
 
@@ -140,7 +144,8 @@ class Mailbox:
         return tree
 
     def close(self, orderly: bool) -> None:
-        """End the threads. In an orderly end every rank calls it; otherwise connections are left to break."""
+        """End the threads. In an orderly end every rank calls it; otherwise connections are left to
+        break."""
         if orderly:
             for outbox in self._outboxes.values():
                 outbox.finish()
@@ -151,7 +156,8 @@ class Mailbox:
         self._inboxes.clear()
 
     def _prefer_the_cause(self) -> None:
-        # A peer that gives up says why on another path and then breaks the connection: the reason is the better message.
+        # A peer that gives up says why on another path and then breaks the connection: the reason
+        # is the better message.
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             self.check()
@@ -278,7 +284,8 @@ def _frame(header: bytes) -> Tensor:
 
 
 def wait_for(work: Any, what: str, timeout: float, check: Callable[[], None]) -> None:
-    """Wait for a collective, but not longer than `timeout` seconds, and not when a rank is known to have failed."""
+    """Wait for a collective, but not longer than `timeout` seconds, and not when a rank is known to
+    have failed."""
     deadline, pause = time.monotonic() + timeout, 5e-5
     while not work.is_completed():
         if time.monotonic() > deadline:

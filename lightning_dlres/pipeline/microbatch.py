@@ -1,7 +1,9 @@
 """A batch cut into micro-batches, and micro-batch outputs put together again.
 
-The batch is global: sizes differ by at most one sample, so a ragged last batch, and a batch with fewer samples than there
-are micro-batches, need no special case. Micro-batch m is the same samples whatever the number of stages or VMs.
+The batch is global: sizes differ by at most one sample, so a ragged last batch, and a batch with
+    fewer samples than there
+are micro-batches, need no special case. Micro-batch m is the same samples whatever the number of
+stages or VMs.
 """
 
 from __future__ import annotations
@@ -16,31 +18,35 @@ from lightning_dlres.core.tree import Tree, flatten, tensors_of, unflatten
 
 
 def microbatch_sizes(samples: int, microbatches: int) -> list[int]:
-    """Return the number of samples of each micro-batch: as even as can be, larger ones first, none empty."""
+    """Return the number of samples of each micro-batch: as even as can be, larger ones first, none
+    empty."""
     if samples < 1 or microbatches < 1:
         raise ConfigError(
-            f"Cannot cut {samples} samples into {microbatches} micro-batches: expected at least one of each."
+            f"Cannot cut {samples} samples into {microbatches} micro-batches: expected at least "
+            "one of each."
         )
     count = min(samples, microbatches)
     return [samples // count + (m < samples % count) for m in range(count)]
 
 
 def share(count: int, parts: int, part: int) -> range:
-    """Return which of `count` micro-batches the VM `part` of `parts` works on: contiguous, as even as can be."""
+    """Return which of `count` micro-batches the VM `part` of `parts` works on: contiguous, as even
+    as can be."""
     first = [p * (count // parts) + min(p, count % parts) for p in range(parts + 1)]
     return range(first[part], first[part + 1])
 
 
 def samples_in(tree: Tree) -> int | None:
-    """Return the number of samples: the leading dimension of the first tensor that has one, else `None`."""
+    """Return the number of samples: the leading dimension of the first tensor that has one, else
+    `None`."""
     return next((t.shape[0] for t in tensors_of(tree) if t.dim() > 0), None)
 
 
 def cut(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
     """Return one tree per micro-batch.
 
-    Tensors whose leading dimension is the number of samples, and lists of that length that hold no tensor, are cut;
-    everything else is the same in every part.
+    Tensors whose leading dimension is the number of samples, and lists of that length that hold no
+    tensor, are cut; everything else is the same in every part.
     """
     samples, starts = sum(sizes), [sum(sizes[:m]) for m in range(len(sizes))]
     structure, tensors = flatten(tree)
@@ -77,16 +83,16 @@ def join(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
     """Return the output for the whole batch: tensors concatenated along their leading dimension.
 
     Raises:
-        UnsupportedStepError: a tensor has no leading dimension of the micro-batch's size, so that the whole batch's
-            value cannot be made from the parts.
+        UnsupportedStepError: a tensor has no leading dimension of the micro-batch's size, so that
+            the whole batch's value cannot be made from the parts.
     """
     if len(parts) == 1:
         return parts[0]
     structures, tensors = zip(*(flatten(part) for part in parts), strict=True)
     if any(structure != structures[0] for structure in structures):
         raise UnsupportedStepError(
-            "The pipelined module returns unlike structures for unlike micro-batches: return the same containers and plain "
-            "values for every batch, or use microbatches=1."
+            "The pipelined module returns unlike structures for unlike micro-batches: return the "
+            "same containers and plain values for every batch, or use microbatches=1."
         )
     return unflatten(
         structures[0], [_concatenate(pieces, sizes) for pieces in zip(*tensors, strict=True)]
@@ -97,8 +103,9 @@ def _concatenate(pieces: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     for piece, size in zip(pieces, sizes, strict=True):
         if not piece.dim() or piece.shape[0] != size:
             raise UnsupportedStepError(
-                f"The pipelined module returned a tensor of shape {tuple(piece.shape)} for a micro-batch of {size} samples: "
-                "expected the samples along the first dimension. Move what reduces over the batch out of the module into "
-                "training_step, or use microbatches=1."
+                f"The pipelined module returned a tensor of shape {tuple(piece.shape)} for a "
+                f"micro-batch of {size} samples: expected the samples along the first dimension. "
+                "Move what reduces over the batch out of the module into training_step, or use "
+                "microbatches=1."
             )
     return torch.cat(list(pieces))

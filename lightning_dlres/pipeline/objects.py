@@ -1,4 +1,5 @@
-"""Trees broadcast and gathered over the default process group, before and beside the mailbox; never pickled."""
+"""Trees broadcast and gathered over the default process group, before and beside the mailbox; never
+pickled."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ Check = Callable[[], None]
 
 
 def broadcast_tree(tree: Tree, source: int, timeout: float, check: Check) -> Tree:
-    """Return the source's tree on all ranks; called by all of them. Meant for small trees: large ones take one message per
-    tensor.
+    """Return the source's tree on all ranks; called by all of them. Meant for small trees: large
+    ones take one message per tensor.
 
     Raises:
         ConfigError: the tree holds something that cannot travel.

@@ -1,6 +1,8 @@
-"""Deploying a model over stages (Method D, D1): who owns which parameter, and foreign ones without storage.
+"""Deploying a model over stages (Method D, D1): who owns which parameter, and foreign ones without
+storage.
 
-A foreign parameter becomes a meta tensor *in place*: the Parameter object stays the same, so it keeps its index in the
+A foreign parameter becomes a meta tensor *in place*: the Parameter object stays the same, so it
+    keeps its index in the
 optimizer, its name in the state dict and its place in user code, and costs no memory.
 """
 
@@ -34,14 +36,16 @@ class ModelLayers:
     modules: tuple[nn.Module, ...]
 
     def layer_of(self, name: str) -> int | None:
-        """Return the layer to which a parameter, buffer or state dict key belongs; None if to none."""
+        """Return the layer to which a parameter, buffer or state dict key belongs; None if to
+        none."""
         for index, layer in enumerate(self.names):
             if name == layer or name.startswith(f"{layer}."):
                 return index
         return None
 
     def parameter_bytes(self) -> list[int]:
-        """Return the bytes of every layer's parameters; a tied one counts where it is first used."""
+        """Return the bytes of every layer's parameters; a tied one counts where it is first
+        used."""
         seen: set[nn.Parameter] = set()
         sizes = []
         for module in self.modules:
@@ -53,7 +57,8 @@ class ModelLayers:
     def owners(self, plan: PipelinePlan) -> Owners:
         """Return the stages that hold each parameter, ascending.
 
-        A parameter that belongs to no layer is used by the steps themselves, which every rank runs: all stages hold it. A
+        A parameter that belongs to no layer is used by the steps themselves, which every rank runs:
+            all stages hold it. A
         parameter that layers of several stages share is held by each of them.
         """
         stages: dict[nn.Parameter, set[int]] = {}
@@ -93,7 +98,8 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter other data, on whatever device, keeping the Parameter object.
 
     Raises:
-        ConfigError: something holds a weak reference to the parameter or a graph over it, so that it cannot be swapped.
+        ConfigError: something holds a weak reference to the parameter or a graph over it, so that
+            it cannot be swapped.
     """
     replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
     replacement.__dict__.update(parameter.__dict__)
@@ -102,8 +108,9 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
         torch.utils.swap_tensors(parameter, replacement)
     except RuntimeError as error:
         raise ConfigError(
-            f"A parameter of shape {tuple(parameter.shape)} cannot be moved: {error}. Expected that nothing else refers to it "
-            "before training. Drop other references (a compiled copy, an optimizer or a graph made by hand) first."
+            f"A parameter of shape {tuple(parameter.shape)} cannot be moved: {error}. Expected "
+            "that nothing else refers to it before training. Drop other references (a compiled "
+            "copy, an optimizer or a graph made by hand) first."
         ) from error
 
 
@@ -136,8 +143,8 @@ def materialise(
 ) -> None:
     """Give storage and initial values to what the stage holds and was made on the meta device.
 
-    Every module is initialised by its own `reset_parameters`, under a seed that depends on the layer alone, so that the
-    initial weights do not depend on the plan.
+    Every module is initialised by its own `reset_parameters`, under a seed that depends on the
+    layer alone, so that the initial weights do not depend on the plan.
 
     Raises:
         ConfigError: a module owns meta tensors but has no `reset_parameters`.
@@ -169,9 +176,10 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
         raise ConfigError(
-            f"{name!r} ({type(module).__name__}) was made on the meta device, and has no reset_parameters(): its initial "
-            "values are unknown. Give the class a reset_parameters method, or load a checkpoint that was made elsewhere into "
-            "a model built on the CPU."
+            f"{name!r} ({type(module).__name__}) was made on the meta device, and has no "
+            "reset_parameters(): its initial values are unknown. Give the class a "
+            "reset_parameters method, or load a checkpoint that was made elsewhere into a model "
+            "built on the CPU."
         )
     for parameter in parameters:
         replace_storage(parameter, torch.empty_like(parameter, device=device))
@@ -183,7 +191,8 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
 def held_tensors(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int
 ) -> dict[str, Tensor]:
-    """Return the parameters and buffers that a stage holds, by name (a tied parameter under its first name)."""
+    """Return the parameters and buffers that a stage holds, by name (a tied parameter under its
+    first name)."""
     held: dict[str, Tensor] = {
         n: p for n, p in layers.root.named_parameters() if stage in owners[p]
     }

@@ -1,6 +1,7 @@
 """The plan of a pipeline: which rank is which stage of which VM, and which layers each stage holds.
 
-A plan is plain data: it prints as a table, round-trips through JSON, and can be edited and given back.
+A plan is plain data: it prints as a table, round-trips through JSON, and can be edited and given
+    back.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from lightning_dlres.core.units import format_bytes
 
 
 class LayerProfile(msgspec.Struct, frozen=True):
-    """What is known of one layer: its name, its parameter bytes, and the seconds of one forward and backward on a
-    device of power 1 (0 where it was not measured)."""
+    """What is known of one layer: its name, its parameter bytes, and the seconds of one forward and
+    backward on a device of power 1 (0 where it was not measured)."""
 
     name: str
     parameter_bytes: int = 0
@@ -31,7 +32,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         machines: one tuple of ranks per virtual machine, in stage order.
         split: number of consecutive layers of each stage.
         layers: the profile of every layer, in order.
-        powers: measured compute power of each rank, the fastest is 1.0; empty where it was not measured.
+        powers: measured compute power of each rank, the fastest is 1.0; empty where it was not
+            measured.
     """
 
     machines: tuple[tuple[int, ...], ...]
@@ -43,8 +45,9 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         ranks = sorted(rank for machine in self.machines for rank in machine)
         if not self.machines or any(len(machine) != len(self.split) for machine in self.machines):
             raise ConfigError(
-                f"plan: got {len(self.split)} stages in split {list(self.split)} and virtual machines "
-                f"{[list(m) for m in self.machines]}, expected one rank per stage in every virtual machine."
+                f"plan: got {len(self.split)} stages in split {list(self.split)} and virtual "
+                f"machines {[list(m) for m in self.machines]}, expected one rank per stage in "
+                "every virtual machine."
             )
         if ranks != list(range(len(ranks))):
             raise ConfigError(
@@ -56,7 +59,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.layers and sum(self.split) != len(self.layers):
             raise ConfigError(
-                f"plan: got split {list(self.split)} for {sum(self.split)} layers, but the model has {len(self.layers)}."
+                f"plan: got split {list(self.split)} for {sum(self.split)} layers, but the model "
+                f"has {len(self.layers)}."
             )
 
     @property
@@ -75,7 +79,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             if rank in ranks:
                 return machine, ranks.index(rank)
         raise ConfigError(
-            f"plan: rank {rank} is in none of the virtual machines {[list(m) for m in self.machines]}."
+            f"plan: rank {rank} is in none of the virtual machines "
+            f"{[list(m) for m in self.machines]}."
         )
 
     def layers_of(self, stage: int) -> range:
@@ -88,7 +93,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         return next(stage for stage in range(self.stages) if layer in self.layers_of(stage))
 
     def stage_seconds(self, split: Sequence[int] | None = None) -> list[float]:
-        """Return the seconds that each stage computes per micro-batch, by the profile, under this or another split."""
+        """Return the seconds that each stage computes per micro-batch, by the profile, under this
+        or another split."""
         counts, seconds, first = split or self.split, [], 0
         for stage, count in enumerate(counts):
             power = (
@@ -153,7 +159,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=PipelinePlan)
         except msgspec.MsgspecError as error:
             raise ConfigError(
-                f"plan: cannot be read: {error}. Expected the JSON that PipelinePlan.to_json writes."
+                f"plan: cannot be read: {error}. Expected the JSON that PipelinePlan.to_json "
+                "writes."
             ) from None
 
     @staticmethod
@@ -163,7 +170,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             return PipelinePlan.from_json(Path(path).read_bytes())
         except OSError as error:
             raise ConfigError(
-                f"plan: cannot read {str(path)!r}: {error.strerror}. Expected the path of a plan.json."
+                f"plan: cannot read {str(path)!r}: {error.strerror}. Expected the path of a "
+                "plan.json."
             ) from error
 
 
@@ -176,7 +184,8 @@ def arrange(world_size: int, stages: int) -> tuple[tuple[int, ...], ...]:
     if stages < 1 or world_size % stages:
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
         raise ConfigError(
-            f"stages: got {stages} for {world_size} ranks, expected a divisor. Try one of {divisors}."
+            f"stages: got {stages} for {world_size} ranks, expected a divisor. Try one of "
+            f"{divisors}."
         )
     return tuple(tuple(range(first, first + stages)) for first in range(0, world_size, stages))
 

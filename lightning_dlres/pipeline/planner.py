@@ -1,7 +1,9 @@
-"""The first split (Method E, E2): every stage computes for an equal time, so its share is proportional to its power.
+"""The first split (Method E, E2): every stage computes for an equal time, so its share is
+proportional to its power.
 
-A pure function of the profile. Layers cannot be divided, so "equal" means: the slowest stage is as fast as it can be
-(exact dynamic programme over contiguous splits), and among those the one whose stages are the most alike.
+A pure function of the profile. Layers cannot be divided, so "equal" means: the slowest stage is as
+fast as it can be (exact dynamic programme over contiguous splits), and among those the one whose
+stages are the most alike.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
         powers: power of each stage's device, in stage order.
 
     Returns:
-        Number of layers of each stage, at least one each. The largest stage time is the least possible; ties go to the least
-        sum of squared stage times.
+        Number of layers of each stage, at least one each. The largest stage time is the least
+        possible; ties go to the least sum of squared stage times.
 
     Raises:
         ConfigError: fewer layers than stages, or a power or time that is not a positive number.

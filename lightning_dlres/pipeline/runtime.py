@@ -1,7 +1,8 @@
-"""The engine: executes a plan's schedule on this rank (Method D, D2; Method E, E7). It decides nothing.
+"""The engine: executes a plan's schedule on this rank (Method D, D2; Method E, E7). It decides
+nothing.
 
-What belongs to user code (the step up to the module's call, and from it to the loss) comes in through `UserStep`, so that
-the engine runs the same under any front end.
+What belongs to user code (the step up to the module's call, and from it to the loss) comes in
+through `UserStep`, so that the engine runs the same under any front end.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class UserStep(Protocol):
     """One training step of user code, seen from the pipeline."""
 
     def module_inputs(self) -> Tree:
-        """First stage: run the step up to the module's call, and return what the module is called with."""
+        """First stage: run the step up to the module's call, and return what the module is called
+        with."""
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
         """Last stage: run the step with `output` as the module's result, and return the loss.
 
-        `microbatch` is None if the output is that of the whole batch, else the index of the micro-batch it belongs to.
+        `microbatch` is None if the output is that of the whole batch, else the index of the
+        micro-batch it belongs to.
         """
 
     def record(self, sizes: Sequence[int]) -> Tree:
@@ -49,7 +52,8 @@ class TrainResult:
 
     Attributes:
         gradients: sum over the batch for every parameter held here, multiplied by the loss scale.
-        records: what the last stages recorded: of the first VM only under GPipe, of every VM that had a micro-batch under 1F1B.
+        records: what the last stages recorded: of the first VM only under GPipe, of every VM that
+            had a micro-batch under 1F1B.
         sizes: samples of every micro-batch.
     """
 
@@ -71,7 +75,8 @@ class Runtime:
         mailbox: messages.
         tracer: gets a span for every action.
         microbatches: into how many the global batch is cut; fewer if it has fewer samples.
-        slowdown: every computation is stretched to this many times its time; for demos and tests on one machine.
+        slowdown: every computation is stretched to this many times its time; for demos and tests on
+            one machine.
     """
 
     def __init__(
@@ -111,14 +116,16 @@ class Runtime:
 
         Args:
             step: the user's step.
-            schedule: "gpipe" (the loss once, over the whole batch) or "1f1b" (a loss per micro-batch, weighted by samples).
+            schedule: "gpipe" (the loss once, over the whole batch) or "1f1b" (a loss per
+                micro-batch, weighted by samples).
             seed: seed of this step for what is random in the layers.
             batch_digest: fingerprint of the batch that this rank sees.
             scale: the loss is multiplied by this before backward (mixed precision).
 
         Raises:
             BatchMismatchError: this rank's batch is not that of the first rank.
-            PeerError: a peer is late, lost, or out of step; the message names stage, micro-batch and peer.
+            PeerError: a peer is late, lost, or out of step; the message names stage, micro-batch
+                and peer.
         """
         try:
             return _TrainingStep(self, step, schedule, seed, scale).run(batch_digest)
@@ -127,10 +134,12 @@ class Runtime:
             raise
 
     def forward(self, inputs: Tree, seed: int, batch_digest: int, everywhere: bool = True) -> Tree:
-        """Run the layers forward over the global batch without recording; called by all ranks, each with the inputs.
+        """Run the layers forward over the global batch without recording; called by all ranks, each
+        with the inputs.
 
         Returns:
-            The output of the whole batch on every rank, or, with `everywhere` off, on the last stages only (else None).
+            The output of the whole batch on every rank, or, with `everywhere` off, on the last
+            stages only (else None).
         """
         sizes = self.announce(inputs if self.is_first else None, batch_digest)
         own = share(len(sizes), len(self.plan.machines), self.machine)
@@ -150,7 +159,8 @@ class Runtime:
         return self._share_output(outputs, sizes, own, everywhere)
 
     def announce(self, inputs: Tree | None, batch_digest: int) -> list[int]:
-        """Tell all ranks how the batch is cut; every rank compares its batch with that of the announcing rank."""
+        """Tell all ranks how the batch is cut; every rank compares its batch with that of the
+        announcing rank."""
         self._count += 1
         announcer = self.plan.machines[0][0]
         message = None
@@ -162,10 +172,11 @@ class Runtime:
         )
         if expected != batch_digest:
             raise BatchMismatchError(
-                f"{self.plan.rank_name(self.rank)} sees another batch than {self.plan.rank_name(announcer)}: the fingerprints are "
-                f"{batch_digest:#010x} and {expected:#010x}. One rank reads for all, so user code changed the batch: look for "
-                "something random or rank-dependent in on_before_batch_transfer, on_after_batch_transfer or "
-                "on_train_batch_start."
+                f"{self.plan.rank_name(self.rank)} sees another batch than "
+                f"{self.plan.rank_name(announcer)}: the fingerprints are {batch_digest:#010x} and "
+                f"{expected:#010x}. One rank reads for all, so user code changed the batch: look "
+                "for something random or rank-dependent in on_before_batch_transfer, "
+                "on_after_batch_transfer or on_train_batch_start."
             )
         return list(sizes)
 
@@ -211,7 +222,8 @@ class Runtime:
         return [count for count in counts if count]
 
     def exchange_outputs(self, output: Tree, sizes: Sequence[int]) -> list[Tree]:
-        """Last stages: return every VM's output, in order; this rank's own is passed through untouched."""
+        """Last stages: return every VM's output, in order; this rank's own is passed through
+        untouched."""
         ranks = self.last_ranks(sizes)
         for peer in ranks:
             if peer != self.rank:
@@ -346,7 +358,8 @@ class _TrainingStep:
             )
         with self.runtime.computing("loss", ALL_MICROBATCHES):
             loss = self.user.finish(output, None, self.sizes)
-            # Every VM's last stage computes the same loss over the same batch: what lies outside of the layers counts once.
+            # Every VM's last stage computes the same loss over the same batch: what lies outside of
+            # the layers counts once.
             outer = self.runtime._outer if self.runtime.machine == 0 else []
             self.take_gradients(loss, leaves, outer, self.scale)
         self.finish_loss()
@@ -420,7 +433,8 @@ class _TrainingStep:
 
 
 def _entered(tree: Tree) -> Tree:
-    """Return the tree with tensors that user code may change in place, which leaves do not allow."""
+    """Return the tree with tensors that user code may change in place, which leaves do not
+    allow."""
 
     def enter(tensor: Tensor) -> Any:
         return _Enter.apply(tensor)[0] if tensor.requires_grad else tensor

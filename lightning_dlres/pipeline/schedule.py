@@ -1,8 +1,9 @@
 """Which stage does what, in which order: plain lists of actions from a pure function.
 
-GPipe (Huang et al., 2019) runs all forwards, then the loss once, then all backwards. Synchronous 1F1B (PipeDream-flush,
-Narayanan et al., 2021) starts a backward as soon as it can, so that stage s of n holds at most n - s micro-batches.
-Both flush at the end of the step: the weights are those of single-device training.
+GPipe (Huang et al., 2019) runs all forwards, then the loss once, then all backwards. Synchronous
+1F1B (PipeDream-flush, Narayanan et al., 2021) starts a backward as soon as it can, so that stage s
+of n holds at most n - s micro-batches. Both flush at the end of the step: the weights are those of
+single-device training.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ALL_MICROBATCHES = -1
 
 @dataclass(frozen=True)
 class Action:
-    """One instruction. `microbatch` is an index into the VM's own micro-batches, or `ALL_MICROBATCHES` for a loss over
-    the whole batch."""
+    """One instruction. `microbatch` is an index into the VM's own micro-batches, or
+    `ALL_MICROBATCHES` for a loss over the whole batch."""
 
     op: Op
     microbatch: int
@@ -46,7 +47,8 @@ def build_schedule(name: str, stages: int, stage: int, microbatches: int) -> lis
         name: "gpipe" or "1f1b".
         stages: number of stages of the pipeline.
         stage: index of the stage, 0 is the first.
-        microbatches: number of micro-batches that this pipeline gets in the step; may be smaller than `stages`, or 0.
+        microbatches: number of micro-batches that this pipeline gets in the step; may be smaller
+            than `stages`, or 0.
 
     Raises:
         ConfigError: unknown name, or indices out of range.

@@ -1,8 +1,9 @@
 """One stage: its layers forward and backward, one micro-batch at a time.
 
-Every layer gets an autograd graph of its own, cut at the layer's inputs. So backward walks the layers one by one, the
-gradients of a layer are final (and can be synchronised) before the layer below has started, and a layer is the unit of
-whatever is decided later: profile, recomputation, offload.
+Every layer gets an autograd graph of its own, cut at the layer's inputs. So backward walks the
+layers one by one, the gradients of a layer are final (and can be synchronised) before the layer
+below has started, and a layer is the unit of whatever is decided later: profile, recomputation,
+offload.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ Gradients = dict[nn.Parameter, Tensor]
 
 @dataclass
 class _Record:
-    """What one layer keeps between its forward and its backward: leaves in, outputs with their graph."""
+    """What one layer keeps between its forward and its backward: leaves in, outputs with their
+    graph."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
 
 
 class _Enter(torch.autograd.Function):
-    """The identity. A layer that works in place may not touch a leaf, but it may touch this function's outputs."""
+    """The identity. A layer that works in place may not touch a leaf, but it may touch this
+    function's outputs."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -43,7 +46,8 @@ class _Enter(torch.autograd.Function):
 
 
 class GradientBuffer:
-    """Sums gradients over micro-batches, and never writes into a tensor that autograd may share with another parameter."""
+    """Sums gradients over micro-batches, and never writes into a tensor that autograd may share
+    with another parameter."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = {}
@@ -67,8 +71,8 @@ class Stage:
     Args:
         layers: the callables, in order.
         parameters: for every layer its parameters that need a gradient.
-        first_layer: index of the first layer in the whole model; part of every layer's random seed, so that randomness does
-            not depend on the split.
+        first_layer: index of the first layer in the whole model; part of every layer's random seed,
+            so that randomness does not depend on the split.
         device: where the stage computes.
         context: entered around every forward (mixed precision).
     """
@@ -122,13 +126,15 @@ class Stage:
         buffer: GradientBuffer,
         layer_done: Callable[[int], None] | None = None,
     ) -> list[Tensor | None]:
-        """Run the layers backward and return the gradient of every input tensor (None where none is wanted).
+        """Run the layers backward and return the gradient of every input tensor (None where none is
+        wanted).
 
         Args:
             microbatch: the index given to `forward`.
             gradients: one per output tensor; None where nothing flows back.
             buffer: gets the parameter gradients.
-            layer_done: called with the layer's position in this stage when its parameter gradients are in the buffer.
+            layer_done: called with the layer's position in this stage when its parameter gradients
+                are in the buffer.
         """
         records = self._records.pop(microbatch)
         for position in reversed(range(len(records))):
@@ -147,7 +153,8 @@ def _call(layer: Layer, inputs: Tree) -> tuple[Tree, _Record]:
     leaves = [_leaf(tensor) for tensor in tensors]
     outputs = layer(_entered(structure, leaves))
     out_structure, out_tensors = flatten(outputs)
-    # Detached here, but still saying whether a gradient is wanted: the next layer, or the next stage, makes its leaves so.
+    # Detached here, but still saying whether a gradient is wanted: the next layer, or the next
+    # stage, makes its leaves so.
     passed = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in out_tensors]
     return unflatten(out_structure, passed), _Record(leaves, out_tensors)
 

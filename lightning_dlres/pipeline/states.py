@@ -1,7 +1,7 @@
 """Weights and optimizer states collected from, and handed out to, the stages that hold them.
 
-What rank 0 gets is the ordinary single-device state: the same keys, the same indices, real tensors. Nothing in a checkpoint tells
-how many stages wrote it.
+What rank 0 gets is the ordinary single-device state: the same keys, the same indices, real tensors.
+Nothing in a checkpoint tells how many stages wrote it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from lightning_dlres.pipeline.plan import PipelinePlan
 def gather_model_state(
     state: dict[str, Any], layers: ModelLayers, plan: PipelinePlan, mailbox: Mailbox
 ) -> dict[str, Any]:
-    """Return the whole model's state dict on rank 0, in the order of its own keys; elsewhere the local one.
+    """Return the whole model's state dict on rank 0, in the order of its own keys; elsewhere the
+    local one.
 
     Args:
         state: the local state dict; foreign entries are meta tensors.
@@ -62,7 +63,8 @@ def gather_optimizer_state(
 def own_optimizer_state(
     state: Mapping[str, Any], parameters: list[nn.Parameter], owners: Owners, stage: int
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict without the entries of parameters that the stage does not hold."""
+    """Return an optimizer's state dict without the entries of parameters that the stage does not
+    hold."""
     kept = {i: entry for i, entry in state["state"].items() if stage in owners[parameters[i]]}
     return {**state, "state": kept}
 
@@ -70,9 +72,11 @@ def own_optimizer_state(
 def spread_from_rank_zero(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
 ) -> None:
-    """Make every rank's parameters and buffers those of rank 0, which holds the whole model; called before partitioning.
+    """Make every rank's parameters and buffers those of rank 0, which holds the whole model; called
+    before partitioning.
 
-    Without a common seed each rank initialised its own model; holders of one parameter must start alike.
+    Without a common seed each rank initialised its own model; holders of one parameter must start
+    alike.
     """
     for rank in range(1, plan.world_size):
         _, stage = plan.place(rank)
@@ -87,7 +91,8 @@ def spread_from_rank_zero(
 def align_holders(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
 ) -> None:
-    """Make parameters with several holders equal to the first holder's; for models that were materialised piece by piece."""
+    """Make parameters with several holders equal to the first holder's; for models that were
+    materialised piece by piece."""
     for name, parameter in layers.root.named_parameters():
         ranks = [machine[stage] for machine in plan.machines for stage in owners[parameter]]
         if len(ranks) > 1 and mailbox.rank in ranks:
@@ -137,7 +142,8 @@ def _to_rank_zero(mine: Tree, sources: list[int], mailbox: Mailbox, what: str) -
 
 
 def _on_cpu(value: Any) -> Any:
-    # A copy, so that training can go on while the message is under way and the file is being written.
+    # A copy, so that training can go on while the message is under way and the file is being
+    # written.
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

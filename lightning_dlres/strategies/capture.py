@@ -1,8 +1,10 @@
-"""Finding the pipelined module in a LightningModule, and stepping in where the user's step calls it.
+"""Finding the pipelined module in a LightningModule, and stepping in where the user's step calls
+it.
 
-Three kinds of module can be pipelined: an `nn.Sequential` (its children are the layers), an `nn.ModuleList` whose members the
-user's code calls one after the other, and any other single module (one layer). Only the module's own `forward` is
-replaced, and only while a step runs, so the user's hooks still fire.
+Three kinds of module can be pipelined: an `nn.Sequential` (its children are the layers), an
+    `nn.ModuleList` whose members the
+user's code calls one after the other, and any other single module (one layer). Only the module's
+own `forward` is replaced, and only while a step runs, so the user's hooks still fire.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class PipelinedModule:
     layers: ModelLayers
 
     def bind(self, index: int, module: nn.Module) -> Layer:
-        """Return a callable from the layer's input tree to its output tree, for the layer `index` or a copy of it."""
+        """Return a callable from the layer's input tree to its output tree, for the layer `index`
+        or a copy of it."""
         if isinstance(self.module, nn.Sequential):
             return module
         if isinstance(self.module, nn.ModuleList):
@@ -46,7 +49,8 @@ class PipelinedModule:
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
-        """While active, a call of the module by user code is a call of `handler` with its inputs as one tree.
+        """While active, a call of the module by user code is a call of `handler` with its inputs as
+        one tree.
 
         Inside the handler the module is itself again, so that its layers can run.
         """
@@ -89,8 +93,9 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
 
     Args:
         root: the LightningModule.
-        path: its name, such as "net" or "model.blocks"; None finds it: the largest `nn.Sequential` or `nn.ModuleList` if there is
-            one that no other contains, else the only child with parameters.
+        path: its name, such as "net" or "model.blocks"; None finds it: the largest `nn.Sequential`
+            or `nn.ModuleList` if there is one that no other contains, else the only child with
+            parameters.
 
     Raises:
         ConfigError: there is no such module, or there are several.
@@ -106,7 +111,8 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
             if isinstance(m, (nn.Sequential, nn.ModuleList)) and name
         ]
         raise ConfigError(
-            f"module: got {path!r}, expected the name of a module in {type(root).__name__}. Try one of {names}."
+            f"module: got {path!r}, expected the name of a module in {type(root).__name__}. Try "
+            f"one of {names}."
         ) from error
     if isinstance(module, (nn.Sequential, nn.ModuleList)):
         pairs = [
@@ -140,9 +146,9 @@ def _find(root: nn.Module) -> str:
         return children[0][0]
     found = [name for name, _ in (outermost or children)]
     raise ConfigError(
-        f"{type(root).__name__} has {len(found)} modules that could be the pipeline ({', '.join(found) or 'none'}), expected one "
-        "nn.Sequential, or one nn.ModuleList whose members are called one after the other. Name it: "
-        "HeteroPipeStrategy(module='...')."
+        f"{type(root).__name__} has {len(found)} modules that could be the pipeline "
+        f"({', '.join(found) or 'none'}), expected one nn.Sequential, or one nn.ModuleList whose "
+        "members are called one after the other. Name it: HeteroPipeStrategy(module='...')."
     )
 
 
@@ -150,8 +156,8 @@ def _one_argument(path: str, handler: Handler) -> Callable[..., Tree]:
     def forward(*args: Any, **kwargs: Any) -> Tree:
         if len(args) != 1 or kwargs:
             raise UnsupportedStepError(
-                f"{path!r} is an nn.Sequential and was called with {len(args)} positional and {len(kwargs)} keyword arguments, "
-                "expected one. Pass a tuple or a dict."
+                f"{path!r} is an nn.Sequential and was called with {len(args)} positional and "
+                f"{len(kwargs)} keyword arguments, expected one. Pass a tuple or a dict."
             )
         return handler(args[0])
 
@@ -170,7 +176,8 @@ class _Whole:
 
 
 class _Link:
-    """A member of a list: the result takes the place of the first argument, the others are handed on."""
+    """A member of a list: the result takes the place of the first argument, the others are handed
+    on."""
 
     def __init__(self, module: nn.Module, last: bool) -> None:
         self._module, self._last = module, last
@@ -182,7 +189,8 @@ class _Link:
 
 
 class _Token:
-    """Stands for the output of a member of a pipelined list; it can only be given to the next member."""
+    """Stands for the output of a member of a pipelined list; it can only be given to the next
+    member."""
 
     def __init__(self, path: str, index: int) -> None:
         self.__dict__.update(path=path, index=index)
@@ -204,9 +212,10 @@ class _Token:
     def _misuse(self) -> UnsupportedStepError:
         path, index = self.__dict__["path"], self.__dict__["index"]
         return UnsupportedStepError(
-            f"The output of '{path}.{index}' is used other than as the first argument of '{path}.{index + 1}'. The members of a "
-            "pipelined nn.ModuleList must be called one after the other, with nothing in between: move what lies between them "
-            "into the members."
+            f"The output of '{path}.{index}' is used other than as the first argument of "
+            f"'{path}.{index + 1}'. The members of a pipelined nn.ModuleList must be called one "
+            "after the other, with nothing in between: move what lies between them into the "
+            "members."
         )
 
 
@@ -233,8 +242,9 @@ def _check_link(
 ) -> None:
     if state.get("next") != index or first is not state["token"]:
         raise UnsupportedStepError(
-            f"'{path}.{index}' was called out of turn: expected the members of a pipelined nn.ModuleList to be called in order, each "
-            "once, with the previous one's output as its first argument."
+            f"'{path}.{index}' was called out of turn: expected the members of a pipelined "
+            "nn.ModuleList to be called in order, each once, with the previous one's output as "
+            "its first argument."
         )
     _, first_args, first_kwargs = state["inputs"]
     same = len(args) == len(first_args) and all(
@@ -246,6 +256,6 @@ def _check_link(
         or any(kwargs[k] is not first_kwargs[k] for k in kwargs)
     ):
         raise UnsupportedStepError(
-            f"'{path}.{index}' was called with other further arguments than '{path}.0': expected the very same objects, since they "
-            "are sent along with the activations."
+            f"'{path}.{index}' was called with other further arguments than '{path}.0': expected "
+            "the very same objects, since they are sent along with the activations."
         )

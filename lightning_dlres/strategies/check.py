@@ -1,7 +1,7 @@
 """Is the loss a mean over samples? 1F1B computes it per micro-batch, which is exact only then.
 
-Padded-token means, sums and contrastive losses are not. So a real batch's loss, its gradient and what is logged are computed both
-ways, and a difference is named.
+Padded-token means, sums and contrastive losses are not. So a real batch's loss, its gradient and
+what is logged are computed both ways, and a difference is named.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _difference(
     tolerance = _TOLERANCE.get(loss.dtype, _COARSE)
     if not _close(loss, part_loss, tolerance):
         return (
-            f"the loss is {float(loss):.6g} for the whole batch, but {float(part_loss):.6g} as the mean of its micro-batches weighted by "
-            "samples: it is not a mean over samples"
+            f"the loss is {float(loss):.6g} for the whole batch, but {float(part_loss):.6g} as "
+            "the mean of its micro-batches weighted by samples: it is not a mean over samples"
         )
     for gradient, part in zip(gradients, part_gradients, strict=False):
         if (gradient is None) != (part is None):
@@ -146,6 +146,6 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 def refuse(reason: str) -> UnsupportedStepError:
     """Return the error for a step that 1F1B cannot compute exactly."""
     return UnsupportedStepError(
-        f"schedule='1f1b' would not train this model exactly: {reason}. Use schedule='gpipe', which computes the loss once over the whole "
-        "batch, or schedule='auto', which chooses."
+        f"schedule='1f1b' would not train this model exactly: {reason}. Use schedule='gpipe', "
+        "which computes the loss once over the whole batch, or schedule='auto', which chooses."
     )

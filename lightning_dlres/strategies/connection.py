@@ -1,4 +1,5 @@
-"""What ties the ranks of a run together: process group, mailbox, and the watch that notices a rank's death."""
+"""What ties the ranks of a run together: process group, mailbox, and the watch that notices a
+rank's death."""
 
 from __future__ import annotations
 

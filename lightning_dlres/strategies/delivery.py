@@ -1,7 +1,9 @@
-"""Gradients that the schedule has computed, delivered through the backward of the loss that the step returns.
+"""Gradients that the schedule has computed, delivered through the backward of the loss that the
+step returns.
 
-Lightning zeroes gradients between the step and its backward, divides the loss for accumulation, scales it for mixed precision and
-runs hooks. An autograd function between the loss and the parameters lets all of this happen as it always does.
+Lightning zeroes gradients between the step and its backward, divides the loss for accumulation,
+scales it for mixed precision and runs hooks. An autograd function between the loss and the
+parameters lets all of this happen as it always does.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def with_gradients(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
     Args:
         loss: a scalar.
         gradients: gradient of scale * loss for every parameter held here.
-        scale: what the gradients were multiplied by; they are divided by it, and multiplied by what arrives in backward.
+        scale: what the gradients were multiplied by; they are divided by it, and multiplied by what
+            arrives in backward.
     """
     # The anchor makes the loss ask for a backward on a stage that has nothing to train.
     anchor = torch.zeros((), requires_grad=True)

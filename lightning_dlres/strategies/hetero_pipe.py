@@ -1,4 +1,5 @@
-"""`Trainer(strategy="dlres_hetero_pipe")`: pipeline and data parallel training of an unchanged LightningModule (Methods D, E)."""
+"""`Trainer(strategy="dlres_hetero_pipe")`: pipeline and data parallel training of an unchanged
+LightningModule (Methods D, E)."""
 
 from __future__ import annotations
 
@@ -68,36 +69,42 @@ Schedule = Literal["auto", "gpipe", "1f1b"]
 
 
 class HeteroPipeStrategy(ParallelStrategy):
-    """Trains one model over several devices of unlike speed: pipeline parallel inside a *virtual machine* of one device per stage, data
-    parallel between virtual machines.
+    """Trains one model over several devices of unlike speed: pipeline parallel inside a *virtual
+    machine* of one device per stage, data parallel between virtual machines.
 
-    The loader's batch is the optimizer's batch, whatever the plan: it is cut into micro-batches, and results are those of
-    single-device training. One rank reads the data for all. Each rank holds the parameters and the optimizer state of its stage only.
-    Checkpoints are ordinary single-device Lightning checkpoints.
+    The loader's batch is the optimizer's batch, whatever the plan: it is cut into micro-batches,
+    and results are those of single-device training. One rank reads the data for all. Each rank
+    holds the parameters and the optimizer state of its stage only. Checkpoints are ordinary
+    single-device Lightning checkpoints.
 
     Args:
-        stages: Number of stages of a virtual machine; must divide the number of devices. "auto": one virtual machine of all devices.
-        microbatches: Into how many parts the batch is cut; a smaller batch is cut into single samples. "auto": four per device. What is
-            random in the layers (dropout) depends on this number, and on nothing else of the plan.
-        schedule: "gpipe" computes the loss once over the whole batch, exact for any loss; "1f1b" holds fewer activations, and computes
-            the loss per micro-batch, which is checked on real batches and refused where it is not exact. "auto": 1f1b where it is exact,
-            else gpipe.
-        module: Name of the module to cut into stages: an `nn.Sequential`, or an `nn.ModuleList` whose members are called one after the
-            other. None finds it.
+        stages: Number of stages of a virtual machine; must divide the number of devices. "auto":
+            one virtual machine of all devices.
+        microbatches: Into how many parts the batch is cut; a smaller batch is cut into single
+            samples. "auto": four per device. What is random in the layers (dropout) depends on this
+            number, and on nothing else of the plan.
+        schedule: "gpipe" computes the loss once over the whole batch, exact for any loss; "1f1b"
+            holds fewer activations, and computes the loss per micro-batch, which is checked on real
+            batches and refused where it is not exact. "auto": 1f1b where it is exact, else gpipe.
+        module: Name of the module to cut into stages: an `nn.Sequential`, or an `nn.ModuleList`
+            whose members are called one after the other. None finds it.
         device_map: For every virtual machine its ranks in stage order. None: consecutive ranks.
         plan: A `PipelinePlan`, or the path of one written as JSON; nothing is measured then.
-        split_batch: Called with (batch, sizes), returns the batch cut into parts of these sizes; for batches that are more than tensors
-            with samples along the first dimension. Used under 1f1b.
-        emulate_speed: For demos and tests on one machine: relative speed of every rank, 1.0 the fastest; slower ones sleep after
-            computing.
+        split_batch: Called with (batch, sizes), returns the batch cut into parts of these sizes;
+            for batches that are more than tensors with samples along the first dimension. Used
+            under 1f1b.
+        emulate_speed: For demos and tests on one machine: relative speed of every rank, 1.0 the
+            fastest; slower ones sleep after computing.
         profile_samples: Number of samples with which layers are timed before training.
-        timeout: How long a rank waits for another, in seconds or as "10min", before it ends the run.
+        timeout: How long a rank waits for another, in seconds or as "10min", before it ends the
+            run.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
         checkpoint_io: Set by the Trainer.
         precision_plugin: Set by the Trainer.
-        process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL beside gloo on GPUs.
+        process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL
+            beside gloo on GPUs.
 
     Raises:
         ConfigError: an argument is of no use; the message says what was expected.
@@ -196,7 +203,8 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """False: Lightning shall neither shard the data nor reduce logs, since every rank sees the whole batch and all logs."""
+        """False: Lightning shall neither shard the data nor reduce logs, since every rank sees the
+        whole batch and all logs."""
         return False
 
     def set_world_ranks(self) -> None:
@@ -234,7 +242,8 @@ class HeteroPipeStrategy(ParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # A model that was made on the meta device has nothing to load into before its stage is materialised.
+        # A model that was made on the meta device has nothing to load into before its stage is
+        # materialised.
         if self._born_on_meta is None:
             self._born_on_meta = is_on_meta(self._module)
         return self._born_on_meta
@@ -251,8 +260,10 @@ class HeteroPipeStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not module.automatic_optimization:
             raise ConfigError(
-                f"{type(module).__name__} uses manual optimization (automatic_optimization=False), which runs forward and backward where it likes; "
-                "a pipeline needs to schedule them. Use automatic optimization with one optimizer, or another strategy."
+                f"{type(module).__name__} uses manual optimization "
+                "(automatic_optimization=False), which runs forward and backward where it likes; "
+                "a pipeline needs to schedule them. Use automatic optimization with one "
+                "optimizer, or another strategy."
             )
         self.model = self.precision_plugin.convert_module(module)
         self._pipelined = find_pipelined_module(module, self._module_path)
@@ -301,8 +312,9 @@ class HeteroPipeStrategy(ParallelStrategy):
             if "multiple optimizers" not in str(error):
                 raise
             raise ConfigError(
-                f"{type(self._module).__name__}.configure_optimizers returns several optimizers, expected one: a pipeline steps once per batch. Use "
-                "parameter groups of one optimizer."
+                f"{type(self._module).__name__}.configure_optimizers returns several optimizers, "
+                "expected one: a pipeline steps once per batch. Use parameter groups of one "
+                "optimizer."
             ) from error
 
     @override
@@ -327,7 +339,8 @@ class HeteroPipeStrategy(ParallelStrategy):
         if inputs is None:
             return unmeasured_plan(self._pipelined, machines)
         rank_zero_info(
-            f"dlres: timing {len(self._pipelined.layers.modules)} layers on {self.world_size} ranks ..."
+            f"dlres: timing {len(self._pipelined.layers.modules)} layers on {self.world_size} "
+            "ranks ..."
         )
         return measured_plan(
             self._pipelined,
@@ -349,7 +362,8 @@ class HeteroPipeStrategy(ParallelStrategy):
         inputs, reason = self._connected.broadcast(found, 0)
         if reason is not None:
             rank_zero_info(
-                f"dlres: the layers could not be timed before training ({reason}); splitting by parameter bytes instead."
+                f"dlres: the layers could not be timed before training ({reason}); splitting by "
+                "parameter bytes instead."
             )
         return inputs
 
@@ -363,8 +377,9 @@ class HeteroPipeStrategy(ParallelStrategy):
         trainable = any(p.requires_grad and stage in held_by for p, held_by in self._owners.items())
         if loss_scale(self.precision_plugin) != 1.0 and not trainable:
             raise ConfigError(
-                f"Stage {stage} has nothing to train, and a gradient scaler needs a gradient on every rank. Use precision='bf16-mixed', or another "
-                "split: HeteroPipeStrategy(plan=...)."
+                f"Stage {stage} has nothing to train, and a gradient scaler needs a gradient on "
+                "every rank. Use precision='bf16-mixed', or another split: "
+                "HeteroPipeStrategy(plan=...)."
             )
 
     def _make_runner(
@@ -536,8 +551,9 @@ class HeteroPipeStrategy(ParallelStrategy):
         ]
         if strict and (missing or unexpected or wrong):
             raise ConfigError(
-                f"The checkpoint does not fit {type(self._module).__name__}: missing {missing}, unexpected {unexpected}, of another shape {wrong}. Load it "
-                "into the model that wrote it, or set strict_loading=False."
+                f"The checkpoint does not fit {type(self._module).__name__}: missing {missing}, "
+                f"unexpected {unexpected}, of another shape {wrong}. Load it into the model that "
+                "wrote it, or set strict_loading=False."
             )
         held = {
             k: given[k]
@@ -610,8 +626,9 @@ class HeteroPipeStrategy(ParallelStrategy):
                 or len({len(machine) for machine in self._device_map}) != 1
             ):
                 raise ConfigError(
-                    f"device_map: got {[list(m) for m in self._device_map]}, expected each of the ranks 0 to {self.world_size - 1} once, and "
-                    "virtual machines of equal length. Try None."
+                    f"device_map: got {[list(m) for m in self._device_map]}, expected each of the "
+                    f"ranks 0 to {self.world_size - 1} once, and virtual machines of equal "
+                    "length. Try None."
                 )
             return self._device_map
         return arrange(self.world_size, self._stages or self.world_size)
@@ -620,11 +637,13 @@ class HeteroPipeStrategy(ParallelStrategy):
         machines = self._machines()
         if sum(len(machine) for machine in machines) != self.world_size:
             raise ConfigError(
-                f"plan: got virtual machines {[list(m) for m in machines]}, expected {self.world_size} ranks. Plan again, or change devices."
+                f"plan: got virtual machines {[list(m) for m in machines]}, expected "
+                f"{self.world_size} ranks. Plan again, or change devices."
             )
         if self._emulate_speed and len(self._emulate_speed) != self.world_size:
             raise ConfigError(
-                f"emulate_speed: got {len(self._emulate_speed)} numbers, expected one for each of the {self.world_size} ranks. Try None."
+                f"emulate_speed: got {len(self._emulate_speed)} numbers, expected one for each of "
+                f"the {self.world_size} ranks. Try None."
             )
         placed = PipelinePlan(machines=machines, split=(1,) * len(machines[0]))
         return [placed.rank_name(rank) for rank in range(self.world_size)]
@@ -634,7 +653,8 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     @contextmanager
     def _some_mailbox(self) -> Iterator[Mailbox]:
-        """Yield the run's mailbox, or, after the run, one for the moment: `trainer.save_checkpoint` may come late."""
+        """Yield the run's mailbox, or, after the run, one for the moment: `trainer.save_checkpoint`
+        may come late."""
         if self._connection is not None:
             yield self._connection.mailbox
             return
@@ -652,7 +672,8 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     @contextmanager
     def _announcing(self) -> Iterator[None]:
-        """Tell the other ranks of a failure at once: Lightning first calls hooks that may wait for them."""
+        """Tell the other ranks of a failure at once: Lightning first calls hooks that may wait for
+        them."""
         try:
             yield
         except BaseException as error:

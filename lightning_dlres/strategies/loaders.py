@@ -1,8 +1,10 @@
-"""One rank reads for all: a loader that hands the reader's batches, and the state of its random generators, to every rank.
+"""One rank reads for all: a loader that hands the reader's batches, and the state of its random
+generators, to every rank.
 
-Processes that each draw from their own generators see different shuffles and augmentations from the second epoch on. Here
-rank 0 alone iterates the user's loader; every rank yields that batch, with its own generators set to the reader's, so
-that what user code draws next is the same everywhere and the same as in plain training.
+Processes that each draw from their own generators see different shuffles and augmentations from the
+second epoch on. Here rank 0 alone iterates the user's loader; every rank yields that batch, with
+its own generators set to the reader's, so that what user code draws next is the same everywhere and
+the same as in plain training.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class SharedLoader:
         return int(self._length)
 
     def __iter__(self) -> Iterator[Any]:
-        # The reader's iterator is made at once, as in plain training: making it draws from the global generator.
+        # The reader's iterator is made at once, as in plain training: making it draws from the
+        # global generator.
         return self._read(iter(self._loader)) if self._mailbox().rank == 0 else self._follow()
 
     def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -70,7 +73,8 @@ class SharedLoader:
 
 
 class StatefulSharedLoader(SharedLoader):
-    """A `SharedLoader` over a loader that can save and restore its position; only the reader's counts."""
+    """A `SharedLoader` over a loader that can save and restore its position; only the reader's
+    counts."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reader's state; empty on the other ranks, which write no checkpoint."""

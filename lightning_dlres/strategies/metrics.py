@@ -1,6 +1,7 @@
 """States of torchmetrics objects, carried from the rank that updated them to all others.
 
-Only the last stage sees outputs in training, but every rank computes the metric at the end of the epoch.
+Only the last stage sees outputs in training, but every rank computes the metric at the end of the
+epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class MetricStates:
         return next((name for name, m in self.metrics.items() if m is metric), None)
 
     def unmergeable(self) -> str | None:
-        """Return the name of a metric whose state cannot be put together from parts of a batch, if there is one."""
+        """Return the name of a metric whose state cannot be put together from parts of a batch, if
+        there is one."""
         for name, metric in self.metrics.items():
             whole = metric.full_state_update or metric.full_state_update is None
             if whole or None in _compat.metric_mergers(metric).values():
@@ -95,7 +97,8 @@ class MetricStates:
         return parts
 
     def merge(self, parts: Sequence[Tree]) -> None:
-        """Add parts of one batch, in order, as one update; the metric's last value becomes that of the batch."""
+        """Add parts of one batch, in order, as one update; the metric's last value becomes that of
+        the batch."""
         for name in [n for n in self.metrics if any(n in part for part in parts)]:
             metric = self.metrics[name]
             mergers = _compat.metric_mergers(metric)
@@ -119,7 +122,8 @@ class MetricStates:
         _compat.set_metric_progress(metric, updates, last_value)
 
     def _unlink(self) -> None:
-        # Members of a compute group share one state, which only the collection's own accessor brings up to date.
+        # Members of a compute group share one state, which only the collection's own accessor
+        # brings up to date.
         for collection in self._collections:
             collection.items(copy_state=True)
 

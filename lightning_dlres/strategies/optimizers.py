@@ -1,7 +1,8 @@
 """Is every parameter's update its own affair? Only then can each stage step its own parameters.
 
-An optimizer that computes one number over all parameters (LBFGS, D-Adaptation, Prodigy) would compute another one on every stage. A small
-trial tells, for optimizers of any origin: two parameters stepped together must move as each does alone.
+An optimizer that computes one number over all parameters (LBFGS, D-Adaptation, Prodigy) would
+compute another one on every stage. A small trial tells, for optimizers of any origin: two
+parameters stepped together must move as each does alone.
 """
 
 from __future__ import annotations
@@ -31,20 +32,23 @@ def require_separable(optimizer: Optimizer) -> None:
         alone = [_trial(optimizer, [0])[0], _trial(optimizer, [1])[0]]
     except _NeedsClosure:
         raise ConfigError(
-            f"{kind.__name__} needs a closure in every step, because it evaluates the loss over all parameters at once; a stage has only its "
-            "own. Use an optimizer that treats parameters one by one, such as AdamW or SGD."
+            f"{kind.__name__} needs a closure in every step, because it evaluates the loss over "
+            "all parameters at once; a stage has only its own. Use an optimizer that treats "
+            "parameters one by one, such as AdamW or SGD."
         ) from None
     except Exception as error:
         warnings.warn(
-            f"Could not find out whether {kind.__name__} treats parameters one by one ({type(error).__name__}: {error}). If it computes "
-            "anything over all parameters, stages will disagree.",
+            f"Could not find out whether {kind.__name__} treats parameters one by one "
+            f"({type(error).__name__}: {error}). If it computes anything over all parameters, "
+            "stages will disagree.",
             stacklevel=2,
         )
         return
     if any(not torch.equal(a, b) for a, b in zip(together, alone, strict=True)):
         raise ConfigError(
-            f"{kind.__name__} computes something over all parameters at once; a stage has only its own, so every stage would take another "
-            "step. Use an optimizer that treats parameters one by one, such as AdamW or SGD."
+            f"{kind.__name__} computes something over all parameters at once; a stage has only "
+            "its own, so every stage would take another step. Use an optimizer that treats "
+            "parameters one by one, such as AdamW or SGD."
         )
 
 
@@ -53,7 +57,8 @@ class _NeedsClosure(Exception):
 
 
 def _trial(optimizer: Optimizer, which: list[int]) -> list[torch.Tensor]:
-    """Return two small parameters, or one of them, after a few steps of an optimizer of this class and these settings."""
+    """Return two small parameters, or one of them, after a few steps of an optimizer of this class
+    and these settings."""
     values = [torch.linspace(-1.0, 1.0, 12).view(3, 4), torch.linspace(5.0, 9.0, 12).view(3, 4)]
     parameters = [nn.Parameter(values[i].clone()) for i in which]
     options: dict[str, Any] = {
@@ -77,7 +82,8 @@ def _trial(optimizer: Optimizer, which: list[int]) -> list[torch.Tensor]:
 
 
 def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Move an optimizer's state to a device; scalar step counts stay where the optimizer keeps them."""
+    """Move an optimizer's state to a device; scalar step counts stay where the optimizer keeps
+    them."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if (

@@ -1,4 +1,5 @@
-"""From a LightningModule and its data to a plan: profile the layers on every rank, then split in proportion to power."""
+"""From a LightningModule and its data to a plan: profile the layers on every rank, then split in
+proportion to power."""
 
 from __future__ import annotations
 
@@ -34,8 +35,10 @@ def require_layers(pipelined: PipelinedModule, stages: int) -> None:
     if count < stages:
         kind = type(pipelined.module).__name__
         raise ConfigError(
-            f"The pipelined module {pipelined.path!r} ({kind}) has {count} layer{'s' if count != 1 else ''}, expected at least one for each of "
-            f"the {stages} stages. Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers into one nn.Sequential."
+            f"The pipelined module {pipelined.path!r} ({kind}) has {count} "
+            f"layer{'s' if count != 1 else ''}, expected at least one for each of the {stages} "
+            f"stages. Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers "
+            "into one nn.Sequential."
         )
 
 
@@ -48,17 +51,19 @@ def adopt_plan(given: PipelinePlan, pipelined: PipelinedModule, world_size: int)
     names, sizes = pipelined.layers.names, pipelined.layers.parameter_bytes()
     if given.world_size != world_size:
         raise ConfigError(
-            f"plan: got a plan for {given.world_size} ranks, expected one for {world_size}. Plan again."
+            f"plan: got a plan for {given.world_size} ranks, expected one for {world_size}. Plan "
+            "again."
         )
     if sum(given.split) != len(names):
         raise ConfigError(
-            f"plan: got split {list(given.split)} for {sum(given.split)} layers, but {pipelined.path!r} has {len(names)}. Edit the split, or plan "
-            "again."
+            f"plan: got split {list(given.split)} for {sum(given.split)} layers, but "
+            f"{pipelined.path!r} has {len(names)}. Edit the split, or plan again."
         )
     known = tuple(layer.name for layer in given.layers)
     if known and known != names:
         raise ConfigError(
-            f"plan: got a plan for layers {list(known)}, but the model's are {list(names)}. Plan again."
+            f"plan: got a plan for layers {list(known)}, but the model's are {list(names)}. Plan "
+            "again."
         )
     layers = given.layers or tuple(LayerProfile(n, s) for n, s in zip(names, sizes, strict=True))
     return PipelinePlan(
@@ -75,7 +80,8 @@ def measured_plan(
     slowdown: float,
     gather: Gather,
 ) -> PipelinePlan:
-    """Measure every layer on every rank (E1), and split in proportion to power (E2); called by all ranks.
+    """Measure every layer on every rank (E1), and split in proportion to power (E2); called by all
+    ranks.
 
     Args:
         inputs: what the first layer is called with, for a few samples.
@@ -90,7 +96,8 @@ def measured_plan(
 
 
 def unmeasured_plan(pipelined: PipelinedModule, machines: Machines) -> PipelinePlan:
-    """Split by parameter bytes, as if all devices were alike; where there is nothing to measure with."""
+    """Split by parameter bytes, as if all devices were alike; where there is nothing to measure
+    with."""
     return _split(pipelined, machines, None, ())
 
 
@@ -118,8 +125,8 @@ def _split(
 def profiling_inputs(trainer: Trainer, context: StepContext, samples: int) -> Tree:
     """Return what the first layer would be called with for a few training samples; on one rank.
 
-    The samples come straight from the dataset, beside the loader, and random state is put back, so that training sees the same
-    batches as without profiling.
+    The samples come straight from the dataset, beside the loader, and random state is put back, so
+    that training sees the same batches as without profiling.
     """
     saved = rng.snapshot(context.device)
     try:

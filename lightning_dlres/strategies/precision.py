@@ -1,6 +1,8 @@
-"""What a precision plugin decides from gradients, decided over all stages: the clipping norm, and whether a step overflowed.
+"""What a precision plugin decides from gradients, decided over all stages: the clipping norm, and
+whether a step overflowed.
 
-The plugin itself stays as it is (its class name is a key in checkpoints); one method of the instance is replaced for the run.
+The plugin itself stays as it is (its class name is a key in checkpoints); one method of the
+instance is replaced for the run.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def clipping_over_stages(
 
     Args:
         owners: stages that hold each parameter; the first counts it.
-        sum_over_stages: returns the sum of its argument over the stages of a pipeline, the same bits on every rank.
+        sum_over_stages: returns the sum of its argument over the stages of a pipeline, the same
+            bits on every rank.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
@@ -60,7 +63,8 @@ def loss_scale(precision: Precision) -> float:
 def overflow_shared(
     closure: Callable[[], Any], parameters: Callable[[], Iterator[nn.Parameter]], any_rank: AnyRank
 ) -> Callable[[], Any]:
-    """Return a closure after which either no rank has a gradient that is not finite, or every rank has one.
+    """Return a closure after which either no rank has a gradient that is not finite, or every rank
+    has one.
 
     The scaler of every rank then finds the overflow by itself, and all skip the same step.
     """

@@ -1,4 +1,5 @@
-"""What the user logs in a training step, taken down on the rank that computes it and said again on every rank."""
+"""What the user logs in a training step, taken down on the rank that computes it and said again on
+every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class LogRecord:
     options: dict[str, Any]
 
     def to_tree(self, metrics: MetricStates) -> Tree:
-        """Return the record as plain data; a metric by its name, a reduce function by its import path."""
+        """Return the record as plain data; a metric by its name, a reduce function by its import
+        path."""
         options = {k: v for k, v in self.options.items() if k != "sync_dist_group"}
         reduce_fx = options.get("reduce_fx")
         if callable(reduce_fx):
@@ -78,8 +80,8 @@ def recording(module: LightningModule) -> Iterator[list[LogRecord]]:
 
 
 def merge_parts(parts: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> list[LogRecord]:
-    """Return the records of the whole batch from those of its micro-batches: means weighted by samples, sums, maxima, minima, or
-    what a reduce function makes of the stacked values.
+    """Return the records of the whole batch from those of its micro-batches: means weighted by
+    samples, sums, maxima, minima, or what a reduce function makes of the stacked values.
 
     Raises:
         UnsupportedStepError: unlike names were logged for unlike micro-batches.
@@ -87,8 +89,9 @@ def merge_parts(parts: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> l
     names = [[record.name for record in part] for part in parts]
     if any(other != names[0] for other in names):
         raise UnsupportedStepError(
-            f"training_step logged {names[0]} for one micro-batch and {next(o for o in names if o != names[0])} for another. Log the "
-            "same names always, or use schedule='gpipe', which runs the step once for the whole batch."
+            f"training_step logged {names[0]} for one micro-batch and "
+            f"{next(o for o in names if o != names[0])} for another. Log the same names always, "
+            "or use schedule='gpipe', which runs the step once for the whole batch."
         )
     return [_merge(column, sizes) for column in zip(*parts, strict=True)]
 
@@ -133,8 +136,8 @@ def _path_of(function: Callable[..., Any], name: str) -> str:
     if getattr(torch, getattr(function, "__name__", "?"), None) is function:
         return builtin
     raise UnsupportedStepError(
-        f"self.log({name!r}, reduce_fx={function!r}): the function must be known to all ranks by name. Use a name such as 'mean' or "
-        "'max', or a function defined at the top of a module."
+        f"self.log({name!r}, reduce_fx={function!r}): the function must be known to all ranks by "
+        "name. Use a name such as 'mean' or 'max', or a function defined at the top of a module."
     )
 
 
@@ -145,6 +148,7 @@ def _function_at(path: str) -> Callable[..., Any]:
         found = getattr(found, part, None)
     if not callable(found):
         raise UnsupportedStepError(
-            f"The reduce function {path!r} of a log record is not known on this rank: import it on all ranks."
+            f"The reduce function {path!r} of a log record is not known on this rank: import it "
+            "on all ranks."
         )
     return found  # type: ignore[no-any-return]

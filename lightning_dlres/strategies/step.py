@@ -1,4 +1,5 @@
-"""One training step of an unchanged LightningModule, run in two places: up to the module's call, and from the call on."""
+"""One training step of an unchanged LightningModule, run in two places: up to the module's call,
+and from the call on."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 
 
 class _StopAtCall(BaseException):
-    """Ends the first stage's step where the pipelined module is called. Not an Exception: user code must not catch it."""
+    """Ends the first stage's step where the pipelined module is called. Not an Exception: user code
+    must not catch it."""
 
     def __init__(self, inputs: Tree) -> None:
         self.inputs = inputs
@@ -39,7 +41,8 @@ class StepContext:
         metrics: its metrics.
         device: where this rank computes.
         precision: returns the context that the step runs in.
-        split_batch: the user's way to cut a batch into parts of given sizes; None for the built-in one.
+        split_batch: the user's way to cut a batch into parts of given sizes; None for the built-in
+            one.
     """
 
     module: LightningModule
@@ -58,7 +61,8 @@ class LightningStep:
         args: arguments of `training_step`; the first is the batch.
         logs: records of every run of the step, in the order of micro-batches.
         losses: loss of every run.
-        extra: what a step that returns a dict returned beside the loss; only where it ran on the whole batch.
+        extra: what a step that returns a dict returned beside the loss; only where it ran on the
+            whole batch.
     """
 
     context: StepContext
@@ -91,8 +95,9 @@ class LightningStep:
             except _StopAtCall as signal:
                 return signal.inputs
         raise UnsupportedStepError(
-            f"{type(module).__name__}.training_step returned without calling {path!r}, the pipelined module. Expected exactly one "
-            "call in every step. Name the module that it calls: HeteroPipeStrategy(module='...')."
+            f"{type(module).__name__}.training_step returned without calling {path!r}, the "
+            "pipelined module. Expected exactly one call in every step. Name the module that it "
+            "calls: HeteroPipeStrategy(module='...')."
         )
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
@@ -110,7 +115,8 @@ class LightningStep:
         return loss
 
     def record(self, sizes: Sequence[int]) -> Tree:
-        """Return what the other ranks must know: losses, logs, metrics, buffers outside of the layers, random state."""
+        """Return what the other ranks must know: losses, logs, metrics, buffers outside of the
+        layers, random state."""
         metrics = self.context.metrics
         whole = len(self.logs) == 1 and self._parts is None
         state: Tree = {}
@@ -158,16 +164,17 @@ class LightningStep:
 
     def _number_of_calls(self, times: str) -> UnsupportedStepError:
         return UnsupportedStepError(
-            f"{type(self.context.module).__name__}.training_step calls {self.context.pipelined.path!r}, the pipelined module, {times}. "
-            "Expected exactly one call in every step. Concatenate the inputs and call it once."
+            f"{type(self.context.module).__name__}.training_step calls "
+            f"{self.context.pipelined.path!r}, the pipelined module, {times}. Expected exactly "
+            "one call in every step. Concatenate the inputs and call it once."
         )
 
     def _loss_of(self, result: Any, whole: bool) -> Tensor:
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UnsupportedStepError(
-                f"training_step returned {type(result).__name__}, expected a scalar tensor or a dict with one under 'loss'. A step cannot "
-                "be skipped by returning None."
+                f"training_step returned {type(result).__name__}, expected a scalar tensor or a "
+                "dict with one under 'loss'. A step cannot be skipped by returning None."
             )
         if whole and isinstance(result, Mapping):
             extra = {key: value for key, value in result.items() if key != "loss"}

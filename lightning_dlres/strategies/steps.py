@@ -1,4 +1,5 @@
-"""Steps of a run, one after the other: which schedule, what every rank logs, and what the step returns to Lightning."""
+"""Steps of a run, one after the other: which schedule, what every rank logs, and what the step
+returns to Lightning."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class StepRunner:
         return {"loss": delivered, **extra} if extra is not None else delivered
 
     def evaluate(self, hook: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a validation, test or predict step on all ranks; every call of the pipelined module goes through the pipeline."""
+        """Run a validation, test or predict step on all ranks; every call of the pipelined module
+        goes through the pipeline."""
         fingerprint = digest(args[0])
 
         def forward(inputs: Tree) -> Tree:
@@ -81,7 +83,8 @@ class StepRunner:
             return hook(*args)
 
     def _check_is_due(self) -> bool:
-        # A first batch without padding may hide what a later one shows: look again, ever more rarely.
+        # A first batch without padding may hide what a later one shows: look again, ever more
+        # rarely.
         return self.runtime.microbatches > 1 and self._steps & (self._steps - 1) == 0
 
     def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
@@ -110,7 +113,8 @@ class StepRunner:
             self._fall_back(reason)
         elif self._steps == 0 and self.may_change:
             self.say(
-                "dlres: schedule 1f1b: the loss is a mean over samples, so it is computed per micro-batch."
+                "dlres: schedule 1f1b: the loss is a mean over samples, so it is computed per "
+                "micro-batch."
             )
 
     def _fall_back(self, reason: str) -> None:
@@ -124,7 +128,8 @@ class StepRunner:
     def _conclude(
         self, step: LightningStep, result: TrainResult
     ) -> tuple[Tensor, dict[str, Any] | None]:
-        """Make this rank's logs, metrics, buffers and random state those of the ranks that saw the loss."""
+        """Make this rank's logs, metrics, buffers and random state those of the ranks that saw the
+        loss."""
         metrics, records = self.context.metrics, result.records
         logs = [
             [LogRecord.from_tree(t, metrics) for t in part]

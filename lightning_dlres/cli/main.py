@@ -1,0 +1,69 @@
+"""The command `dlres`: knows which commands there are, and imports only the one that is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lightning_dlres.core.errors import ConfigError
+
+TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+COMMANDS = ("demo", *TRAINER_COMMANDS)
+
+HELP = """\
+usage: dlres COMMAND [options]
+
+Train with PyTorch Lightning on the machines you happen to have.
+
+commands:
+  demo        train a small GPT on three CPU processes of unlike speed; about two minutes
+  fit         train what a config file describes:     dlres fit --config FILE [overrides]
+  validate    run its validation loop:                dlres validate --config FILE --ckpt_path CKPT
+  test        run its test loop:                      dlres test --config FILE --ckpt_path CKPT
+  predict     run its prediction loop:                dlres predict --config FILE --ckpt_path CKPT
+
+options:
+  -h, --help  show this text; `dlres COMMAND --help` shows the options of a command
+  --version   show the version
+
+fit, validate, test and predict are LightningCLI with this package's strategies registered.
+To start: `dlres demo`, or `dlres fit --config examples/configs/hetero_pipe.yaml`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    Args:
+        argv: the command and its options; None for those of this process. Ranks are started by running this process's own
+            command line again, so anything else serves commands that start none.
+    """
+    command, *options = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
+        print(HELP)
+        return 0
+    if command == "--version":
+        from lightning_dlres import __version__
+
+        print(f"dlres {__version__}")
+        return 0
+    if command not in COMMANDS:
+        print(
+            f"dlres: got {command!r}, expected one of the commands {', '.join(COMMANDS)}. Try `dlres --help`.",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        if command == "demo":
+            from lightning_dlres.cli.demo import demo
+
+            return demo(options)
+        from lightning_dlres.cli.fit import run_trainer
+
+        return run_trainer(command, options)
+    except ConfigError as error:
+        print(f"dlres: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

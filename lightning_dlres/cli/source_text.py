@@ -1,0 +1,112 @@
+"""Real text that every machine with Python has: the source files of the standard library, as windows of bytes."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.units import parse_bytes
+
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+# Of every so many files one is for validation, and another for test.
+CYCLE = 20
+
+
+class SourceTextDataModule(LightningDataModule):
+    """Windows of `context` + 1 bytes of Python source files, split by file into training, validation and test.
+
+    Args:
+        context: Bytes of a window, without the one that is only predicted.
+        batch_size: Windows of a batch.
+        max_bytes: How much text to read at most, such as "4MiB"; the files are taken in the order of their names.
+        directory: Where to look for `.py` files. None: this Python's standard library.
+
+    Raises:
+        ConfigError: an argument is of no use; the message says what was expected.
+    """
+
+    def __init__(
+        self,
+        context: int = 128,
+        batch_size: int = 48,
+        max_bytes: int | str = "8MiB",
+        directory: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("context", context), ("batch_size", batch_size)):
+            if value < 1:
+                raise ConfigError(got_expected(name, value, "at least 1", f"{name}=32"))
+        self.context, self.batch_size = context, batch_size
+        self.max_bytes = parse_bytes(max_bytes, "max_bytes")
+        self.directory = Path(directory or sysconfig.get_paths()["stdlib"])
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the text.
+
+        Raises:
+            ConfigError: there is too little of it.
+        """
+        files = self.files()
+        self.training = ByteWindows(
+            [f for i, f in enumerate(files) if i % CYCLE not in (1, 2)], self.context
+        )
+        self.validation = ByteWindows(files[1::CYCLE], self.context)
+        self.testing = ByteWindows(files[2::CYCLE], self.context)
+        if len(self.training) < self.batch_size or not len(self.validation) or not len(self.testing):
+            raise ConfigError(
+                f"SourceTextDataModule: got {len(files)} .py files with text for {len(self.training)} training, {len(self.validation)} "
+                f"validation and {len(self.testing)} test windows of {self.context + 1} bytes in {str(self.directory)!r}, expected at "
+                f"least one batch of {self.batch_size} to train on and one window of each other kind. Try a directory with more Python "
+                "source, a larger max_bytes, or a smaller batch_size."
+            )
+
+    def files(self) -> list[Path]:
+        """Return the files to read, in the order of their names, up to `max_bytes` together."""
+        found, total = [], 0
+        for path in sorted(self.directory.rglob("*.py")):
+            size = path.stat().st_size
+            if not size or SKIPPED.intersection(path.relative_to(self.directory).parts):
+                continue
+            if total + size > self.max_bytes:
+                break
+            found.append(path)
+            total += size
+        return found
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return shuffled batches, all of the same size."""
+        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """Return the windows of the validation files."""
+        return DataLoader(self.validation, self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        """Return the windows of the test files."""
+        return DataLoader(self.testing, self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        """Return the windows of the test files."""
+        return self.test_dataloader()
+
+
+class ByteWindows(Dataset[Tensor]):
+    """Windows of `context` + 1 bytes over the text of some files; each begins with the byte on which its predecessor ends."""
+
+    def __init__(self, files: list[Path], context: int) -> None:
+        text = bytearray().join(path.read_bytes() for path in files)
+        self.text = torch.tensor(text, dtype=torch.uint8)
+        self.context = context
+
+    def __len__(self) -> int:
+        return max(0, len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.context
+        return self.text[start : start + self.context + 1]

@@ -1,0 +1,251 @@
+"""Runs the same training plainly and through the pipeline, and holds the two against each other."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan
+from lightning_dlres.pipeline.plan import arrange, even_split
+from lightning_dlres.strategies.capture import find_pipelined_module
+from tests.pool import RankContext, RankPool
+from tests.zoo import Task, loaders
+
+SPLITS = {
+    ("mlp", 2): (3, 5),
+    ("mlp", 3): (2, 4, 2),
+    ("cnn", 2): (5, 6),
+    ("cnn", 3): (2, 5, 4),
+    ("gpt", 2): (2, 3),
+    ("gpt", 3): (1, 2, 2),
+    ("gpt_list", 2): (1, 2),
+    ("gpt_list", 3): (1, 1, 1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training to compare."""
+
+    network: str = "mlp"
+    optimizer: str = "sgd"
+    stages: int = 2
+    machines: int = 1
+    schedule: str = "gpipe"
+    accumulate: int = 1
+    clip: float = 0.0
+    ragged: bool = False
+    shuffle: bool = False
+    workers: int = 0
+    frozen: bool = False
+    tied: bool = False
+    dropout: float = 0.0
+    double: bool = False
+    microbatches: int = 4
+    epochs: int = 2
+    precision: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.machines
+
+    def plain(self) -> Case:
+        """Return the case without what a single device knows nothing of; equal ones share one plain
+        run."""
+        return replace(self, stages=1, machines=1, schedule="gpipe", microbatches=4)
+
+
+@dataclass
+class Outcome:
+    """What one rank saw: every logged value after every batch and validation, and the weights at
+    the end."""
+
+    history: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    owned: list[str]
+    resident_bytes: int
+    stage_bytes: int
+    schedule: str
+
+
+class History(Callback):
+    """Takes down every logged value."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def _note(self, trainer: Trainer) -> None:
+        self.rows.append(
+            {k: float(v) for k, v in {**trainer.callback_metrics, **trainer.logged_metrics}.items()}
+        )
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._note(trainer)
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        self._note(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._note(trainer)
+
+
+class Residence(Callback):
+    """Takes down which parameters this rank holds while training, and checks that optimizer state
+    is there for no other."""
+
+    def __init__(self) -> None:
+        self.owned: list[str] = []
+        self.bytes = 0
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        held = {name: p for name, p in module.named_parameters() if not p.is_meta}
+        self.owned, self.bytes = (
+            list(held),
+            sum(p.numel() * p.element_size() for p in held.values()),
+        )
+        for parameter, state in trainer.optimizers[0].state.items():
+            assert not parameter.is_meta or not state, "optimizer state for a foreign parameter"
+
+
+def run_case(
+    environment: Any, case: Case, strategy: HeteroPipeStrategy | None, **options: Any
+) -> Outcome:
+    """Train one case on this rank."""
+    seed_everything(3, verbose=False)
+    dtype = torch.float64 if case.double else torch.float32
+    task = Task(case.network, case.optimizer, case.dropout, case.frozen, case.tied)
+    samples, batch = (4 * 12 + 2, 12) if not case.ragged else (8 * 5 + 3, 8)
+    train, validation = loaders(
+        task, samples if case.ragged else 60, batch, case.shuffle, case.workers, dtype
+    )
+    history, residence = History(), Residence()
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = Trainer(
+            strategy=strategy or "auto",
+            accelerator="cpu",
+            devices=case.world_size if strategy else 1,
+            plugins=[environment] if environment else [],
+            precision=case.precision or ("64-true" if case.double else "32-true"),
+            max_epochs=case.epochs,
+            accumulate_grad_batches=case.accumulate,
+            gradient_clip_val=case.clip or None,
+            callbacks=[history, residence],
+            default_root_dir=directory,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+            num_sanity_val_steps=1,
+            **options,
+        )
+        trainer.fit(task, train, validation)
+    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
+    stage_bytes = _stage_bytes(task, strategy) if strategy and case.world_size > 1 else 0
+    schedule = strategy.schedule if strategy else ""
+    return Outcome(history.rows, weights, residence.owned, residence.bytes, stage_bytes, schedule)
+
+
+def _stage_bytes(task: Task, strategy: HeteroPipeStrategy) -> int:
+    """Count the bytes that the stage should hold, from the plan alone."""
+    plan = strategy.plan
+    assert plan is not None
+    _, stage = plan.place(strategy.global_rank)
+    pipelined = find_pipelined_module(task, None)
+    own = {
+        p for index in plan.layers_of(stage) for p in pipelined.layers.modules[index].parameters()
+    }
+    inside = {p for module in pipelined.layers.modules for p in module.parameters()}
+    outside = {p for p in task.parameters() if p not in inside}
+    shared = {
+        p
+        for n, p in task.named_parameters(remove_duplicate=False)
+        if pipelined.layers.layer_of(n) is None
+    }
+    return sum(p.numel() * p.element_size() for p in own | outside | shared)
+
+
+def make_strategy(case: Case) -> HeteroPipeStrategy:
+    """Return the strategy for a case, with a split that cuts between layers of every kind."""
+    layers = {"mlp": 8, "cnn": 11, "gpt": 5, "gpt_list": 3}[case.network]
+    split = SPLITS.get((case.network, case.stages)) or even_split(layers, case.stages)
+    plan = PipelinePlan(machines=arrange(case.world_size, case.stages), split=split)
+    return HeteroPipeStrategy(
+        plan=plan, microbatches=case.microbatches, schedule=case.schedule, timeout=60
+    )  # type: ignore[arg-type]
+
+
+def train_on_rank(context: RankContext, case: Case) -> Outcome:
+    """Train a case in a rank of the pool."""
+    return run_case(context.environment, case, make_strategy(case))
+
+
+def train_plainly(context: RankContext, case: Case) -> Outcome:
+    """Train a case on a single device, without this package's strategy."""
+    return run_case(None, case, None)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Return the norm of the difference over the norm."""
+    norm = float(torch.linalg.vector_norm(b.double()))
+    return (
+        float(torch.linalg.vector_norm(a.double() - b.double())) / norm
+        if norm
+        else float(a.abs().max())
+    )
+
+
+def assert_same_history(
+    found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float
+) -> None:
+    """Assert that every logged value agrees, row by row."""
+    assert len(found) == len(expected)
+    for index, (row, other) in enumerate(zip(found, expected, strict=True)):
+        assert row.keys() == other.keys(), (index, row.keys() ^ other.keys())
+        for name in row:
+            assert abs(row[name] - other[name]) <= tolerance * max(abs(other[name]), 1.0), (
+                index,
+                name,
+                row[name],
+                other[name],
+            )
+
+
+def assert_same_training(found: list[Outcome], expected: Outcome, tolerance: float) -> None:
+    """Assert that every rank logged what was expected and ends with the expected weights."""
+    for outcome in found:
+        assert_same_history(outcome.history, expected.history, tolerance)
+        assert outcome.weights.keys() == expected.weights.keys()
+        for name, value in outcome.weights.items():
+            if value.is_floating_point():
+                assert relative(value, expected.weights[name]) <= tolerance, name
+
+
+def assert_partitioned(case: Case, found: list[Outcome]) -> None:
+    """Assert that ranks own disjoint parts, of the bytes that the plan says."""
+    for outcome in found:
+        assert outcome.owned
+        assert outcome.resident_bytes == outcome.stage_bytes
+    if case.world_size > 1 and not case.tied:
+        first, last = set(found[0].owned), set(found[case.stages - 1].owned)
+        if case.network == "gpt_list":
+            first, last = ({n for n in names if n.startswith("blocks")} for names in (first, last))
+        assert first
+        assert last
+        assert not first & last
+
+
+_PLAIN: dict[Case, Outcome] = {}
+
+
+def plain_outcome(pool: RankPool, case: Case) -> Outcome:
+    """Return the plain run of a case; equal ones run once in a session."""
+    key = case.plain()
+    if key not in _PLAIN:
+        (_PLAIN[key],) = pool.run(train_plainly, 1, key)
+    return _PLAIN[key]
