@@ -10,16 +10,28 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_only
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-MERGEABLE = {dim_zero_sum: "sum", dim_zero_cat: "cat", dim_zero_max: "max", dim_zero_min: "min"}
+MERGEABLE: dict[Any, str] = {
+    dim_zero_sum: "sum",
+    dim_zero_cat: "cat",
+    dim_zero_max: "max",
+    dim_zero_min: "min",
+}
 
 
 def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
     """Return Lightning's launcher that starts the user's script once per device; Lightning has no
     public name for it."""
     return _SubprocessScriptLauncher(environment, processes, nodes)
+
+
+def set_rank(rank: int) -> None:
+    """Tell Lightning's `rank_zero_only` functions which rank this is; the attribute is how they are
+    told."""
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 def set_device_property(module: LightningModule, device: torch.device) -> None:
@@ -29,7 +41,7 @@ def set_device_property(module: LightningModule, device: torch.device) -> None:
     """
     for child in module.modules():
         if hasattr(child, "_device") and hasattr(child, "_dtype"):
-            child._device = device
+            child._device = device  # type: ignore[assignment]
 
 
 def train_loader(trainer: Trainer) -> Any:
@@ -47,7 +59,8 @@ def metric_mergers(metric: Metric) -> dict[str, str | None]:
 
     torchmetrics keeps the reductions to itself.
     """
-    return {name: MERGEABLE.get(reduction) for name, reduction in metric._reductions.items()}  # type: ignore[call-overload]
+    reductions: dict[str, Any] = metric._reductions
+    return {name: MERGEABLE.get(reduction) for name, reduction in reductions.items()}
 
 
 def metric_progress(metric: Metric) -> tuple[int, Any]:

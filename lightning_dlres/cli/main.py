@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -61,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run_trainer(command, options)
     except ConfigError as error:
-        print(f"dlres: {error}", file=sys.stderr)
+        # All ranks meet the same error; where only another one does, the strategy says so.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"dlres: {error}", file=sys.stderr)
         return 2
 
 

@@ -15,7 +15,7 @@ from lightning_dlres.core.units import parse_bytes
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
 # Of every so many files one is for validation, and another for test.
-CYCLE = 20
+CYCLE, VALIDATION, TEST = 10, 4, 9
 
 
 class SourceTextDataModule(LightningDataModule):
@@ -54,11 +54,15 @@ class SourceTextDataModule(LightningDataModule):
         """
         files = self.files()
         self.training = ByteWindows(
-            [f for i, f in enumerate(files) if i % CYCLE not in (1, 2)], self.context
+            [f for i, f in enumerate(files) if i % CYCLE not in (VALIDATION, TEST)], self.context
         )
-        self.validation = ByteWindows(files[1::CYCLE], self.context)
-        self.testing = ByteWindows(files[2::CYCLE], self.context)
-        if len(self.training) < self.batch_size or not len(self.validation) or not len(self.testing):
+        self.validation = ByteWindows(files[VALIDATION::CYCLE], self.context)
+        self.testing = ByteWindows(files[TEST::CYCLE], self.context)
+        if (
+            len(self.training) < self.batch_size
+            or not len(self.validation)
+            or not len(self.testing)
+        ):
             raise ConfigError(
                 f"SourceTextDataModule: got {len(files)} .py files with text for {len(self.training)} training, {len(self.validation)} "
                 f"validation and {len(self.testing)} test windows of {self.context + 1} bytes in {str(self.directory)!r}, expected at "
@@ -81,15 +85,15 @@ class SourceTextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return shuffled batches, all of the same size."""
-        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.training, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Return the windows of the validation files."""
-        return DataLoader(self.validation, self.batch_size)
+        return DataLoader(self.validation, batch_size=self.batch_size)
 
     def test_dataloader(self) -> DataLoader[Tensor]:
         """Return the windows of the test files."""
-        return DataLoader(self.testing, self.batch_size)
+        return DataLoader(self.testing, batch_size=self.batch_size)
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
         """Return the windows of the test files."""

@@ -1,8 +1,7 @@
 """The one place that opens ZeroMQ sockets: addresses, keys, deadlines and checksums live here.
 
-A `Server` talks to many named `Client`s. Every message is two frames: a msgpack header (kind,
-sequence, CRC-32 and length of the payload) and the raw payload; nothing is ever unpickled. What
-does not fit raises an error that names the peer, and no wait is without a deadline.
+A `Server` talks to many named `Client`s, in messages of two frames (see `frames`). What does not
+fit raises an error that names the peer, and no wait is without a deadline.
 
 Threads: a server or client belongs to one thread at a time, as ZeroMQ sockets do. It may be made
 in one thread and handed to another; only `interrupt` may be called from anywhere.
@@ -14,29 +13,18 @@ import contextlib
 import math
 import socket
 import time
-import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
 
-import msgspec
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_dlres.core.errors import (
-    ConfigError,
-    PeerLostError,
-    PeerTimeoutError,
-    ProtocolError,
-    got_expected,
-)
+from lightning_dlres.core.errors import ConfigError, PeerLostError, PeerTimeoutError, got_expected
+from lightning_dlres.core.frames import Buffer, Message, broken, pack, unpack
 from lightning_dlres.core.units import format_seconds
 
-Buffer = bytes | bytearray | memoryview
-T = TypeVar("T")
-_Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 _ZAP_DOMAIN = "dlres"
 
 
@@ -53,71 +41,12 @@ class CurveKeys:
         return cls(*zmq.curve_keypair())
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first frame: what the second one is, so that damage is noticed before use."""
-
-    kind: str
-    sequence: _Unsigned
-    crc32: _Unsigned
-    length: _Unsigned
-
-
-@dataclass(frozen=True)
-class Message:
-    """One received message; `peer` is who sent it, `connection` the TCP connection it came by."""
-
-    kind: str
-    sequence: int
-    payload: bytes
-    peer: str
-    connection: int
-
-    def decode(self, expected: type[T]) -> T:
-        """Return the payload, read as msgpack of a typed struct.
-
-        Raises:
-            ProtocolError: the payload is something else.
-        """
-        try:
-            return msgspec.msgpack.decode(self.payload, type=expected)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise _broken(
-                self.peer, f"a {self.kind!r} payload ({error})", f"a {expected.__name__}"
-            ) from error
-
-
 @dataclass(frozen=True)
 class ConnectionEvent:
     """A TCP connection came up or went down; `connection` as in `Message` (0 at a client)."""
 
     opened: bool
     connection: int
-
-
-def pack(kind: str, sequence: int, payload: Buffer) -> list[Buffer]:
-    """Return the two frames of a message."""
-    header = Header(kind, sequence, zlib.crc32(payload), memoryview(payload).nbytes)
-    return [msgspec.msgpack.encode(header), payload]
-
-
-def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
-    """Return the message that two frames hold.
-
-    Raises:
-        ProtocolError: the frames are not a header and the payload that it describes.
-    """
-    if len(frames) != 2:
-        raise _broken(peer, f"{len(frames)} frames", "a header and a payload")
-    try:
-        header = msgspec.msgpack.decode(frames[0], type=Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _broken(peer, f"an unreadable header ({error})", "a message header") from error
-    payload = frames[1]
-    if len(payload) != header.length:
-        raise _broken(peer, f"{len(payload)} bytes", f"{header.length} bytes of {header.kind!r}")
-    if zlib.crc32(payload) != header.crc32:
-        raise _broken(peer, f"a damaged {header.kind!r} payload", f"CRC-32 {header.crc32:08x}")
-    return Message(header.kind, header.sequence, payload, peer, connection)
 
 
 class _Endpoint:
@@ -317,7 +246,7 @@ class Server(_Endpoint):
         try:
             peer = frames[0].decode()
         except UnicodeDecodeError as error:
-            raise _broken(self._peers, f"the name {frames[0]!r}", "a name in UTF-8") from error
+            raise broken(self._peers, f"the name {frames[0]!r}", "a name in UTF-8") from error
         return unpack(frames[1:], peer, connection)
 
     def _authenticate(self, curve: CurveKeys, allowed: frozenset[bytes]) -> None:
@@ -394,9 +323,3 @@ class _Whitelist:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key in self._allowed
-
-
-def _broken(peer: str, got: str, expected: str) -> ProtocolError:
-    return ProtocolError(
-        f"{peer} sent {got}, expected {expected}. Check that both sides run the same version."
-    )

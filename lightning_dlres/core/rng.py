@@ -26,7 +26,8 @@ def snapshot(device: torch.device | None = None) -> dict[str, Any]:
     With a CUDA `device` its generator is included.
     """
     version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = numpy_state
     state: dict[str, Any] = {
         "torch": torch.random.get_rng_state(),
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],

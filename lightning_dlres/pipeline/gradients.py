@@ -138,7 +138,12 @@ class GradientSync:
 
         def done(_: Any) -> None:
             self._tracer.add(
-                "all-reduce", "sync", start, time.perf_counter_ns(), stages=stages, nbytes=nbytes
+                "all-reduce",
+                "sync",
+                start,
+                time.perf_counter_ns(),
+                stages=str(stages),
+                nbytes=nbytes,
             )
 
         work.get_future().add_done_callback(done)

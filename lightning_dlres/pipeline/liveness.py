@@ -2,7 +2,8 @@
 
 A collective cannot tell a slow peer from a dead one: gloo and NCCL wait for minutes, and then name
 nobody. A `Watch` runs beside the training in a thread of its own. Rank 0 is the hub of a star; each
-other rank sends it a heartbeat and gets an answer. The hub tells everyone which rank is lost:
+other rank sends it a heartbeat and gets an answer (see `heartbeat`). The hub tells everyone which
+rank is lost:
 
 - at once, where a rank announces that it gives up;
 - within a few heartbeats, where its connection closed without a goodbye (it was killed);
@@ -19,10 +20,6 @@ Once rank 0 has closed its watch, nobody watches any more.
 
 from __future__ import annotations
 
-import abc
-import contextlib
-import hashlib
-import hmac
 import ipaddress
 import logging
 import os
@@ -31,281 +28,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 
 import msgspec
 
-from lightning_dlres.core.errors import (
-    ConfigError,
-    PeerError,
-    PeerLostError,
-    ProtocolError,
-    got_expected,
-)
-from lightning_dlres.core.net import Client, CurveKeys, Message, Server
+from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolError, got_expected
+from lightning_dlres.core.frames import Message
+from lightning_dlres.core.net import Client, CurveKeys, Server
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.pipeline.heartbeat import (
+    ABORT,
+    GOODBYE,
+    Failure,
+    Hub,
+    Invitation,
+    Member,
+    Patience,
+    Side,
+    identity,
+)
+
+__all__ = ["Failure", "Watch"]
 
 _log = logging.getLogger(__name__)
 
-# Ranks start at different speeds: imports, and the collective that carries the invitation.
-JOIN_SECONDS = 60.0
 # How long `announce` and `close` wait for the others to confirm.
 FLUSH_SECONDS = 1.0
-
-HEARTBEAT, ABORT, GOODBYE, CONFIRM = "heartbeat", "abort", "goodbye", "confirm"
-_KINDS = frozenset((HEARTBEAT, ABORT, GOODBYE, CONFIRM))
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why the run cannot go on: the rank at fault, and a sentence that names it."""
-
-    origin: int
-    message: str
-
-
-class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank must know to join; whoever holds it is trusted."""
-
-    endpoint: str
-    names: list[str]
-    token: bytes
-    deadline: float
-    server_key: bytes = b""
-    client_public: bytes = b""
-    client_secret: bytes = b""
-
-
-class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The payload of every message: proof of membership, who sends, and what went wrong."""
-
-    token: bytes
-    sender: int
-    origin: int = 0
-    reason: str = ""
-    confirms: str = ""
-
-
-@dataclass
-class _Line:
-    """What this rank knows of one other rank; times are `time.monotonic` seconds."""
-
-    rank: int
-    heard: float
-    joined: bool = False
-    left: bool = False
-    lost: bool = False
-    cut: float | None = None
-    # By kind: what the other side has not confirmed yet; it is sent again with the next heartbeat.
-    owed: dict[str, _Note] = field(default_factory=dict)
-
-    def listen(self, now: float) -> None:
-        """The other side was heard."""
-        self.heard, self.joined, self.cut = now, True, None
-
-    def excuse(self, seconds: float) -> None:
-        """Silence while this rank itself could not listen does not count."""
-        self.heard += seconds
-        self.cut = None if self.cut is None else self.cut + seconds
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is left to wait for."""
-        return self.left or self.lost or not self.owed
-
-
-@dataclass(frozen=True)
-class _Patience:
-    """When silence becomes a failure, in seconds."""
-
-    deadline: float
-    interval: float
-
-    @classmethod
-    def of(cls, deadline: float) -> _Patience:
-        return cls(deadline, min(deadline / 10, 1.0))
-
-    def complaint(self, line: _Line, name: str, now: float, trust_cut: bool) -> str | None:
-        """Return what is wrong with a line, or None while there is hope."""
-        silent = now - line.heard
-        if line.left:
-            return None
-        if not line.joined:
-            wait = max(self.deadline, JOIN_SECONDS)
-            missing = f"{name} did not join the watch within {format_seconds(wait)}"
-            return f"{missing}: it was killed, hangs or is cut off" if silent > wait else None
-        if silent > self.deadline:
-            waited = format_seconds(self.deadline)
-            return f"{name} has not been heard of for {waited}: it was killed or hangs"
-        # ZeroMQ connects again within a tenth of a second, and a live rank beats on.
-        cut = now - line.cut if trust_cut and line.cut is not None else 0.0
-        if cut > min(1.0, self.deadline / 4) and silent > 2 * self.interval:
-            return f"{name} is gone: its connection closed without a goodbye (killed or crashed)"
-        return None
-
-
-class _Side(abc.ABC):
-    """One end of the star; all methods but `interrupt` run in the watch's thread."""
-
-    def __init__(
-        self, rank: int, endpoint: Server | Client, lines: list[_Line], invitation: _Invitation
-    ) -> None:
-        self.rank = rank
-        self.lines = lines
-        self.names = invitation.names
-        self._token = invitation.token
-        self._endpoint = endpoint
-        self.receive = endpoint.receive
-        self.interrupt = endpoint.interrupt
-        self.close = endpoint.close
-
-    @abc.abstractmethod
-    def take(self, message: Message, now: float) -> Failure | None:
-        """Act on a message; return the failure that it tells of."""
-
-    @abc.abstractmethod
-    def connections(self, now: float) -> None:
-        """Note which connections came and went."""
-
-    @abc.abstractmethod
-    def beat(self) -> None:
-        """Send what is due once an interval."""
-
-    @abc.abstractmethod
-    def relay(self, failure: Failure) -> None:
-        """Pass on a failure that is new to this side."""
-
-    def trusts_cuts(self) -> bool:
-        """Whether a closed connection can be told from one that was opened anew."""
-        return True
-
-    def judge(self, patience: _Patience, now: float) -> Failure | None:
-        """Return the failure that silence and lost connections show."""
-        trust_cut = self.trusts_cuts()
-        for line in self.lines:
-            complaint = patience.complaint(line, self.names[line.rank], now, trust_cut)
-            if complaint:
-                line.lost = True
-                return Failure(line.rank, complaint)
-        return None
-
-    def tell(self, kind: str, failure: Failure | None = None) -> None:
-        """Send everyone a note, until each has confirmed it."""
-        note = self._note() if failure is None else self._note(failure.origin, failure.message)
-        for line in self.lines:
-            if not line.left:
-                line.owed[kind] = note
-                self._send(line, kind, note)
-
-    def _settle(self, line: _Line) -> None:
-        for kind, note in line.owed.items():
-            self._send(line, kind, note)
-
-    def _note(self, origin: int = 0, reason: str = "", confirms: str = "") -> _Note:
-        return _Note(self._token, self.rank, origin, reason, confirms)
-
-    def _read(self, message: Message, senders: Sequence[int]) -> _Note:
-        note = message.decode(_Note)
-        if not hmac.compare_digest(note.token, self._token):
-            raise ProtocolError(
-                f"{message.peer} sent the token of another run; expected this one's"
-            )
-        if message.kind not in _KINDS or note.sender not in senders:
-            got = f"{message.kind!r} as rank {note.sender}"
-            raise ProtocolError(f"{message.peer} sent {got}, which the watch does not know")
-        return note
-
-    @abc.abstractmethod
-    def _send(self, line: _Line, kind: str, note: _Note) -> None:
-        """Send without waiting; what cannot be sent now is left to `_settle` or to silence."""
-
-
-class _Hub(_Side):
-    """Rank 0: hears everyone, and passes on what the others must know."""
-
-    def __init__(self, server: Server, invitation: _Invitation) -> None:
-        now = time.monotonic()
-        lines = [_Line(rank, now) for rank in range(1, len(invitation.names))]
-        super().__init__(0, server, lines, invitation)
-        self._server = server
-        # Which rank a TCP connection belongs to; None until it has spoken.
-        self._speakers: dict[int, int | None] = {}
-
-    def take(self, message: Message, now: float) -> Failure | None:
-        note = self._read(message, range(1, len(self.names)))
-        line = self.lines[note.sender - 1]
-        line.listen(now)
-        self._speakers[message.connection] = note.sender
-        if message.kind == CONFIRM:
-            line.owed.pop(note.confirms, None)
-        elif message.kind == HEARTBEAT:
-            self._send(line, HEARTBEAT, self._note())
-            self._settle(line)
-        else:
-            line.left = line.left or message.kind == GOODBYE
-            self._send(line, CONFIRM, self._note(confirms=message.kind))
-        return Failure(note.sender, note.reason) if message.kind == ABORT else None
-
-    def connections(self, now: float) -> None:
-        for event in self._server.connection_events():
-            if event.opened:
-                # Its first message may have been faster than this event.
-                self._speakers.setdefault(event.connection, None)
-                continue
-            rank = self._speakers.pop(event.connection, None)
-            if rank is not None:
-                self.lines[rank - 1].cut = now
-
-    def beat(self) -> None:
-        """Do nothing: the hub answers heartbeats."""
-
-    def trusts_cuts(self) -> bool:
-        # A connection that has not spoken yet may be a rank that is back, but busy.
-        return None not in self._speakers.values()
-
-    def relay(self, failure: Failure) -> None:
-        self.tell(ABORT, failure)
-
-    def _send(self, line: _Line, kind: str, note: _Note) -> None:
-        # A rank that cannot be reached is told when it is heard of again, or else it is lost.
-        with contextlib.suppress(PeerError):
-            self._server.send(_identity(line.rank, self._token), kind, msgspec.msgpack.encode(note))
-
-
-class _Member(_Side):
-    """Any other rank: reports to the hub, and believes it."""
-
-    def __init__(self, rank: int, client: Client, invitation: _Invitation) -> None:
-        self._hub = _Line(0, time.monotonic(), joined=True)
-        super().__init__(rank, client, [self._hub], invitation)
-        self._client = client
-
-    def take(self, message: Message, now: float) -> Failure | None:
-        note = self._read(message, (0,))
-        self._hub.listen(now)
-        if message.kind == CONFIRM:
-            self._hub.owed.pop(note.confirms, None)
-        elif message.kind != HEARTBEAT:
-            self._hub.left = self._hub.left or message.kind == GOODBYE
-            self._send(self._hub, CONFIRM, self._note(confirms=message.kind))
-        return Failure(note.origin, note.reason) if message.kind == ABORT else None
-
-    def connections(self, now: float) -> None:
-        for event in self._client.connection_events():
-            self._hub.cut = None if event.opened else now
-
-    def beat(self) -> None:
-        self._send(self._hub, HEARTBEAT, self._note())
-        self._settle(self._hub)
-
-    def relay(self, failure: Failure) -> None:
-        """Do nothing: members learn of failures from the hub, or of the hub's own."""
-
-    def _send(self, line: _Line, kind: str, note: _Note) -> None:
-        # A full queue means that the hub is gone or hangs, which the silence will show.
-        with contextlib.suppress(PeerError):
-            self._client.send(kind, msgspec.msgpack.encode(note))
 
 
 class Watch:
@@ -319,9 +67,9 @@ class Watch:
 
     def __init__(
         self,
-        side: _Side,
+        side: Side,
         invitation: bytes,
-        patience: _Patience,
+        patience: Patience,
         grace: float,
         report: Callable[[str], None] | None,
         kill: Callable[[], None] | None,
@@ -384,7 +132,7 @@ class Watch:
             send_timeout=0.0,
             monitor=True,
         )
-        invitation = _Invitation(
+        invitation = Invitation(
             endpoint=server.endpoint,
             names=list(names),
             token=secrets.token_bytes(32),
@@ -394,8 +142,8 @@ class Watch:
             client_secret=client_keys.secret if client_keys else b"",
         )
         encoded = msgspec.msgpack.encode(invitation)
-        patience = _Patience.of(deadline)
-        return cls(_Hub(server, invitation), encoded, patience, grace, report, kill, None)
+        patience = Patience.of(deadline)
+        return cls(Hub(server, invitation), encoded, patience, grace, report, kill, None)
 
     @classmethod
     def join(
@@ -419,7 +167,7 @@ class Watch:
             ProtocolError: the invitation cannot be read.
         """
         try:
-            invited = msgspec.msgpack.decode(invitation, type=_Invitation)
+            invited = msgspec.msgpack.decode(invitation, type=Invitation)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(
                 f"the invitation cannot be read ({error}): expected the bytes of rank 0's "
@@ -432,7 +180,7 @@ class Watch:
             raise ConfigError(got_expected("rank", rank, expected, "Watch.host on rank 0"))
         keys = CurveKeys(invited.client_public, invited.client_secret)
         client = Client(
-            _identity(rank, invited.token),
+            identity(rank, invited.token),
             invited.endpoint,
             server=invited.names[0],
             curve=keys if invited.server_key else None,
@@ -441,10 +189,10 @@ class Watch:
             monitor=True,
         )
         # The hub counts on heartbeats at its own pace, whatever this rank's patience.
-        patience = _Patience(
-            own, min(_Patience.of(own).interval, _Patience.of(invited.deadline).interval)
+        patience = Patience(
+            own, min(Patience.of(own).interval, Patience.of(invited.deadline).interval)
         )
-        side = _Member(rank, client, invited)
+        side = Member(rank, client, invited)
         return cls(side, invitation, patience, grace, report, kill, watch_parent)
 
     @property
@@ -625,11 +373,6 @@ def _to_stderr(message: str) -> None:
 
 def _exit() -> None:
     os._exit(1)
-
-
-def _identity(rank: int, token: bytes) -> str:
-    """Return a name that only members can know, so that nobody else takes over a connection."""
-    return f"rank {rank} of run {hashlib.blake2b(token, digest_size=8).hexdigest()}"
 
 
 def _is_loopback(address: str) -> bool:

@@ -32,6 +32,7 @@ _FRAME_BYTES = 2048
 _LENGTH = struct.Struct("<I")
 _BYE = 0
 _POLL_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 0.5
 
 
 class Channel(IntEnum):
@@ -112,16 +113,16 @@ class Mailbox:
         me, peer = self.names[self.rank], self.names[source]
         deadline = time.monotonic() + self.timeout
         while True:
-            self.check()
             try:
                 item = inbox.items.get(timeout=_POLL_SECONDS)
                 break
             except queue.Empty:
+                self.check()
                 if time.monotonic() > deadline:
                     raise PeerTimeoutError(
-                        f"{me} waited {self.timeout:g} s for {what} from {peer}, and nothing "
-                        "came. Is it stuck in user code? If it is only slow, raise the "
-                        "strategy's timeout."
+                        f"{me} waited {self.timeout:g} s for {what} from {peer}, and nothing came. "
+                        "Is it stuck in user code? If it is only slow, raise the strategy's "
+                        "timeout."
                     ) from None
         if isinstance(item, BaseException):
             self._prefer_the_cause()
@@ -146,11 +147,11 @@ class Mailbox:
     def close(self, orderly: bool) -> None:
         """End the threads. In an orderly end every rank calls it; otherwise connections are left to
         break."""
+        for outbox in self._outboxes.values():
+            outbox.finish(orderly)
         if orderly:
-            for outbox in self._outboxes.values():
-                outbox.finish()
-            threads = [b.thread for b in (*self._outboxes.values(), *self._inboxes.values())]
-            for thread in threads:
+            senders = [outbox.thread for outbox in self._outboxes.values()]
+            for thread in (*senders, *(inbox.thread for inbox in self._inboxes.values())):
                 thread.join(self.timeout)
         self._outboxes.clear()
         self._inboxes.clear()
@@ -182,7 +183,7 @@ class _Outbox:
             peer,
             tracer,
         )
-        self._items: queue.SimpleQueue[tuple[bytes, list[Tensor], Key] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[tuple[bytes, list[Tensor], Key] | bool] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.thread = threading.Thread(
             target=self._run, name=f"send-{channel.name}-{destination}", daemon=True
@@ -197,20 +198,21 @@ class _Outbox:
         header, large = payload.encode(tree, key)
         self._items.put((header, large, key))
 
-    def finish(self) -> None:
-        self._items.put(None)
+    def finish(self, orderly: bool) -> None:
+        self._items.put(orderly)
 
     def _run(self) -> None:
         try:
-            while (item := self._items.get()) is not None:
+            while not isinstance(item := self._items.get(), bool):
                 self._send(*item)
-            self._write(_frame(b""))
+            if item:
+                self._write(_frame(b""))
         except (RuntimeError, ValueError, PeerError) as error:
             self._failure = error
 
     def _send(self, header: bytes, large: list[Tensor], key: Key) -> None:
         with self._tracer.span(
-            f"send {self._channel.name.lower()}", "transfer", key=key, peer=self._destination
+            f"send {self._channel.name.lower()}", "transfer", key=str(key), peer=self._destination
         ):
             self._write(_frame(header))
             if len(header) > _FRAME_BYTES - _LENGTH.size:
@@ -290,7 +292,20 @@ def wait_for(work: Any, what: str, timeout: float, check: Callable[[], None]) ->
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise PeerTimeoutError(f"waited {timeout:g} s for {what}, and not all ranks came.")
+        try:
+            check()
+        except PeerError:
+            # The rank that failed may have come here first: what it sent then still counts.
+            if not _completes(work, _LAST_WORDS_SECONDS):
+                raise
+            break
         time.sleep(pause)
         pause = min(pause * 1.5, 2e-3)
-        check()
     work.wait()
+
+
+def _completes(work: Any, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(2e-3)
+    return bool(work.is_completed())

@@ -9,7 +9,7 @@ stages are the most alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 from lightning_dlres.core.errors import ConfigError
 
@@ -52,7 +52,7 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
             else range(layers, layers + 1)
         )
 
-    @lru_cache(maxsize=None)
+    @cache
     def bottleneck(stage: int, first: int) -> float:
         if stage == stages:
             return 0.0
@@ -63,11 +63,11 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
 
     limit = bottleneck(0, 0) * (1 + 1e-9)
 
-    @lru_cache(maxsize=None)
+    @cache
     def alike(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
         if stage == stages:
             return 0.0, ()
-        options = [(float("inf"), ())]
+        options: list[tuple[float, tuple[int, ...]]] = [(float("inf"), ())]
         for stop in stops(stage, first):
             if (seconds := time(stage, first, stop)) <= limit:
                 squares, counts = alike(stage + 1, stop)

@@ -25,7 +25,7 @@ from lightning_dlres.pipeline.mailbox import Channel, Key, Mailbox
 from lightning_dlres.pipeline.microbatch import cut, join, microbatch_sizes, samples_in, share
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.schedule import ALL_MICROBATCHES, Action, Op, build_schedule
-from lightning_dlres.pipeline.stage import GradientBuffer, Gradients, Stage, _Enter
+from lightning_dlres.pipeline.stage import GradientBuffer, Gradients, Stage, enter_inplace_safe
 
 
 class UserStep(Protocol):
@@ -437,6 +437,6 @@ def _entered(tree: Tree) -> Tree:
     allow."""
 
     def enter(tensor: Tensor) -> Any:
-        return _Enter.apply(tensor)[0] if tensor.requires_grad else tensor
+        return enter_inplace_safe([tensor])[0] if tensor.requires_grad else tensor
 
     return map_tensors(enter, tree)

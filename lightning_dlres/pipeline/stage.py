@@ -45,6 +45,13 @@ class _Enter(torch.autograd.Function):
         return gradients
 
 
+def enter_inplace_safe(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors of the same storage that an in-place operation may change, with gradients
+    flowing to the leaves."""
+    entered: tuple[Tensor, ...] = _Enter.apply(*leaves)  # type: ignore[no-untyped-call]
+    return entered
+
+
 class GradientBuffer:
     """Sums gradients over micro-batches, and never writes into a tensor that autograd may share
     with another parameter."""
@@ -167,7 +174,7 @@ def _entered(structure: Structure, leaves: list[Tensor]) -> Tree:
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not wanted:
         return unflatten(structure, leaves)
-    entered = iter(_Enter.apply(*wanted))
+    entered = iter(enter_inplace_safe(wanted))
     return unflatten(structure, [next(entered) if leaf.requires_grad else leaf for leaf in leaves])
 
 

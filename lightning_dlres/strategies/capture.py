@@ -120,14 +120,14 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
         ]
         if not pairs:
             raise ConfigError(f"module: {path!r} is empty, expected at least one layer.")
-        names, modules = zip(*((f"{path}.{n}", m) for n, m in pairs), strict=True)
+        layers = {f"{path}.{name}": layer for name, layer in pairs}
     else:
-        names, modules = (path,), (module,)
-    return PipelinedModule(path, module, ModelLayers(root, tuple(names), tuple(modules)))
+        layers = {path: module}
+    return PipelinedModule(path, module, ModelLayers(root, tuple(layers), tuple(layers.values())))
 
 
 def _find(root: nn.Module) -> str:
-    containers = [
+    containers: list[tuple[str, nn.Module]] = [
         (name, m)
         for name, m in root.named_modules()
         if name

@@ -75,7 +75,7 @@ def _parts(
     joined = [
         None if any(g is None for g in c) else torch.cat(list(c))
         for c in zip(*columns, strict=True)
-    ]  # type: ignore[arg-type]
+    ]
     return torch.stack(losses).sum(), joined, merge_parts(step.logs, sizes)
 
 
@@ -109,13 +109,15 @@ def _difference(
         )
     for gradient, part in zip(gradients, part_gradients, strict=False):
         if (gradient is None) != (part is None):
-            return "the loss's gradient reaches other outputs for the whole batch than for its micro-batches"
+            return (
+                "its gradient reaches other outputs for the whole batch than for its micro-batches"
+            )
         if gradient is not None and part is not None:
             error = torch.linalg.vector_norm(gradient - part)
             if error > 10 * max(
                 tolerance, _TOLERANCE.get(gradient.dtype, _COARSE)
             ) * torch.linalg.vector_norm(gradient):
-                return "the loss's gradient for the whole batch is not that of its micro-batches weighted by samples"
+                return "its gradient for the whole batch is not that of its micro-batches"
     return None
 
 
@@ -127,7 +129,10 @@ def _log_difference(logs: Sequence[LogRecord], part_logs: Sequence[LogRecord]) -
             continue
         value, other = torch.as_tensor(record.value), torch.as_tensor(part.value)
         if not _close(value, other, _TOLERANCE.get(value.dtype, _TOLERANCE[torch.float32])):
-            return f"the logged value {record.name!r} is {float(value):.6g} for the whole batch, but {float(other):.6g} from its micro-batches"
+            return (
+                f"the logged value {record.name!r} is {float(value):.6g} for the whole batch, but "
+                f"{float(other):.6g} from its micro-batches"
+            )
     return None
 
 

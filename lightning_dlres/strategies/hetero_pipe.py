@@ -17,7 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -142,7 +142,7 @@ class HeteroPipeStrategy(ParallelStrategy):
                     "schedule", schedule, f"'auto' or one of {SCHEDULES}", "schedule='auto'"
                 )
             )
-        self._schedule = schedule
+        self._schedule = self._used_schedule = schedule
         self._module_path = module
         self._given_plan = PipelinePlan.load(plan) if isinstance(plan, (str, Path)) else plan
         self._device_map = (
@@ -173,8 +173,8 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     @property
     def schedule(self) -> str:
-        """The schedule in use; before the first training step the one that was asked for."""
-        return self._runner.schedule if self._runner is not None else self._schedule
+        """The schedule of the current or last run; before the first the one that was asked for."""
+        return self._runner.schedule if self._runner is not None else self._used_schedule
 
     @property
     def resident_parameter_bytes(self) -> int:
@@ -214,7 +214,7 @@ class HeteroPipeStrategy(ParallelStrategy):
                 self.node_rank * self.num_processes + self.local_rank
             )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        _compat.set_rank(self.global_rank)
 
     @override
     def _configure_launcher(self) -> None:
@@ -427,7 +427,7 @@ class HeteroPipeStrategy(ParallelStrategy):
             count,
             self._slowdown,
         )
-        return StepRunner(context, runtime, self._schedule, seed, rank_zero_info)
+        return StepRunner(context, runtime, self._schedule, seed, self.barrier, rank_zero_info)
 
     # Steps
 
@@ -590,6 +590,7 @@ class HeteroPipeStrategy(ParallelStrategy):
                 make_whole(self._pipelined.layers, self._owners, self._plan, connection.mailbox)
             self._undo.close()
             connection.close()
+        self._used_schedule = self.schedule
         self._connection, self._runner = None, None
         for optimizer in self.optimizers:
             set_state_device(optimizer, torch.device("cpu"))

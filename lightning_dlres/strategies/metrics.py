@@ -35,9 +35,9 @@ class MetricStates:
         """Return the name of a metric whose state cannot be put together from parts of a batch, if
         there is one."""
         for name, metric in self.metrics.items():
-            whole = metric.full_state_update or metric.full_state_update is None
-            if whole or None in _compat.metric_mergers(metric).values():
-                return name
+            by_parts = metric.full_state_update is False
+            if not by_parts or None in _compat.metric_mergers(metric).values():
+                return str(name)
         return None
 
     def snapshot(self) -> Snapshot:

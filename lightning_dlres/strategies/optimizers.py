@@ -69,7 +69,8 @@ def _trial(optimizer: Optimizer, which: list[int]) -> list[torch.Tensor]:
     options = {
         k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()
     }
-    trial = type(optimizer)([{"params": parameters, **options}], lr=options.get("lr", 1e-3))
+    kind: Any = type(optimizer)
+    trial = kind([{"params": parameters, **options}], lr=options.get("lr", 1e-3))
     with torch.enable_grad():
         for step in range(_STEPS):
             for i, parameter in zip(which, parameters, strict=True):

@@ -142,7 +142,8 @@ def profiling_inputs(trainer: Trainer, context: StepContext, samples: int) -> Tr
 
 
 def _few_samples(loader: Any, samples: int) -> Any:
-    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    collate = getattr(loader, "collate_fn", None)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and callable(collate):
         count = min(samples, len(dataset), getattr(loader, "batch_size", None) or samples)
         return collate([dataset[index] for index in range(count)])

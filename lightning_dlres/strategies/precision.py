@@ -44,7 +44,7 @@ def clipping_over_stages(
             grad = parameters[0].grad
             assert grad is not None
             torch.nn.utils.clip_grads_with_norm_(
-                parameters, float(clip_val), torch.tensor(total, device=grad.device)
+                parameters, float(clip_val), grad.new_tensor(total)
             )
 
     precision.__dict__["clip_grad_by_norm"] = clip_grad_by_norm

@@ -111,11 +111,8 @@ def _merge(column: Sequence[LogRecord], sizes: Sequence[int]) -> LogRecord:
         weights = torch.tensor(sizes, dtype=torch.float64).view(-1, *[1] * (values.dim() - 1))
         merged = (values * weights).sum(0) / sum(sizes)
     else:
-        merged = (
-            _MERGERS.get(reduce_fx, reduce_fx)(values)
-            if isinstance(reduce_fx, str)
-            else reduce_fx(values)
-        )
+        reduce = reduce_fx if callable(reduce_fx) else _MERGERS[reduce_fx]
+        merged = reduce(values)
     dtype = first.value.dtype if isinstance(first.value, Tensor) else torch.get_default_dtype()
     return LogRecord(
         first.name,
@@ -125,7 +122,8 @@ def _merge(column: Sequence[LogRecord], sizes: Sequence[int]) -> LogRecord:
 
 
 def _path_of(function: Callable[..., Any], name: str) -> str:
-    path = f"{getattr(function, '__module__', None) or 'torch'}:{getattr(function, '__qualname__', '?')}"
+    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "?")
+    path = f"{module or 'torch'}:{qualname}"
     try:
         found = _function_at(path)
     except UnsupportedStepError:

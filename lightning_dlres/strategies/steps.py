@@ -33,6 +33,7 @@ class StepRunner:
         runtime: this rank's part of the pipeline.
         schedule: "auto", "gpipe" or "1f1b".
         seed: base seed of what is random in the layers.
+        meet: waits for all ranks.
         say: prints a line on rank 0.
     """
 
@@ -42,9 +43,11 @@ class StepRunner:
         runtime: Runtime,
         schedule: str,
         seed: int,
+        meet: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        self.context, self.runtime, self.seed, self.say = context, runtime, seed, say
+        self.context, self.runtime, self.seed = context, runtime, seed
+        self.meet, self.say = meet, say
         self.may_change = schedule == "auto"
         self.schedule = "1f1b" if schedule == "auto" else schedule
         self._steps = 0
@@ -119,6 +122,8 @@ class StepRunner:
 
     def _fall_back(self, reason: str) -> None:
         if not self.may_change:
+            # All ranks know the reason before the first one leaves, so that each gives this error.
+            self.meet()
             raise refuse(reason)
         self.schedule = "gpipe"
         self.say(

@@ -17,7 +17,8 @@ from lightning_dlres.core.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
-from lightning_dlres.core.net import Client, ConnectionEvent, CurveKeys, Server, pack, unpack
+from lightning_dlres.core.frames import pack, unpack
+from lightning_dlres.core.net import Client, ConnectionEvent, CurveKeys, Server
 from tests.waiting import wait_until
 
 SECONDS = 20.0

@@ -20,8 +20,9 @@ import pytest
 
 import lightning_dlres.core as core
 from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolError
-from lightning_dlres.core.net import Client, ConnectionEvent, Message, Server
-from lightning_dlres.pipeline import liveness
+from lightning_dlres.core.frames import Message
+from lightning_dlres.core.net import Client, ConnectionEvent, Server
+from lightning_dlres.pipeline import heartbeat, liveness
 from lightning_dlres.pipeline.liveness import Failure, Watch
 from tests.conftest import ScriptHandle, StartScript
 from tests.waiting import wait_until
@@ -231,14 +232,14 @@ def test_messages_of_strangers_are_ignored_with_a_warning(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = group.host(2)
-    invited = msgspec.msgpack.decode(hub.invitation, type=liveness._Invitation)
-    note = msgspec.msgpack.encode(liveness._Note(b"guess", 1, 1, "false alarm"))
-    nonsense = msgspec.msgpack.encode(liveness._Note(invited.token, 7))
+    invited = msgspec.msgpack.decode(hub.invitation, type=heartbeat.Invitation)
+    note = msgspec.msgpack.encode(heartbeat.Note(b"guess", 1, 1, "false alarm"))
+    nonsense = msgspec.msgpack.encode(heartbeat.Note(invited.token, 7))
     with caplog.at_level(logging.WARNING), closing(Client("x", invited.endpoint)) as stranger:
         stranger.send("abort", note)
         stranger.send("abort", b"no note")
         stranger.send("abort", nonsense)
-        stranger.send("dance", msgspec.msgpack.encode(liveness._Note(invited.token, 1)))
+        stranger.send("dance", msgspec.msgpack.encode(heartbeat.Note(invited.token, 1)))
         wait_until(lambda: len(caplog.records) >= 4, "the hub has warned of four messages")
     assert "token of another run" in caplog.text
     assert invited.token.hex() not in caplog.text
@@ -252,10 +253,10 @@ def test_beyond_this_machine_the_watch_needs_the_keys(
 ) -> None:
     monkeypatch.setattr(liveness, "_is_loopback", lambda address: False)
     hub = group.host(2)
-    invited = msgspec.msgpack.decode(hub.invitation, type=liveness._Invitation)
+    invited = msgspec.msgpack.decode(hub.invitation, type=heartbeat.Invitation)
     assert invited.server_key
     assert invited.client_secret
-    note = msgspec.msgpack.encode(liveness._Note(invited.token, 1, 1, "intruder"))
+    note = msgspec.msgpack.encode(heartbeat.Note(invited.token, 1, 1, "intruder"))
     with closing(Client("x", invited.endpoint)) as intruder:
         intruder.send("abort", note)
         group.join(1).announce("friend")
@@ -287,15 +288,15 @@ def test_bad_arguments(group: Group) -> None:
 
 # --- The rules of patience, on a clock of their own.
 
-PATIENCE = liveness._Patience.of(10.0)
+PATIENCE = heartbeat.Patience.of(10.0)
 
 
-def complaint(line: liveness._Line, now: float, trust_cut: bool = True) -> str:
+def complaint(line: heartbeat.Line, now: float, trust_cut: bool = True) -> str:
     return PATIENCE.complaint(line, "rank 1", now, trust_cut) or ""
 
 
 def test_a_silent_rank_has_the_whole_deadline() -> None:
-    line = liveness._Line(1, 100.0, joined=True)
+    line = heartbeat.Line(1, 100.0, joined=True)
     assert not complaint(line, 109.9)
     assert complaint(line, 110.1) == (
         "rank 1 has not been heard of for 10 s: it was killed or hangs"
@@ -303,7 +304,7 @@ def test_a_silent_rank_has_the_whole_deadline() -> None:
 
 
 def test_a_closed_connection_shortens_it() -> None:
-    line = liveness._Line(1, 100.0, joined=True, cut=100.5)
+    line = heartbeat.Line(1, 100.0, joined=True, cut=100.5)
     assert not complaint(line, 101.9), "it may connect again"
     assert "connection closed" in complaint(line, 102.1)
     assert not complaint(line, 102.1, trust_cut=False)
@@ -312,13 +313,13 @@ def test_a_closed_connection_shortens_it() -> None:
 
 
 def test_a_rank_has_longer_to_join() -> None:
-    line = liveness._Line(1, 100.0)
-    assert not complaint(line, 100.0 + liveness.JOIN_SECONDS)
-    assert "did not join" in complaint(line, 100.1 + liveness.JOIN_SECONDS)
+    line = heartbeat.Line(1, 100.0)
+    assert not complaint(line, 100.0 + heartbeat.JOIN_SECONDS)
+    assert "did not join" in complaint(line, 100.1 + heartbeat.JOIN_SECONDS)
 
 
 def test_silence_while_nobody_listened_does_not_count() -> None:
-    line = liveness._Line(1, 100.0, joined=True, cut=100.5)
+    line = heartbeat.Line(1, 100.0, joined=True, cut=100.5)
     line.excuse(50.0)
     assert not complaint(line, 151.0)
     assert complaint(line, 152.1)
@@ -342,22 +343,22 @@ class FakeServer:
 
 def test_a_busy_rank_that_connects_again_is_not_given_up() -> None:
     server, token = FakeServer(), bytes(32)
-    invitation = liveness._Invitation("tcp://", NAMES, token, 10.0)
-    hub = liveness._Hub(cast(Server, server), invitation)
+    invitation = heartbeat.Invitation("tcp://", NAMES, token, 10.0)
+    hub = heartbeat.Hub(cast(Server, server), invitation)
 
-    def heartbeat(rank: int, connection: int, now: float) -> None:
-        note = msgspec.msgpack.encode(liveness._Note(token, rank))
+    def beat(rank: int, connection: int, now: float) -> None:
+        note = msgspec.msgpack.encode(heartbeat.Note(token, rank))
         hub.take(Message("heartbeat", 0, note, f"rank {rank}", connection), now)
 
     def events(*happened: tuple[bool, int], now: float) -> None:
         server.events = [ConnectionEvent(*one) for one in happened]
         hub.connections(now)
 
-    heartbeat(1, 11, 100.0)
+    beat(1, 11, 100.0)
     events((True, 11), (True, 12), now=100.0)
-    heartbeat(2, 12, 100.0)
+    beat(2, 12, 100.0)
     events((False, 11), (True, 13), now=100.5)
-    heartbeat(2, 12, 105.0)
+    beat(2, 12, 105.0)
     assert hub.judge(PATIENCE, 105.0) is None, "connection 13 may be rank 1"
     events((False, 13), now=105.5)
     failure = hub.judge(PATIENCE, 105.6)

@@ -1,0 +1,85 @@
+"""Batch normalisation sees micro-batches: a pipeline equals a single device that is fed the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan
+from tests.parity.harness import relative
+from tests.pool import RankContext, RankPool
+from tests.zoo import Samples
+
+MICROBATCHES = 4
+
+
+class Normalised(LightningModule):
+    """A network with batch normalisation; `by_parts` feeds it micro-batches on a single device."""
+
+    def __init__(self, by_parts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.by_parts = by_parts
+        self.net = nn.Sequential(
+            nn.Linear(16, 12),
+            nn.BatchNorm1d(12),
+            nn.ReLU(),
+            nn.Linear(12, 12),
+            nn.BatchNorm1d(12),
+            nn.Linear(12, 5),
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        parts = x.chunk(MICROBATCHES) if self.by_parts else [x]
+        return F.cross_entropy(torch.cat([self.net(part) for part in parts]), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(context: RankContext | None, machines: int, schedule: str) -> dict[str, Tensor]:
+    """Train and return the state dict."""
+    seed_everything(3, verbose=False)
+    model = Normalised(by_parts=context is None)
+    ranks = tuple(tuple(range(2 * v, 2 * v + 2)) for v in range(machines))
+    plan = PipelinePlan(machines=ranks, split=(2, 4))
+    trainer = Trainer(
+        strategy=HeteroPipeStrategy(plan=plan, microbatches=MICROBATCHES, schedule=schedule)
+        if context
+        else "auto",  # type: ignore[arg-type]
+        accelerator="cpu",
+        devices=2 * machines if context else 1,
+        plugins=[context.environment] if context else [],
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(Samples(False, 48), batch_size=16))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def fit_plainly(context: RankContext) -> dict[str, Tensor]:
+    return fit(None, 1, "gpipe")
+
+
+def test_equals_a_single_device_fed_the_same_microbatches(pool: RankPool) -> None:
+    (expected,) = pool.run(fit_plainly, 1)
+    for schedule in ("gpipe", "1f1b"):
+        for found in pool.run(fit, 2, 1, schedule):
+            for name, value in expected.items():
+                assert relative(found[name].float(), value.float()) <= 1e-5, (schedule, name)
+
+
+def test_virtual_machines_end_with_the_same_statistics(pool: RankPool) -> None:
+    first, *others = pool.run(fit, 4, 2, "gpipe")
+    for other in others:
+        for name, value in first.items():
+            assert torch.equal(other[name], value), name

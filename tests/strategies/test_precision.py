@@ -1,0 +1,103 @@
+"""Mixed precision over stages: overflow skips one step on all of them, and bf16 trains as on a single device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.amp import GradScaler
+
+from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan
+from tests.parity.harness import Case, assert_same_training, relative, run_case, train_on_rank
+from tests.pool import RankContext, RankPool
+from tests.zoo import Task, loaders
+
+
+class PlantOverflow(Callback):
+    """Puts an infinite gradient into one parameter in one step, on whichever rank holds it."""
+
+    def __init__(self, parameter: str, step: int) -> None:
+        self.parameter, self.step, self.scales = parameter, step, []
+        self.before: list[dict[str, Tensor]] = []
+
+    def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        gradient = dict(module.named_parameters())[self.parameter].grad
+        if trainer.fit_loop.total_batch_idx == self.step and gradient is not None:
+            gradient.view(-1)[0] = float("inf")
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
+        held = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
+        self.before.append(held)
+
+
+def fit_16_mixed(
+    context: RankContext | None, stages: int, parameter: str, frozen: bool = False
+) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Train with a gradient scaler on the CPU and a planted overflow in step 2."""
+    seed_everything(3, verbose=False)
+    task = Task("mlp", "sgd", metrics=False)
+    if frozen:
+        task.net[0].requires_grad_(False)
+    train, _ = loaders(task, 40, 8, False, 0, torch.float32)
+    plant = PlantOverflow(parameter, 2)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    plan = PipelinePlan(machines=(tuple(range(stages)),), split=(2, 6) if stages == 2 else (8,))
+    trainer = Trainer(
+        strategy=HeteroPipeStrategy(plan=plan, microbatches=4) if context else "auto",
+        accelerator="cpu",
+        devices=stages,
+        plugins=[
+            MixedPrecision("16-mixed", "cpu", scaler),
+            *([context.environment] if context else []),
+        ],
+        max_epochs=1,
+        gradient_clip_val=0.7,
+        callbacks=[plant],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, train)
+    return plant.scales, plant.before, {n: p.detach() for n, p in task.named_parameters()}
+
+
+@pytest.mark.parametrize("parameter", ["net.0.weight", "net.7.bias"])
+def test_an_overflow_in_one_stage_skips_the_step_on_all(pool: RankPool, parameter: str) -> None:
+    found = pool.run(fit_16_mixed, 2, 2, parameter)
+    (expected,) = pool.run(_plainly, 1, parameter)
+    for scales, weights, final in found:
+        assert scales == expected[0]
+        assert scales[2] < scales[1], "the scaler backed off"
+        for name, value in weights[2].items():
+            assert torch.equal(value, weights[1][name]), f"{name} moved in the skipped step"
+            assert not torch.equal(value, weights[3][name]), f"{name} stood still in the next step"
+        for name, value in final.items():
+            assert relative(value, expected[2][name]) < 2e-3, name
+
+
+def _plainly(context: RankContext, parameter: str) -> Any:
+    return fit_16_mixed(None, 1, parameter)
+
+
+def test_a_stage_without_gradients_cannot_take_part_in_scaling(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(fit_16_mixed, 2, 2, "net.7.bias", True)
+    assert any("has nothing to train" in outcome.error_message for outcome in outcomes)
+    assert any(outcome.error_type == ConfigError.__name__ for outcome in outcomes)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_bf16_mixed_equals_a_single_device(pool: RankPool, schedule: str) -> None:
+    # One micro-batch, so that both compute the same bf16 products in the same order.
+    case = Case(precision="bf16-mixed", schedule=schedule, microbatches=1, epochs=1)
+    (expected,) = pool.run(_plain_case, 1, case)
+    assert_same_training(pool.run(train_on_rank, 2, case), expected, 1e-5)
+
+
+def _plain_case(context: RankContext, case: Case) -> Any:
+    return run_case(None, case, None)
