@@ -1,7 +1,8 @@
-"""Real text that every machine with Python has: the source files of the standard library, as windows of bytes."""
+"""Real text that every machine with Python has: the standard library's source, as byte windows."""
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -13,18 +14,18 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # Of every so many files one is for validation, and another for test.
 CYCLE, VALIDATION, TEST = 10, 4, 9
 
 
 class SourceTextDataModule(LightningDataModule):
-    """Windows of `context` + 1 bytes of Python source files, split by file into training, validation and test.
+    """Windows of bytes of Python source, split by file into training, validation and test.
 
     Args:
-        context: Bytes of a window, without the one that is only predicted.
+        context: Bytes of a window that are looked at; a window has one more, to be predicted.
         batch_size: Windows of a batch.
-        max_bytes: How much text to read at most, such as "4MiB"; the files are taken in the order of their names.
+        max_bytes: How much text to read at most, such as "4MiB"; files are taken by name.
         directory: Where to look for `.py` files. None: this Python's standard library.
 
     Raises:
@@ -53,34 +54,32 @@ class SourceTextDataModule(LightningDataModule):
             ConfigError: there is too little of it.
         """
         files = self.files()
-        self.training = ByteWindows(
-            [f for i, f in enumerate(files) if i % CYCLE not in (VALIDATION, TEST)], self.context
-        )
+        training = [f for i, f in enumerate(files) if i % CYCLE not in (VALIDATION, TEST)]
+        self.training = ByteWindows(training, self.context)
         self.validation = ByteWindows(files[VALIDATION::CYCLE], self.context)
         self.testing = ByteWindows(files[TEST::CYCLE], self.context)
-        if (
-            len(self.training) < self.batch_size
-            or not len(self.validation)
-            or not len(self.testing)
-        ):
+        counts = [len(part) for part in (self.training, self.validation, self.testing)]
+        if counts[0] < self.batch_size or not all(counts):
             raise ConfigError(
-                f"SourceTextDataModule: got {len(files)} .py files with text for {len(self.training)} training, {len(self.validation)} "
-                f"validation and {len(self.testing)} test windows of {self.context + 1} bytes in {str(self.directory)!r}, expected at "
-                f"least one batch of {self.batch_size} to train on and one window of each other kind. Try a directory with more Python "
+                f"SourceTextDataModule: got {len(files)} .py files in {str(self.directory)!r}, "
+                f"which make {counts[0]} windows of {self.context + 1} bytes for training, "
+                f"{counts[1]} for validation and {counts[2]} for test, expected at least "
+                f"{self.batch_size} (one batch), 1 and 1. Try a directory with more Python "
                 "source, a larger max_bytes, or a smaller batch_size."
             )
 
     def files(self) -> list[Path]:
         """Return the files to read, in the order of their names, up to `max_bytes` together."""
+        candidates: list[Path] = []
+        for folder, subfolders, names in os.walk(self.directory):
+            subfolders[:] = [name for name in subfolders if name not in SKIPPED]
+            candidates += [Path(folder, name) for name in names if name.endswith(".py")]
         found, total = [], 0
-        for path in sorted(self.directory.rglob("*.py")):
-            size = path.stat().st_size
-            if not size or SKIPPED.intersection(path.relative_to(self.directory).parts):
-                continue
-            if total + size > self.max_bytes:
+        for path in sorted(candidates):
+            total += path.stat().st_size
+            if total > self.max_bytes:
                 break
             found.append(path)
-            total += size
         return found
 
     def train_dataloader(self) -> DataLoader[Tensor]:
@@ -101,15 +100,16 @@ class SourceTextDataModule(LightningDataModule):
 
 
 class ByteWindows(Dataset[Tensor]):
-    """Windows of `context` + 1 bytes over the text of some files; each begins with the byte on which its predecessor ends."""
+    """Windows of `context` + 1 bytes of the files' text; each begins where the last one ends."""
 
     def __init__(self, files: list[Path], context: int) -> None:
         text = bytearray().join(path.read_bytes() for path in files)
-        self.text = torch.tensor(text, dtype=torch.uint8)
+        # frombuffer refuses an empty buffer.
+        self.text = torch.frombuffer(text or bytearray(1), dtype=torch.uint8)
         self.context = context
 
     def __len__(self) -> int:
-        return max(0, len(self.text) - 1) // self.context
+        return (len(self.text) - 1) // self.context
 
     def __getitem__(self, index: int) -> Tensor:
         start = index * self.context

@@ -489,7 +489,7 @@ class HeteroPipeStrategy(ParallelStrategy):
                 length = None
         length, stateful = self._connected.broadcast([length, stateful], 0)
         kind = StatefulSharedLoader if stateful else SharedLoader
-        return kind(dataloader, self._mailbox, self.root_device, length)
+        return kind(dataloader, self.is_global_zero, self._mailbox, self.root_device, length)
 
     # Between ranks
 
@@ -523,9 +523,12 @@ class HeteroPipeStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = self._module.state_dict()
-        if self._pipelined is None or self._plan is None or self._connection is None:
+        if self._pipelined is None or self._plan is None:
             return state
-        return gather_model_state(state, self._pipelined.layers, self._plan, self._mailbox())
+        if self._connection is None and not is_on_meta(self._module):
+            return state
+        with self._some_mailbox() as mailbox:
+            return gather_model_state(state, self._pipelined.layers, self._plan, mailbox)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

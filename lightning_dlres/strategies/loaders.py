@@ -23,15 +23,23 @@ class SharedLoader:
 
     Args:
         loader: the user's loader; iterated on rank 0 only.
+        reads: whether this rank is the reader, rank 0.
         mailbox: returns the messages of the current run.
         device: the device whose generator is shared along with the CPU's.
         length: the reader's number of batches; None if unknown.
     """
 
     def __init__(
-        self, loader: Any, mailbox: Callable[[], Mailbox], device: torch.device, length: int | None
+        self,
+        loader: Any,
+        reads: bool,
+        mailbox: Callable[[], Mailbox],
+        device: torch.device,
+        length: int | None,
     ) -> None:
-        self.__dict__.update(_loader=loader, _mailbox=mailbox, _device=device, _length=length)
+        self.__dict__.update(
+            _loader=loader, _reads=reads, _mailbox=mailbox, _device=device, _length=length
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
@@ -47,7 +55,7 @@ class SharedLoader:
     def __iter__(self) -> Iterator[Any]:
         # The reader's iterator is made at once, as in plain training: making it draws from the
         # global generator.
-        return self._read(iter(self._loader)) if self._mailbox().rank == 0 else self._follow()
+        return self._read(iter(self._loader)) if self._reads else self._follow()
 
     def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
         mailbox = self._mailbox()
@@ -78,11 +86,11 @@ class StatefulSharedLoader(SharedLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reader's state; empty on the other ranks, which write no checkpoint."""
-        return dict(self._loader.state_dict()) if self._mailbox().rank == 0 else {}
+        return dict(self._loader.state_dict()) if self._reads else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the reader's loader where the checkpoint left it."""
-        if self._mailbox().rank == 0:
+        if self._reads:
             self._loader.load_state_dict(state)
 
 

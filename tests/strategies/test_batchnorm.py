@@ -1,4 +1,5 @@
-"""Batch normalisation sees micro-batches: a pipeline equals a single device that is fed the same ones."""
+"""Batch normalisation sees micro-batches: a pipeline equals a single device that is fed the same
+ones."""
 
 from __future__ import annotations
 

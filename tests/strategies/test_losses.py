@@ -1,4 +1,5 @@
-"""Losses that are no mean over samples: exact under GPipe, refused by name under 1F1B, and "auto" chooses GPipe and says so."""
+"""Losses that are no mean over samples: exact under GPipe, refused by name under 1F1B, and "auto"
+chooses GPipe and says so."""
 
 from __future__ import annotations
 

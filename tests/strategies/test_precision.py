@@ -1,4 +1,5 @@
-"""Mixed precision over stages: overflow skips one step on all of them, and bf16 trains as on a single device."""
+"""Mixed precision over stages: overflow skips one step on all of them, and bf16 trains as on a
+single device."""
 
 from __future__ import annotations
 

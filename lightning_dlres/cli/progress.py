@@ -1,0 +1,75 @@
+"""Training steps as they pass: timed on every rank, and shown on rank 0, in a terminal or a log."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINES = 10
+WARM_UP_STEPS = 3
+
+
+class StepProgress(Callback):
+    """Times every step, and shows how far training is: a live bar in a terminal, else ten lines.
+
+    Args:
+        title: What the bar is called.
+        steps: How many steps there will be.
+        console: Where to show it.
+    """
+
+    def __init__(self, title: str, steps: int, console: Console) -> None:
+        self.steps, self.seconds = steps, list[float]()
+        self._shown = 0
+        self._console = console
+        self._bar = Progress(
+            TextColumn(f"  {title}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("steps, {task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task(title, total=steps, figures="")
+
+    @property
+    def median_seconds(self) -> float:
+        """The median time of a step, without those in which caches and connections warm up."""
+        return statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = time.perf_counter()
+        if trainer.is_global_zero and self._console.is_terminal:
+            self._bar.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
+        if trainer.is_global_zero:
+            bits = float(trainer.callback_metrics["train_loss"]) / math.log(2)
+            self._show(f"{self.seconds[-1]:.2f} s/step, {bits:.2f} bits per byte")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._bar.stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._bar.stop()
+
+    def _show(self, figures: str) -> None:
+        done = len(self.seconds)
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=done, figures=figures)
+        elif done * LINES // self.steps > self._shown:
+            self._shown = done * LINES // self.steps
+            self._console.print(f"  {done:4}/{self.steps} steps, {figures}", highlight=False)
