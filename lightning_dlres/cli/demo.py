@@ -1,8 +1,7 @@
-"""`dlres demo`: the whole story of `dlres_hetero_pipe` on one machine, in about two minutes.
+"""`dlres demo`: the story of `dlres_hetero_pipe`, told on one machine in about two minutes.
 
 Three CPU processes of unlike speed train a GPT on real text. The speeds are emulated: a slower
-process sleeps after it has computed, and so uses less of the CPU. Every rank runs this file from
-top to bottom; rank 0 speaks.
+process sleeps after it has computed. Every rank runs this file from top to bottom; rank 0 speaks.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import platform
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -27,20 +27,33 @@ from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.progress import StepProgress
 from lightning_dlres.cli.source_text import SourceTextDataModule
 from lightning_dlres.core.tables import render
-from lightning_dlres.core.units import format_bytes
 from lightning_dlres.pipeline.plan import PipelinePlan, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 
-# They add up to less than two cores, which is what the demo asks of a machine.
+# Sleepers leave the CPU to others: together these ask for less than two cores.
 SPEEDS = (0.25, 0.5, 1.0)
 MICROBATCHES = 12
 CONTEXT = 128
-SAME = 1e-4
+SAME_LOSS = 1e-4
+
+HEADLINE = """\
+Three devices train one GPT as a pipeline. They are CPU processes of emulated speeds: {speeds}.
+The model has {depth} blocks and {parameters:.2f} million parameters; it learns bytes of the Python
+standard library's source. This takes about {length}.
+"""
+PREDICTION = """\
+A step waits for the slowest stage: predicted to be {ratio:.1f} times as fast as with the even split.
+"""
+FAREWELL = """\
+Checkpoint: {checkpoint} (an ordinary Lightning checkpoint)
+Plan:       {plan} (give it back: HeteroPipeStrategy(plan={plan!r}))
+Next:       dlres fit --config examples/configs/hetero_pipe.yaml
+In your own script: Trainer(strategy="dlres_hetero_pipe", accelerator="cpu", devices=2)"""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is, and how long it is trained."""
+    """How large the demo is."""
 
     width: int
     depth: int
@@ -49,17 +62,199 @@ class Size:
     trial_steps: int
     validation_batches: int
     text: str
-    longest: timedelta
+    length: str
 
 
-FULL = Size(96, 8, 24, 200, 12, 8, "4MiB", timedelta(seconds=110))
-QUICK = Size(32, 5, 12, 8, 5, 2, "1MiB", timedelta(seconds=30))
+FULL = Size(96, 8, 24, 200, 12, 8, "4MiB", "two minutes")
+QUICK = Size(32, 5, 12, 8, 6, 2, "1MiB", "twenty seconds")
+# A slow machine trains fewer steps, so that the demo stays a short one.
+LONGEST_TRAINING = timedelta(seconds=100)
 
 
 def demo(options: Sequence[str]) -> int:
     """Run the demo and return its exit status."""
     settings = _parser().parse_args(options)
     size = QUICK if settings.quick else FULL
-    if settings.steps is not None:
-        size = msgspec.structs.replace(size, steps=settings.steps)
-    return 0
+    size = replace(size, steps=settings.steps or size.steps)
+    _be_quiet()
+    return _Demo(size, settings.out).run()
+
+
+class _Demo:
+    """The demo's chapters, in the order in which they are told."""
+
+    def __init__(self, size: Size, out: Path) -> None:
+        self.size, self.out = size, out
+        self.checkpoint, self.plan_file = out / "gpt.ckpt", out / "plan.json"
+        self.data = SourceTextDataModule(CONTEXT, size.batch_size, size.text)
+
+    def run(self) -> int:
+        self.introduce()
+        plan = self.measure()
+        even = msgspec.structs.replace(plan, split=even_split(len(plan.layers), plan.stages))
+        self.show(plan, even)
+        even_seconds = self.try_even_split(even)
+        loss, seconds = self.train(plan)
+        _say(
+            f"Median time of a step: {seconds:.3f} s, and {even_seconds:.3f} s with the even split: "
+            f"{even_seconds / seconds:.1f} times as fast.\n"
+        )
+        same = self.compare_with_plain_trainer(loss) if rank_zero_only.rank == 0 else True
+        return 0 if same else 1
+
+    def introduce(self) -> None:
+        parameters = sum(p.numel() for p in self.model().parameters()) / 1e6
+        speeds = ", ".join(f"{speed:g}" for speed in SPEEDS)
+        size = self.size
+        _say(
+            HEADLINE.format(
+                speeds=speeds, depth=size.depth, parameters=parameters, length=size.length
+            )
+        )
+
+    def measure(self) -> PipelinePlan:
+        _say("Starting the processes, and timing every layer on each ...\n")
+        samples = max(1, self.size.batch_size // MICROBATCHES)
+        strategy = self.strategy(profile_samples=samples)
+        self.trainer(strategy, 0).fit(self.model(), self.data)
+        assert strategy.plan is not None
+        return strategy.plan
+
+    def show(self, plan: PipelinePlan, even: PipelinePlan) -> None:
+        ours_ms, even_ms = ([s * 1e3 for s in p.stage_seconds()] for p in (plan, even))
+        rows = [
+            [
+                stage,
+                f"CPU process {rank}",
+                SPEEDS[rank],
+                f"{plan.powers[rank]:.2f}",
+                plan.split[stage],
+                even.split[stage],
+                f"{ours_ms[stage]:.1f} ms",
+                f"{even_ms[stage]:.1f} ms",
+            ]
+            for stage, rank in enumerate(plan.machines[0])
+        ]
+        columns = ["stage", "device", "speed", "measured power", "layers", "even split"]
+        columns += ["time per micro-batch", "with the even split"]
+        _say(render("The devices, and the layers that each gets", columns, rows))
+        _say(PREDICTION.format(ratio=max(even_ms) / max(ours_ms)))
+
+    def try_even_split(self, even: PipelinePlan) -> float:
+        progress = self.progress("Even split", self.size.trial_steps)
+        trainer = self.trainer(self.strategy(plan=even), self.size.trial_steps, progress)
+        trainer.fit(self.model(), self.data)
+        return progress.median_seconds
+
+    def train(self, plan: PipelinePlan) -> tuple[float, float]:
+        """Train with the measured split, and return the validation loss and the time of a step."""
+        model, progress = self.model(), self.progress("Measured split", self.size.steps)
+        trainer = self.trainer(self.strategy(plan=plan), self.size.steps, progress)
+        before = trainer.validate(model, self.data, verbose=False)[0]
+        trainer.fit(model, self.data)
+        trainer.save_checkpoint(self.checkpoint)
+        if trainer.is_global_zero:
+            self.plan_file.write_text(plan.to_json())
+        after = trainer.validate(model, self.data, verbose=False)[0]
+        _say(
+            "Bits per byte of text that it was not trained on: "
+            f"{before['val_bits_per_byte']:.2f} before, {after['val_bits_per_byte']:.2f} after."
+        )
+        return after["val_loss"], progress.median_seconds
+
+    def compare_with_plain_trainer(self, loss: float) -> bool:
+        trainer = self.trainer("auto", 0, devices=1)
+        model = ByteGPT.load_from_checkpoint(self.checkpoint)
+        plain = trainer.validate(model, self.data, verbose=False)[0]["val_loss"]
+        difference = abs(plain - loss)
+        same = difference <= SAME_LOSS
+        _say(
+            "The checkpoint in a plain Trainer, on one device and without the strategy:\n"
+            f"  validation loss of the pipeline  {loss:.6f}\n"
+            f"  validation loss of plain Trainer {plain:.6f}\n"
+            f"  difference {difference:.1e}: {'the same' if same else 'NOT THE SAME'}\n"
+        )
+        if same:
+            _say(FAREWELL.format(checkpoint=self.checkpoint, plan=str(self.plan_file)))
+        else:
+            print(
+                f"dlres: the validation losses differ by {difference:.1e}, expected at most "
+                f"{SAME_LOSS:.0e}. Please report it, with {self.plan_file}.",
+                file=sys.stderr,
+            )
+        return same
+
+    def model(self) -> ByteGPT:
+        seed_everything(0, verbose=False)
+        return ByteGPT(self.size.width, self.size.depth, context=CONTEXT)
+
+    def strategy(self, **options: Any) -> HeteroPipeStrategy:
+        return HeteroPipeStrategy(microbatches=MICROBATCHES, emulate_speed=SPEEDS, **options)
+
+    def progress(self, title: str, steps: int) -> StepProgress:
+        return StepProgress(title, steps, Console())
+
+    def trainer(
+        self,
+        strategy: HeteroPipeStrategy | str,
+        steps: int,
+        *callbacks: Callback,
+        devices: int = len(SPEEDS),
+    ) -> Trainer:
+        return Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=strategy,
+            max_steps=steps,
+            max_time=LONGEST_TRAINING,
+            limit_val_batches=self.size.validation_batches,
+            num_sanity_val_steps=0,
+            gradient_clip_val=1.0,
+            callbacks=list(callbacks),
+            default_root_dir=self.out,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dlres demo",
+        description="Train a small GPT on three CPU processes of unlike, emulated speed.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("dlres_demo"),
+        metavar="DIR",
+        help="where the checkpoint and the plan go (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=_steps, metavar="N", help=f"training steps (default: {FULL.steps})"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and a few steps, to see that it runs"
+    )
+    return parser
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of steps from 1 on")
+    return int(text)
+
+
+def _be_quiet() -> None:
+    # The demo says itself what Lightning would; one thread for each process, as it emulates speeds.
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)
