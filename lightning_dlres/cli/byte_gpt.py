@@ -1,4 +1,4 @@
-"""A small GPT over bytes: a real model that needs no download and no tokenizer, for the demo and the example config."""
+"""A small GPT over bytes: a real model without a download, for the demo and the example config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ INITIAL_STD = 0.02
 class ByteGPT(LightningModule):
     """Predicts the next byte of a text.
 
-    `net` is an `nn.Sequential` of an embedding, `depth` blocks and a head, so that a pipeline can cut it between any two of them.
+    `net` is an `nn.Sequential` of an embedding, `depth` blocks and a head, so that a pipeline can
+    cut it between any two of them.
 
     Args:
         width: Size of the vector that stands for a byte; a multiple of `heads`.
@@ -44,7 +45,8 @@ class ByteGPT(LightningModule):
         super().__init__()
         if width % heads:
             raise ValueError(
-                f"width: got {width} for {heads} heads, expected a multiple of heads. Try width={heads * 32}."
+                f"width: got {width} for {heads} heads, expected a multiple of heads. "
+                f"Try width={heads * 32}."
             )
         self.save_hyperparameters()
         self.lr, self.warmup_steps, self.weight_decay = lr, warmup_steps, weight_decay
@@ -52,7 +54,7 @@ class ByteGPT(LightningModule):
         self.net = nn.Sequential(Embedding(width, context, dropout), *blocks, Head(width))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the logits of the byte after each byte of `text`, an integer tensor of shape (samples, length)."""
+        """Return logits of the byte after each byte of `text`, of shape (samples, length)."""
         return self.net(text)  # type: ignore[no-any-return]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -113,7 +115,8 @@ class Embedding(nn.Module):
         length = text.shape[1]
         if length > self.context:
             raise ValueError(
-                f"text: got {length} bytes, expected at most {self.context}. Try ByteGPT(context={length})."
+                f"text: got {length} bytes, expected at most {self.context}. "
+                f"Try ByteGPT(context={length})."
             )
         places = torch.arange(length, device=text.device)
         embedded: Tensor = self.dropout(self.bytes(text.long()) + self.positions(places))
@@ -121,7 +124,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each normalised before and added to its input."""
+    """Causal self-attention and a feed-forward network; each is added to its input."""
 
     def __init__(self, width: int, heads: int, depth: int, dropout: float) -> None:
         super().__init__()

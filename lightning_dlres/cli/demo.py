@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.progress import StepProgress
 from lightning_dlres.cli.source_text import SourceTextDataModule
 from lightning_dlres.core.tables import render
+from lightning_dlres.core.units import format_seconds
 from lightning_dlres.pipeline.plan import PipelinePlan, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 
@@ -42,7 +42,7 @@ The model has {depth} blocks and {parameters:.2f} million parameters; it learns 
 standard library's source. This takes about {length}.
 """
 PREDICTION = """\
-A step waits for the slowest stage: predicted to be {ratio:.1f} times as fast as with the even split.
+A step waits for the slowest stage: it should be {ratio:.1f} times as fast as with the even split.
 """
 FAREWELL = """\
 Checkpoint: {checkpoint} (an ordinary Lightning checkpoint)
@@ -96,10 +96,10 @@ class _Demo:
         even_seconds = self.try_even_split(even)
         loss, seconds = self.train(plan)
         _say(
-            f"Median time of a step: {seconds:.3f} s, and {even_seconds:.3f} s with the even split: "
-            f"{even_seconds / seconds:.1f} times as fast.\n"
+            f"Median time of a step: {seconds:.3f} s; with the even split {even_seconds:.3f} s. "
+            f"The measured split is {even_seconds / seconds:.1f} times as fast.\n"
         )
-        same = self.compare_with_plain_trainer(loss) if rank_zero_only.rank == 0 else True
+        same = self.compare_with_plain_trainer(loss) if _speaks() else True
         return 0 if same else 1
 
     def introduce(self) -> None:
@@ -156,6 +156,9 @@ class _Demo:
         if trainer.is_global_zero:
             self.plan_file.write_text(plan.to_json())
         after = trainer.validate(model, self.data, verbose=False)[0]
+        if len(progress.seconds) < self.size.steps:
+            limit = format_seconds(LONGEST_TRAINING.total_seconds())
+            _say(f"Stopped after {limit}, so that this stays a short demo.")
         _say(
             "Bits per byte of text that it was not trained on: "
             f"{before['val_bits_per_byte']:.2f} before, {after['val_bits_per_byte']:.2f} after."
@@ -255,6 +258,10 @@ def _be_quiet() -> None:
     torch.set_num_threads(1)
 
 
-@rank_zero_only
+def _speaks() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def _say(text: str) -> None:
-    print(text, flush=True)
+    if _speaks():
+        print(text, flush=True)

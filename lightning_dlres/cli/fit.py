@@ -1,4 +1,4 @@
-"""`dlres fit`, `validate`, `test` and `predict`: LightningCLI, in which this package's strategies have a name."""
+"""`dlres fit`, `validate`, `test`, `predict`: LightningCLI, which knows our strategies by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lightning_dlres  # noqa: F401 (registers the strategies)
 def run_trainer(command: str, options: Sequence[str]) -> int:
     """Build Trainer, model and data from the options, and run the Trainer's method of that name."""
     arguments = [command, *options]
-    # LightningCLI warns of arguments that are given twice: to it and on this process's command line.
+    # LightningCLI warns of arguments that it gets both here and on the process's command line.
     LightningCLI(
         args=None if arguments == sys.argv[1:] else arguments, parser_kwargs={"prog": "dlres"}
     )

@@ -1,4 +1,4 @@
-"""The command `dlres`: knows which commands there are, and imports only the one that is asked for."""
+"""The command `dlres`: knows which commands there are, and imports only the one asked for."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     Args:
-        argv: the command and its options; None for those of this process. Ranks are started by running this process's own
-            command line again, so anything else serves commands that start none.
+        argv: the command and its options; None for those of this process. Ranks are started by
+            running this process's own command line again, so it must lead here too.
     """
     command, *options = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command not in COMMANDS:
         print(
-            f"dlres: got {command!r}, expected one of the commands {', '.join(COMMANDS)}. Try `dlres --help`.",
+            f"dlres: got {command!r}, expected one of the commands {', '.join(COMMANDS)}. "
+            "Try `dlres --help`.",
             file=sys.stderr,
         )
         return 2

@@ -11,12 +11,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINES = 10
+LINES_IN_A_LOG = 10
 WARM_UP_STEPS = 3
 
 
 class StepProgress(Callback):
-    """Times every step, and shows how far training is: a live bar in a terminal, else ten lines.
+    """Times every step, and shows how far training is: a live bar in a terminal, else some lines.
 
     Args:
         title: What the bar is called.
@@ -25,18 +25,10 @@ class StepProgress(Callback):
     """
 
     def __init__(self, title: str, steps: int, console: Console) -> None:
-        self.steps, self.seconds = steps, list[float]()
-        self._shown = 0
-        self._console = console
-        self._bar = Progress(
-            TextColumn(f"  {title}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("steps, {task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._bar.add_task(title, total=steps, figures="")
+        self.title, self.steps, self.console = title, steps, console
+        self.seconds: list[float] = []
+        self._last = 0.0
+        self._bar: Progress | None = None
 
     @property
     def median_seconds(self) -> float:
@@ -45,8 +37,19 @@ class StepProgress(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = time.perf_counter()
-        if trainer.is_global_zero and self._console.is_terminal:
+        if trainer.is_global_zero and self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                MofNCompleteColumn(),
+                TextColumn("steps, {task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._bar.add_task(self.title, total=self.steps, figures="")
             self._bar.start()
+        elif trainer.is_global_zero:
+            self.console.print(self.title, highlight=False)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -59,17 +62,20 @@ class StepProgress(Callback):
             self._show(f"{self.seconds[-1]:.2f} s/step, {bits:.2f} bits per byte")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._bar.stop()
+        self._stop()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._bar.stop()
+        self._stop()
 
     def _show(self, figures: str) -> None:
         done = len(self.seconds)
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=done, figures=figures)
-        elif done * LINES // self.steps > self._shown:
-            self._shown = done * LINES // self.steps
-            self._console.print(f"  {done:4}/{self.steps} steps, {figures}", highlight=False)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, figures=figures)
+        elif done * LINES_IN_A_LOG // self.steps > (done - 1) * LINES_IN_A_LOG // self.steps:
+            self.console.print(f"  {done:4}/{self.steps} steps, {figures}", highlight=False)
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

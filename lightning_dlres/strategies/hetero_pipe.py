@@ -151,7 +151,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         self._split_batch = split_batch
         self._emulate_speed = _speeds(emulate_speed)
         self._profile_samples = _count("profile_samples", profile_samples) or 1
-        self._timeout = parse_seconds(timeout)
+        self._timeout = parse_seconds(timeout, "timeout")
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
         self._connection: Connection | None = None

@@ -1,0 +1,116 @@
+"""Random state comes back exactly, seeds never meet, and a fork leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations, product
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.core.payload import decode, decode_header, encode
+from lightning_dlres.core.rng import derive_seed, forked, restore, snapshot
+
+CPU = torch.device("cpu")
+
+
+def draw() -> list[float]:
+    """Draw from every generator, the ones with a cached second value included."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(()).item(),
+        torch.randn(3).sum().item(),
+        torch.randperm(7)[0].item(),
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3))
+def test_what_is_restored_draws_the_same(seed: int, before: int) -> None:
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    for _ in range(before):
+        draw()
+    state = snapshot()
+    expected = [draw() for _ in range(3)]
+    restore(state)
+    assert [draw() for _ in range(3)] == expected
+    # Not used up, and not a view of the generator's own memory.
+    restore(state)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_the_state_of_another_rank() -> None:
+    random.gauss(0, 1), np.random.randn()
+    data, large = encode(snapshot(CPU), ("rng",))
+    expected = draw()
+    restore(decode(decode_header(data, "rank 0"), large), CPU)
+    assert draw() == expected
+
+
+def test_a_snapshot_draws_nothing() -> None:
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = draw()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    snapshot()
+    assert draw() == expected
+
+
+def test_seeds_of_all_steps_micro_batches_and_layers_differ() -> None:
+    parts = list(product(range(12), repeat=3))
+    seeds = {derive_seed(*part) for part in parts}
+    assert len(seeds) == len(parts)
+    assert all(0 <= seed < 2**63 for seed in seeds), "torch.manual_seed takes them"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(-(2**64), 2**64), min_size=2, max_size=4, unique_by=lambda n: n % 2**64)
+)
+def test_order_and_number_of_parts_matter(parts: list[int]) -> None:
+    orders = {derive_seed(*order) for order in permutations(parts)}
+    assert len(orders) == len(list(permutations(parts)))
+    assert derive_seed(*parts) != derive_seed(*parts, 0) != derive_seed(0, *parts)
+
+
+@given(st.lists(st.integers(0, 2**62), min_size=1, max_size=4), st.data())
+def test_each_part_matters(parts: list[int], data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(parts) - 1))
+    other = [*parts]
+    other[index] ^= 1 << data.draw(st.integers(0, 61))
+    assert derive_seed(*parts) != derive_seed(*other)
+
+
+def test_seeds_stay_what_they_are() -> None:
+    # A plan, a resumed run and another machine must get the same dropout.
+    assert [derive_seed(), derive_seed(0), derive_seed(1, 2, 3)] == [
+        0,
+        8145173970240600183,
+        4006733361046949230,
+    ]
+
+
+def test_a_fork_leaves_no_trace() -> None:
+    before = torch.get_rng_state()
+    with forked(CPU):
+        torch.manual_seed(5)
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match="inside"), forked(CPU):
+        torch.rand(3)
+        raise RuntimeError("inside")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_state_is_plain_data() -> None:
+    from lightning_dlres.core.tree import flatten
+
+    structure, tensors = flatten(snapshot())
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(structure)) == structure
+    assert sum(t.numel() * t.element_size() for t in tensors) < 20_000

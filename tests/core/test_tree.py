@@ -1,0 +1,252 @@
+"""Trees of every kind come back from the wire as they were, and what cannot travel is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections import OrderedDict, UserDict, defaultdict
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from lightning_dlres.core.errors import ConfigError, ProtocolError
+from lightning_dlres.core.tree import flatten, map_tensors, tensors_of, unflatten
+
+HERE = __name__
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    label: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: Any
+    derived: Any = dataclasses.field(init=False, default="made without __init__")
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping as tokenizers return it."""
+
+
+class ModelOutput(OrderedDict[str, Any]):
+    """A data class that is a mapping too, as in transformers; see the decorator below."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            self[field.name] = getattr(self, field.name)
+
+
+@dataclasses.dataclass
+class Logits(ModelOutput):
+    logits: Any = None
+    hidden: Any = None
+
+
+class Trap:
+    """Has run if any of its kind exists."""
+
+    def __init__(self, *_: object) -> None:
+        raise AssertionError("something that arrived has chosen code to run")
+
+
+def on_the_wire(tree: Any) -> Any:
+    """Flatten, send the structure through msgpack, and build it again."""
+    structure, tensors = flatten(tree)
+    return unflatten(msgspec.msgpack.decode(msgspec.msgpack.encode(structure)), tensors)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type and value, tensors and arrays bit by bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a is b
+    if isinstance(a, (np.ndarray, np.generic)):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    if dataclasses.is_dataclass(a):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, (dict, UserDict)):
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b or (a != a and b != b))
+
+
+NUMERIC = [np.bool_, np.uint8, np.int16, np.uint32, np.int64, np.float16, np.float64, np.complex64]
+arrays = hnp.arrays(st.sampled_from(NUMERIC), hnp.array_shapes(min_dims=0, max_dims=2, min_side=0))
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=2**63, max_value=2**200),
+    st.floats(),
+    st.complex_numbers(allow_nan=False),
+    st.text(max_size=4),
+    st.binary(max_size=4),
+)
+leaves = st.one_of(
+    plain,
+    arrays,
+    arrays.filter(lambda a: a.size > 0).map(lambda a: a.flat[0]),
+    st.builds(torch.zeros, st.lists(st.integers(0, 2), max_size=3)),
+    st.sampled_from([torch.Size([2, 3]), torch.bfloat16, torch.device("cuda:1")]),
+)
+keys = st.one_of(st.text(max_size=3), st.integers(), st.none(), st.tuples(st.integers(), st.text()))
+
+
+def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    named = st.dictionaries(st.text(max_size=3), children, max_size=3)
+    return st.one_of(
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.dictionaries(keys, children, max_size=3),
+        named.map(Encoding),
+        named.map(OrderedDict),
+        st.builds(Point, children, children),
+        st.builds(Sample, children, children),
+        st.builds(Frozen, children),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.recursive(leaves, containers, max_leaves=12))
+def test_every_tree_comes_back(tree: Any) -> None:
+    assert same(on_the_wire(tree), tree)
+
+
+def test_numpy_arrays_are_views_where_they_can_be() -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    (tensor,) = tensors_of(array)
+    assert tensor.data_ptr() == array.ctypes.data
+    assert same(on_the_wire(array.T), array.T)
+    assert same(on_the_wire(array[:, ::-1]), array[:, ::-1])
+
+
+def test_classes_of_libraries() -> None:
+    packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    again = on_the_wire(packed)
+    assert isinstance(again, PackedSequence)
+    assert torch.equal(again.batch_sizes, packed.batch_sizes)
+    output = on_the_wire(Logits(logits=torch.ones(2), hidden=(1, 2)))
+    assert type(output) is Logits
+    assert output["logits"] is output.logits
+    assert output.hidden == (1, 2)
+
+
+def test_a_field_that_was_never_set_stays_unset() -> None:
+    sample = Sample(1)
+    del sample.image
+    assert not hasattr(on_the_wire(sample), "image")
+
+
+def test_map_tensors_visits_in_order_and_leaves_the_rest() -> None:
+    tree = {"a": torch.tensor(1), "b": [torch.tensor(2), "x"], "c": Point(torch.tensor(3), None)}
+    assert [int(t) for t in tensors_of(tree)] == [1, 2, 3]
+    doubled = map_tensors(lambda t: t * 2, tree)
+    assert [int(t) for t in tensors_of(doubled)] == [2, 4, 6]
+    assert doubled["b"][1] == "x"
+    assert doubled["c"].y is None
+
+
+@pytest.mark.parametrize(
+    ("thing", "name"),
+    [
+        (object(), "builtins.object"),
+        ({1, 2}, "builtins.set"),
+        (range(3), "builtins.range"),
+        (int, "builtins.type"),
+        (len, "builtin_function_or_method"),
+        (np.array(["text"]), "<U4"),
+        (np.array([None]), "object"),
+        (np.datetime64("2020-01-01"), "datetime64"),
+    ],
+    ids=str,
+)
+def test_what_cannot_travel_is_named(thing: object, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}.*collate function"):
+        flatten({"batch": [thing]})
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        ["c", "no.such.module:Sample", []],
+        ["c", f"{HERE}:NoSuchClass", []],
+        ["c", f"{HERE}:Sample.__init__", []],
+        ["n", f"{HERE}:Trap", []],
+        ["m", f"{HERE}:Trap", []],
+        ["c", f"{HERE}:Trap", []],
+        ["n", "builtins:tuple", []],
+        ["m", "builtins:list", []],
+        ["c", f"{HERE}:Point", []],
+        ["n", f"{HERE}:Sample", []],
+        ["m", "os:getcwd", []],
+        ["m", "subprocess:Popen", [[["v", "args"], ["v", "true"]]]],
+    ],
+    ids=lambda structure: structure[0] + " " + structure[1],
+)
+def test_only_imported_containers_of_data_are_built(structure: list[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        unflatten(structure, [])
+
+
+@pytest.mark.xfail(raises=(TypeError, ProtocolError), reason="classes with another constructor")
+@pytest.mark.parametrize(
+    "tree",
+    [defaultdict(list, a=1), types.MappingProxyType({"a": 1})],
+    ids=lambda t: type(t).__name__,
+)
+def test_mappings_that_are_not_made_of_a_mapping_travel_or_are_refused_at_once(tree: Any) -> None:
+    try:
+        structure, tensors = flatten(tree)
+    except ConfigError:
+        return
+    assert unflatten(structure, tensors) == tree
+
+
+class Text(str):
+    """A string of a class of its own."""
+
+
+@pytest.mark.xfail(
+    raises=(TypeError, ValueError), reason="flatten lets through what msgpack cannot"
+)
+@pytest.mark.parametrize(
+    "leaf",
+    [Text("x"), "\ud800", np.arange(3, dtype=">i4")],
+    ids=["subclass of str", "surrogate", "byte order"],
+)
+def test_what_flatten_takes_can_be_encoded(leaf: Any) -> None:
+    try:
+        on_the_wire([leaf])
+    except ConfigError:
+        pass
+
+
+@pytest.mark.xfail(
+    raises=(AttributeError, IndexError, TypeError, ValueError), reason="malformed structures"
+)
+@pytest.mark.parametrize(
+    "structure",
+    [[], ["?", 1], ["t", 5], ["c", 3, []], ["k", "dtype", "nope"], ["l", 3], ["i", "x"]],
+    ids=str,
+)
+def test_a_malformed_structure_is_a_protocol_error(structure: list[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        unflatten(structure, [])

@@ -1,0 +1,268 @@
+"""Bad input, and what is said about it: what was got, what was expected, what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_dlres import (
+    BatchMismatchError,
+    ConfigError,
+    HeteroPipeStrategy,
+    PeerLostError,
+    PeerTimeoutError,
+    PipelinePlan,
+    UnsupportedStepError,
+)
+from tests.pool import RankContext, RankOutcome, RankPool
+from tests.zoo import Samples, mlp
+
+
+class Simple(LightningModule):
+    """A model to spoil."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = mlp(0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CallsTwice(Simple):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]) + self.net(-batch[0]), batch[1])
+
+
+class NeverCalls(Simple):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return batch[0].sum() * self.net[0].weight.sum()
+
+
+class ReturnsNone(Simple):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net(batch[0])
+
+
+class Manual(Simple):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Simple):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
+
+
+class NeedsAllParameters(Simple):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class TwoNetworks(Simple):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = mlp(0.0)
+
+
+class RankDependentBatch(Simple):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + self.global_rank, batch[1]]
+
+
+class Breaks(Samples):
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+class Opaque(Samples):
+    def __getitem__(self, index: int) -> Any:
+        return object()
+
+
+class RaisesInStep(Simple):
+    """Fails on the rank that computes the loss, in the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            raise ZeroDivisionError("a slip in user code")
+        return loss
+
+
+class Hangs(nn.Module):
+    """A layer that waits for ever in its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        import threading
+
+        self.calls += 1
+        if self.calls == 7:
+            threading.Event().wait(20)
+        return x
+
+
+class WithHangingLayer(Simple):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(Hangs())
+
+
+def fit(
+    context: RankContext,
+    model: type[LightningModule],
+    data: type[Samples] = Samples,
+    patience: float = 30,
+    **options: Any,
+) -> None:
+    """Train a spoiled model."""
+    seed_everything(3, verbose=False)
+    trainer = Trainer(
+        strategy=HeteroPipeStrategy(
+            **{"microbatches": 2, "timeout": patience, "schedule": "gpipe", **options}
+        ),
+        accelerator="cpu",
+        devices=context.world_size,
+        plugins=[context.environment],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    collate = (lambda samples: samples[0]) if data is Opaque else None
+    trainer.fit(
+        model(),
+        None
+        if model is BoringModel
+        else DataLoader(data(False, 32), batch_size=8, collate_fn=collate),
+    )
+
+
+SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
+    (BoringModel, {}, "has 1 layer, expected at least one for each of the 2 stages"),
+    (Manual, {}, "manual optimization"),
+    (TwoOptimizers, {}, "several optimizers, expected one"),
+    (NeedsAllParameters, {}, "LBFGS needs a closure"),
+    (TwoNetworks, {}, "2 modules that could be the pipeline (net, other)"),
+    (
+        Simple,
+        {"module": "nett"},
+        "got 'nett', expected the name of a module in Simple. Try one of ['net']",
+    ),
+    (Simple, {"stages": 3}, "got 3 for 2 ranks, expected a divisor"),
+    (Simple, {"device_map": [[0, 0]]}, "expected each of the ranks 0 to 1 once"),
+    (Simple, {"emulate_speed": [1.0]}, "got 1 numbers, expected one for each of the 2 ranks"),
+    (Simple, {"plan": PipelinePlan(machines=((0, 1),), split=(1, 1))}, "'net' has 8"),
+    (Simple, {"plan": PipelinePlan(machines=((0, 1, 2),), split=(2, 3, 3))}, "expected 2 ranks"),
+]
+
+
+def fit_all_that_fail_early(context: RankContext) -> list[str]:
+    """Return the message of each error that comes before the first step."""
+    messages = []
+    for model, options, _ in SETUP_ERRORS:
+        with pytest.raises(ConfigError) as error:
+            fit(context, model, **options)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_cannot_work_is_said_before_the_first_step(pool: RankPool) -> None:
+    for messages in pool.run(fit_all_that_fail_early, 2):
+        for message, (_, _, expected) in zip(messages, SETUP_ERRORS, strict=True):
+            assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"schedule": "zigzag"}, "schedule: got 'zigzag', expected 'auto' or one of"),
+        ({"stages": 0}, "stages: got 0, expected a positive integer or 'auto'"),
+        ({"microbatches": "many"}, "microbatches: got 'many'"),
+        ({"microbatches": True}, "microbatches: got True"),
+        ({"emulate_speed": [1.0, 0.0]}, "emulate_speed: got [1.0, 0.0]"),
+        ({"profile_samples": -1}, "profile_samples: got -1"),
+        ({"timeout": "soon"}, "timeout"),
+        ({"plan": "nowhere.json"}, "cannot read 'nowhere.json'"),
+    ],
+)
+def test_the_constructor_rejects(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        HeteroPipeStrategy(**options)
+    assert expected in str(error.value)
+
+
+def failures(pool: RankPool, *args: Any, ranks: int = 2, **options: Any) -> list[RankOutcome]:
+    outcomes = pool.run_expecting_errors(fit, ranks, *args, keep=True, **options)
+    assert all(outcome.error_type for outcome in outcomes), "every rank must end with an error"
+    return outcomes
+
+
+def said_on_all_ranks(outcomes: list[RankOutcome], error: type[Exception], expected: str) -> None:
+    """One rank raises the error itself; the others learn of it, and say it too."""
+    assert any(outcome.error_type == error.__name__ for outcome in outcomes)
+    for outcome in outcomes:
+        assert expected in outcome.error_message
+        assert outcome.error_type in (error.__name__, PeerLostError.__name__)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "error", "expected"),
+    [
+        (CallsTwice, Samples, UnsupportedStepError, "the pipelined module, more than once"),
+        (NeverCalls, Samples, UnsupportedStepError, "returned without calling 'net'"),
+        (
+            ReturnsNone,
+            Samples,
+            UnsupportedStepError,
+            "training_step returned NoneType, expected a scalar tensor",
+        ),
+        (
+            RankDependentBatch,
+            Samples,
+            BatchMismatchError,
+            "sees another batch than stage 0 (rank 0)",
+        ),
+        (Simple, Breaks, OSError, "the disk is gone"),
+        (Simple, Opaque, ConfigError, "A builtins.object cannot be sent to another rank"),
+        (RaisesInStep, Samples, ZeroDivisionError, "a slip in user code"),
+    ],
+)
+def test_what_goes_wrong_in_a_step_is_said_on_all_ranks(
+    pool: RankPool,
+    model: type[LightningModule],
+    data: type[Samples],
+    error: type[Exception],
+    expected: str,
+) -> None:
+    plan = PipelinePlan(machines=((0, 1),), split=(3, 5))
+    said_on_all_ranks(failures(pool, model, data, plan=plan), error, expected)
+
+
+def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPool) -> None:
+    plan = PipelinePlan(machines=((0, 1),), split=(3, 6))
+    outcomes = failures(pool, WithHangingLayer, plan=plan, patience=3)
+    assert outcomes[0].error_type == PeerTimeoutError.__name__
+    expected = (
+        "stage 0 (rank 0) waited 3 s for the gradients of micro-batch 0 from stage 1 (rank 1)"
+    )
+    assert expected in outcomes[0].error_message

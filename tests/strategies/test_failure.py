@@ -1,0 +1,127 @@
+"""A rank that dies takes the others down within the deadline: one clear message first, no
+orphans."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_dlres import HeteroPipeStrategy, PeerLostError, PipelinePlan
+from tests.pool import RankContext, RankPool
+from tests.zoo import Samples, mlp
+
+
+class Dies(nn.Module):
+    """A layer whose process is killed in some call, if it runs on the given rank."""
+
+    def __init__(self, victim: int, call: int) -> None:
+        super().__init__()
+        self.victim, self.call, self.calls = victim, call, 0
+        self.rank = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.rank == self.victim and self.calls == self.call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+class Mortal(LightningModule):
+    """A network in which every stage has a layer that may die."""
+
+    def __init__(self, victim: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(
+            *(layer for module in mlp(0.0) for layer in (module, Dies(victim, 6)))
+        )
+
+    def on_train_start(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Dies):
+                module.rank = self.global_rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_until_death(context: RankContext, victim: int) -> None:
+    seed_everything(3, verbose=False)
+    plan = PipelinePlan(machines=((0, 1, 2),), split=(6, 6, 4))
+    trainer = Trainer(
+        strategy=HeteroPipeStrategy(plan=plan, microbatches=4, timeout=30),
+        accelerator="cpu",
+        devices=3,
+        plugins=[context.environment],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Mortal(victim), DataLoader(Samples(False, 64), batch_size=8))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_stage_killed_in_mid_step_ends_the_others(pool: RankPool, victim: int) -> None:
+    outcomes = pool.run_expecting_errors(fit_until_death, 3, victim, timeout=60)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert outcome.error_type == "RankDied"
+        else:
+            assert outcome.error_type == PeerLostError.__name__
+            assert f"stage {victim} (rank {victim})" in outcome.error_message
+
+
+SCRIPT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_dlres
+
+
+class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        layers = [torch.nn.Linear(32, 32) for _ in range(5)]
+        self.layer = torch.nn.Sequential(*layers, torch.nn.Linear(32, 2))
+
+    def on_train_batch_end(self, *args):
+        print("rank", self.global_rank, "step", self.trainer.global_step, flush=True)
+
+
+if __name__ == "__main__":
+    strategy = lightning_dlres.HeteroPipeStrategy(timeout=20)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=3, max_epochs=-1, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(Model())
+"""
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_launched_ranks_leave_no_orphans(start_script: Any, victim: int) -> None:
+    script = start_script(SCRIPT)
+    for rank in range(3):
+        script.wait_for_line(rf"rank {rank} step 3\b", timeout=90)
+    children = sorted(script.children())
+    assert len(children) >= 2
+    os.kill(script.pid if victim == 0 else children[-1], signal.SIGKILL)
+    script.wait_for_no_children(timeout=40)
+    assert script.wait(timeout=40) != 0
+    output = script.output()
+    message = re.search(rf"dlres: .*stage {victim} \(rank {victim}\)", output)
+    assert message, output
+    assert "Traceback" not in output[: message.start()]
