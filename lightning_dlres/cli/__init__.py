@@ -1,1 +1,1 @@
-"""The command line: `dlres demo`, and LightningCLI as `dlres fit`, `validate`, `test`, `predict`."""
+"""The command line: `dlres demo`, and LightningCLI as `dlres fit` and the like."""

@@ -26,7 +26,6 @@ from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.progress import StepProgress
 from lightning_dlres.cli.source_text import SourceTextDataModule
 from lightning_dlres.core.tables import render
-from lightning_dlres.core.units import format_seconds
 from lightning_dlres.pipeline.plan import PipelinePlan, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 
@@ -157,8 +156,8 @@ class _Demo:
             self.plan_file.write_text(plan.to_json())
         after = trainer.validate(model, self.data, verbose=False)[0]
         if len(progress.seconds) < self.size.steps:
-            limit = format_seconds(LONGEST_TRAINING.total_seconds())
-            _say(f"Stopped after {limit}, so that this stays a short demo.")
+            limit = LONGEST_TRAINING.total_seconds()
+            _say(f"Stopped after {limit:.0f} s, so that this stays a short demo.")
         _say(
             "Bits per byte of text that it was not trained on: "
             f"{before['val_bits_per_byte']:.2f} before, {after['val_bits_per_byte']:.2f} after."

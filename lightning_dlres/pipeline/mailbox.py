@@ -13,7 +13,7 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -86,13 +86,16 @@ class Mailbox:
             PeerLostError: an earlier send to this rank failed.
             ConfigError: the tree holds something that cannot travel.
         """
+        self._outbox(destination, channel).put(key, *payload.encode(tree, key))
+
+    def _outbox(self, destination: int, channel: Channel) -> _Outbox:
         outbox = self._outboxes.get((destination, channel))
         if outbox is None:
             outbox = _Outbox(
                 self._group, destination, channel, self.names[destination], self._tracer
             )
             self._outboxes[destination, channel] = outbox
-        outbox.put(key, tree)
+        return outbox
 
     def receive(self, source: int, channel: Channel, key: Key, what: str) -> Tree:
         """Return the next tree on the channel.
@@ -136,13 +139,20 @@ class Mailbox:
         return tree
 
     def broadcast(self, source: int, channel: Channel, key: Key, tree: Tree, what: str) -> Tree:
-        """Return the source's tree on all ranks; called by all of them."""
+        """Return the source's tree on all ranks; called by all of them. What is sent is a copy, so
+        that the source may write to its tree at once."""
         if self.rank != source:
             return self.receive(source, channel, key, what)
-        for destination in range(len(self.names)):
-            if destination != source:
-                self.send(destination, channel, key, tree)
+        self.send_copies([r for r in range(len(self.names)) if r != source], channel, key, tree)
         return tree
+
+    def send_copies(self, ranks: Sequence[int], channel: Channel, key: Key, tree: Tree) -> None:
+        """Send copies of the tree to some ranks; its tensors may be written to afterwards."""
+        if ranks:
+            header, large = payload.encode(tree, key)
+            copies = [tensor.to("cpu", copy=True) for tensor in large]
+            for rank in ranks:
+                self._outbox(rank, channel).put(key, header, copies)
 
     def close(self, orderly: bool) -> None:
         """End the threads. In an orderly end every rank calls it; otherwise connections are left to
@@ -190,12 +200,11 @@ class _Outbox:
         )
         self.thread.start()
 
-    def put(self, key: Key, tree: Tree) -> None:
+    def put(self, key: Key, header: bytes, large: list[Tensor]) -> None:
         if self._failure is not None:
             raise PeerLostError(
                 f"{self._peer} cannot be reached: {self._failure}"
             ) from self._failure
-        header, large = payload.encode(tree, key)
         self._items.put((header, large, key))
 
     def finish(self, orderly: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core.rng import derive_seed, forked
+from lightning_dlres.core.rng import derive_seed, forked, seed_device
 from lightning_dlres.core.tree import Structure, Tree, flatten, unflatten
 
 Layer = Callable[[Tree], Tree]
@@ -116,7 +116,7 @@ class Stage:
         records = []
         with forked(self._device), self._context():
             for index, layer in enumerate(self._layers, start=self._first_layer):
-                torch.manual_seed(derive_seed(seed, microbatch, index))
+                seed_device(derive_seed(seed, microbatch, index), self._device)
                 if keep:
                     inputs, record = _call(layer, inputs)
                     records.append(record)

@@ -58,7 +58,7 @@ class Connection:
         timeout: float,
         tracer: Tracer,
     ) -> None:
-        self.rank, self.timeout = dist.get_rank(), timeout
+        self.rank, self.world_size, self.timeout = dist.get_rank(), len(names), timeout
         self._failure: str | None = None
         self._group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
         self._watch = self._start_watch(names, environment, nodes) if len(names) > 1 else None

@@ -8,7 +8,7 @@ instance is replaced for the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_dlres.pipeline.partition import Owners
 
 AnyRank = Callable[[bool], bool]
-GatherNumber = Callable[[float], list[float]]
 
 
 @contextmanager
@@ -61,7 +60,7 @@ def loss_scale(precision: Precision) -> float:
 
 
 def overflow_shared(
-    closure: Callable[[], Any], parameters: Callable[[], Iterator[nn.Parameter]], any_rank: AnyRank
+    closure: Callable[[], Any], parameters: Sequence[nn.Parameter], any_rank: AnyRank
 ) -> Callable[[], Any]:
     """Return a closure after which either no rank has a gradient that is not finite, or every rank
     has one.
@@ -71,7 +70,7 @@ def overflow_shared(
 
     def shared() -> Any:
         result = closure()
-        gradients = [p.grad for p in parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         overflow = any(not bool(torch.isfinite(g).all()) for g in gradients)
         if any_rank(overflow) and not overflow:
             for gradient in gradients:

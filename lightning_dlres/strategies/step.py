@@ -55,7 +55,7 @@ class StepContext:
 
 @dataclass
 class LightningStep:
-    """A `pipeline.runtime.UserStep`: one call of `training_step`.
+    """A `pipeline.training.UserStep`: one call of `training_step`.
 
     Attributes:
         args: arguments of `training_step`; the first is the batch.
@@ -175,6 +175,12 @@ class LightningStep:
             raise UnsupportedStepError(
                 f"training_step returned {type(result).__name__}, expected a scalar tensor or a "
                 "dict with one under 'loss'. A step cannot be skipped by returning None."
+            )
+        if loss.is_meta:
+            raise UnsupportedStepError(
+                "The loss depends on parameters that another stage holds, such as a penalty over "
+                "self.parameters(). Use the optimizer's weight_decay, or compute the penalty "
+                "inside the layers."
             )
         if whole and isinstance(result, Mapping):
             extra = {key: value for key, value in result.items() if key != "loss"}

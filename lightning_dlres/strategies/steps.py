@@ -16,7 +16,8 @@ from lightning_dlres.pipeline.digest import digest
 from lightning_dlres.pipeline.microbatch import microbatch_sizes, samples_in
 from lightning_dlres.pipeline.partition import ModelLayers
 from lightning_dlres.pipeline.plan import PipelinePlan
-from lightning_dlres.pipeline.runtime import Runtime, TrainResult
+from lightning_dlres.pipeline.runtime import Runtime
+from lightning_dlres.pipeline.training import TrainingStep, TrainResult
 from lightning_dlres.strategies.check import refuse, why_not_by_parts
 from lightning_dlres.strategies.delivery import with_gradients
 from lightning_dlres.strategies.records import LogRecord, merge_parts
@@ -66,7 +67,7 @@ class StepRunner:
             self._check(args, seed, fingerprint)
         self._steps += 1
         step = LightningStep(self.context, args)
-        result = self.runtime.train(step, self.schedule, seed, fingerprint, scale)
+        result = TrainingStep(self.runtime, step, self.schedule, seed, scale).run(fingerprint)
         loss, extra = self._conclude(step, result)
         delivered = with_gradients(loss, result.gradients, scale)
         return {"loss": delivered, **extra} if extra is not None else delivered

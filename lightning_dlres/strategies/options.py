@@ -1,0 +1,119 @@
+"""The options of the pipeline strategy, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.units import parse_seconds
+from lightning_dlres.pipeline.plan import PipelinePlan, arrange
+from lightning_dlres.pipeline.schedule import SCHEDULES
+from lightning_dlres.strategies.step import SplitBatch
+
+Machines = tuple[tuple[int, ...], ...]
+Schedule = Literal["auto", "gpipe", "1f1b"]
+
+
+class PipeOptions:
+    """The arguments of `HeteroPipeStrategy`; see there.
+
+    Raises:
+        ConfigError: an argument is of no use; the message says what was expected.
+    """
+
+    def __init__(
+        self,
+        stages: int | Literal["auto"],
+        microbatches: int | Literal["auto"],
+        schedule: Schedule,
+        module: str | None,
+        device_map: Sequence[Sequence[int]] | None,
+        plan: PipelinePlan | str | Path | None,
+        split_batch: SplitBatch | None,
+        emulate_speed: Sequence[float] | None,
+        profile_samples: int,
+        timeout: float | str | timedelta,
+    ) -> None:
+        self.stages = _count("stages", stages)
+        self.microbatches = _count("microbatches", microbatches)
+        if schedule not in ("auto", *SCHEDULES):
+            names = f"'auto' or one of {SCHEDULES}"
+            raise ConfigError(got_expected("schedule", schedule, names, "schedule='auto'"))
+        self.schedule = schedule
+        self.module = module
+        self.device_map = tuple(tuple(r) for r in device_map) if device_map is not None else None
+        self.plan = PipelinePlan.load(plan) if isinstance(plan, (str, Path)) else plan
+        self.split_batch = split_batch
+        self.emulate_speed = _speeds(emulate_speed)
+        self.profile_samples = _count("profile_samples", profile_samples) or 1
+        self.timeout = parse_seconds(timeout, "timeout")
+
+    def machines(self, world_size: int) -> Machines:
+        """Return the ranks of every virtual machine, in stage order.
+
+        Raises:
+            ConfigError: they do not fit the number of ranks.
+        """
+        machines = self._machines(world_size)
+        if sum(len(machine) for machine in machines) != world_size:
+            raise ConfigError(
+                f"plan: got virtual machines {[list(m) for m in machines]}, expected {world_size} "
+                "ranks. Plan again, or change devices."
+            )
+        return machines
+
+    def rank_names(self, world_size: int) -> list[str]:
+        """Return what each rank is called in messages."""
+        machines = self.machines(world_size)
+        placed = PipelinePlan(machines=machines, split=(1,) * len(machines[0]))
+        return [placed.rank_name(rank) for rank in range(world_size)]
+
+    def slowdown(self, rank: int, world_size: int) -> float:
+        """Return by which factor a rank's computations are stretched.
+
+        Raises:
+            ConfigError: emulated speeds were given, but not one for every rank.
+        """
+        if self.emulate_speed is None:
+            return 1.0
+        if len(self.emulate_speed) != world_size:
+            raise ConfigError(
+                f"emulate_speed: got {len(self.emulate_speed)} numbers, expected one for each of "
+                f"the {world_size} ranks. Try None."
+            )
+        return 1.0 / self.emulate_speed[rank]
+
+    def _machines(self, world_size: int) -> Machines:
+        if self.plan is not None:
+            return self.plan.machines
+        if self.device_map is None:
+            return arrange(world_size, self.stages or world_size)
+        ranks = sorted(rank for machine in self.device_map for rank in machine)
+        lengths = {len(machine) for machine in self.device_map}
+        if ranks != list(range(world_size)) or len(lengths) != 1:
+            raise ConfigError(
+                f"device_map: got {[list(m) for m in self.device_map]}, expected each of the ranks "
+                f"0 to {world_size - 1} once, and virtual machines of equal length. Try None."
+            )
+        return self.device_map
+
+
+def _count(name: str, value: object) -> int | None:
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        expected = "a positive integer or 'auto'"
+        raise ConfigError(got_expected(name, value, expected, f"{name}='auto'"))
+    return value
+
+
+def _speeds(speeds: Sequence[float] | None) -> tuple[float, ...] | None:
+    if speeds is None:
+        return None
+    if not speeds or any(not 0 < float(speed) <= 1 for speed in speeds):
+        expected = "numbers above 0 and up to 1, one per rank"
+        raise ConfigError(got_expected("emulate_speed", list(speeds), expected, "None"))
+    return tuple(float(speed) for speed in speeds)

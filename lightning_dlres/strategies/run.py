@@ -1,0 +1,267 @@
+"""A LightningModule deployed over the ranks of one run: found, planned, partitioned, and made whole
+again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dlres import _compat
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.buffers import BufferSync
+from lightning_dlres.pipeline.gradients import GradientSync, make_groups
+from lightning_dlres.pipeline.mailbox import Mailbox
+from lightning_dlres.pipeline.partition import materialise, partition
+from lightning_dlres.pipeline.plan import PipelinePlan
+from lightning_dlres.pipeline.runtime import Runtime
+from lightning_dlres.pipeline.stage import Stage
+from lightning_dlres.pipeline.states import (
+    align_holders,
+    gather_model_state,
+    gather_optimizer_state,
+    make_whole,
+    own_optimizer_state,
+    spread_from_rank_zero,
+)
+from lightning_dlres.strategies.capture import find_pipelined_module
+from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.strategies.metrics import MetricStates
+from lightning_dlres.strategies.optimizers import require_separable, set_state_device
+from lightning_dlres.strategies.options import PipeOptions
+from lightning_dlres.strategies.planning import (
+    adopt_plan,
+    measured_plan,
+    profiling_inputs,
+    require_layers,
+    unmeasured_plan,
+)
+from lightning_dlres.strategies.precision import clipping_over_stages, loss_scale
+from lightning_dlres.strategies.step import StepContext
+from lightning_dlres.strategies.steps import StepRunner
+
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+
+
+class PipelineRun:
+    """One run's model on this rank, from the strategy's setup on. The model's place is kept after
+    the run's end, for a checkpoint that is saved later.
+
+    Args:
+        options: the strategy's options.
+        module: the LightningModule.
+        precision: its precision plugin.
+        connection: the ranks.
+        device: where this rank computes.
+        tracer: gets a span for everything that is done.
+        whole: whether every rank has the whole model; else it was made on the meta device.
+    """
+
+    def __init__(
+        self,
+        options: PipeOptions,
+        module: LightningModule,
+        precision: Precision,
+        connection: Connection,
+        device: torch.device,
+        tracer: Tracer,
+        whole: bool,
+    ) -> None:
+        self.module, self.whole = module, whole
+        self._options, self._precision, self._connection = options, precision, connection
+        self._device, self._tracer = device, tracer
+        self._slowdown = options.slowdown(connection.rank, connection.world_size)
+        self.step_context: ContextFactory = nullcontext
+        self.pipelined = find_pipelined_module(module, options.module)
+        self._layers = self.pipelined.layers
+        self._undo = ExitStack()
+        metrics = MetricStates(module)
+        for metric in metrics.metrics.values():
+            self._undo.callback(_compat.never_distributed(metric))
+        self._context = StepContext(
+            module, self.pipelined, metrics, device, self._current_context, options.split_batch
+        )
+
+    def deploy(self, trainer: Trainer, previous: PipelinePlan | None) -> None:
+        """Plan, and leave on this rank what its stage holds; called by all ranks."""
+        self.step_context = self._precision.train_step_context
+        self.plan = self._make_plan(trainer, previous)
+        rank_zero_info(f"\n{self.plan.table()}")
+        _, self.stage = self.plan.place(self._connection.rank)
+        self.owners = self._layers.owners(self.plan)
+        self.seed = int(self._connection.broadcast(torch.initial_seed() % (1 << 62), 0))
+        mailbox = self._connection.mailbox
+        if self.whole:
+            spread_from_rank_zero(self._layers, self.owners, self.plan, mailbox)
+        partition(self._layers, self.owners, self.plan, self.stage, self._device)
+        if not self.whole:
+            materialise(self._layers, self.plan, self.owners, self.stage, self._device, self.seed)
+            align_holders(self._layers, self.owners, self.plan, mailbox)
+
+    def check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Raise unless the optimizers can work on a stage's parameters alone.
+
+        Raises:
+            ConfigError: one computes over all parameters, or a gradient scaler would find none.
+        """
+        for optimizer in optimizers:
+            require_separable(optimizer)
+            # Adagrad makes state for every parameter at once; foreign ones have none.
+            for parameter in [p for p in optimizer.state if p.is_meta]:
+                del optimizer.state[parameter]
+            set_state_device(optimizer, self._device)
+        trainable = any(p.requires_grad and self.stage in held for p, held in self.owners.items())
+        if loss_scale(self._precision) != 1.0 and not trainable:
+            raise ConfigError(
+                f"Stage {self.stage} has nothing to train, and a gradient scaler needs a gradient "
+                "on every rank. Use precision='bf16-mixed', or another split: "
+                "HeteroPipeStrategy(plan=...)."
+            )
+
+    def make_runner(self, meet: Callable[[], None]) -> StepRunner:
+        """Return what runs this rank's steps; called by all ranks."""
+        plan, connection, options = self.plan, self._connection, self._options
+        indices = plan.layers_of(self.stage)
+        modules = [self._layers.modules[index] for index in indices]
+        trainable, outer = self._layers.trainable(indices), self._layers.outer()
+        groups = make_groups(plan, self.owners, timedelta(seconds=options.timeout))
+        for group in groups.values():
+            self._undo.callback(dist.destroy_process_group, group)
+        stage = Stage(
+            [self.pipelined.bind(i, module) for i, module in zip(indices, modules, strict=True)],
+            trainable,
+            indices.start,
+            self._device,
+            self._current_context,
+        )
+        waiting = (options.timeout, connection.check)
+        sync = GradientSync(
+            trainable, outer, self.owners, groups, self.stage, *waiting, self._tracer
+        )
+        replicas = groups.get((self.stage,)) if len(plan.machines) > 1 else None
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        buffer_sync = BufferSync(buffers, replicas, plan.machines[0][self.stage], *waiting)
+        runtime = Runtime(
+            plan,
+            connection.rank,
+            stage,
+            outer,
+            sync,
+            buffer_sync,
+            connection.mailbox,
+            self._tracer,
+            options.microbatches or 4 * plan.world_size,
+            self._slowdown,
+        )
+        self._undo.enter_context(
+            clipping_over_stages(self._precision, self.owners, self.stage, self._sum_over_stages)
+        )
+        return StepRunner(self._context, runtime, options.schedule, self.seed, meet, rank_zero_info)
+
+    def end(self, orderly: bool) -> None:
+        """Take everything back; in an orderly end, called by all ranks, a model that came whole
+        leaves whole."""
+        if orderly and self.whole:
+            make_whole(self._layers, self.owners, self.plan, self._connection.mailbox)
+        self._undo.close()
+
+    def gather_model_state(self, state: dict[str, Any], mailbox: Mailbox) -> dict[str, Any]:
+        """Return the whole model's state dict on rank 0."""
+        return gather_model_state(state, self._layers, self.plan, mailbox)
+
+    def gather_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], mailbox: Mailbox
+    ) -> dict[str, Any]:
+        """Return the whole optimizer's state dict on rank 0."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return gather_optimizer_state(state, parameters, self.owners, self.plan, mailbox)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what this stage holds of a whole optimizer's state dict."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.load_state_dict(own_optimizer_state(state, parameters, self.owners, self.stage))
+        set_state_device(optimizer, self._device)
+
+    def load_model_state(self, given: Mapping[str, Any], strict: bool) -> None:
+        """Load what this stage holds of a whole model's state dict.
+
+        Raises:
+            ConfigError: it is another model's, and `strict` is set.
+        """
+        mine = self.module.state_dict()
+        both = mine.keys() & given.keys()
+        wrong = [k for k in both if isinstance(mine[k], Tensor) and mine[k].shape != given[k].shape]
+        if strict and (mine.keys() != given.keys() or wrong):
+            raise ConfigError(
+                f"The checkpoint does not fit {type(self.module).__name__}: missing "
+                f"{sorted(mine.keys() - both)}, unexpected {sorted(given.keys() - both)}, of "
+                f"another shape {wrong}. Load it into the model that wrote it, or set "
+                "strict_loading=False."
+            )
+        meta = {k for k, value in mine.items() if isinstance(value, Tensor) and value.is_meta}
+        self.module.load_state_dict({k: given[k] for k in both - meta}, strict=False)
+
+    def _make_plan(self, trainer: Trainer, previous: PipelinePlan | None) -> PipelinePlan:
+        world_size = self._connection.world_size
+        machines = self._options.machines(world_size)
+        require_layers(self.pipelined, len(machines[0]))
+        if self._options.plan is not None:
+            return adopt_plan(self._options.plan, self.pipelined, world_size)
+        if previous is not None and _names(previous) == self._layers.names:
+            return previous
+        inputs = None
+        if trainer.state.fn == TrainerFn.FITTING and len(machines[0]) > 1:
+            inputs = self._profiling_inputs(trainer)
+        if inputs is None:
+            return unmeasured_plan(self.pipelined, machines)
+        count = len(self._layers.modules)
+        rank_zero_info(f"dlres: timing {count} layers on {world_size} ranks ...")
+        return measured_plan(
+            self.pipelined,
+            machines,
+            inputs,
+            self._device,
+            self._current_context,
+            self._slowdown,
+            self._connection.gather,
+        )
+
+    def _profiling_inputs(self, trainer: Trainer) -> Tree:
+        found: Tree = [None, None]
+        if self._connection.rank == 0:
+            try:
+                samples = self._options.profile_samples
+                found = [profiling_inputs(trainer, self._context, samples), None]
+            except Exception as error:
+                found = [None, f"{type(error).__name__}: {error}"]
+        inputs, reason = self._connection.broadcast(found, 0)
+        if reason is not None:
+            rank_zero_info(
+                f"dlres: the layers could not be timed before training ({reason}); splitting by "
+                "parameter bytes instead."
+            )
+        return inputs
+
+    def _current_context(self) -> AbstractContextManager[Any]:
+        return self.step_context()
+
+    def _sum_over_stages(self, value: float) -> float:
+        # Added up in one order everywhere, so that all virtual machines clip by the same bits.
+        found = self._connection.gather([value])
+        return sum(found[rank][0] for rank in self.plan.machines[0])
+
+
+def _names(plan: PipelinePlan) -> tuple[str, ...]:
+    return tuple(layer.name for layer in plan.layers)

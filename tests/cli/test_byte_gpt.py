@@ -1,0 +1,38 @@
+"""The demo's model: it must not see what it is to predict, and say what it cannot do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_dlres.cli.byte_gpt import ByteGPT
+
+
+def test_a_byte_is_predicted_from_those_before_it() -> None:
+    model = ByteGPT(width=16, depth=2, heads=2, context=8).eval()
+    text = torch.randint(0, 256, (2, 8), dtype=torch.uint8)
+    other = text.clone()
+    other[:, 5] += 1
+    with torch.no_grad():
+        before, after = model(text), model(other)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_an_untrained_model_knows_nothing() -> None:
+    torch.manual_seed(0)
+    model = ByteGPT(width=16, depth=2, heads=2, context=8)
+    batch = torch.randint(0, 256, (16, 9), dtype=torch.uint8)
+    loss = torch.nn.functional.cross_entropy(
+        model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten().long()
+    )
+    assert float(loss.detach()) == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="width: got 10 for 4 heads"):
+        ByteGPT(width=10, heads=4)
+    with pytest.raises(ValueError, match=r"Try ByteGPT\(context=9\)"):
+        ByteGPT(width=16, depth=1, context=8)(torch.zeros(1, 9, dtype=torch.uint8))

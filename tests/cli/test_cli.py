@@ -1,0 +1,80 @@
+"""The command `dlres`: what it says, and that `fit` trains the example config on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_dlres
+from lightning_dlres.cli.main import COMMANDS, main
+from lightning_dlres.core.errors import ConfigError
+from tests.conftest import RunScript
+
+CONFIG = Path(__file__).resolve().parents[2] / "examples" / "configs" / "hetero_pipe.yaml"
+TINY = (
+    "--trainer.limit_train_batches=3",
+    "--trainer.max_epochs=1",
+    "--trainer.limit_val_batches=1",
+    "--trainer.log_every_n_steps=1",
+    "--model.init_args.width=16",
+    "--model.init_args.depth=2",
+    "--data.init_args.batch_size=8",
+    "--data.init_args.max_bytes=600kB",
+)
+LAUNCHERS = {
+    "by itself": ("-m", "lightning_dlres"),
+    "torchrun": (
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "lightning_dlres"),
+    ),
+}
+STRATEGIES = {"by itself": (), "torchrun": ("--trainer.strategy=dlres_hetero_pipe",)}
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
+def test_help_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command} " in shown for command in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dlres {lightning_dlres.__version__}\n"
+
+
+def test_unknown_command_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    said = capsys.readouterr().err
+    assert "got 'train'" in said
+    assert all(command in said for command in COMMANDS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bad_value_is_said_by_rank_zero(
+    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(command: str, options: list[str]) -> int:
+        raise ConfigError(f"{command}: got {options}, expected others. Try them.")
+
+    monkeypatch.setattr("lightning_dlres.cli.fit.run_trainer", refuse)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert main(["fit", "--bad"]) == 2
+    said = capsys.readouterr().err
+    assert said == ("dlres: fit: got ['--bad'], expected others. Try them.\n" if rank == 0 else "")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_fit_trains_the_example(launcher: str, run_script: RunScript, tmp_path: Path) -> None:
+    options = (f"--config={CONFIG}", *TINY, *STRATEGIES[launcher])
+    result = run_script(Path("fit"), *options, launcher=LAUNCHERS[launcher])
+    assert result.returncode == 0, result.output
+    for stage in (0, 1):
+        assert f"\n| {stage}     | {stage}    |" in result.output, result.output
+    (checkpoint,) = tmp_path.glob("lightning_logs/version_0/checkpoints/last.ckpt")
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert {name.split(".")[1] for name in state} == {"0", "1", "2", "3"}
+    metrics = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    assert "val_bits_per_byte" in metrics.splitlines()[0]

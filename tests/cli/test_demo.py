@@ -1,0 +1,58 @@
+"""`dlres demo`, small: three ranks run it to its end, and it tells the whole story once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_dlres import PipelinePlan
+from lightning_dlres.cli.byte_gpt import ByteGPT
+from lightning_dlres.cli.demo import SPEEDS, demo
+from tests.conftest import StartScript
+
+STORY = [
+    r"^Three devices train one GPT",
+    r"^\| stage \| device .* measured power",
+    r"should be [\d.]+ times as fast",
+    r"^Even split$",
+    r"^ +6/6 steps, [\d.]+ s/step, [\d.]+ bits per byte$",
+    r"^Measured split$",
+    r"^ +8/8 steps, [\d.]+ s/step, [\d.]+ bits per byte$",
+    r"^Bits per byte .*: 8\.\d\d before, 7\.\d\d after\.$",
+    r"^Median time of a step: [\d.]+ s; with the even split [\d.]+ s\.",
+    r"validation loss of the pipeline",
+    r"difference .*: the same$",
+    r"^Checkpoint: +out/gpt\.ckpt",
+    r"^Plan: +out/plan\.json",
+]
+
+
+def test_demo_runs_and_tells_its_story(start_script: StartScript, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    launcher = ("-m", "lightning_dlres")
+    handle = start_script(Path("demo"), "--quick", "--out", "out", launcher=launcher, cwd=work)
+    assert handle.wait() == 0, handle.output()
+    handle.wait_for_no_children(timeout=10)
+    lines = iter(handle.output().splitlines())
+    for regex in STORY:
+        assert any(re.search(regex, line) for line in lines), f"{regex!r} in:\n{handle.output()}"
+    assert handle.output().count("Three devices") == 1
+    assert "arning" not in handle.output()
+    assert {p.relative_to(work).as_posix() for p in work.rglob("*") if p.is_file()} == {
+        "out/gpt.ckpt",
+        "out/plan.json",
+    }
+    plan = PipelinePlan.load(work / "out/plan.json")
+    assert plan.stages == len(plan.powers) == len(SPEEDS)
+    model = ByteGPT.load_from_checkpoint(work / "out/gpt.ckpt")
+    assert len(model.net) == sum(plan.split)
+
+
+@pytest.mark.parametrize("steps", ["0", "many"])
+def test_bad_number_of_steps_is_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo(["--steps", steps])
+    assert f"got '{steps}', expected a number of steps" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""The demo's text: the same on every rank and in every run, and split by file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_dlres.cli.source_text import ByteWindows, SourceTextDataModule
+from lightning_dlres.core.errors import ConfigError
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Thirty files, each of which repeats a byte of its own, and some that are no text of ours."""
+    for number in range(30):
+        folder = tmp_path / f"package{number % 3}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"module{number}.py").write_bytes(bytes([number]) * 200)
+    for skipped in ("site-packages/other.py", "package0/tests/test_it.py", "package0/notes.txt"):
+        path = tmp_path / skipped
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"\xff" * 200)
+    return tmp_path
+
+
+def module(directory: Path | None, **options: int | str) -> SourceTextDataModule:
+    data = SourceTextDataModule(
+        context=16, batch_size=4, directory=str(directory) if directory else None, **options
+    )
+    data.setup()
+    return data
+
+
+def bytes_in(windows: ByteWindows) -> set[int]:
+    return {byte for index in range(len(windows)) for byte in windows[index].tolist()}
+
+
+def test_standard_library_is_there_and_read_alike_every_time() -> None:
+    first, second = module(None, max_bytes="1MiB"), module(None, max_bytes="1MiB")
+    assert first.files() == second.files()
+    assert sum(path.stat().st_size for path in first.files()) <= 1 << 20
+    assert torch.equal(first.training.text, second.training.text)
+    (batch, *_) = first.val_dataloader()
+    assert batch.shape == (4, 17)
+    assert batch.dtype == torch.uint8
+
+
+def test_parts_share_no_file(sources: Path) -> None:
+    data = module(sources)
+    parts = [bytes_in(part) for part in (data.training, data.validation, data.testing)]
+    assert [len(part) for part in parts] == [24, 3, 3]
+    assert set.union(*parts) == set(range(30))
+
+
+def test_windows_meet_at_one_byte(sources: Path) -> None:
+    data = module(sources)
+    assert all(
+        data.training[index][-1] == data.training[index + 1][0]
+        for index in range(len(data.training) - 1)
+    )
+
+
+def test_training_batches_are_of_one_size_and_shuffled(sources: Path) -> None:
+    loader = module(sources).train_dataloader()
+    first, second = list(loader), list(loader)
+    assert {len(batch) for batch in first} == {4}
+    assert not torch.equal(torch.cat(first), torch.cat(second))
+
+
+def test_no_source_is_an_error_that_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got 0 \.py files") as error:
+        module(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size: got 0"):
+        SourceTextDataModule(batch_size=0)
+    with pytest.raises(ConfigError, match="max_bytes: got 'much'"):
+        SourceTextDataModule(max_bytes="much")
