@@ -113,14 +113,14 @@ class _Demo:
 
     def measure(self) -> PipelinePlan:
         _say("Starting the processes, and timing every layer on each ...\n")
-        samples = max(1, self.size.batch_size // MICROBATCHES)
-        strategy = self.strategy(profile_samples=samples)
+        # A whole batch takes long enough to be timed well where processes share the cores.
+        strategy = self.strategy(profile_samples=self.size.batch_size)
         self.trainer(strategy, 0).fit(self.model(), self.data)
         assert strategy.plan is not None
         return strategy.plan
 
     def show(self, plan: PipelinePlan, even: PipelinePlan) -> None:
-        ours_ms, even_ms = ([s * 1e3 for s in p.stage_seconds()] for p in (plan, even))
+        ours, evenly = plan.stage_seconds(), even.stage_seconds()
         rows = [
             [
                 stage,
@@ -129,15 +129,15 @@ class _Demo:
                 f"{plan.powers[rank]:.2f}",
                 plan.split[stage],
                 even.split[stage],
-                f"{ours_ms[stage]:.1f} ms",
-                f"{even_ms[stage]:.1f} ms",
+                f"{ours[stage]:.2f} s",
+                f"{evenly[stage]:.2f} s",
             ]
             for stage, rank in enumerate(plan.machines[0])
         ]
         columns = ["stage", "device", "speed", "measured power", "layers", "even split"]
-        columns += ["time per micro-batch", "with the even split"]
+        columns += ["computes per step", "even split"]
         _say(render("The devices, and the layers that each gets", columns, rows))
-        _say(PREDICTION.format(ratio=max(even_ms) / max(ours_ms)))
+        _say(PREDICTION.format(ratio=max(evenly) / max(ours)))
 
     def try_even_split(self, even: PipelinePlan) -> float:
         progress = self.progress("Even split", self.size.trial_steps)

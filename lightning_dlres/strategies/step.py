@@ -59,6 +59,8 @@ class LightningStep:
 
     Attributes:
         args: arguments of `training_step`; the first is the batch.
+        untouched: whether the batch must stay as it is, because the step will run on it again; user
+            code may change it in place.
         logs: records of every run of the step, in the order of micro-batches.
         losses: loss of every run.
         extra: what a step that returns a dict returned beside the loss; only where it ran on the
@@ -67,6 +69,7 @@ class LightningStep:
 
     context: StepContext
     args: tuple[Any, ...]
+    untouched: bool = False
     logs: list[list[LogRecord]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     extra: dict[str, Any] | None = None
@@ -91,7 +94,7 @@ class LightningStep:
         with self.context.metrics.preserved(), recording(module), self.context.precision():
             try:
                 with self.context.pipelined.intercepted(stop):
-                    module.training_step(*self.args)
+                    module.training_step(*self._own_args())
             except _StopAtCall as signal:
                 return signal.inputs
         raise UnsupportedStepError(
@@ -103,7 +106,7 @@ class LightningStep:
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
         """Run the step with `output` as the result of the module's call and return the loss."""
         rng.restore(self._start, self.context.device)
-        args = self.args if microbatch is None else (self._part(microbatch, sizes), *self.args[1:])
+        args = self._own_args() if microbatch is None else self._part_args(microbatch, sizes)
         if microbatch is not None and not self.logs:
             self.context.metrics.reset()
         module = self.context.module
@@ -136,15 +139,21 @@ class LightningStep:
         if self._metrics_before:
             self.context.metrics.restore(self._metrics_before)
 
-    def _part(self, microbatch: int, sizes: Sequence[int]) -> Any:
+    def _own_args(self) -> tuple[Any, ...]:
+        """Return the step's arguments, with a copy of the batch where it must not change."""
+        if not self.untouched:
+            return self.args
+        return (map_tensors(Tensor.clone, self.args[0]), *self.args[1:])
+
+    def _part_args(self, microbatch: int, sizes: Sequence[int]) -> tuple[Any, ...]:
         if self._parts is None:
             split = self.context.split_batch or cut
-            self._parts = list(split(self.args[0], sizes))
+            self._parts = list(split(self._own_args()[0], sizes))
             if len(self._parts) != len(sizes):
                 raise UnsupportedStepError(
                     f"split_batch returned {len(self._parts)} parts, expected {len(sizes)}."
                 )
-        return self._parts[microbatch]
+        return (self._parts[microbatch], *self.args[1:])
 
     @contextmanager
     def _returning(self, output: Tree) -> Any:

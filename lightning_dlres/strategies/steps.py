@@ -66,7 +66,8 @@ class StepRunner:
         if self.schedule == "1f1b" and self._check_is_due():
             self._check(args, seed, fingerprint)
         self._steps += 1
-        step = LightningStep(self.context, args)
+        runs_twice = self.runtime.is_first and self.runtime.is_last
+        step = LightningStep(self.context, args, untouched=runs_twice)
         result = TrainingStep(self.runtime, step, self.schedule, seed, scale).run(fingerprint)
         loss, extra = self._conclude(step, result)
         delivered = with_gradients(loss, result.gradients, scale)
@@ -94,7 +95,11 @@ class StepRunner:
     def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
         runtime, context = self.runtime, self.context
         start = rng.snapshot(context.device)
-        inputs = LightningStep(context, args).module_inputs() if runtime.is_first else None
+        inputs = (
+            LightningStep(context, args, untouched=True).module_inputs()
+            if runtime.is_first
+            else None
+        )
         buffers = _layer_buffers(context.pipelined.layers, runtime.plan, runtime.stage_index)
         saved = [buffer.clone() for buffer in buffers]
         with torch.no_grad():
@@ -107,7 +112,9 @@ class StepRunner:
         if runtime.rank == source:
             sizes = microbatch_sizes(samples_in(output) or 1, runtime.microbatches)
             reason = (
-                why_not_by_parts(lambda: LightningStep(context, args), output, sizes)
+                why_not_by_parts(
+                    lambda: LightningStep(context, args, untouched=True), output, sizes
+                )
                 if len(sizes) > 1
                 else None
             )

@@ -14,6 +14,7 @@ from tests.parity.harness import (
     assert_partitioned,
     assert_same_training,
     plain_outcome,
+    steps_in,
     train_on_rank,
 )
 from tests.pool import RankPool
@@ -75,6 +76,7 @@ def name_of(values: dict[str, Any]) -> str:
 def check(pool: RankPool, case: Case) -> None:
     expected = plain_outcome(pool, case)
     found = pool.run(train_on_rank, case.world_size, case, timeout=120)
+    assert steps_in(expected.history) >= 20
     assert_partitioned(case, found)
     assert_same_training(found, expected, 1e-10 if case.double else 1e-5)
 
