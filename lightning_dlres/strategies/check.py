@@ -16,6 +16,7 @@ from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.microbatch import cut
+from lightning_dlres.strategies.attributes import changed_lists
 from lightning_dlres.strategies.records import LogRecord, merge_parts
 from lightning_dlres.strategies.step import LightningStep
 
@@ -42,13 +43,17 @@ def why_not_by_parts(
     state = rng.snapshot(whole.context.device)
     try:
         loss, gradients, logs = _whole(whole, output, sizes)
+        lists = changed_lists(whole.changed_attributes())
+        if lists:
+            return f"training_step adds to the list self.{lists[0]}, once per batch"
+        whole.undo()
         parts = make_step()
         try:
             part_loss, part_gradients, part_logs = _parts(parts, output, sizes)
         except Exception as error:
             return f"training_step fails on a micro-batch ({type(error).__name__}: {error})"
     finally:
-        whole.undo_metrics()
+        whole.undo()
         rng.restore(state, whole.context.device)
     return _difference(loss, part_loss, gradients, part_gradients) or _log_difference(
         logs, part_logs

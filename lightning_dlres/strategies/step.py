@@ -16,6 +16,7 @@ from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors
 from lightning_dlres.pipeline.microbatch import cut
+from lightning_dlres.strategies.attributes import PlainAttributes
 from lightning_dlres.strategies.capture import PipelinedModule
 from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.records import LogRecord, recording
@@ -76,6 +77,8 @@ class LightningStep:
 
     def __post_init__(self) -> None:
         self._start = rng.snapshot(self.context.device)
+        self._attributes = PlainAttributes(self.context.module)
+        self._attributes_before = self._attributes.snapshot()
         self._metrics_before = (
             self.context.metrics.snapshot() if self.context.metrics.metrics else {}
         )
@@ -96,6 +99,7 @@ class LightningStep:
                 with self.context.pipelined.intercepted(stop):
                     module.training_step(*self._own_args())
             except _StopAtCall as signal:
+                self._attributes.restore(self._attributes_before)
                 return signal.inputs
         raise UnsupportedStepError(
             f"{type(module).__name__}.training_step returned without calling {path!r}, the "
@@ -106,6 +110,7 @@ class LightningStep:
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
         """Run the step with `output` as the result of the module's call and return the loss."""
         rng.restore(self._start, self.context.device)
+        self._attributes.restore(self._attributes_before)
         args = self._own_args() if microbatch is None else self._part_args(microbatch, sizes)
         if microbatch is not None and not self.logs:
             self.context.metrics.reset()
@@ -119,7 +124,7 @@ class LightningStep:
 
     def record(self, sizes: Sequence[int]) -> Tree:
         """Return what the other ranks must know: losses, logs, metrics, buffers outside of the
-        layers, random state."""
+        layers, plain attributes, random state."""
         metrics = self.context.metrics
         whole = len(self.logs) == 1 and self._parts is None
         state: Tree = {}
@@ -130,9 +135,24 @@ class LightningStep:
             "logs": [[record.to_tree(metrics) for record in part] for part in self.logs],
             "metrics": state,
             "buffers": self._changed_buffers(),
+            "attributes": self.changed_attributes(),
             "extra": self.extra,
             "rng": rng.snapshot(self.context.device),
         }
+
+    def changed_attributes(self) -> Tree:
+        """Return which plain attributes of the module the last run has changed."""
+        return self._attributes.changes_since(self._attributes_before)
+
+    def follow(self, attributes: Tree) -> None:
+        """Make the module's plain attributes those that the step left on another rank."""
+        self._attributes.restore(self._attributes_before)
+        self._attributes.apply(attributes)
+
+    def undo(self) -> None:
+        """Put metrics and plain attributes back to where they were before the step."""
+        self._attributes.restore(self._attributes_before)
+        self.undo_metrics()
 
     def undo_metrics(self) -> None:
         """Put the metrics back to where they were before the step."""

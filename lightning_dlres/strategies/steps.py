@@ -163,6 +163,7 @@ class StepRunner:
             loss, merged = (losses * weights).sum(), merge_parts(logs, result.sizes)
             step.undo_metrics()
             metrics.merge([record["metrics"] for record in records])
+        step.follow(records[0]["attributes"])
         self._follow_buffers(records[0]["buffers"])
         rng.restore(records[0]["rng"], self.context.device)
         for record in merged:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -226,24 +227,43 @@ def test_what_cannot_travel_is_an_error_where_it_is_sent(pool: RankPool) -> None
     pool.run(unsendable, 2)
 
 
-def cannot_be_built(context: RankContext) -> str:
+class Pairs(UserDict[str, Any]):
+    """A mapping that is not made of a mapping."""
+
+    def __init__(self, keys: list[str], values: list[Any]) -> None:
+        super().__init__(zip(keys, values, strict=True))
+
+
+def cannot_be_built(context: RankContext, imported: bool) -> str:
     mailbox = open_mailbox(context, timeout=1.0)
-    error = ""
     if context.rank == 0:
-        mailbox.send(1, Channel.BATCH, ("x",), {"x": defaultdict(list, a=[1])})
-    else:
-        try:
-            mailbox.receive(0, Channel.BATCH, ("x",), "the batch")
-        except PeerError as raised:
-            error = type(raised).__name__
+        tree = Pairs(["a"], [1]) if imported else only_here()(1)
+        mailbox.send(1, Channel.BATCH, ("x",), tree)
+        dist.barrier()
+        return ""
+    with pytest.raises(PeerError) as raised:
+        mailbox.receive(0, Channel.BATCH, ("x",), "the batch")
     dist.barrier()
-    return error
+    return f"{type(raised.value).__name__}: {raised.value}"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(reason="the receiving thread dies of errors that it does not expect")
+def only_here() -> Any:
+    """A data class that no other rank has imported."""
+    kind = dataclasses.make_dataclass("OnlyHere", ["x"])
+    kind.__module__ = __name__
+    globals()["OnlyHere"] = kind
+    return kind
+
+
+def test_a_class_that_the_receiver_does_not_know_is_named(pool: RankPool) -> None:
+    error = pool.run(cannot_be_built, 2, False)[1]
+    assert error.startswith(("ProtocolError", "PeerLostError"))
+    assert "OnlyHere' arrived in a batch, but no such class is imported here" in error
+
+
+@pytest.mark.xfail(reason="the receiving thread dies of an error that it does not expect")
 def test_a_message_that_cannot_be_built_does_not_look_like_silence(pool: RankPool) -> None:
-    assert pool.run(cannot_be_built, 2)[1] in ("", "ProtocolError", "PeerLostError")
+    assert pool.run(cannot_be_built, 2, True)[1].startswith(("ProtocolError", "PeerLostError"))
 
 
 # --- Waiting for a collective.
