@@ -30,7 +30,7 @@ def everything(context: RankContext) -> list[Any]:
         assert found["small"].tolist() == [source]
         assert found["text"] == tree["text"]
     assert broadcast_tree(None, 0, SECONDS, nothing_known) is None
-    assert broadcast_tree([], 1, SECONDS, nothing_known) == []
+    assert broadcast_tree([], world - 1, SECONDS, nothing_known) == []
     numbers = gather_numbers([float(rank), 0.1 * rank], SECONDS, nothing_known)
     assert numbers == [[float(r), 0.1 * r] for r in range(world)], "64 bits arrive"
     assert gather_numbers([], SECONDS, nothing_known) == [[]] * world
