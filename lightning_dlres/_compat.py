@@ -22,6 +22,12 @@ MERGEABLE: dict[Any, str] = {
 }
 
 
+# The method of nn.Module that runs hooks and forward. A stand-in for a module must take the place
+# of both, or hooks would see what stands in for tensors; `__call__` itself cannot be replaced on an
+# instance.
+CALL = "_call_impl"
+
+
 def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
     """Return Lightning's launcher that starts the user's script once per device; Lightning has no
     public name for it."""

@@ -64,9 +64,9 @@ class Size:
     length: str
 
 
-FULL = Size(96, 8, 24, 200, 12, 8, "4MiB", "two minutes")
+FULL = Size(96, 8, 24, 150, 12, 8, "4MiB", "two minutes")
 QUICK = Size(32, 5, 12, 8, 6, 2, "1MiB", "twenty seconds")
-# A slow machine trains fewer steps, so that the demo stays a short one.
+# A slow machine trains fewer steps, unless a number was asked for: the demo shall stay a short one.
 LONGEST_TRAINING = timedelta(seconds=100)
 
 
@@ -74,16 +74,17 @@ def demo(options: Sequence[str]) -> int:
     """Run the demo and return its exit status."""
     settings = _parser().parse_args(options)
     size = QUICK if settings.quick else FULL
+    longest = LONGEST_TRAINING if settings.steps is None else None
     size = replace(size, steps=settings.steps or size.steps)
     _be_quiet()
-    return _Demo(size, settings.out).run()
+    return _Demo(size, longest, settings.out).run()
 
 
 class _Demo:
     """The demo's chapters, in the order in which they are told."""
 
-    def __init__(self, size: Size, out: Path) -> None:
-        self.size, self.out = size, out
+    def __init__(self, size: Size, longest: timedelta | None, out: Path) -> None:
+        self.size, self.longest, self.out = size, longest, out
         self.checkpoint, self.plan_file = out / "gpt.ckpt", out / "plan.json"
         self.data = SourceTextDataModule(CONTEXT, size.batch_size, size.text)
 
@@ -124,7 +125,7 @@ class _Demo:
         rows = [
             [
                 stage,
-                f"CPU process {rank}",
+                f"rank {rank}",
                 SPEEDS[rank],
                 f"{plan.powers[rank]:.2f}",
                 plan.split[stage],
@@ -134,9 +135,9 @@ class _Demo:
             ]
             for stage, rank in enumerate(plan.machines[0])
         ]
-        columns = ["stage", "device", "speed", "measured power", "layers", "even split"]
-        columns += ["computes per step", "even split"]
-        _say(render("The devices, and the layers that each gets", columns, rows))
+        columns = ["stage", "device", "speed", "measured power"]
+        columns += ["layers", "even", "computes per step", "even"]
+        _say(render("The layers that each device gets, beside an even split", columns, rows))
         _say(PREDICTION.format(ratio=max(evenly) / max(ours)))
 
     def try_even_split(self, even: PipelinePlan) -> float:
@@ -155,9 +156,8 @@ class _Demo:
         if trainer.is_global_zero:
             self.plan_file.write_text(plan.to_json())
         after = trainer.validate(model, self.data, verbose=False)[0]
-        if len(progress.seconds) < self.size.steps:
-            limit = LONGEST_TRAINING.total_seconds()
-            _say(f"Stopped after {limit:.0f} s, so that this stays a short demo.")
+        if self.longest is not None and len(progress.seconds) < self.size.steps:
+            _say(f"Stopped after {self.longest.seconds} s, so that this stays a short demo.")
         _say(
             "Bits per byte of text that it was not trained on: "
             f"{before['val_bits_per_byte']:.2f} before, {after['val_bits_per_byte']:.2f} after."
@@ -208,7 +208,7 @@ class _Demo:
             devices=devices,
             strategy=strategy,
             max_steps=steps,
-            max_time=LONGEST_TRAINING,
+            max_time=self.longest,
             limit_val_batches=self.size.validation_batches,
             num_sanity_val_steps=0,
             gradient_clip_val=1.0,

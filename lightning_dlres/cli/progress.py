@@ -40,9 +40,9 @@ class StepProgress(Callback):
         if trainer.is_global_zero and self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=30),
+                BarColumn(bar_width=20),
                 MofNCompleteColumn(),
-                TextColumn("steps, {task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(),
                 console=self.console,
             )
@@ -59,7 +59,7 @@ class StepProgress(Callback):
         self._last = now
         if trainer.is_global_zero:
             bits = float(trainer.callback_metrics["train_loss"]) / math.log(2)
-            self._show(f"{self.seconds[-1]:.2f} s/step, {bits:.2f} bits per byte")
+            self._show(f"{self.seconds[-1]:.2f} s/step, {bits:.2f} bits/byte")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()

@@ -8,13 +8,13 @@ tensors as byte strings of their own, so that those land in their final memory w
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import msgspec
 import torch
 from torch import Tensor
 
-from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.tree import Structure, Tree, flatten, unflatten
 
 VERSION = 1
@@ -55,7 +55,7 @@ def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]
     structure, tensors = flatten(tree)
     headers, inline, large = [], bytearray(), []
     for tensor in tensors:
-        data = _as_bytes(tensor)
+        data = as_bytes(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         headers.append(
             TensorHeader(RAW, dtype, tuple(tensor.shape), data.numel(), tensor.requires_grad)
@@ -64,7 +64,14 @@ def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]
             inline += data.cpu().numpy().tobytes()
         else:
             large.append(data)
-    return _ENCODER.encode(Header(VERSION, key, structure, tuple(headers), bytes(inline))), large
+    header = Header(VERSION, key, structure, tuple(headers), bytes(inline))
+    try:
+        return _ENCODER.encode(header), large
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"A batch or output cannot be sent to another rank: {error}. Expected tensors, arrays, "
+            "numbers and ordinary strings in it."
+        ) from error
 
 
 def decode_header(data: bytes | bytearray | memoryview, peer: str) -> Header:
@@ -75,16 +82,17 @@ def decode_header(data: bytes | bytearray | memoryview, peer: str) -> Header:
     """
     try:
         header = _DECODER.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(
             f"{peer} sent a header that cannot be read ({error}): do all ranks run one version?"
         ) from None
-    if header.version != VERSION or any(
-        t.codec != RAW or not hasattr(torch, t.dtype) for t in header.tensors
-    ):
+    if header.version != VERSION or not all(_is_known(t) for t in header.tensors):
         raise ProtocolError(
             f"{peer} sent a payload of another version or codec: do all ranks run one version?"
         )
+    inline = sum(t.nbytes for t in header.tensors if t.nbytes <= INLINE_BYTES)
+    if inline != len(header.inline) or not all(_is_consistent(t) for t in header.tensors):
+        raise ProtocolError(f"{peer} sent a header that contradicts itself.")
     return header
 
 
@@ -111,8 +119,26 @@ def decode(header: Header, large: list[Tensor]) -> Tree:
     return unflatten(header.structure, tensors)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def _is_known(entry: TensorHeader) -> bool:
+    return entry.codec == RAW and isinstance(getattr(torch, entry.dtype, None), torch.dtype)
+
+
+def _is_consistent(entry: TensorHeader) -> bool:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    sizes_fit = min(entry.shape, default=0) >= 0
+    return sizes_fit and math.prod(entry.shape) * dtype.itemsize == entry.nbytes
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the contents of a tensor as a flat uint8 tensor, a view where that is possible.
+
+    Raises:
+        ProtocolError: the tensor is sparse or quantized.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ProtocolError(f"A tensor of layout {tensor.layout} cannot be sent; send it dense.")
-    flat: Any = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not data.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    # One element counts as contiguous at any stride, but can be seen as bytes at stride 1 only.
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)

@@ -23,8 +23,9 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 Tree = Any
 Structure = list[Any]
 
-_PLAIN = (type(None), bool, float, str, bytes)
+_PLAIN = (type(None), bool, float, bytes)
 _WORD = 1 << 63
+_LEAVES = ("t", "a", "g", "v", "i", "z", "s", "k")
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
@@ -41,10 +42,13 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
     """Build the tree that `flatten` took apart.
 
     Raises:
-        ProtocolError: the structure names a class that is not imported here or is not a container
-            of data.
+        ProtocolError: the structure is malformed, or names a class that is not imported here or is
+            not a container of data.
     """
-    return _build(structure, tensors)
+    try:
+        return _build(structure, tensors)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"The structure of a tree is malformed: {error!r}.") from error
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
@@ -65,6 +69,8 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
     if isinstance(node, (np.ndarray, np.generic)):
         tensors.append(_from_numpy(node))
         return ["g" if isinstance(node, np.generic) else "a", len(tensors) - 1]
+    if isinstance(node, str):
+        return ["v", _utf8(node)]
     if isinstance(node, _PLAIN):
         return ["v", node]
     if isinstance(node, int):
@@ -91,7 +97,10 @@ def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
         pairs = [
             [_describe(key, tensors), _describe(value, tensors)] for key, value in node.items()
         ]
-        return ["d", pairs] if kind is dict else ["m", _class_name(kind), pairs]
+        if kind is dict:
+            return ["d", pairs]
+        if _is_made_of_a_mapping(kind):
+            return ["m", _class_name(kind), pairs]
     raise ConfigError(
         f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: expected "
         "tensors, arrays, numbers, strings, and lists, tuples, dicts, named tuples, data classes "
@@ -99,10 +108,27 @@ def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
     )
 
 
+def _utf8(text: str) -> str:
+    try:
+        return text.encode().decode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"The string {text!r} cannot be sent to another rank: {error}. Convert it in the "
+            "dataset's collate function."
+        ) from error
+
+
+def _is_made_of_a_mapping(kind: Any) -> bool:
+    try:
+        return isinstance(kind({}), kind) and _resolve(_class_name(kind)) is kind
+    except (TypeError, ValueError, ProtocolError):
+        return False
+
+
 def _from_numpy(array: np.ndarray[Any, Any] | np.generic) -> Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"A NumPy array of dtype {array.dtype} cannot be sent to another rank: expected a "
             "numeric dtype. Convert it in the dataset's collate function."
@@ -114,6 +140,18 @@ def _class_name(kind: type) -> str:
 
 
 def _build(node: Structure, tensors: Sequence[Tensor]) -> Tree:
+    tag = node[0]
+    if tag in _LEAVES:
+        return _build_leaf(node, tensors)
+    if tag in ("l", "u"):
+        children = [_build(child, tensors) for child in node[1]]
+        return children if tag == "l" else tuple(children)
+    if tag == "d":
+        return {_build(key, tensors): _build(value, tensors) for key, value in node[1]}
+    return _build_object(node, tensors)
+
+
+def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
     tag = node[0]
     if tag == "t":
         return tensors[node[1]]
@@ -129,14 +167,12 @@ def _build(node: Structure, tensors: Sequence[Tensor]) -> Tree:
         return complex(node[1], node[2])
     if tag == "s":
         return torch.Size(node[1])
-    if tag == "k":
-        return torch.device(node[2]) if node[1] == "device" else getattr(torch, node[2])
-    if tag in ("l", "u"):
-        children = [_build(child, tensors) for child in node[1]]
-        return children if tag == "l" else tuple(children)
-    if tag == "d":
-        return {_build(key, tensors): _build(value, tensors) for key, value in node[1]}
-    return _build_object(node, tensors)
+    if node[1] == "device":
+        return torch.device(node[2])
+    dtype = getattr(torch, node[2])
+    if not isinstance(dtype, torch.dtype):
+        raise ProtocolError(f"{node[2]!r} arrived as a dtype, but is none.")
+    return dtype
 
 
 def _build_object(node: Structure, tensors: Sequence[Tensor]) -> Tree:

@@ -30,7 +30,7 @@ def measure_layers(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
     slowdown: float = 1.0,
-    repeats: int = 3,
+    repeats: int = 5,
 ) -> list[float]:
     """Return the seconds of one forward and backward of every layer on this device.
 
@@ -79,8 +79,9 @@ def powers_of(seconds: Sequence[Sequence[float]]) -> list[float]:
 
 def _replica(module: nn.Module, device: torch.device) -> nn.Module:
     replica = copy.deepcopy(module)
-    for name, child in replica.named_modules():
-        initialise(child, device, name)
+    with forked(device):
+        for name, child in replica.named_modules():
+            initialise(child, device, name)
     return replica.to(device).train()
 
 
@@ -91,7 +92,9 @@ def _run(
     context: Callable[[], AbstractContextManager[Any]],
 ) -> Tree:
     def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+        return (
+            tensor.detach().clone().requires_grad_(tensor.is_floating_point() and tensor.dim() > 0)
+        )
 
     leaves = map_tensors(leaf, inputs)
     with torch.enable_grad(), context():

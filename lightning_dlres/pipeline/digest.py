@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from lightning_dlres.core.payload import as_bytes
 from lightning_dlres.core.tree import Tree, flatten
 
 _WHOLE_BYTES = 1 << 20
@@ -31,10 +32,7 @@ def digest(tree: Tree) -> int:
 
 
 def _of_tensor(tensor: Tensor, value: int) -> int:
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if not data.numel():
-        return value
-    data = data.view(torch.uint8)
+    data = as_bytes(tensor)
     if data.numel() <= _WHOLE_BYTES:
         return zlib.crc32(data.cpu().numpy().tobytes(), value)
     words = (

@@ -87,14 +87,14 @@ class GradientSync:
         for position, parameters in reversed(list(enumerate(layer_parameters))):
             for parameter in parameters:
                 lowest[parameter] = position
-        own = [p for p in lowest if owners[p] == (stage,)]
+        own = {p: None for p in lowest if owners[p] == (stage,)}
         self._buckets = (
-            _fill_buckets(own, lowest, (stage,), bucket_bytes) if (stage,) in groups else []
+            _fill_buckets(list(own), lowest, (stage,), bucket_bytes) if (stage,) in groups else []
         )
         # Every holder must meet the others in one order: that of the parameters in the whole model,
         # which all ranks know.
         mine = set(lowest) | set(outer)
-        shared = [p for p in owners if p in mine and owners[p] != (stage,) and owners[p] in groups]
+        shared = [p for p in owners if p in mine and p not in own and owners[p] in groups]
         self._shared = [
             _Bucket(key, 0, [p for p in shared if owners[p] == key and p.dtype == dtype])
             for key in sorted({owners[p] for p in shared})

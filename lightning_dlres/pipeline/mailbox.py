@@ -260,7 +260,8 @@ class _Inbox:
         try:
             while (message := self._receive()) is not None:
                 self.items.put(message)
-        except (RuntimeError, ValueError, PeerError) as error:
+        except Exception as error:
+            # Whatever it is, the waiting thread must learn of it, not wait for a dead one.
             self.items.put(error)
 
     def _receive(self) -> tuple[Key, Tree] | None:
@@ -310,7 +311,10 @@ def wait_for(work: Any, what: str, timeout: float, check: Callable[[], None]) ->
             break
         time.sleep(pause)
         pause = min(pause * 1.5, 2e-3)
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLostError(f"A rank was lost while this one waited for {what}: {error}") from error
 
 
 def _completes(work: Any, seconds: float) -> bool:

@@ -9,7 +9,9 @@ stages or VMs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -59,24 +61,29 @@ def cut(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
     return parts
 
 
-def _cut_lists(node: list[object], samples: int, start: int, size: int) -> list[object]:
+def _cut_lists(node: list[Any], samples: int, start: int, size: int) -> list[Any]:
     tag, content = node[0], node[-1]
-    if not isinstance(content, list):
-        return node
-    if (
-        tag in ("l", "u")
-        and len(content) == samples
-        and all(child[0] in ("v", "i", "z") for child in content)
-    ):
-        return [tag, content[start : start + size]]
-    if tag in ("l", "u", "n"):
-        return [*node[:-1], [_cut_lists(child, samples, start, size) for child in content]]
-    if tag in ("d", "m", "c"):
-        return [
-            *node[:-1],
-            [[key, _cut_lists(value, samples, start, size)] for key, value in content],
-        ]
+    if tag in ("l", "u") and isinstance(content, list):
+        if len(content) == samples and not any(_holds_tensor(child) for child in content):
+            return [tag, content[start : start + size]]
+        return [tag, [_cut_lists(child, samples, start, size) for child in content]]
+    if tag == "n":
+        return [*node[:-1], [_cut_lists(child, samples, start, size) for child in node[2]]]
+    if tag in ("d", "m", "c") and isinstance(content, list):
+        pairs = [[key, _cut_lists(value, samples, start, size)] for key, value in content]
+        return [*node[:-1], pairs]
     return node
+
+
+def _holds_tensor(node: list[Any]) -> bool:
+    tag, content = node[0], node[-1]
+    if tag in ("d", "m"):
+        return any(_holds_tensor(child) for pair in content for child in pair)
+    if tag == "c":
+        return any(_holds_tensor(value) for _, value in content)
+    if tag in ("l", "u", "n"):
+        return any(_holds_tensor(child) for child in content)
+    return tag in ("t", "a", "g")
 
 
 def join(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
@@ -89,7 +96,8 @@ def join(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
     if len(parts) == 1:
         return parts[0]
     structures, tensors = zip(*(flatten(part) for part in parts), strict=True)
-    if any(structure != structures[0] for structure in structures):
+    # Compared as bytes, in which a NaN is like itself.
+    if len({msgspec.msgpack.encode(structure) for structure in structures}) > 1:
         raise UnsupportedStepError(
             "The pipelined module returns unlike structures for unlike micro-batches: return the "
             "same containers and plain values for every batch, or use microbatches=1."

@@ -8,12 +8,14 @@ optimizer, its name in the state dict and its place in user code, and costs no m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core._compat import copy_hooks
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import derive_seed, forked
 from lightning_dlres.pipeline.plan import PipelinePlan
@@ -37,11 +39,31 @@ class ModelLayers:
 
     def layer_of(self, name: str) -> int | None:
         """Return the layer to which a parameter, buffer or state dict key belongs; None if to
-        none."""
-        for index, layer in enumerate(self.names):
-            if name == layer or name.startswith(f"{layer}."):
-                return index
-        return None
+        none. A second name for a module inside a layer belongs to that layer."""
+        while name and name not in self._layer_by_module:
+            name = name.rpartition(".")[0]
+        return self._layer_by_module[name]
+
+    @cached_property
+    def _layer_by_module(self) -> dict[str, int | None]:
+        inside: dict[int, int] = {}
+        for index, layer in enumerate(self.modules):
+            for module in layer.modules():
+                inside.setdefault(id(module), index)
+        found = {}
+        for name, module in self.root.named_modules(remove_duplicate=False):
+            named = [i for i, n in enumerate(self.names) if name == n or name.startswith(f"{n}.")]
+            found[name] = named[0] if named else inside.get(id(module))
+        return found
+
+    def stages_of_module(self, plan: PipelinePlan) -> dict[nn.Module, set[int]]:
+        """Return for every module the stages that run it; all of them for those outside."""
+        stages: dict[nn.Module, set[int]] = {}
+        for name, module in self.root.named_modules(remove_duplicate=False):
+            layer = self._layer_by_module[name]
+            held = range(plan.stages) if layer is None else (plan.stage_of(layer),)
+            stages.setdefault(module, set()).update(held)
+        return stages
 
     def parameter_bytes(self) -> list[int]:
         """Return the bytes of every layer's parameters; a tied one counts where it is first
@@ -57,9 +79,8 @@ class ModelLayers:
     def owners(self, plan: PipelinePlan) -> Owners:
         """Return the stages that hold each parameter, ascending.
 
-        A parameter that belongs to no layer is used by the steps themselves, which every rank runs:
-            all stages hold it. A
-        parameter that layers of several stages share is held by each of them.
+        A parameter that belongs to no layer is used by the steps themselves, which every rank
+        runs: all stages hold it. A parameter that layers of several stages share is held by each.
         """
         stages: dict[nn.Parameter, set[int]] = {}
         for name, parameter in self.root.named_parameters(remove_duplicate=False):
@@ -76,17 +97,9 @@ class ModelLayers:
 
     def outer(self) -> list[nn.Parameter]:
         """Return the trainable parameters that the steps use outside of the layers."""
-        return [
-            p
-            for name, p in self.root.named_parameters()
-            if p.requires_grad and self.layer_of(name) is None
-        ]
-
-
-def is_partitioned(root: nn.Module) -> bool:
-    """Whether some, but not all, parameters are without storage."""
-    meta = {p.is_meta for p in root.parameters()}
-    return meta == {True, False}
+        named = self.root.named_parameters(remove_duplicate=False)
+        outside = dict.fromkeys(p for name, p in named if self.layer_of(name) is None)
+        return [p for p in outside if p.requires_grad]
 
 
 def is_on_meta(root: nn.Module) -> bool:
@@ -102,7 +115,10 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
             it cannot be swapped.
     """
     replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
+    # The swap exchanges class, attributes and hooks as well.
+    replacement.__class__ = type(parameter)
     replacement.__dict__.update(parameter.__dict__)
+    copy_hooks(parameter, replacement)
     parameter.grad = None
     try:
         torch.utils.swap_tensors(parameter, replacement)
@@ -124,13 +140,12 @@ def partition(
                 replace_storage(parameter, torch.empty_like(parameter, device="meta"))
         elif not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)
-    for module, name, buffer, layer in _buffers(layers):
-        held = layer is None or plan.stage_of(layer) == stage
-        if buffer.is_meta and held:
-            continue
+    for module, stages in layers.stages_of_module(plan).items():
+        held = stage in stages
         target = device if held else torch.device("meta")
-        if buffer.device != target:
-            setattr(module, name, buffer.to(target))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device != target and not (buffer.is_meta and held):
+                setattr(module, name, buffer.to(target))
 
 
 def materialise(
@@ -181,11 +196,16 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
             "reset_parameters method, or load a checkpoint that was made elsewhere into a model "
             "built on the CPU."
         )
+    # A tied weight that another module has initialised keeps its values.
+    known = [(p, p.detach().clone()) for p in module.parameters(recurse=False) if not p.is_meta]
     for parameter in parameters:
         replace_storage(parameter, torch.empty_like(parameter, device=device))
     for key, buffer in buffers:
         setattr(module, key, torch.empty_like(buffer, device=device))
     reset()
+    with torch.no_grad():
+        for parameter, value in known:
+            parameter.copy_(value)
 
 
 def held_tensors(
@@ -196,19 +216,14 @@ def held_tensors(
     held: dict[str, Tensor] = {
         n: p for n, p in layers.root.named_parameters() if stage in owners[p]
     }
-    for name, buffer in layers.root.named_buffers():
-        layer = layers.layer_of(name)
-        if layer is None or plan.stage_of(layer) == stage:
-            held[name] = buffer
+    stages = layers.stages_of_module(plan)
+    for prefix, module in layers.root.named_modules():
+        if stage in stages[module]:
+            for name, buffer in module.named_buffers(recurse=False):
+                held[f"{prefix}.{name}" if prefix else name] = buffer
     return held
 
 
 def resident_parameter_bytes(root: nn.Module) -> int:
     """Return the bytes of parameters that have storage in this process."""
     return sum(p.numel() * p.element_size() for p in root.parameters() if not p.is_meta)
-
-
-def _buffers(layers: ModelLayers) -> Iterator[tuple[nn.Module, str, Tensor, int | None]]:
-    for prefix, module in layers.root.named_modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            yield module, name, buffer, layers.layer_of(f"{prefix}.{name}" if prefix else name)

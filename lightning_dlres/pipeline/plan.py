@@ -18,7 +18,7 @@ from lightning_dlres.core.units import format_bytes
 
 class LayerProfile(msgspec.Struct, frozen=True):
     """What is known of one layer: its name, its parameter bytes, and the seconds of one forward and
-    backward on a device of power 1 (0 where it was not measured)."""
+    backward of the profiled samples on a device of power 1 (0 where it was not measured)."""
 
     name: str
     parameter_bytes: int = 0
@@ -53,7 +53,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"plan: got ranks {ranks} in machines, expected each of 0 to {len(ranks) - 1} once."
             )
-        if min(self.split) < 1:
+        if not self.split or min(self.split) < 1:
             raise ConfigError(
                 f"plan: got split {list(self.split)}, expected at least one layer in every stage."
             )
@@ -61,6 +61,12 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"plan: got split {list(self.split)} for {sum(self.split)} layers, but the model "
                 f"has {len(self.layers)}."
+            )
+
+        if self.powers and (len(self.powers) != len(ranks) or min(self.powers) <= 0):
+            raise ConfigError(
+                f"plan: got powers {list(self.powers)}, expected a positive one for each of the "
+                f"{len(ranks)} ranks, or none."
             )
 
     @property
@@ -93,7 +99,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         return next(stage for stage in range(self.stages) if layer in self.layers_of(stage))
 
     def stage_seconds(self, split: Sequence[int] | None = None) -> list[float]:
-        """Return the seconds that each stage computes per micro-batch, by the profile, under this
+        """Return the seconds that each stage computes for the profiled samples, under this
         or another split."""
         counts, seconds, first = split or self.split, [], 0
         for stage, count in enumerate(counts):
@@ -125,7 +131,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             profiles = self.layers[layers.start : layers.stop]
             ranks = [machine[stage] for machine in self.machines]
             power = ", ".join(f"{self.powers[rank]:.2f}" for rank in ranks) if self.powers else "-"
-            names = f"{profiles[0].name} .. {profiles[-1].name}" if profiles else "-"
+            ends = dict.fromkeys(profile.name for profile in (*profiles[:1], *profiles[-1:]))
+            names = " .. ".join(ends) or "-"
             size = (
                 format_bytes(sum(layer.parameter_bytes for layer in profiles)) if profiles else "-"
             )
@@ -140,7 +147,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             "layers",
             "names",
             "parameters",
-            "time per micro-batch",
+            "profiled time",
         ]
         return render("Pipeline plan", columns, rows)
 
@@ -157,7 +164,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             return msgspec.json.decode(text, type=PipelinePlan)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"plan: cannot be read: {error}. Expected the JSON that PipelinePlan.to_json "
                 "writes."

@@ -8,6 +8,7 @@ stages are the most alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -29,14 +30,17 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
         ConfigError: fewer layers than stages, or a power or time that is not a positive number.
     """
     layers, stages = len(work), len(powers)
-    if layers < stages:
+    if not 1 <= stages <= layers:
         raise ConfigError(
             f"Got {layers} layers for {stages} stages, expected at least one layer per stage."
         )
-    if any(not p > 0 for p in powers) or any(not w >= 0 for w in work):
+    if not all(p > 0 for p in powers) or not all(w >= 0 for w in work):
         raise ConfigError(
-            f"Got powers {list(powers)} and work {list(work)}, expected positive numbers."
+            f"Got powers {list(powers)}, work {list(work)}, expected positive numbers."
         )
+    worst = sum(work) / min(powers)
+    if not math.isfinite(worst * worst * stages):
+        raise ConfigError(f"Got powers {list(powers)}, work {list(work)}, expected finite numbers.")
     costs = list(work) if any(work) else [1.0] * layers
     prefix = [0.0]
     for cost in costs:

@@ -38,6 +38,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # An output that is not used has no gradient, not one of zeros.
+        ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -68,7 +70,8 @@ class GradientBuffer:
         elif parameter in self._ours and not gradient.is_sparse:
             total.add_(gradient)
         else:
-            self.gradients[parameter] = total + gradient
+            sparse_first = total.is_sparse and not gradient.is_sparse
+            self.gradients[parameter] = gradient + total if sparse_first else total + gradient
             self._ours.add(parameter)
 
 
@@ -93,6 +96,7 @@ class Stage:
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._layers = layers
+        self.parameters = list(dict.fromkeys(p for some in parameters for p in some))
         self._parameters = parameters
         self._first_layer = first_layer
         self._device = device

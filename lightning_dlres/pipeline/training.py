@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core._compat import hooks_suspended
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.mailbox import Channel
 from lightning_dlres.pipeline.microbatch import cut, join, share
@@ -96,7 +97,8 @@ class TrainingStep:
                 and peer.
         """
         try:
-            return self._run(batch_digest)
+            with hooks_suspended([*self.stage.parameters, *self.runtime.outer]):
+                return self._run(batch_digest)
         except BaseException:
             self.stage.forget()
             raise

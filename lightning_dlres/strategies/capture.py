@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.partition import ModelLayers
@@ -54,7 +55,10 @@ class PipelinedModule:
 
         Inside the handler the module is itself again, so that its layers can run.
         """
+        in_list = isinstance(self.module, nn.ModuleList)
         targets = list(self.module) if isinstance(self.module, nn.ModuleList) else [self.module]
+        # The user's hooks on a list's members fire where the members run, not for stand-ins.
+        attribute = _compat.CALL if in_list else "forward"
 
         def handle(inputs: Tree) -> Tree:
             uninstall()
@@ -69,17 +73,17 @@ class PipelinedModule:
             forwards = [_one_argument(self.path, handle)]
         else:
             forwards = [lambda *args, **kwargs: handle((args, kwargs))]
-        saved = [module.__dict__.get("forward") for module in targets]
+        saved = [module.__dict__.get(attribute) for module in targets]
 
         def install() -> None:
             for module, forward in zip(targets, forwards, strict=True):
-                module.__dict__["forward"] = forward
+                module.__dict__[attribute] = forward
 
         def uninstall() -> None:
             for module, forward in zip(targets, saved, strict=True):
-                module.__dict__.pop("forward", None)
+                module.__dict__.pop(attribute, None)
                 if forward is not None:
-                    module.__dict__["forward"] = forward
+                    module.__dict__[attribute] = forward
 
         install()
         try:
@@ -103,6 +107,8 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
     if path is None:
         path = _find(root)
     try:
+        if not path:
+            raise AttributeError("an empty name")
         module = root.get_submodule(path)
     except AttributeError as error:
         names = [
@@ -209,6 +215,8 @@ class _Token:
             else UnsupportedStepError("A pipelined list's output was used in between.")
         )
 
+    __hash__ = object.__hash__
+
     def _misuse(self) -> UnsupportedStepError:
         path, index = self.__dict__["path"], self.__dict__["index"]
         return UnsupportedStepError(
@@ -219,11 +227,31 @@ class _Token:
         )
 
 
+def _explain(token: _Token, *args: Any) -> Any:
+    raise token._misuse()
+
+
+# Operators look for these in the class, past __getattr__.
+for _operator in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv"),
+    *("floordiv", "mod", "pow", "rpow", "neg", "pos", "abs", "invert", "and", "or", "xor"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "float", "int", "index"),
+    *("len", "iter", "getitem", "setitem", "contains", "call", "iadd", "isub", "imul"),
+):
+    setattr(_Token, f"__{_operator}__", _explain)
+
+
 def _chain(path: str, count: int, handler: Handler) -> list[Callable[..., Tree]]:
     state: dict[str, Any] = {}
 
     def link(index: int) -> Callable[..., Tree]:
-        def forward(first: Any, *args: Any, **kwargs: Any) -> Tree:
+        def forward(*positional: Any, **kwargs: Any) -> Tree:
+            if not positional:
+                raise UnsupportedStepError(
+                    f"'{path}.{index}' was called with keyword arguments only, expected its "
+                    "input as the first positional argument."
+                )
+            first, args = positional[0], positional[1:]
             if index == 0:
                 state.update(next=0, inputs=(first, args, kwargs), token=first)
             _check_link(path, index, first, args, kwargs, state)

@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dlres import _compat
 from lightning_dlres.core.tree import Tree, map_tensors
 
-Snapshot = dict[str, tuple[dict[str, Any], int, Any]]
+Snapshot = dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]]
 
 
 class MetricStates:
@@ -41,16 +41,15 @@ class MetricStates:
         return None
 
     def snapshot(self) -> Snapshot:
-        """Return copies of all states."""
+        """Return all states."""
         self._unlink()
-        return {
-            n: (_copy(m.metric_state), *_compat.metric_progress(m)) for n, m in self.metrics.items()
-        }
+        return {name: self._state_of(metric) for name, metric in self.metrics.items()}
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put back what `snapshot` returned."""
-        for name, (state, updates, last_value) in snapshot.items():
-            self._set(name, _copy(state), updates, last_value)
+        for name, (state, numbers, updates, last_value) in snapshot.items():
+            self._set(name, {k: _kept(v) for k, v in state.items()}, updates, last_value)
+            vars(self.metrics[name]).update(numbers)
 
     def reset(self) -> None:
         """Start all metrics anew."""
@@ -71,20 +70,26 @@ class MetricStates:
         self._unlink()
         changes = {}
         for name, metric in self.metrics.items():
-            before, updates_before, value_before = base[name]
-            updates, last_value = _compat.metric_progress(metric)
-            if updates != updates_before or last_value is not value_before:
-                grown = updates > updates_before
-                state = {k: _delta(v, before[k], grown) for k, v in metric.metric_state.items()}
-                changes[name] = [state, updates, _copy(last_value)]
+            before, numbers_before, updates_before, value_before = base[name]
+            state, numbers, updates, last_value = self._state_of(metric)
+            deltas = {k: d for k, v in state.items() if (d := _delta(v, before[k])) is not None}
+            counted = updates != updates_before or numbers != numbers_before
+            if deltas or counted or last_value is not value_before:
+                changes[name] = [deltas, numbers, updates, _copy(last_value)]
         return changes
 
     def apply(self, changes: Tree) -> None:
         """Follow the changes of another rank."""
-        for name, (state, updates, last_value) in changes.items():
+        for name, (deltas, numbers, updates, last_value) in changes.items():
             current = self.metrics[name].metric_state
-            new = {key: _grown(current[key], start, value) for key, (start, value) in state.items()}
+            new = {k: _grown(current[k], start, value) for k, (start, value) in deltas.items()}
             self._set(name, new, updates, last_value)
+            vars(self.metrics[name]).update(numbers)
+
+    def _state_of(self, metric: Metric) -> tuple[dict[str, Any], dict[str, Any], int, Any]:
+        state = {key: _kept(value) for key, value in metric.metric_state.items()}
+        numbers = {k: v for k, v in vars(metric).items() if type(v) in (int, float)}
+        return (state, numbers, *_compat.metric_progress(metric))
 
     def part(self) -> Tree:
         """Return the state that metrics have gathered since `reset`, over some micro-batches."""
@@ -132,10 +137,19 @@ def _copy(state: Any) -> Any:
     return map_tensors(lambda t: t.detach().clone(), state)
 
 
-def _delta(value: Any, before: Any, grown: bool) -> list[Any]:
-    if isinstance(value, list) and isinstance(before, list) and grown and len(value) >= len(before):
-        return [len(before), _copy(value[len(before) :])]
-    return [0, _copy(value)]
+def _kept(value: Any) -> Any:
+    # Tensors are updated in place; the elements of a list are not.
+    return list(value) if isinstance(value, list) else value.detach().clone()
+
+
+def _delta(value: Any, before: Any) -> list[Any] | None:
+    """Return [number of list elements that stay, what is new], or None if nothing is."""
+    if not isinstance(value, list) or not isinstance(before, list):
+        same = isinstance(before, Tensor) and value.shape == before.shape
+        return None if same and torch.equal(value, before) else [0, _copy(value)]
+    stays = len(before) if all(a is b for a, b in zip(before, value, strict=False)) else 0
+    stays = stays if len(value) >= len(before) else 0
+    return None if stays == len(value) == len(before) else [stays, _copy(value[stays:])]
 
 
 def _grown(current: Any, start: int, value: Any) -> Any:

@@ -12,12 +12,15 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.rng import forked
 
 _STEPS = 3
+_TRIAL_RATE = 0.1
+_NOT_OPTIONS = ("params", "initial_lr", "param_names")
 
 
 def require_separable(optimizer: Optimizer) -> None:
@@ -26,10 +29,10 @@ def require_separable(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: it does not.
     """
-    kind = type(optimizer)
+    kind: Any = type(optimizer)
     try:
-        together = _trial(optimizer, [0, 1])
-        alone = [_trial(optimizer, [0])[0], _trial(optimizer, [1])[0]]
+        with forked(torch.device("cpu")):
+            separable = all(_is_separable(kind, options) for options in _settings(optimizer))
     except _NeedsClosure:
         raise ConfigError(
             f"{kind.__name__} needs a closure in every step, because it evaluates the loss over "
@@ -44,7 +47,7 @@ def require_separable(optimizer: Optimizer) -> None:
             stacklevel=2,
         )
         return
-    if any(not torch.equal(a, b) for a, b in zip(together, alone, strict=True)):
+    if not separable:
         raise ConfigError(
             f"{kind.__name__} computes something over all parameters at once; a stage has only "
             "its own, so every stage would take another step. Use an optimizer that treats "
@@ -56,21 +59,30 @@ class _NeedsClosure(Exception):
     pass
 
 
-def _trial(optimizer: Optimizer, which: list[int]) -> list[torch.Tensor]:
-    """Return two small parameters, or one of them, after a few steps of an optimizer of this class
-    and these settings."""
-    values = [torch.linspace(-1.0, 1.0, 12).view(3, 4), torch.linspace(5.0, 9.0, 12).view(3, 4)]
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of every parameter group, with a learning rate that moves something."""
+    found = []
+    for group in optimizer.param_groups:
+        kept = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
+        options = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in kept.items()}
+        found.append({**copy.deepcopy(options), "lr": _TRIAL_RATE})
+    return found
+
+
+def _is_separable(kind: Any, options: dict[str, Any]) -> bool:
+    together = _trial(kind, options, [0, 1])
+    alone = [_trial(kind, options, [0])[0], _trial(kind, options, [1])[0]]
+    return all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+def _trial(kind: Any, options: dict[str, Any], which: list[int]) -> list[Tensor]:
+    """Return two small parameters, or one of them, after a few steps with these options."""
+    values = [
+        torch.linspace(-1.0, 1.0, 12).view(3, 4),
+        torch.linspace(5.0, 9.0, 12).view(3, 4),
+    ]
     parameters = [nn.Parameter(values[i].clone()) for i in which]
-    options: dict[str, Any] = {
-        k: copy.deepcopy(v)
-        for k, v in optimizer.param_groups[0].items()
-        if k not in ("params", "initial_lr", "param_names")
-    }
-    options = {
-        k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()
-    }
-    kind: Any = type(optimizer)
-    trial = kind([{"params": parameters, **options}], lr=options.get("lr", 1e-3))
+    trial = kind([{"params": parameters, **copy.deepcopy(options)}], lr=_TRIAL_RATE)
     with torch.enable_grad():
         for step in range(_STEPS):
             for i, parameter in zip(which, parameters, strict=True):
@@ -88,7 +100,7 @@ def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if (
-                isinstance(value, torch.Tensor)
+                isinstance(value, Tensor)
                 and value.shape == parameter.shape
                 and value.device != device
             ):

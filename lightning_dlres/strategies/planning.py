@@ -19,10 +19,10 @@ from lightning_dlres.pipeline.cluster import measure_layers, powers_of
 from lightning_dlres.pipeline.plan import LayerProfile, PipelinePlan
 from lightning_dlres.pipeline.planner import proportional_split
 from lightning_dlres.strategies.capture import PipelinedModule
+from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.step import LightningStep, StepContext
 
 Machines = tuple[tuple[int, ...], ...]
-Gather = Callable[[list[float]], list[list[float]]]
 
 
 def require_layers(pipelined: PipelinedModule, stages: int) -> None:
@@ -78,18 +78,21 @@ def measured_plan(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
     slowdown: float,
-    gather: Gather,
+    connection: Connection,
 ) -> PipelinePlan:
     """Measure every layer on every rank (E1), and split in proportion to power (E2); called by all
     ranks.
 
     Args:
         inputs: what the first layer is called with, for a few samples.
-        gather: returns every rank's numbers.
     """
-    layers = pipelined.layers
-    mine = measure_layers(layers.modules, pipelined.bind, inputs, device, context, slowdown)
-    seconds = gather(mine)
+    layers, mine = pipelined.layers, list[float]()
+    for turn in range(connection.world_size):
+        # CPU ranks may share cores: one at a time. Other devices are their ranks' own.
+        if turn == (connection.rank if device.type == "cpu" else 0):
+            mine = measure_layers(layers.modules, pipelined.bind, inputs, device, context, slowdown)
+        connection.any_rank(False)
+    seconds = connection.gather(mine)
     powers = powers_of(seconds)
     best = seconds[powers.index(max(powers))]
     return _split(pipelined, machines, best, powers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dlres import _compat
@@ -51,6 +52,9 @@ from lightning_dlres.strategies.planning import (
 from lightning_dlres.strategies.precision import clipping_over_stages, loss_scale
 from lightning_dlres.strategies.step import StepContext
 from lightning_dlres.strategies.steps import StepRunner
+
+# Models made on the meta device, whose parameters stay where they were trained.
+_LEFT_PARTITIONED: WeakSet[nn.Module] = WeakSet()
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
@@ -98,13 +102,16 @@ class PipelineRun:
         """Plan, and leave on this rank what its stage holds; called by all ranks."""
         self.step_context = self._precision.train_step_context
         self.plan = self._make_plan(trainer, previous)
-        rank_zero_info(f"\n{self.plan.table()}")
+        if self.plan != previous:
+            rank_zero_info(f"\n{self.plan.table()}")
         _, self.stage = self.plan.place(self._connection.rank)
         self.owners = self._layers.owners(self.plan)
         self.seed = int(self._connection.broadcast(torch.initial_seed() % (1 << 62), 0))
         mailbox = self._connection.mailbox
         if self.whole:
             spread_from_rank_zero(self._layers, self.owners, self.plan, mailbox)
+        elif self.module in _LEFT_PARTITIONED:
+            self._require_own_parameters()
         partition(self._layers, self.owners, self.plan, self.stage, self._device)
         if not self.whole:
             materialise(self._layers, self.plan, self.owners, self.stage, self._device, self.seed)
@@ -175,6 +182,8 @@ class PipelineRun:
         leaves whole."""
         if orderly and self.whole:
             make_whole(self._layers, self.owners, self.plan, self._connection.mailbox)
+        elif not self.whole:
+            _LEFT_PARTITIONED.add(self.module)
         self._undo.close()
 
     def gather_model_state(self, state: dict[str, Any], mailbox: Mailbox) -> dict[str, Any]:
@@ -213,16 +222,30 @@ class PipelineRun:
         meta = {k for k, value in mine.items() if isinstance(value, Tensor) and value.is_meta}
         self.module.load_state_dict({k: given[k] for k in both - meta}, strict=False)
 
+    def _require_own_parameters(self) -> None:
+        lost = [n for n, p in self.module.named_parameters() if p.is_meta and self._holds(p)]
+        if lost:
+            raise ConfigError(
+                f"{type(self.module).__name__} was left partitioned by an earlier run with another "
+                f"split; stage {self.stage} would have to invent {lost[:3]}. Use the same Trainer, "
+                "or load a checkpoint into a new model."
+            )
+
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        return self.stage in self.owners[parameter]
+
     def _make_plan(self, trainer: Trainer, previous: PipelinePlan | None) -> PipelinePlan:
         world_size = self._connection.world_size
         machines = self._options.machines(world_size)
         require_layers(self.pipelined, len(machines[0]))
         if self._options.plan is not None:
             return adopt_plan(self._options.plan, self.pipelined, world_size)
-        if previous is not None and _names(previous) == self._layers.names:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        fits = previous is not None and _names(previous) == self._layers.names
+        if previous is not None and fits and (previous.powers or not fitting):
             return previous
         inputs = None
-        if trainer.state.fn == TrainerFn.FITTING and len(machines[0]) > 1:
+        if fitting and len(machines[0]) > 1:
             inputs = self._profiling_inputs(trainer)
         if inputs is None:
             return unmeasured_plan(self.pipelined, machines)
@@ -235,7 +258,7 @@ class PipelineRun:
             self._device,
             self._current_context,
             self._slowdown,
-            self._connection.gather,
+            self._connection,
         )
 
     def _profiling_inputs(self, trainer: Trainer) -> Tree:

@@ -128,7 +128,6 @@ def test_each_layer_is_bound_by_its_index() -> None:
     assert bound == [(0, False), (1, False), (2, False)], "copies, never the module itself"
 
 
-@pytest.mark.xfail(reason="reset_parameters draws from the global generator")
 def test_measuring_without_storage_leaves_the_generator_alone() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
@@ -137,9 +136,6 @@ def test_measuring_without_storage_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-@pytest.mark.xfail(
-    raises=RuntimeError, reason="NumPy numbers count as tensors that want a gradient"
-)
 def test_numpy_numbers_beside_the_activations() -> None:
     class Scaled(nn.Linear):
         def forward(self, inputs: tuple[Tensor, Any]) -> Tensor:  # type: ignore[override]

@@ -133,7 +133,6 @@ def test_machines_and_stages(pool: RankPool) -> None:
     assert_sums(pool, arrange(4, 2), (1, 3), bucket_bytes=40)
 
 
-@pytest.mark.xfail(reason="with a single stage nobody sums what lies outside of the layers")
 def test_machines_of_one_stage_sum_what_lies_outside_of_the_layers(pool: RankPool) -> None:
     assert_sums(pool, ((0,), (1,)), (4,))
 

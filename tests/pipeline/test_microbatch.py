@@ -134,7 +134,6 @@ def test_unlike_outputs_cannot_be_joined() -> None:
         join([(torch.ones(1), None), (torch.ones(1), torch.ones(1))], [1, 1])
 
 
-@pytest.mark.xfail(reason="inner lists are cut instead of the outer one")
 @pytest.mark.parametrize(
     "whole", [[["a", "b"], ["c", "d"]], [["a"], ["b"]], [{"id": 1}, {"id": 2}]], ids=str
 )
@@ -142,6 +141,5 @@ def test_lists_of_plain_data_for_every_sample_are_cut(whole: list[Any]) -> None:
     assert cut([torch.zeros(2), whole], [1, 1])[1][1] == whole[1:]
 
 
-@pytest.mark.xfail(reason="a NaN is unlike itself", raises=UnsupportedStepError)
 def test_a_nan_in_all_parts_is_no_difference() -> None:
     join([(torch.ones(1), float("nan")), (torch.ones(1), float("nan"))], [1, 1])

@@ -195,15 +195,11 @@ def plainly(layers: Layers, inputs: Tensor, microbatch: int = 0) -> tuple[Tensor
     return x.detach(), leaf.grad
 
 
-ZERO = pytest.mark.xfail(
-    reason="a parameter behind an unused output gets zeros instead of no gradient"
-)
-CASES = [pytest.param(name, marks=[ZERO] if name == "unused outputs" else []) for name in NETWORKS]
 SPLITS = [lambda n: (n,), lambda n: (1, n - 1), lambda n: (n - 1, 1), lambda n: (1,) * n]
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "it does not"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_backward_is_that_of_autograd(name: str, wanted: bool) -> None:
     torch.manual_seed(1)
     x = torch.randn(4, 6, requires_grad=wanted)
@@ -363,7 +359,6 @@ def test_sparse_gradients_add_up() -> None:
     assert torch.equal(dense, torch.ones(3, 2))
 
 
-@pytest.mark.xfail(raises=RuntimeError, reason="torch adds a sparse to a dense, not the reverse")
 def test_a_dense_gradient_after_a_sparse_one() -> None:
     assert float(total_of(sparse(), torch.ones(3, 2)).sum()) == 8.0
 
