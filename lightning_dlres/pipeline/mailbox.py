@@ -25,6 +25,7 @@ from lightning_dlres.core import payload
 from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.leftover import leave_behind
 
 Key = tuple[str | int, ...]
 
@@ -155,14 +156,16 @@ class Mailbox:
                 self._outbox(rank, channel).put(key, header, copies)
 
     def close(self, orderly: bool) -> None:
-        """End the threads. In an orderly end every rank calls it; otherwise connections are left to
-        break."""
+        """End the threads, which every rank does; a rank that failed may be gone, and what waits
+        for it is left behind."""
         for outbox in self._outboxes.values():
-            outbox.finish(orderly)
-        if orderly:
-            senders = [outbox.thread for outbox in self._outboxes.values()]
-            for thread in (*senders, *(inbox.thread for inbox in self._inboxes.values())):
-                thread.join(self.timeout)
+            outbox.finish()
+        senders = [outbox.thread for outbox in self._outboxes.values()]
+        threads = [*senders, *(inbox.thread for inbox in self._inboxes.values())]
+        deadline = time.monotonic() + (self.timeout if orderly else _LAST_WORDS_SECONDS)
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        leave_behind([thread for thread in threads if thread.is_alive()])
         self._outboxes.clear()
         self._inboxes.clear()
 
@@ -186,14 +189,9 @@ class _Outbox:
         peer: str,
         tracer: Tracer,
     ) -> None:
-        self._group, self._destination, self._channel, self._peer, self._tracer = (
-            group,
-            destination,
-            channel,
-            peer,
-            tracer,
-        )
-        self._items: queue.SimpleQueue[tuple[bytes, list[Tensor], Key] | bool] = queue.SimpleQueue()
+        self._group, self._destination, self._channel = group, destination, channel
+        self._peer, self._tracer = peer, tracer
+        self._items: queue.SimpleQueue[tuple[bytes, list[Tensor], Key] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.thread = threading.Thread(
             target=self._run, name=f"send-{channel.name}-{destination}", daemon=True
@@ -207,15 +205,14 @@ class _Outbox:
             ) from self._failure
         self._items.put((header, large, key))
 
-    def finish(self, orderly: bool) -> None:
-        self._items.put(orderly)
+    def finish(self) -> None:
+        self._items.put(None)
 
     def _run(self) -> None:
         try:
-            while not isinstance(item := self._items.get(), bool):
+            while (item := self._items.get()) is not None:
                 self._send(*item)
-            if item:
-                self._write(_frame(b""))
+            self._write(_frame(b""))
         except (RuntimeError, ValueError, PeerError) as error:
             self._failure = error
 
@@ -243,13 +240,8 @@ class _Inbox:
     def __init__(
         self, group: dist.ProcessGroup, source: int, channel: Channel, peer: str, tracer: Tracer
     ) -> None:
-        self._group, self._source, self._channel, self._peer, self._tracer = (
-            group,
-            source,
-            channel,
-            peer,
-            tracer,
-        )
+        self._group, self._source, self._channel = group, source, channel
+        self._peer, self._tracer = peer, tracer
         self.items: queue.SimpleQueue[tuple[Key, Tree] | BaseException] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=self._run, name=f"receive-{channel.name}-{source}", daemon=True

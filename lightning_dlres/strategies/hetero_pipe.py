@@ -3,6 +3,7 @@ LightningModule (Methods D, E)."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -192,6 +193,8 @@ class HeteroPipeStrategy(ParallelStrategy):
             self.root_device,
             self._options.timeout,
         )
+        # Every rank logs the value of the whole batch: there is nothing that sync_dist could add.
+        warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
         self._born_on_meta = None
         self._connection = self._connect()
 

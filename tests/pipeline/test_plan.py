@@ -79,7 +79,7 @@ def test_the_table_says_what_a_reader_wants_to_know() -> None:
         "layers",
         "names",
         "parameters",
-        "time per micro-batch",
+        "profiled time",
     ]
     assert [cell.strip() for cell in first.strip("|").split("|")] == [
         "0",

@@ -250,7 +250,7 @@ def misuse(step: Callable[[Any], Any]) -> None:
         (lambda b: b[1](X), TURN),
         (lambda b: b[2](b[0](X)), TURN),
         (lambda b: b[1](b[1](b[0](X))), TURN),
-        (lambda b: b[0](X) and b[1](X), TURN),
+        (lambda b: b[0](X) and b[1](X), ALONE),
         (lambda b: b[1](b[0](X), 2.0), OTHER),
         (lambda b: b[1](b[0](X, shift=SHIFT), shift=SHIFT.clone()), OTHER),
         (lambda b: b[1](b[0](X, 2.0), factor=2.0), OTHER),

@@ -186,7 +186,7 @@ class Noisy(NormalizedSGD):
 
 
 def test_the_trial_leaves_the_generator_alone() -> None:
-    before = torch.get_rng_state()
+    optimizer, before = Noisy(parameters()), torch.get_rng_state()
     with contextlib.suppress(ConfigError):
-        require_separable(Noisy(parameters()))
+        require_separable(optimizer)
     assert torch.equal(torch.get_rng_state(), before)
