@@ -163,8 +163,9 @@ def header(
     version: int = payload.VERSION,
     codec: str = payload.RAW,
     inline: bytes = b"a",
+    wanted: bool = False,
 ) -> bytes:
-    tensors = [[codec, dtype, shape, nbytes, False]]
+    tensors = [[codec, dtype, shape, nbytes, wanted]]
     return msgspec.msgpack.encode([version, KEY, structure, tensors, inline])
 
 
@@ -219,3 +220,9 @@ def test_layouts_without_plain_memory_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_a_column_of_a_single_row_arrives(dtype: torch.dtype) -> None:
     assert_arrives(torch.ones(1, 4, dtype=dtype)[:, 0])
+
+
+@pytest.mark.xfail(raises=RuntimeError, reason="torch's own error")
+def test_a_gradient_wanted_for_whole_numbers_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError):
+        decode(decode_header(header(wanted=True), "stage 1"), [])

@@ -333,3 +333,37 @@ def test_a_parameter_keeps_its_class_and_hooks() -> None:
     parameter.sum().backward()
     assert type(parameter) is Tagged
     assert calls
+
+
+@pytest.mark.xfail(raises=RuntimeError, reason="a hook cannot be registered on a frozen parameter")
+def test_a_hook_on_what_was_frozen_afterwards() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda gradient: gradient)
+    replace_storage(parameter.requires_grad_(False), torch.empty(2, device="meta"))
+    assert parameter.is_meta
+
+
+@pytest.mark.xfail(reason="the handle knows the hooks of before")
+def test_a_hook_can_still_be_removed() -> None:
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    handle = parameter.register_hook(lambda gradient: calls.append(1))
+    replace_storage(parameter, torch.zeros(2))
+    handle.remove()
+    parameter.sum().backward()
+    assert not calls
+
+
+@pytest.mark.xfail(reason="a second name counts as no use of its own")
+def test_a_layer_with_a_name_of_its_own_outside_is_held_by_all() -> None:
+    """An embedding that is the first layer, and by its other name the last step of the loss."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(4, 4)
+            self.net = nn.Sequential(self.embed, nn.Linear(4, 4), nn.Linear(4, 4))
+
+    model = Tied()
+    layers = deploy(model, (1, 2), 1)
+    assert not model.embed.weight.is_meta
+    assert layers.outer() == [model.embed.weight]

@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dlres import HeteroPipeStrategy
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.microbatch import cut
 from lightning_dlres.strategies.capture import PipelinedModule, find_pipelined_module
+from tests.pool import RankContext, RankPool
 
 
 def linear() -> nn.Linear:
@@ -333,3 +338,77 @@ def test_hooks_of_the_members_of_a_list_see_tensors() -> None:
 def test_an_empty_name_is_no_module() -> None:
     with pytest.raises(ConfigError):
         find_pipelined_module(Root(net=sequential()), "")
+
+
+@pytest.mark.xfail(reason="as many plain arguments as samples are taken for one of each")
+def test_further_arguments_are_the_same_for_all_micro_batches() -> None:
+    root, x = Root(blocks=nn.ModuleList([Scaled(), Scaled()])), torch.randn(2, 2)
+    found = find_pipelined_module(root, None)
+
+    def step() -> Tensor:
+        return root.blocks[1](root.blocks[0](x, 2.0, None), 2.0, None)
+
+    def in_parts(tree: Tree) -> Tree:
+        return torch.cat([through_layers(found, part) for part in cut(tree, [1, 1])])
+
+    expected = step()
+    with found.intercepted(in_parts):
+        assert torch.allclose(step(), expected)
+
+
+# --- Use of the layers outside of the call.
+
+
+class Outside(LightningModule):
+    """Uses a layer's weight after the pipelined module."""
+
+    def __init__(self, second_name: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        table = nn.Embedding(7, 6)
+        if second_name:
+            self.table = table
+        self.net = nn.Sequential(table, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = F.linear(self.net(batch[0]), self.net[0].weight)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[0].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_outside(context: RankContext, second_name: bool) -> list[float]:
+    model, world = Outside(second_name), context.world_size
+    options = HeteroPipeStrategy(module="net", schedule="gpipe", microbatches=2)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=options if world > 1 else "auto",
+        plugins=[context.environment] if world > 1 else [],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    tokens = torch.randint(7, (12, 5), generator=torch.Generator().manual_seed(0))
+    trainer.fit(model, DataLoader(TensorDataset(tokens), batch_size=4))
+    return model.losses
+
+
+@pytest.mark.xfail(reason="on the CPU, torch multiplies with a meta tensor and returns garbage")
+@pytest.mark.parametrize("second_name", [False, True])
+def test_use_of_a_weight_of_another_stage_is_exact_or_refused(
+    pool: RankPool, second_name: bool
+) -> None:
+    (expected,) = pool.run(train_outside, 1, second_name)
+    outcomes = pool.run_expecting_errors(train_outside, 2, second_name, keep=True)
+    refused = {"UnsupportedStepError", "ConfigError"} & {o.error_type for o in outcomes}
+    if not refused:
+        for outcome in outcomes:
+            assert outcome.error_type is None, outcome.traceback
+            assert outcome.value == pytest.approx(expected, rel=1e-5)
