@@ -9,6 +9,8 @@ NAME ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+# A file's tests share what they have computed, so they stay together.
+PARALLEL := -n 2 --dist loadfile
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
@@ -23,10 +25,10 @@ demo: $(VENV)/.installed-runtime ## train a small GPT on three CPU processes of 
 	@$(BIN)/dlres demo $(ARGS)
 
 test: $(VENV)/.installed-test ## run the tests
-	@$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest -q --durations=10 $(PARALLEL) $(ARGS)
 
 test-all: $(VENV)/.installed-test ## run the tests, the exhaustive ones too
-	@$(BIN)/python -m pytest -q --durations=10 -m "not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -q --durations=10 $(PARALLEL) -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.installed-dev ## run ruff (rules and format) and mypy
 	@status=0; \

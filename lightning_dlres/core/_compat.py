@@ -27,7 +27,8 @@ def hooks_suspended(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give a parameter the gradient hooks of another; torch has no public way to list them."""
-    for hook in (source._backward_hooks or {}).values():
-        target.register_hook(hook)
-    for hook in (source._post_accumulate_grad_hooks or {}).values():
-        target.register_post_accumulate_grad_hook(hook)
+    # The very same tables, so that a handle from before can still remove its hook.
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks

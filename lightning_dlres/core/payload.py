@@ -125,8 +125,10 @@ def _is_known(entry: TensorHeader) -> bool:
 
 def _is_consistent(entry: TensorHeader) -> bool:
     dtype: torch.dtype = getattr(torch, entry.dtype)
-    sizes_fit = min(entry.shape, default=0) >= 0
-    return sizes_fit and math.prod(entry.shape) * dtype.itemsize == entry.nbytes
+    fits = min(entry.shape, default=0) >= 0
+    if entry.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    return fits and math.prod(entry.shape) * dtype.itemsize == entry.nbytes
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

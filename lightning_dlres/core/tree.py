@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,8 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
     if isinstance(node, (np.ndarray, np.generic)):
         tensors.append(_from_numpy(node))
         return ["g" if isinstance(node, np.generic) else "a", len(tensors) - 1]
+    if isinstance(node, Enum):
+        return ["e", _class_name(type(node)), node.name]
     if isinstance(node, str):
         return ["v", _utf8(node)]
     if isinstance(node, _PLAIN):
@@ -121,7 +124,8 @@ def _utf8(text: str) -> str:
 def _is_made_of_a_mapping(kind: Any) -> bool:
     try:
         return isinstance(kind({}), kind) and _resolve(_class_name(kind)) is kind
-    except (TypeError, ValueError, ProtocolError):
+    except Exception:
+        # Whatever a foreign constructor raises: it does not make a mapping of a mapping.
         return False
 
 
@@ -156,9 +160,9 @@ def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
     if tag == "t":
         return tensors[node[1]]
     if tag == "a":
-        return tensors[node[1]].numpy()
+        return tensors[node[1]].detach().numpy()
     if tag == "g":
-        return tensors[node[1]].numpy()[()]
+        return tensors[node[1]].detach().numpy()[()]
     if tag == "v":
         return node[1]
     if tag == "i":
@@ -178,6 +182,8 @@ def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
 def _build_object(node: Structure, tensors: Sequence[Tensor]) -> Tree:
     tag, name, content = node
     kind = _resolve(name)
+    if tag == "e" and issubclass(kind, Enum):
+        return kind[content]
     if tag == "n" and issubclass(kind, tuple) and hasattr(kind, "_make"):
         return kind._make(_build(child, tensors) for child in content)
     if tag == "m" and issubclass(kind, Mapping):

@@ -45,11 +45,21 @@ def samples_in(tree: Tree) -> int | None:
 
 
 def cut(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
-    """Return one tree per micro-batch.
+    """Return a module's inputs as one tree per micro-batch.
 
-    Tensors whose leading dimension is the number of samples, and lists of that length that hold no
-    tensor, are cut; everything else is the same in every part.
+    Tensors whose leading dimension is the number of samples are cut; everything else is the same in
+    every part.
     """
+    return _cut(tree, sizes, lists=False)
+
+
+def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
+    """Return a loader's batch as one batch per micro-batch: as `cut`, and lists and tuples of as many
+    elements as there are samples are cut, too, if they hold no tensor."""
+    return _cut(batch, sizes, lists=True)
+
+
+def _cut(tree: Tree, sizes: Sequence[int], lists: bool) -> list[Tree]:
     samples, starts = sum(sizes), [sum(sizes[:m]) for m in range(len(sizes))]
     structure, tensors = flatten(tree)
     parts = []
@@ -57,7 +67,8 @@ def cut(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
         pieces = [
             t.narrow(0, start, size) if t.dim() and t.shape[0] == samples else t for t in tensors
         ]
-        parts.append(unflatten(_cut_lists(structure, samples, start, size), pieces))
+        shape = _cut_lists(structure, samples, start, size) if lists else structure
+        parts.append(unflatten(shape, pieces))
     return parts
 
 

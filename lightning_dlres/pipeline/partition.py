@@ -39,21 +39,29 @@ class ModelLayers:
 
     def layer_of(self, name: str) -> int | None:
         """Return the layer to which a parameter, buffer or state dict key belongs; None if to
-        none. A second name for a module inside a layer belongs to that layer."""
+        none. A second name for the whole list of layers is as good as the first; a layer that has
+        a name of its own elsewhere is used there, too, and belongs to none under it."""
         while name and name not in self._layer_by_module:
             name = name.rpartition(".")[0]
         return self._layer_by_module[name]
 
     @cached_property
     def _layer_by_module(self) -> dict[str, int | None]:
-        inside: dict[int, int] = {}
-        for index, layer in enumerate(self.modules):
-            for module in layer.modules():
-                inside.setdefault(id(module), index)
-        found = {}
-        for name, module in self.root.named_modules(remove_duplicate=False):
-            named = [i for i, n in enumerate(self.names) if name == n or name.startswith(f"{n}.")]
-            found[name] = named[0] if named else inside.get(id(module))
+        path = self.names[0].rpartition(".")[0] if len(self.names) > 1 else self.names[0]
+        whole = self.root.get_submodule(path)
+        named = dict(self.root.named_modules(remove_duplicate=False))
+        prefixes = [name for name, module in named.items() if module is whole]
+        layers = {
+            f"{prefix}{name[len(path) :]}": index
+            for prefix in prefixes
+            for index, name in enumerate(self.names)
+        }
+        found: dict[str, int | None] = {}
+        for name in named:
+            above = name
+            while above and above not in layers:
+                above = above.rpartition(".")[0]
+            found[name] = layers.get(above)
         return found
 
     def stages_of_module(self, plan: PipelinePlan) -> dict[nn.Module, set[int]]:
@@ -118,7 +126,8 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
     # The swap exchanges class, attributes and hooks as well.
     replacement.__class__ = type(parameter)
     replacement.__dict__.update(parameter.__dict__)
-    copy_hooks(parameter, replacement)
+    if replacement.is_floating_point() or replacement.is_complex():
+        copy_hooks(parameter, replacement)
     parameter.grad = None
     try:
         torch.utils.swap_tensors(parameter, replacement)

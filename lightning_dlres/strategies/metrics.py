@@ -130,7 +130,7 @@ class MetricStates:
         # Members of a compute group share one state, which only the collection's own accessor
         # brings up to date.
         for collection in self._collections:
-            collection.items(copy_state=True)
+            collection.items(copy_state=False)
 
 
 def _copy(state: Any) -> Any:

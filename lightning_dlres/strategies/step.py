@@ -15,9 +15,10 @@ from torch import Tensor
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors
-from lightning_dlres.pipeline.microbatch import cut
+from lightning_dlres.pipeline.microbatch import cut_batch
 from lightning_dlres.strategies.attributes import PlainAttributes
 from lightning_dlres.strategies.capture import PipelinedModule
+from lightning_dlres.strategies.guard import ForeignWeightGuard
 from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.records import LogRecord, recording
 
@@ -96,7 +97,7 @@ class LightningStep:
         module, path = self.context.module, self.context.pipelined.path
         with self.context.metrics.preserved(), recording(module), self.context.precision():
             try:
-                with self.context.pipelined.intercepted(stop):
+                with ForeignWeightGuard(), self.context.pipelined.intercepted(stop):
                     module.training_step(*self._own_args())
             except _StopAtCall as signal:
                 self._attributes.restore(self._attributes_before)
@@ -115,7 +116,8 @@ class LightningStep:
         if microbatch is not None and not self.logs:
             self.context.metrics.reset()
         module = self.context.module
-        with recording(module) as records, self.context.precision(), self._returning(output):
+        inside = (self.context.precision(), ForeignWeightGuard(), self._returning(output))
+        with recording(module) as records, inside[0], inside[1], inside[2]:
             result = module.training_step(*args)
         loss = self._loss_of(result, microbatch is None)
         self.logs.append(records)
@@ -167,7 +169,7 @@ class LightningStep:
 
     def _part_args(self, microbatch: int, sizes: Sequence[int]) -> tuple[Any, ...]:
         if self._parts is None:
-            split = self.context.split_batch or cut
+            split = self.context.split_batch or cut_batch
             self._parts = list(split(self._own_args()[0], sizes))
             if len(self._parts) != len(sizes):
                 raise UnsupportedStepError(
@@ -204,12 +206,6 @@ class LightningStep:
             raise UnsupportedStepError(
                 f"training_step returned {type(result).__name__}, expected a scalar tensor or a "
                 "dict with one under 'loss'. A step cannot be skipped by returning None."
-            )
-        if loss.is_meta:
-            raise UnsupportedStepError(
-                "The loss depends on parameters that another stage holds, such as a penalty over "
-                "self.parameters(). Use the optimizer's weight_decay, or compute the penalty "
-                "inside the layers."
             )
         if whole and isinstance(result, Mapping):
             extra = {key: value for key, value in result.items() if key != "loss"}

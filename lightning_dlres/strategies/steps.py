@@ -20,6 +20,7 @@ from lightning_dlres.pipeline.runtime import Runtime
 from lightning_dlres.pipeline.training import TrainingStep, TrainResult
 from lightning_dlres.strategies.check import refuse, why_not_by_parts
 from lightning_dlres.strategies.delivery import with_gradients
+from lightning_dlres.strategies.guard import ForeignWeightGuard
 from lightning_dlres.strategies.records import LogRecord, merge_parts
 from lightning_dlres.strategies.step import LightningStep, StepContext
 
@@ -84,7 +85,8 @@ class StepRunner:
             output = self.runtime.forward(inputs, seed, fingerprint)
             return map_tensors(lambda t: t.to(self.context.device), output)
 
-        with self.context.precision(), self.context.pipelined.intercepted(forward):
+        intercepted = self.context.pipelined.intercepted(forward)
+        with self.context.precision(), ForeignWeightGuard(), intercepted:
             return hook(*args)
 
     def _check_is_due(self) -> bool:

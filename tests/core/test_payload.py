@@ -222,7 +222,6 @@ def test_a_column_of_a_single_row_arrives(dtype: torch.dtype) -> None:
     assert_arrives(torch.ones(1, 4, dtype=dtype)[:, 0])
 
 
-@pytest.mark.xfail(raises=RuntimeError, reason="torch's own error")
 def test_a_gradient_wanted_for_whole_numbers_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
         decode(decode_header(header(wanted=True), "stage 1"), [])

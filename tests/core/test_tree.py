@@ -178,7 +178,7 @@ def test_map_tensors_visits_in_order_and_leaves_the_rest() -> None:
         (np.array([None]), "object"),
         (np.datetime64("2020-01-01"), "datetime64"),
     ],
-    ids=str,
+    ids=["object", "set", "range", "type", "function", "text", "objects", "date"],
 )
 def test_what_cannot_travel_is_named(thing: object, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}.*collate function"):
@@ -253,7 +253,6 @@ class Picky(UserDict[str, Any]):
         self.first = data["first"]
 
 
-@pytest.mark.xfail(raises=KeyError, reason="tried with an empty mapping; only some errors count")
 def test_a_mapping_that_wants_certain_keys_travels_or_is_refused() -> None:
     with contextlib.suppress(ConfigError):
         on_the_wire(Picky({"first": 1}))
@@ -267,7 +266,6 @@ class Level(enum.IntEnum):
     ONE = 1
 
 
-@pytest.mark.xfail(reason="taken for the plain value, also where nothing is sent")
 @pytest.mark.parametrize("member", [Mode.FAST, Level.ONE])
 def test_a_member_of_an_enumeration_stays_one_or_is_refused(member: enum.Enum) -> None:
     with contextlib.suppress(ConfigError):

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.pipeline.microbatch import cut, join, microbatch_sizes, samples_in, share
+from lightning_dlres.pipeline.microbatch import (
+    cut,
+    cut_batch,
+    join,
+    microbatch_sizes,
+    samples_in,
+    share,
+)
 
 counts = st.integers(1, 40)
 
@@ -60,7 +67,7 @@ def batch(samples: int) -> dict[str, Any]:
 @given(counts, counts)
 def test_cutting_and_joining_changes_nothing(samples: int, microbatches: int) -> None:
     sizes, whole = microbatch_sizes(samples, microbatches), batch(samples)
-    parts = cut(whole, sizes)
+    parts = cut_batch(whole, sizes)
     assert [len(part["x"]) for part in parts] == sizes
     assert [name for part in parts for name in part["names"]] == whole["names"]
     assert tuple(number for part in parts for number in part["ids"]) == whole["ids"]
@@ -138,7 +145,7 @@ def test_unlike_outputs_cannot_be_joined() -> None:
     "whole", [[["a", "b"], ["c", "d"]], [["a"], ["b"]], [{"id": 1}, {"id": 2}]], ids=str
 )
 def test_lists_of_plain_data_for_every_sample_are_cut(whole: list[Any]) -> None:
-    assert cut([torch.zeros(2), whole], [1, 1])[1][1] == whole[1:]
+    assert cut_batch([torch.zeros(2), whole], [1, 1])[1][1] == whole[1:]
 
 
 def test_a_nan_in_all_parts_is_no_difference() -> None:

@@ -289,7 +289,6 @@ def test_every_change_is_noticed(make: Callable[[], Metric], step: Callable[[Any
     assert torch.equal(found, expected)
 
 
-@pytest.mark.xfail(reason="a compute group's lists are copied, so that nothing seems to stay")
 def test_of_a_growing_list_in_a_collection_only_the_new_part_is_sent() -> None:
     holder = Holder(KINDS["collection of lists"][0]())
     states, counts = MetricStates(holder), []

@@ -120,7 +120,9 @@ def test_reduce_functions_travel_by_name(function: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [lambda values: values[0], partial(torch.sum, dim=0), torch.ones(1).max], ids=str
+    "function",
+    [lambda values: values[0], partial(torch.sum, dim=0), torch.ones(1).max],
+    ids=["lambda", "partial", "method"],
 )
 def test_functions_without_a_name_are_refused(function: Any) -> None:
     with pytest.raises(UnsupportedStepError, match=r"'my_log'.*top of a module"):
