@@ -54,8 +54,8 @@ def cut(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
 
 
 def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
-    """Return a loader's batch as one batch per micro-batch: as `cut`, and lists and tuples of as many
-    elements as there are samples are cut, too, if they hold no tensor."""
+    """Return a loader's batch as one batch per micro-batch: as `cut`, and lists and tuples of as
+    many elements as there are samples are cut, too, if they hold no tensor."""
     return _cut(batch, sizes, lists=True)
 
 
