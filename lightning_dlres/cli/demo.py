@@ -41,7 +41,7 @@ The model has {depth} blocks and {parameters:.2f} million parameters; it learns 
 standard library's source. This takes about {length}.
 """
 PREDICTION = """\
-A step waits for the slowest stage: it should be {ratio:.1f} times as fast as with the even split.
+A step waits for the slowest stage: at best it is {ratio:.1f} times as fast as with the even split.
 """
 FAREWELL = """\
 Checkpoint: {checkpoint} (an ordinary Lightning checkpoint)
