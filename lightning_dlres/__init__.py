@@ -15,19 +15,25 @@ from lightning_dlres.core.errors import (
     ProtocolError,
     UnsupportedStepError,
 )
-from lightning_dlres.pipeline.plan import LayerProfile, PipelinePlan
+from lightning_dlres.pipeline.plan import PipelinePlan
+from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
+from lightning_dlres.strategies.profiling import ProfileConfig
 
 __all__ = [
     "BatchMismatchError",
+    "Cluster",
     "ConfigError",
+    "Device",
     "DlresError",
     "HeteroPipeStrategy",
     "LayerProfile",
+    "Link",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",
     "PipelinePlan",
+    "ProfileConfig",
     "ProtocolError",
     "UnsupportedStepError",
     "__version__",

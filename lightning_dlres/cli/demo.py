@@ -26,7 +26,7 @@ from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.progress import StepProgress
 from lightning_dlres.cli.source_text import SourceTextDataModule
 from lightning_dlres.core.tables import render
-from lightning_dlres.pipeline.plan import PipelinePlan, even_split
+from lightning_dlres.pipeline.plan import PipelinePlan, arrange, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 
 # Sleepers leave the CPU to others: together these ask for less than two cores.
@@ -41,7 +41,7 @@ The model has {depth} blocks and {parameters:.2f} million parameters; it learns 
 standard library's source. This takes about {length}.
 """
 PREDICTION = """\
-A step waits for the slowest stage: at best it is {ratio:.1f} times as fast as with the even split.
+Predicted time of a step: {seconds:.3f} s; with the even split {even:.3f} s ({ratio:.2f} times).
 """
 FAREWELL = """\
 Checkpoint: {checkpoint} (an ordinary Lightning checkpoint)
@@ -91,7 +91,12 @@ class _Demo:
     def run(self) -> int:
         self.introduce()
         plan = self.measure()
-        even = msgspec.structs.replace(plan, split=even_split(len(plan.layers), plan.stages))
+        even = msgspec.structs.replace(
+            plan,
+            machines=arrange(plan.world_size, plan.stages),
+            split=even_split(len(plan.layers), plan.stages),
+            recompute=(),
+        )
         self.show(plan, even)
         even_seconds = self.try_even_split(even)
         loss, seconds = self.train(plan)
@@ -114,14 +119,12 @@ class _Demo:
 
     def measure(self) -> PipelinePlan:
         _say("Starting the processes, and timing every layer on each ...\n")
-        # A whole batch takes long enough to be timed well where processes share the cores.
-        strategy = self.strategy(profile_samples=self.size.batch_size)
+        strategy = self.strategy(stages=len(SPEEDS))
         self.trainer(strategy, 0).fit(self.model(), self.data)
         assert strategy.plan is not None
         return strategy.plan
 
     def show(self, plan: PipelinePlan, even: PipelinePlan) -> None:
-        ours, evenly = plan.stage_seconds(), even.stage_seconds()
         rows = [
             [
                 stage,
@@ -129,16 +132,19 @@ class _Demo:
                 SPEEDS[rank],
                 f"{plan.powers[rank]:.2f}",
                 plan.split[stage],
-                even.split[stage],
-                f"{ours[stage]:.2f} s",
-                f"{evenly[stage]:.2f} s",
+                even.split[even.place(rank)[1]],
+                f"{plan.busy_seconds(stage):.2f} s",
+                f"{even.busy_seconds(even.place(rank)[1]):.2f} s",
             ]
             for stage, rank in enumerate(plan.machines[0])
         ]
         columns = ["stage", "device", "speed", "measured power"]
         columns += ["layers", "even", "computes per step", "even"]
         _say(render("The layers that each device gets, beside an even split", columns, rows))
-        _say(PREDICTION.format(ratio=max(evenly) / max(ours)))
+        assert plan.predicted_seconds is not None
+        assert plan.even_seconds is not None
+        ratio = plan.even_seconds / plan.predicted_seconds
+        _say(PREDICTION.format(seconds=plan.predicted_seconds, even=plan.even_seconds, ratio=ratio))
 
     def try_even_split(self, even: PipelinePlan) -> float:
         progress = self.progress("Even split", self.size.trial_steps)

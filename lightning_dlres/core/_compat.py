@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch
 
 
 @contextmanager
@@ -32,3 +36,43 @@ def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+class LiveBytes(_python_dispatch.TorchDispatchMode):
+    """Inside of it, `now` and `peak` are the bytes of the tensors that were made since and still
+    live.
+
+    torch counts the memory of accelerators, and not that of the CPU. The dispatch mode sees every
+    operation, also those of backward, and has no public name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def without_subclasses() -> AbstractContextManager[Any]:
+    """Inside of it, tensors of all classes are taken for plain ones; torch's own subclasses use
+    this, and it has no public name."""
+    return torch._C.DisableTorchFunctionSubclass()

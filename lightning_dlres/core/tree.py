@@ -13,6 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ Structure = list[Any]
 
 _PLAIN = (type(None), bool, float, bytes)
 _WORD = 1 << 63
-_LEAVES = ("t", "a", "g", "v", "i", "z", "s", "k")
+_LEAVES = ("t", "a", "g", "v", "i", "z", "s", "k", "p")
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
@@ -82,6 +83,8 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
         return ["z", node.real, node.imag]
     if isinstance(node, torch.Size):
         return ["s", list(node)]
+    if isinstance(node, Path):
+        return ["p", _utf8(str(node))]
     if isinstance(node, (torch.dtype, torch.device)):
         return ["k", type(node).__name__, str(node).removeprefix("torch.")]
     return _describe_container(node, tensors)
@@ -171,6 +174,8 @@ def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
         return complex(node[1], node[2])
     if tag == "s":
         return torch.Size(node[1])
+    if tag == "p":
+        return Path(node[1])
     if node[1] == "device":
         return torch.device(node[2])
     dtype = getattr(torch, node[2])

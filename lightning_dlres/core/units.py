@@ -49,6 +49,21 @@ def parse_bytes(value: str | int | float, what: str = "size") -> int:
     return round(number)
 
 
+def parse_rate(value: str | int | float, what: str = "bandwidth") -> float:
+    """Return bytes a second from "10GB/s", "500Mbit/s", "1.2 GiB" or a plain number of bytes.
+
+    Raises:
+        ConfigError: the value is no rate, or is not positive.
+    """
+    text = str(value).strip()
+    text = text[:-2] if text.lower().endswith("/s") else text
+    bits = text.lower().endswith("bit")
+    found = _quantity(text[:-3] if bits else text, _BYTES)
+    if not found:
+        raise ConfigError(got_expected(what, value, "a rate", '"10GB/s", "500Mbit/s"'))
+    return found / 8 if bits else found
+
+
 def format_bytes(count: int) -> str:
     """Return bytes for people, in binary units and four digits: 1536 -> "1.5 KiB"."""
     for unit, size in _SHOWN_BYTES:

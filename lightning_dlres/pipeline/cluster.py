@@ -1,73 +1,70 @@
-"""Compute power of every rank (Method E, E1), measured on the model's own layers.
-
-Layers are timed one by one on copies, so that weights, buffers and random state stay as they were,
-and no device needs room for more than one layer.
-"""
+"""What the ranks' measurements say about the cluster (Method E, E1, E3): kinds of devices, their
+power, and the links between them."""
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import torch
-from torch import Tensor, nn
 
-from lightning_dlres.core.rng import forked
-from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
-from lightning_dlres.pipeline.partition import initialise
+from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.mailbox import Channel, Mailbox
+from lightning_dlres.pipeline.profile import Link
 
-Bind = Callable[[int, nn.Module], Callable[[Tree], Tree]]
+# Two devices are of one kind if their times differ by no more than noise does.
+_ALIKE = 1.15
+_ROUNDS = 8
+_FIRST_PROBE, _LARGEST_PROBE = 1 << 18, 1 << 24
+_LONG_ENOUGH = 0.05
 
 
-def measure_layers(
-    modules: Sequence[nn.Module],
-    bind: Bind,
-    inputs: Tree,
-    device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]],
-    slowdown: float = 1.0,
-    repeats: int = 5,
-) -> list[float]:
-    """Return the seconds of one forward and backward of every layer on this device.
+def kinds_of(names: Sequence[str], seconds: Sequence[Sequence[float]]) -> list[int]:
+    """Return the kind of every rank: 0 is the fastest.
 
     Args:
-        modules: the layers; on the CPU or the meta device.
-        bind: makes a callable of a layer's index and its copy.
-        inputs: what the first layer is called with; later layers get their predecessor's output.
-        device: where to compute.
-        context: entered around every forward (mixed precision).
-        slowdown: factor of an emulated slower device.
-        repeats: the fastest of so many runs counts, after one run to warm up.
+        names: what each rank's device is called; unlike names are unlike kinds.
+        seconds: each rank's times of all layers.
     """
-    seconds = []
-    activation = map_tensors(lambda t: t.to(device), inputs)
-    for index, module in enumerate(modules):
-        replica = _replica(module, device)
-        layer = bind(index, replica)
-        parameters = [p for p in replica.parameters() if p.requires_grad]
-        times = []
-        with forked(device):
-            for _ in range(repeats + 1):
-                start = time.perf_counter()
-                output = _run(layer, activation, parameters, context)
-                _synchronise(device)
-                times.append(time.perf_counter() - start)
-        seconds.append(min(times[1:]) * slowdown)
-        activation = map_tensors(Tensor.detach, output)
-    return seconds
+    totals = [sum(row) for row in seconds]
+    kinds = [0] * len(totals)
+    found: list[tuple[str, float]] = []
+    for rank in sorted(range(len(totals)), key=lambda r: (totals[r], r)):
+        alike = [
+            kind
+            for kind, (name, fastest) in enumerate(found)
+            if name == names[rank] and totals[rank] <= fastest * _ALIKE
+        ]
+        if alike:
+            kinds[rank] = alike[0]
+        else:
+            kinds[rank] = len(found)
+            found.append((names[rank], totals[rank]))
+    return kinds
+
+
+def times_of_kinds(kinds: Sequence[int], values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the median over the ranks of a kind of each of their values."""
+    return [
+        [
+            statistics.median(column)
+            for column in zip(
+                *(row for k, row in zip(kinds, values, strict=True) if k == kind), strict=True
+            )
+        ]
+        for kind in range(max(kinds) + 1)
+    ]
 
 
 def powers_of(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the compute power of each rank relative to the fastest, from its seconds for every
+    """Return the compute power of each device relative to the fastest, from its seconds for every
     layer.
 
-    A rank's power is the median over layers of (fastest rank's seconds / its seconds), so that one
-    disturbed measurement does not make a device look slow.
-    """
+    A device's power is the median over layers of (fastest device's seconds / its seconds), so that
+    one disturbed measurement does not make a device look slow."""
     totals = [sum(row) for row in seconds]
     best = seconds[totals.index(min(totals))]
     raw = [
@@ -77,38 +74,86 @@ def powers_of(seconds: Sequence[Sequence[float]]) -> list[float]:
     return [power / max(raw) for power in raw]
 
 
-def _replica(module: nn.Module, device: torch.device) -> nn.Module:
-    replica = copy.deepcopy(module)
-    with forked(device):
-        for name, child in replica.named_modules():
-            initialise(child, device, name)
-    return replica.to(device).train()
+def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return one pair of ranks for every pair of hosts, and one within every host that has two
+    ranks."""
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    return list(_pairs(list(by_host.values())))
 
 
-def _run(
-    layer: Callable[[Tree], Tree],
-    inputs: Tree,
-    parameters: list[nn.Parameter],
-    context: Callable[[], AbstractContextManager[Any]],
-) -> Tree:
-    def leaf(tensor: Tensor) -> Tensor:
-        return (
-            tensor.detach().clone().requires_grad_(tensor.is_floating_point() and tensor.dim() > 0)
-        )
-
-    leaves = map_tensors(leaf, inputs)
-    with torch.enable_grad(), context():
-        # `+ 0` because a layer may work in place, which a leaf does not allow.
-        output = layer(map_tensors(lambda t: t + 0 if t.requires_grad else t, leaves))
-    outputs = [t for t in tensors_of(output) if t.requires_grad]
-    wanted = [t for t in tensors_of(leaves) if t.requires_grad] + parameters
-    if outputs and wanted:
-        torch.autograd.grad(
-            outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True
-        )
-    return output
+def _pairs(groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    for a, b in combinations_with_replacement(groups, 2):
+        if a is not b:
+            yield a[0], b[0]
+        elif len(a) > 1:
+            yield a[0], a[1]
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@dataclass(frozen=True)
+class Probe:
+    """What one rank saw of a link.
+
+    Attributes:
+        link: the way.
+        message: seconds that sending and receiving one message took from this process.
+    """
+
+    link: Link
+    message: float
+
+
+def probe(mailbox: Mailbox, a: int, b: int, nbytes: int) -> Probe | None:
+    """Measure the way between two ranks; called by all, and None for those that it does not
+    concern.
+
+    Args:
+        nbytes: size of a typical message, for what a message takes from the process.
+    """
+    if mailbox.rank not in (a, b):
+        return None
+    pings = _Pings(mailbox, b if mailbox.rank == a else a, leads=mailbox.rank == a)
+    pings.trip(1)
+    latency = statistics.median(pings.trip(1) for _ in range(_ROUNDS)) / 2
+    size = _FIRST_PROBE
+    while (seconds := pings.trip(size) / 2) < _LONG_ENOUGH and size < _LARGEST_PROBE:
+        size *= 4
+    seconds = statistics.median([seconds, pings.trip(size) / 2, pings.trip(size) / 2])
+    bandwidth = size / max(seconds - latency, 1e-9)
+    busy, start = time.process_time(), time.thread_time()
+    for _ in range(_ROUNDS):
+        pings.trip(max(nbytes, 1))
+    # Other threads carry the messages. Where the processor is a fraction of a core, they take it
+    # from the computing.
+    shared = torch.get_num_threads() == 1
+    spent = (time.process_time() - busy) if shared else (time.thread_time() - start)
+    return Probe(
+        Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth), spent / (2 * _ROUNDS)
+    )
+
+
+class _Pings:
+    def __init__(self, mailbox: Mailbox, peer: int, leads: bool) -> None:
+        self._mailbox, self._peer, self._leads = mailbox, peer, leads
+        self._count = 0
+
+    def trip(self, nbytes: int) -> float:
+        """Send so many bytes there and back, and return the seconds, the same on both ranks."""
+        self._count += 1
+        start = time.perf_counter()
+        if self._leads:
+            self._send("there", torch.zeros(nbytes, dtype=torch.uint8))
+            self._receive("back")
+            seconds = time.perf_counter() - start
+            self._send("took", seconds)
+            return seconds
+        self._send("back", self._receive("there"))
+        return float(self._receive("took"))
+
+    def _send(self, word: str, tree: Tree) -> None:
+        self._mailbox.send(self._peer, Channel.PROBE, (word, self._count), tree)
+
+    def _receive(self, word: str) -> Tree:
+        key = (word, self._count)
+        return self._mailbox.receive(self._peer, Channel.PROBE, key, "the link's measurement")

@@ -75,7 +75,7 @@ class Watch:
         kill: Callable[[], None] | None,
         parent: int | None,
     ) -> None:
-        self.names = tuple(side.names)
+        self.names = side.names
         self.rank = side.rank
         self.invitation = invitation
         self.failed = threading.Event()
@@ -199,6 +199,10 @@ class Watch:
     def failure(self) -> Failure | None:
         """The first failure of another rank, as this rank learned it; it outlives `close`."""
         return self._failure
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Call the ranks otherwise in messages from now on."""
+        self.names[:] = names
 
     def check(self) -> None:
         """Raise what happened to the others; nothing after `close`.

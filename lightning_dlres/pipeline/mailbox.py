@@ -47,6 +47,7 @@ class Channel(IntEnum):
     RECORD = 16
     STATE = 17
     OBJECT = 18
+    PROBE = 19
 
 
 class Mailbox:

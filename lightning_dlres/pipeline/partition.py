@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import copy_hooks
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import derive_seed, forked
+from lightning_dlres.pipeline.foreign import class_of_own, foreign_buffer, mark_foreign
 from lightning_dlres.pipeline.plan import PipelinePlan
 
 Owners = dict[nn.Parameter, tuple[int, ...]]
@@ -109,6 +110,13 @@ class ModelLayers:
         outside = dict.fromkeys(p for name, p in named if self.layer_of(name) is None)
         return [p for p in outside if p.requires_grad]
 
+    @cached_property
+    def inner(self) -> frozenset[nn.Parameter]:
+        """The parameters that only layers have."""
+        named = list(self.root.named_parameters(remove_duplicate=False))
+        outside = {p for name, p in named if self.layer_of(name) is None}
+        return frozenset(p for _, p in named if p not in outside)
+
 
 def is_on_meta(root: nn.Module) -> bool:
     """Whether some parameter or buffer was made on the meta device."""
@@ -124,7 +132,7 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
     """
     replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
     # The swap exchanges class, attributes and hooks as well.
-    replacement.__class__ = type(parameter)
+    replacement.__class__ = class_of_own(parameter)
     replacement.__dict__.update(parameter.__dict__)
     if replacement.is_floating_point() or replacement.is_complex():
         copy_hooks(parameter, replacement)
@@ -143,18 +151,31 @@ def partition(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
 ) -> None:
     """Move what the stage holds to the device, and leave everything else without storage."""
+    stages_of = layers.stages_of_module(plan)
+    for module in (module for module, stages in stages_of.items() if stage not in stages):
+        _drop_computed(module)
     for parameter, held_by in owners.items():
         if stage not in held_by:
             if not parameter.is_meta:
                 replace_storage(parameter, torch.empty_like(parameter, device="meta"))
+            mark_foreign(parameter)
         elif not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)
-    for module, stages in layers.stages_of_module(plan).items():
+    for module, stages in stages_of.items():
         held = stage in stages
-        target = device if held else torch.device("meta")
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.device != target and not (buffer.is_meta and held):
-                setattr(module, name, buffer.to(target))
+            if not held:
+                setattr(module, name, foreign_buffer(buffer))
+            elif buffer.device != device and not buffer.is_meta:
+                setattr(module, name, buffer.to(device))
+
+
+def _drop_computed(module: nn.Module) -> None:
+    """Let go of tensors that a module has computed from its parameters (as `weight_norm` does),
+    whose graph would keep these from being moved. Where the module runs, they are computed anew."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            setattr(module, name, foreign_buffer(value))
 
 
 def materialise(

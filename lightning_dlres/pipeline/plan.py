@@ -6,7 +6,6 @@ A plan is plain data: it prints as a table, round-trips through JSON, and can be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,32 +13,39 @@ import msgspec
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
-
-
-class LayerProfile(msgspec.Struct, frozen=True):
-    """What is known of one layer: its name, its parameter bytes, and the seconds of one forward and
-    backward of the profiled samples on a device of power 1 (0 where it was not measured)."""
-
-    name: str
-    parameter_bytes: int = 0
-    seconds: float = 0.0
+from lightning_dlres.pipeline.costs import Workload
+from lightning_dlres.pipeline.events import COMPUTING, Work
+from lightning_dlres.pipeline.profile import Cluster, LayerProfile, StepProfile
+from lightning_dlres.pipeline.schedule import SCHEDULES
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A split of `layers` over stages, on `machines`.
+    """A split of `layers` over stages, on `machines`, with the profile that it was made from.
 
     Attributes:
         machines: one tuple of ranks per virtual machine, in stage order.
         split: number of consecutive layers of each stage.
+        recompute: indices of the layers that are computed again before their backward instead of
+            keeping what they save for it.
+        schedule: the schedule that the plan was made for.
+        microbatches: into how many the batch is cut; 0 where that was not planned.
         layers: the profile of every layer, in order.
-        powers: measured compute power of each rank, the fastest is 1.0; empty where it was not
-            measured.
+        step: what a step does beside the layers.
+        cluster: the devices; None where they were not measured.
+        predicted_seconds: time of a step in the simulator.
+        even_seconds: that of the even split in the order of ranks, without recomputation.
     """
 
     machines: tuple[tuple[int, ...], ...]
     split: tuple[int, ...]
+    recompute: tuple[int, ...] = ()
+    schedule: str = "1f1b"
+    microbatches: int = 0
     layers: tuple[LayerProfile, ...] = ()
-    powers: tuple[float, ...] = ()
+    step: StepProfile = StepProfile()
+    cluster: Cluster | None = None
+    predicted_seconds: float | None = None
+    even_seconds: float | None = None
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for machine in self.machines for rank in machine)
@@ -62,11 +68,21 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"plan: got split {list(self.split)} for {sum(self.split)} layers, but the model "
                 f"has {len(self.layers)}."
             )
-
-        if self.powers and (len(self.powers) != len(ranks) or min(self.powers) <= 0):
+        again = sorted(set(self.recompute))
+        if again and not 0 <= again[0] <= again[-1] < sum(self.split):
             raise ConfigError(
-                f"plan: got powers {list(self.powers)}, expected a positive one for each of the "
-                f"{len(ranks)} ranks, or none."
+                f"plan: got recompute {list(self.recompute)}, expected indices of layers from 0 to "
+                f"{sum(self.split) - 1}."
+            )
+        if self.schedule not in SCHEDULES or self.microbatches < 0:
+            raise ConfigError(
+                f"plan: got schedule {self.schedule!r} and {self.microbatches} micro-batches, "
+                f"expected one of {', '.join(SCHEDULES)} and a number that is not negative."
+            )
+        if self.cluster is not None and len(self.cluster.devices) != len(ranks):
+            raise ConfigError(
+                f"plan: got {len(self.cluster.devices)} devices in cluster, expected one for each "
+                f"of the {len(ranks)} ranks, or cluster: null."
             )
 
     @property
@@ -98,21 +114,35 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Return the stage that holds a layer."""
         return next(stage for stage in range(self.stages) if layer in self.layers_of(stage))
 
-    def stage_seconds(self, split: Sequence[int] | None = None) -> list[float]:
-        """Return the seconds that each stage computes for the profiled samples, under this
-        or another split."""
-        counts, seconds, first = split or self.split, [], 0
-        for stage, count in enumerate(counts):
-            power = (
-                min((self.powers[machine[stage]] for machine in self.machines), default=1.0)
-                if self.powers
-                else 1.0
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """Measured compute power of each rank, the fastest is 1.0; empty where not measured."""
+        return tuple(d.power for d in self.cluster.devices) if self.cluster is not None else ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the plan knows the times of its layers, and so can be simulated."""
+        return self.cluster is not None and self.microbatches > 0 and bool(self.layers)
+
+    def workload(self) -> Workload:
+        """Return what the plan was made for, as the simulator and the planner take it.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        if self.cluster is None or not self.is_measured:
+            raise ConfigError(
+                "plan: it holds no measured times, so it cannot be simulated. Expected the plan of "
+                "a profiled run."
             )
-            seconds.append(
-                sum(layer.seconds for layer in self.layers[first : first + count]) / power
-            )
-            first += count
-        return seconds
+        return Workload(
+            self.layers,
+            self.step,
+            self.cluster,
+            self.machines,
+            self.schedule,
+            self.microbatches,
+        )
 
     def rank_name(self, rank: int) -> str:
         """Return what a rank is called in messages."""
@@ -126,19 +156,33 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
     def table(self) -> str:
         """Return the plan as a table to print."""
         rows = []
-        seconds = self.stage_seconds() if self.layers else []
-        for stage, layers in enumerate(self.layers_of(s) for s in range(self.stages)):
+        workload = self.workload() if self.is_measured else None
+        for stage in range(self.stages):
+            layers = self.layers_of(stage)
             profiles = self.layers[layers.start : layers.stop]
             ranks = [machine[stage] for machine in self.machines]
             power = ", ".join(f"{self.powers[rank]:.2f}" for rank in ranks) if self.powers else "-"
             ends = dict.fromkeys(profile.name for profile in (*profiles[:1], *profiles[-1:]))
-            names = " .. ".join(ends) or "-"
-            size = (
-                format_bytes(sum(layer.parameter_bytes for layer in profiles)) if profiles else "-"
+            again = sum(index in layers for index in set(self.recompute))
+            held = sum(layer.parameter_bytes for layer in profiles) + sum(
+                {n: b for layer in profiles for n, b in layer.shared.items()}.values()
             )
-            busy = f"{seconds[stage] * 1e3:.1f} ms" if seconds and seconds[stage] else "-"
+            peak = busy = "-"
+            if workload is not None:
+                peak = format_bytes(workload.peak_bytes(stage, layers, self.recompute))
+                busy = f"{self.busy_seconds(stage) * 1e3:.1f} ms"
             rows.append(
-                [str(stage), ", ".join(map(str, ranks)), power, str(len(layers)), names, size, busy]
+                [
+                    str(stage),
+                    ", ".join(map(str, ranks)),
+                    power,
+                    str(len(layers)),
+                    " .. ".join(ends) or "-",
+                    str(again),
+                    format_bytes(held) if profiles else "-",
+                    peak,
+                    busy,
+                ]
             )
         columns = [
             "stage",
@@ -146,10 +190,42 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             "power",
             "layers",
             "names",
+            "recomputed",
             "parameters",
-            "profiled time",
+            "peak memory",
+            "busy per step",
         ]
         return render("Pipeline plan", columns, rows)
+
+    def busy_seconds(self, stage: int) -> float:
+        """Return how long a stage computes in every step; that of its slowest device.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        workload = self.workload()
+        found = []
+        for machine, share in enumerate(workload.shares):
+            cost = workload.stage_cost(machine, stage, self.layers_of(stage), self.recompute)
+            once = self.schedule == "gpipe"
+            found.append(
+                sum(
+                    seconds * (1 if once and work is Work.LOSS else share)
+                    for work, seconds in cost.seconds.items()
+                    if work in COMPUTING
+                )
+            )
+        return max(found)
+
+    def prediction(self) -> str:
+        """Return one line on the time of a step, or that there is no prediction."""
+        if self.predicted_seconds is None:
+            return "The step's time was not predicted: nothing was measured."
+        line = f"Predicted step: {self.predicted_seconds * 1e3:.1f} ms"
+        if self.even_seconds:
+            ratio = self.even_seconds / self.predicted_seconds
+            line += f"; an even split takes {self.even_seconds * 1e3:.1f} ms ({ratio:.2f} times)"
+        return f"{line}."
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""

@@ -1,81 +1,202 @@
-"""The first split (Method E, E2): every stage computes for an equal time, so its share is
-proportional to its power.
+"""The planner (Method E, E2-E4, E6): number of stages, order of devices, split, and what is
+recomputed.
 
-A pure function of the profile. Layers cannot be divided, so "equal" means: the slowest stage is as
-fast as it can be (exact dynamic programme over contiguous splits), and among those the one whose
-stages are the most alike.
-"""
+A pure function of the profile. Every order of unlike devices is searched, each by an integer
+program (see `program`) that is asked only for what is faster than the best plan known; the start is
+E4's order with a split in proportion to power, so the result is never worse than that in the
+simulator."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, islice, pairwise
+from math import inf
 
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.units import format_bytes
+from lightning_dlres.pipeline.costs import Workload
+from lightning_dlres.pipeline.footprint import smallest_limit
+from lightning_dlres.pipeline.grouping import (
+    Slots,
+    distinct_orders,
+    group,
+    machines_of,
+    order_by_ratio,
+    slot_power,
+)
+from lightning_dlres.pipeline.program import GAP, Choice, SplitProgram
+from lightning_dlres.pipeline.proportional import proportional_split
+
+# More orders than this are not tried one by one: two devices in E4's order are exchanged while that
+# helps.
+_MOST_ORDERS = 200
 
 
-def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[int, ...]:
-    """Split layers into contiguous stages of equal time.
+@dataclass(frozen=True)
+class Decision:
+    """What the planner decided.
+
+    Attributes:
+        workload: the devices in the order that was chosen.
+        split, recompute: see `Choice`.
+        seconds: of the step, in the simulator.
+        start_seconds: of E4's order with a split in proportion to power, in the simulator; infinite
+            where memory does not hold it.
+    """
+
+    workload: Workload
+    split: tuple[int, ...]
+    recompute: tuple[int, ...]
+    seconds: float
+    start_seconds: float
+
+
+def decide(
+    workload: Workload,
+    stages: int | None = None,
+    keep_order: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Decision:
+    """Return the fastest plan.
 
     Args:
-        work: seconds of each layer on a device of power 1; all zero counts as all equal.
-        powers: power of each stage's device, in stage order.
-
-    Returns:
-        Number of layers of each stage, at least one each. The largest stage time is the least
-        possible; ties go to the least sum of squared stage times.
+        workload: what to run; its machines are the ones to be used if `keep_order` is set, else
+            only the cluster counts.
+        stages: number of stages of a machine; None: whatever is fastest.
+        keep_order: search only splits.
+        say: gets a line about what is going on.
 
     Raises:
-        ConfigError: fewer layers than stages, or a power or time that is not a positive number.
+        ConfigError: no plan fits into memory (the message says which limit would do), or the
+            numbers do not divide.
     """
-    layers, stages = len(work), len(powers)
-    if not 1 <= stages <= layers:
-        raise ConfigError(
-            f"Got {layers} layers for {stages} stages, expected at least one layer per stage."
-        )
-    if not all(p > 0 for p in powers) or not all(w >= 0 for w in work):
-        raise ConfigError(
-            f"Got powers {list(powers)}, work {list(work)}, expected positive numbers."
-        )
-    worst = sum(work) / min(powers)
-    if not math.isfinite(worst * worst * stages):
-        raise ConfigError(f"Got powers {list(powers)}, work {list(work)}, expected finite numbers.")
-    costs = list(work) if any(work) else [1.0] * layers
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
+    if keep_order:
+        return _require(_search(workload, [workload.machines]), [workload])
+    world, layers = len(workload.cluster.devices), len(workload.layers)
+    counts = (
+        [stages]
+        if stages is not None
+        else [n for n in range(1, world + 1) if world % n == 0 and n <= layers]
+    )
+    best: Decision | None = None
+    tried = []
+    for count in counts:
+        slots = group(workload.cluster, count)
+        first = start_order(workload, slots)
+        variant = replace(workload, machines=machines_of(first))
+        tried.append(variant)
+        orders = list(islice(distinct_orders(workload.cluster, first), _MOST_ORDERS + 1))
+        arranged = [machines_of(order) for order in orders]
+        if len(orders) <= _MOST_ORDERS:
+            found = _search(variant, arranged, best)
+        else:
+            # Where memory limits differ, another order may fit where E4's does not.
+            found = _search(variant, arranged[:1]) or _search(variant, arranged)
+            found = _exchange(found) if found is not None else None
+        if found is not None:
+            say(f"{count} stages: {found.seconds * 1e3:.1f} ms a step")
+        best = found if best is None or (found and found.seconds < best.seconds) else best
+    return _require(best, tried)
 
-    def time(stage: int, first: int, stop: int) -> float:
-        return (prefix[stop] - prefix[first]) / powers[stage]
 
-    def stops(stage: int, first: int) -> range:
-        return (
-            range(first + 1, layers - (stages - 1 - stage) + 1)
-            if stage < stages - 1
-            else range(layers, layers + 1)
-        )
+def start_order(workload: Workload, slots: Slots) -> Slots:
+    """Return E4's order of the stages."""
+    fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
+    work = sum(layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers)
+    gradients = sum(layer.gradient_bytes + sum(layer.shared.values()) for layer in workload.layers)
+    return order_by_ratio(workload.cluster, slots, work * max(workload.microbatches, 1), gradients)
 
-    @cache
-    def bottleneck(stage: int, first: int) -> float:
-        if stage == stages:
-            return 0.0
-        return min(
-            max(time(stage, first, stop), bottleneck(stage + 1, stop))
-            for stop in stops(stage, first)
-        )
 
-    limit = bottleneck(0, 0) * (1 + 1e-9)
+def start_split(workload: Workload) -> tuple[int, ...]:
+    """Return the split in proportion to power (E2)."""
+    fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
+    work = [layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers]
+    slots = list(zip(*workload.machines, strict=True))
+    return proportional_split(work, [slot_power(workload.cluster, slot) for slot in slots])
 
-    @cache
-    def alike(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
-        if stage == stages:
-            return 0.0, ()
-        options: list[tuple[float, tuple[int, ...]]] = [(float("inf"), ())]
-        for stop in stops(stage, first):
-            if (seconds := time(stage, first, stop)) <= limit:
-                squares, counts = alike(stage + 1, stop)
-                options.append((squares + seconds * seconds, (stop - first, *counts)))
-        return min(options)
 
-    return alike(0, 0)[1]
+def _search(
+    workload: Workload,
+    orders: Sequence[tuple[tuple[int, ...], ...]],
+    known: Decision | None = None,
+) -> Decision | None:
+    """Return the best plan over some orders, the first of which is E4's."""
+    programs = [SplitProgram(replace(workload, machines=machines)) for machines in orders]
+    start_seconds, best = inf, None
+    limit = known.seconds if known is not None else inf
+    found: Choice | None = None
+    start = programs[0].evaluate(_stops(start_split(programs[0].workload)))
+    if start is not None:
+        start_seconds = start.seconds
+        found = programs[0].improve(_stops(start.split), start)
+        best = programs[0]
+    # The most promising order first: what it reaches cuts off the others.
+    for program in sorted(programs, key=lambda p: p.segments.root_bound):
+        target = min(limit, found.seconds if found is not None else inf) * (1 - GAP)
+        if program.segments.root_bound >= target:
+            continue
+        better = _solve(program, target)
+        if better is not None:
+            found, best = better, program
+    if found is None or best is None or found.seconds >= limit:
+        return None
+    return Decision(best.workload, found.split, found.recompute, found.seconds, start_seconds)
+
+
+def _solve(program: SplitProgram, target: float) -> Choice | None:
+    """Return the fastest plan below the target, to within the gap: look first among those close to
+    the lower bound, since few segments are left there."""
+    bound, best = program.segments.root_bound, None
+    start = program.evaluate(program.segments.root_stops)
+    if start is not None:
+        start = program.improve(_stops(start.split), start)
+        if start.seconds < target:
+            best, target = start, start.seconds * (1 - GAP)
+    for slack in (1.02, 1.1, 1.3, 2.0, 8.0, inf):
+        below = min(target, bound * slack) if bound > 0 else target
+        found = program.solve(below)
+        if found is not None:
+            return program.improve(_stops(found.split), found)
+        if below >= target:
+            break
+    return best
+
+
+def _exchange(start: Decision) -> Decision:
+    best = start
+    improved = True
+    while improved:
+        improved = False
+        slots = tuple(zip(*best.workload.machines, strict=True))
+        for one, other in combinations(range(len(slots)), 2):
+            moved = [*slots]
+            moved[one], moved[other] = moved[other], moved[one]
+            found = _search(best.workload, [machines_of(tuple(moved))], best)
+            if found is not None:
+                best, improved = replace(found, start_seconds=start.start_seconds), True
+                break
+    return best
+
+
+def _require(found: Decision | None, tried: Sequence[Workload]) -> Decision:
+    if found is not None:
+        return found
+    least = min(smallest_limit(workload) for workload in tried)
+    limits = {device.memory_limit for device in tried[0].cluster.devices}
+    given = " and ".join(format_bytes(limit) for limit in sorted(x for x in limits if x is not None))
+    raise ConfigError(
+        f"memory_limit: got {given}, and no plan fits. Expected at least {least} bytes "
+        f"({format_bytes(least)}) on every device: that is the smallest limit that works"
+        f"{'' if len(limits) == 1 else ' where all have the same'}"
+        f"{'' if tried[0].recompute != 'never' else ' without recomputation'}. Use a larger limit, "
+        "more devices, or more micro-batches."
+    )
+
+
+def _stops(split: Sequence[int]) -> list[int]:
+    stops = [0]
+    for count in split:
+        stops.append(stops[-1] + count)
+    assert all(a < b for a, b in pairwise(stops))
+    return stops[1:]

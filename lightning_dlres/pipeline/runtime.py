@@ -71,6 +71,17 @@ class Runtime:
         """Whether this rank runs the step from the module's call on."""
         return self.stage_index == self.plan.stages - 1
 
+    def train_only(
+        self,
+        trainable: Sequence[Sequence[nn.Parameter]],
+        outer: Sequence[nn.Parameter],
+        sync: GradientSync,
+    ) -> None:
+        """From now on, train these parameters of every layer of the stage, and these outside of the
+        layers; other parameters were frozen or unfrozen."""
+        self.stage.set_parameters(trainable)
+        self.outer, self.sync = list(outer), sync
+
     def forward(self, inputs: Tree, seed: int, batch_digest: int, everywhere: bool = True) -> Tree:
         """Run the layers forward over the global batch without recording; called by all ranks, each
         with the inputs.

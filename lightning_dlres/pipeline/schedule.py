@@ -23,6 +23,7 @@ class Op(str, Enum):
     FORWARD = "forward"
     SEND_ACTIVATION = "send activation"
     LOSS = "loss"
+    RECOMPUTE = "recompute"
     RECEIVE_GRADIENT = "receive gradient"
     BACKWARD = "backward"
     SEND_GRADIENT = "send gradient"
@@ -40,7 +41,9 @@ class Action:
     microbatch: int
 
 
-def build_schedule(name: str, stages: int, stage: int, microbatches: int) -> list[Action]:
+def build_schedule(
+    name: str, stages: int, stage: int, microbatches: int, recompute: bool = False
+) -> list[Action]:
     """Return the actions of one stage for one step.
 
     Args:
@@ -49,6 +52,8 @@ def build_schedule(name: str, stages: int, stage: int, microbatches: int) -> lis
         stage: index of the stage, 0 is the first.
         microbatches: number of micro-batches that this pipeline gets in the step; may be smaller
             than `stages`, or 0.
+        recompute: whether the stage recomputes something before a micro-batch's backward. It does
+            so before it waits for the gradient: in time that would be idle (Method E, E8).
 
     Raises:
         ConfigError: unknown name, or indices out of range.
@@ -60,15 +65,23 @@ def build_schedule(name: str, stages: int, stage: int, microbatches: int) -> lis
     if not 0 <= stage < stages or microbatches < 0:
         raise ConfigError(f"No stage {stage} of {stages} with {microbatches} micro-batches.")
     if name == "gpipe":
-        forwards = [a for m in range(microbatches) for a in _forward(stages, stage, m)]
         loss = [Action(Op.LOSS, ALL_MICROBATCHES)] if stage == stages - 1 else []
-        return (
-            forwards + loss + [a for m in range(microbatches) for a in _backward(stages, stage, m)]
-        )
-    return _one_forward_one_backward(stages, stage, microbatches)
+        return [
+            *(a for m in range(microbatches) for a in _forward(stages, stage, m)),
+            *loss,
+            *(a for m in range(microbatches) for a in _backward(stages, stage, m, recompute)),
+        ]
+    return _one_forward_one_backward(stages, stage, microbatches, recompute)
 
 
-def _one_forward_one_backward(stages: int, stage: int, microbatches: int) -> list[Action]:
+def in_flight(name: str, stages: int, stage: int, microbatches: int) -> int:
+    """Return the most micro-batches whose forward is done and whose backward is not, on a stage."""
+    return microbatches if name == "gpipe" else min(stages - stage, microbatches)
+
+
+def _one_forward_one_backward(
+    stages: int, stage: int, microbatches: int, recompute: bool
+) -> list[Action]:
     warmup = min(stages - 1 - stage, microbatches)
     last = stage == stages - 1
     actions = [a for m in range(warmup) for a in _forward(stages, stage, m)]
@@ -76,9 +89,11 @@ def _one_forward_one_backward(stages: int, stage: int, microbatches: int) -> lis
         actions += _forward(stages, stage, m)
         if last:
             actions.append(Action(Op.LOSS, m))
-        actions += _backward(stages, stage, m - warmup)
+        actions += _backward(stages, stage, m - warmup, recompute)
     return actions + [
-        a for m in range(microbatches - warmup, microbatches) for a in _backward(stages, stage, m)
+        a
+        for m in range(microbatches - warmup, microbatches)
+        for a in _backward(stages, stage, m, recompute)
     ]
 
 
@@ -88,7 +103,8 @@ def _forward(stages: int, stage: int, m: int) -> list[Action]:
     return [*receive, Action(Op.FORWARD, m), *send]
 
 
-def _backward(stages: int, stage: int, m: int) -> list[Action]:
+def _backward(stages: int, stage: int, m: int, recompute: bool) -> list[Action]:
+    again = [Action(Op.RECOMPUTE, m)] if recompute else []
     receive = [Action(Op.RECEIVE_GRADIENT, m)] if stage < stages - 1 else []
     send = [Action(Op.SEND_GRADIENT, m)] if stage > 0 else []
-    return [*receive, Action(Op.BACKWARD, m), *send]
+    return [*again, *receive, Action(Op.BACKWARD, m), *send]

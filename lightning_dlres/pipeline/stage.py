@@ -4,11 +4,14 @@ Every layer gets an autograd graph of its own, cut at the layer's inputs. So bac
 layers one by one, the gradients of a layer are final (and can be synchronised) before the layer
 below has started, and a layer is the unit of whatever is decided later: profile, recomputation,
 offload.
+
+A layer that is recomputed (Method E, E8) keeps its inputs only. Before its backward it runs again,
+with the random state and the buffers that it had, so that the gradients are the same to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.rng import derive_seed, forked, seed_device
 from lightning_dlres.core.tree import Structure, Tree, flatten, unflatten
+from lightning_dlres.pipeline.checkpoint import BufferStates, snapshot_buffers, with_buffers
 
 Layer = Callable[[Tree], Tree]
 Gradients = dict[nn.Parameter, Tensor]
@@ -26,10 +30,12 @@ Gradients = dict[nn.Parameter, Tensor]
 @dataclass
 class _Record:
     """What one layer keeps between its forward and its backward: leaves in, outputs with their
-    graph."""
+    graph. Without outputs it must be recomputed first."""
 
+    structure: Structure
     inputs: list[Tensor]
-    outputs: list[Tensor]
+    outputs: list[Tensor] | None
+    buffers: BufferStates
 
 
 class _Enter(torch.autograd.Function):
@@ -85,6 +91,7 @@ class Stage:
             so that randomness does not depend on the split.
         device: where the stage computes.
         context: entered around every forward (mixed precision).
+        recomputed: the layers' modules that are recomputed, by position in this stage.
     """
 
     def __init__(
@@ -94,14 +101,28 @@ class Stage:
         first_layer: int,
         device: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
+        recomputed: Mapping[int, nn.Module] | None = None,
     ) -> None:
         self._layers = layers
-        self.parameters = list(dict.fromkeys(p for some in parameters for p in some))
-        self._parameters = parameters
+        self.set_parameters(parameters)
         self._first_layer = first_layer
         self._device = device
         self._context = context
+        self._recomputed = dict(recomputed or {})
+        self._works_in_place: dict[int, bool] = {}
+        self._buffers: dict[int, BufferStates] = {}
         self._records: dict[int, list[_Record]] = {}
+        self._seeds: dict[int, int] = {}
+
+    def set_parameters(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Say which parameters of every layer need a gradient."""
+        self.parameters = list(dict.fromkeys(p for some in parameters for p in some))
+        self._parameters = parameters
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether some layer is recomputed."""
+        return bool(self._recomputed)
 
     @property
     def in_flight(self) -> int:
@@ -119,16 +140,26 @@ class Stage:
         """
         records = []
         with forked(self._device), self._context():
-            for index, layer in enumerate(self._layers, start=self._first_layer):
-                seed_device(derive_seed(seed, microbatch, index), self._device)
+            for position, layer in enumerate(self._layers):
+                self._seed(seed, microbatch, position)
                 if keep:
-                    inputs, record = _call(layer, inputs)
+                    call = self._call_lightly if position in self._recomputed else self._call
+                    inputs, record = call(position, inputs)
                     records.append(record)
                 else:
                     inputs = layer(inputs)
         if keep:
-            self._records[microbatch] = records
+            self._records[microbatch], self._seeds[microbatch] = records, seed
         return inputs
+
+    def recompute(self, microbatch: int) -> None:
+        """Run the layers again that kept their inputs only."""
+        seed = self._seeds[microbatch]
+        with forked(self._device), self._context():
+            for position, record in enumerate(self._records[microbatch]):
+                if record.outputs is None:
+                    self._seed(seed, microbatch, position)
+                    self._run_again(position, record)
 
     def backward(
         self,
@@ -147,7 +178,10 @@ class Stage:
             layer_done: called with the layer's position in this stage when its parameter gradients
                 are in the buffer.
         """
+        if any(record.outputs is None for record in self._records[microbatch]):
+            self.recompute(microbatch)
         records = self._records.pop(microbatch)
+        del self._seeds[microbatch]
         for position in reversed(range(len(records))):
             gradients = _backward(records.pop(), gradients, self._parameters[position], buffer)
             if layer_done is not None:
@@ -157,17 +191,48 @@ class Stage:
     def forget(self) -> None:
         """Drop what forwards recorded, after a failure."""
         self._records.clear()
+        self._seeds.clear()
+
+    def _seed(self, seed: int, microbatch: int, position: int) -> None:
+        seed_device(derive_seed(seed, microbatch, self._first_layer + position), self._device)
+
+    def _call(self, position: int, inputs: Tree) -> tuple[Tree, _Record]:
+        structure, tensors = flatten(inputs)
+        leaves = [_leaf(tensor) for tensor in tensors]
+        outputs = self._layers[position](_entered(structure, leaves))
+        out_structure, out_tensors = flatten(outputs)
+        passed = unflatten(out_structure, [_passed(tensor) for tensor in out_tensors])
+        return passed, _Record(structure, leaves, out_tensors, [])
+
+    def _call_lightly(self, position: int, inputs: Tree) -> tuple[Tree, _Record]:
+        """Call a layer, and keep what it takes to call it again. The graph is made nevertheless,
+        since it tells which outputs need a gradient, and given up at once."""
+        structure, tensors = flatten(inputs)
+        leaves = [_leaf(tensor) for tensor in tensors]
+        given = leaves
+        if self._works_in_place.get(position, True):
+            given = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        buffers = snapshot_buffers(self._recomputed[position], self._buffers.get(position, []))
+        self._buffers[position] = buffers
+        outputs = self._layers[position](_entered(structure, given))
+        if position not in self._works_in_place:
+            self._works_in_place[position] = not all(
+                torch.equal(a, b) for a, b in zip(given, leaves, strict=True)
+            )
+        out_structure, out_tensors = flatten(outputs)
+        passed = unflatten(out_structure, [_passed(tensor) for tensor in out_tensors])
+        return passed, _Record(structure, leaves, None, buffers)
+
+    def _run_again(self, position: int, record: _Record) -> None:
+        with with_buffers(record.buffers):
+            outputs = self._layers[position](_entered(record.structure, record.inputs))
+        _, record.outputs = flatten(outputs)
 
 
-def _call(layer: Layer, inputs: Tree) -> tuple[Tree, _Record]:
-    structure, tensors = flatten(inputs)
-    leaves = [_leaf(tensor) for tensor in tensors]
-    outputs = layer(_entered(structure, leaves))
-    out_structure, out_tensors = flatten(outputs)
+def _passed(tensor: Tensor) -> Tensor:
     # Detached here, but still saying whether a gradient is wanted: the next layer, or the next
     # stage, makes its leaves so.
-    passed = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in out_tensors]
-    return unflatten(out_structure, passed), _Record(leaves, out_tensors)
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -188,6 +253,7 @@ def _backward(
     parameters: Sequence[nn.Parameter],
     buffer: GradientBuffer,
 ) -> list[Tensor | None]:
+    assert record.outputs is not None
     flowing = [
         (o, g)
         for o, g in zip(record.outputs, gradients, strict=True)

@@ -109,9 +109,22 @@ def align_holders(
 def make_whole(layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox) -> None:
     """Give every rank all parameters and buffers again, on the CPU."""
     holders = plan.machines[0]
+    home: dict[nn.Module, int] = {}
+    for index, layer in enumerate(layers.modules):
+        for module in layer.modules():
+            home.setdefault(module, plan.stage_of(index))
+    modules = dict(layers.root.named_modules())
     for stage, source in enumerate(holders):
         held = held_tensors(layers, owners, plan, stage)
-        mine = {n: t.detach().cpu() for n, t in held.items()} if mailbox.rank == source else None
+        mine = None
+        if mailbox.rank == source:
+            mine = {
+                name: tensor.detach().cpu()
+                for name, tensor in held.items()
+                # A buffer that several stages hold counts where it is used.
+                if isinstance(tensor, nn.Parameter)
+                or home.get(modules[name.rpartition(".")[0]], 0) == stage
+            }
         sent = mailbox.broadcast(
             source, Channel.STATE, ("whole", stage), mine, "the trained weights"
         )

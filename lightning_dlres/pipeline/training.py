@@ -83,6 +83,7 @@ class TrainingStep:
             Op.FORWARD: self.forward,
             Op.SEND_ACTIVATION: self.send_activation,
             Op.LOSS: self.loss,
+            Op.RECOMPUTE: self.recompute,
             Op.RECEIVE_GRADIENT: self.receive_gradient,
             Op.BACKWARD: self.backward,
             Op.SEND_GRADIENT: self.send_gradient,
@@ -112,7 +113,11 @@ class TrainingStep:
             parts = cut(whole, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
         for action in build_schedule(
-            self.schedule, plan.stages, runtime.stage_index, len(self.own)
+            self.schedule,
+            plan.stages,
+            runtime.stage_index,
+            len(self.own),
+            self.stage.recomputes,
         ):
             self.perform(action)
         self.backward_into_step()
@@ -202,6 +207,10 @@ class TrainingStep:
                     self.buffer.add(parameter, gradient)
         for m, part in zip(microbatches or self.own, leaves, strict=True):
             self.gradients[m] = [next(results) if leaf.requires_grad else None for leaf in part]
+
+    def recompute(self, m: int) -> None:
+        with self.runtime.computing("recompute", m):
+            self.stage.recompute(m)
 
     def receive_gradient(self, m: int) -> None:
         self.gradients[m] = self.runtime.take(Channel.GRADIENT, 1, m, "the gradients")

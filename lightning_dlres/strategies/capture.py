@@ -1,15 +1,14 @@
-"""Finding the pipelined module in a LightningModule, and stepping in where the user's step calls
-it.
+"""Finding the pipelined module in a LightningModule, and stepping in where user code calls it.
 
 Three kinds of module can be pipelined: an `nn.Sequential` (its children are the layers), an
-    `nn.ModuleList` whose members the
-user's code calls one after the other, and any other single module (one layer). Only the module's
-own `forward` is replaced, and only while a step runs, so the user's hooks still fire.
+`nn.ModuleList` whose members the user's code calls one after the other, and any other single module
+(one layer), such as an `nn.Sequential` with a `forward` of its own. Only the module's own `forward`
+is replaced, so the user's hooks still fire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,7 @@ class PipelinedModule:
     def bind(self, index: int, module: nn.Module) -> Layer:
         """Return a callable from the layer's input tree to its output tree, for the layer `index`
         or a copy of it."""
-        if isinstance(self.module, nn.Sequential):
+        if is_chain(self.module):
             return module
         if isinstance(self.module, nn.ModuleList):
             return _Link(module, last=index == len(self.layers.modules) - 1)
@@ -55,41 +54,95 @@ class PipelinedModule:
 
         Inside the handler the module is itself again, so that its layers can run.
         """
-        in_list = isinstance(self.module, nn.ModuleList)
         targets = list(self.module) if isinstance(self.module, nn.ModuleList) else [self.module]
-        # The user's hooks on a list's members fire where the members run, not for stand-ins.
-        attribute = _compat.CALL if in_list else "forward"
+        attribute = _attribute(self.module)
 
         def handle(inputs: Tree) -> Tree:
-            uninstall()
-            try:
+            with _itself(targets, attribute):
                 return handler(inputs)
-            finally:
-                install()
 
         if isinstance(self.module, nn.ModuleList):
             forwards = _chain(self.path, len(targets), handle)
-        elif isinstance(self.module, nn.Sequential):
+        elif is_chain(self.module):
             forwards = [_one_argument(self.path, handle)]
         else:
             forwards = [lambda *args, **kwargs: handle((args, kwargs))]
         saved = [module.__dict__.get(attribute) for module in targets]
-
-        def install() -> None:
-            for module, forward in zip(targets, forwards, strict=True):
-                module.__dict__[attribute] = forward
-
-        def uninstall() -> None:
-            for module, forward in zip(targets, saved, strict=True):
-                module.__dict__.pop(attribute, None)
-                if forward is not None:
-                    module.__dict__[attribute] = forward
-
-        install()
+        for module, forward, own in zip(targets, forwards, saved, strict=True):
+            own = own.own if isinstance(own, _StandIn) else own
+            module.__dict__[attribute] = _StandIn(self.path, forward, own)
         try:
             yield
         finally:
-            uninstall()
+            _put(targets, attribute, saved)
+
+
+class _StandIn:
+    """Takes the place of a module's forward. A copy of the module has none of it: it would be a
+    call of the original.
+
+    Attributes:
+        own: what the user had put there; None if nothing.
+    """
+
+    def __init__(self, path: str, forward: Callable[..., Tree], own: Any) -> None:
+        self._path, self._forward, self.own = path, forward, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., Tree]:
+        path = self._path
+
+        def refuse(*args: Any, **kwargs: Any) -> Tree:
+            raise UnsupportedStepError(
+                f"A copy of {path!r}, the pipelined module, was made during the run and called: it "
+                "has the weights of one stage only. Make copies before the run, in the "
+                "LightningModule's constructor."
+            )
+
+        return refuse
+
+
+@contextmanager
+def _itself(modules: Sequence[nn.Module], attribute: str) -> Iterator[None]:
+    """Let modules be themselves meanwhile, whoever has stepped in, so that their layers can run."""
+    stand_ins = [module.__dict__.get(attribute) for module in modules]
+    _put(
+        modules,
+        attribute,
+        [found.own if isinstance(found, _StandIn) else found for found in stand_ins],
+    )
+    try:
+        yield
+    finally:
+        _put(modules, attribute, stand_ins)
+
+
+def _put(modules: Sequence[nn.Module], attribute: str, values: Sequence[Any]) -> None:
+    for module, value in zip(modules, values, strict=True):
+        module.__dict__.pop(attribute, None)
+        if value is not None:
+            module.__dict__[attribute] = value
+
+
+def _attribute(module: nn.Module) -> str:
+    # The user's hooks on a list's members fire where the members run, not for stand-ins.
+    return _compat.CALL if isinstance(module, nn.ModuleList) else "forward"
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether calling the module is calling its children, one after the other. An `nn.Sequential`
+    with a forward of its own may do something between them."""
+    if not isinstance(module, nn.Sequential):
+        return False
+    own = vars(module).get("forward")
+    own = own.own if isinstance(own, _StandIn) else own
+    return own is None and type(module).forward is nn.Sequential.forward
+
+
+def _is_cut(module: nn.Module) -> bool:
+    return is_chain(module) or isinstance(module, nn.ModuleList)
 
 
 def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
@@ -111,16 +164,12 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
             raise AttributeError("an empty name")
         module = root.get_submodule(path)
     except AttributeError as error:
-        names = [
-            name
-            for name, m in root.named_modules()
-            if isinstance(m, (nn.Sequential, nn.ModuleList)) and name
-        ]
+        names = [name for name, m in root.named_modules() if _is_cut(m) and name]
         raise ConfigError(
             f"module: got {path!r}, expected the name of a module in {type(root).__name__}. Try "
             f"one of {names}."
         ) from error
-    if isinstance(module, (nn.Sequential, nn.ModuleList)):
+    if _is_cut(module):
         pairs = [
             (n, m) for n, m in module.named_modules(remove_duplicate=False) if n and "." not in n
         ]
@@ -136,9 +185,7 @@ def _find(root: nn.Module) -> str:
     containers: list[tuple[str, nn.Module]] = [
         (name, m)
         for name, m in root.named_modules()
-        if name
-        and isinstance(m, (nn.Sequential, nn.ModuleList))
-        and any(True for _ in m.parameters())
+        if name and _is_cut(m) and any(True for _ in m.parameters())
     ]
     outermost = [
         (n, m)
@@ -178,7 +225,8 @@ class _Whole:
 
     def __call__(self, inputs: Tree) -> Tree:
         args, kwargs = inputs
-        return self._module(*args, **kwargs)
+        with _itself([self._module], _attribute(self._module)):
+            return self._module(*args, **kwargs)
 
 
 class _Link:
@@ -190,7 +238,8 @@ class _Link:
 
     def __call__(self, inputs: Tree) -> Tree:
         first, args, kwargs = inputs
-        output = self._module(first, *args, **kwargs)
+        with _itself([self._module], _compat.CALL):
+            output = self._module(first, *args, **kwargs)
         return output if self._last else (output, args, kwargs)
 
 

@@ -7,6 +7,7 @@ what is logged are computed both ways, and a difference is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torchmetrics import Metric
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.digest import digest
 from lightning_dlres.pipeline.microbatch import cut
 from lightning_dlres.strategies.attributes import changed_lists
 from lightning_dlres.strategies.records import LogRecord, merge_parts
@@ -43,21 +45,68 @@ def why_not_by_parts(
     state = rng.snapshot(whole.context.device)
     try:
         loss, gradients, logs = _whole(whole, output, sizes)
-        lists = changed_lists(whole.changed_attributes())
-        if lists:
-            return f"training_step adds to the list self.{lists[0]}, once per batch"
-        whole.undo()
+        reason = _once_per_batch(whole)
+        if reason is not None:
+            return reason
+        metrics = whole.context.metrics
+        measured, drawn = metrics.snapshot(), digest(rng.snapshot(whole.context.device))
+        whole.undo_metrics()
         parts = make_step()
         try:
             part_loss, part_gradients, part_logs = _parts(parts, output, sizes)
         except Exception as error:
             return f"training_step fails on a micro-batch ({type(error).__name__}: {error})"
+        part_drawn, part_measured = digest(rng.snapshot(whole.context.device)), metrics.part()
+        whole.undo_metrics()
+        metrics.merge([part_measured])
+        unlike = metrics.unlike(measured)
     finally:
-        whole.undo()
+        whole.undo_metrics()
         rng.restore(state, whole.context.device)
-    return _difference(loss, part_loss, gradients, part_gradients) or _log_difference(
-        logs, part_logs
-    )
+    reason = _difference(loss, part_loss, gradients, part_gradients)
+    reason = reason or _log_difference(logs, part_logs)
+    if reason is None and unlike is not None:
+        return f"the metric {unlike!r} is another one for the batch than from its micro-batches"
+    if reason is None and part_drawn != drawn:
+        return "training_step draws other random numbers for a batch than for a micro-batch"
+    return reason
+
+
+def why_no_longer_by_parts(
+    records: Sequence[Tree], logs: Sequence[Sequence[LogRecord]]
+) -> str | None:
+    """Return what a step did that was computed micro-batch by micro-batch, and should not have
+    been; None if nothing. A step may do so in a few batches only, which no check has met."""
+    names = [[record.name for record in part] for part in logs]
+    other = next((other for other in names if other != names[0]), None)
+    if other is not None:
+        return f"training_step logged {names[0]} for one micro-batch and {other} for another"
+    for record in records:
+        lists = changed_lists(record["attributes"])
+        reason = _why_once(lists, sorted(record["buffers"]), [], record["logger"])
+        if reason is not None:
+            return reason
+    return None
+
+
+def _once_per_batch(step: LightningStep) -> str | None:
+    extra = [str(key) for key in step.extra or ()]
+    lists = changed_lists(step.changed_attributes)
+    return _why_once(lists, step.changed_buffers, sorted(extra), step.logger_calls[-1])
+
+
+def _why_once(
+    lists: Sequence[str], buffers: Sequence[str], extra: Sequence[str], logged: Sequence[Any]
+) -> str | None:
+    if lists:
+        return f"training_step adds to the list self.{lists[0]}, once per batch"
+    if buffers:
+        return f"training_step changes the buffer {buffers[0]!r}, once per batch"
+    if extra:
+        return f"training_step returns {extra[0]!r} beside the loss, for the whole batch"
+    if logged:
+        return "training_step calls the logger itself, once per batch"
+    return None
 
 
 def _whole(
@@ -132,6 +181,12 @@ def _log_difference(logs: Sequence[LogRecord], part_logs: Sequence[LogRecord]) -
     for record, part in zip(logs, part_logs, strict=True):
         if isinstance(record.value, Metric):
             continue
+        samples = record.options.get("batch_size"), part.options.get("batch_size")
+        if samples[0] != samples[1]:
+            return (
+                f"self.log({record.name!r}, batch_size=...) says {samples[0]} for the whole batch, "
+                f"and {samples[1]} for its micro-batches"
+            )
         value, other = torch.as_tensor(record.value), torch.as_tensor(part.value)
         if not _close(value, other, _TOLERANCE.get(value.dtype, _TOLERANCE[torch.float32])):
             return (

@@ -65,6 +65,12 @@ class Connection:
         assert isinstance(self._group, dist.ProcessGroup)
         self.mailbox = Mailbox(self._group, self.rank, names, timeout, self.check, tracer)
 
+    def rename(self, names: list[str]) -> None:
+        """Call the ranks otherwise in messages: which stage each is, is known after planning."""
+        self.mailbox.names[:] = names
+        if self._watch is not None:
+            self._watch.rename(names)
+
     def check(self) -> None:
         """Raise if this rank or another is known to have failed."""
         if self._failure is not None:

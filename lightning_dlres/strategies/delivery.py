@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.pipeline.stage import Gradients
 
 
@@ -32,6 +33,12 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise UnsupportedStepError(
+                "backward ran twice on the loss of one step (retain_graph=True?): the gradients "
+                "were computed by the schedule, once. Scale the loss instead, or return a sum of "
+                "losses."
+            )
         factor = float(grad_output) / ctx.scale
         if factor != 1.0:
             gradients = [gradient * factor for gradient in gradients]

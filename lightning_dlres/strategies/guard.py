@@ -1,12 +1,13 @@
-"""User code must not compute with the weights of another stage.
+"""The step must not compute with the weights of the layers, which are the pipeline's.
 
-They are meta tensors here. Not all of torch's operations refuse those: on the CPU a matrix product
-with a meta weight returns uninitialised memory, and training would go on with it.
+Those of another stage have no values here (see `pipeline.foreign`, which watches over them outside
+of the step, too). A gradient of those that are here would be lost: the schedule delivers what came
+through the pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -39,14 +40,32 @@ class ForeignWeightGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "?")
         if name not in _HARMLESS and (_has_meta(args) or _has_meta(kwargs.values())):
-            raise UnsupportedStepError(
-                f"The step uses a weight that another stage holds (in {name}), such as for a "
-                "penalty over self.parameters() or for a weight shared with code outside of the "
-                "pipelined module. Use the optimizer's weight_decay, compute it inside the "
-                "layers, or give the layer a second name in the LightningModule, so that all "
-                "stages hold it."
-            )
+            raise weight_of_a_layer(f"in {name}")
         return function(*args, **kwargs)
+
+
+def weight_of_a_layer(where: str) -> UnsupportedStepError:
+    """Return the error for a step that uses a layer's weight outside of the pipelined module."""
+    return UnsupportedStepError(
+        f"The step uses a weight of a layer outside of the pipelined module ({where}), which "
+        "another stage may hold, such as for a penalty over self.parameters() or for a weight "
+        "shared with other code. Use the optimizer's weight_decay, compute it inside the layers, "
+        "or give the layer a second name in the LightningModule, so that all stages hold it."
+    )
+
+
+def leaves_of(results: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves that a gradient of these tensors would reach."""
+    seen: set[Any] = set()
+    waiting = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [below for below, _ in node.next_functions if below is not None]
 
 
 def _has_meta(values: Iterable[Any]) -> bool:

@@ -30,8 +30,10 @@ from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.strategies.connection import Connection, join_process_group
 from lightning_dlres.strategies.loaders import SharedLoader, StatefulSharedLoader, is_stateful
 from lightning_dlres.strategies.optimizers import set_state_device
-from lightning_dlres.strategies.options import PipeOptions, Schedule
+from lightning_dlres.strategies.options import MemoryLimit, PipeOptions, Recompute, Schedule
 from lightning_dlres.strategies.precision import loss_scale, overflow_shared
+from lightning_dlres.strategies.profiling import ProfileConfig
+from lightning_dlres.strategies.refusals import refuse_callbacks
 from lightning_dlres.strategies.run import ContextFactory, PipelineRun
 from lightning_dlres.strategies.step import SplitBatch
 from lightning_dlres.strategies.steps import StepRunner
@@ -48,7 +50,8 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     Args:
         stages: Number of stages of a virtual machine; must divide the number of devices. "auto":
-            one virtual machine of all devices.
+            whatever is fastest in the simulator; one virtual machine of all devices where nothing
+            is measured.
         microbatches: Into how many parts the batch is cut; a smaller batch is cut into single
             samples. "auto": four per device. What is random in the layers (dropout) depends on this
             number, and on nothing else of the plan.
@@ -58,13 +61,21 @@ class HeteroPipeStrategy(ParallelStrategy):
         module: Name of the module to cut into stages: an `nn.Sequential`, or an `nn.ModuleList`
             whose members are called one after the other. None finds it.
         device_map: For every virtual machine its ranks in stage order. None: consecutive ranks.
-        plan: A `PipelinePlan`, or the path of one written as JSON; nothing is measured then.
+        plan: A `PipelinePlan`, or the path of one written as JSON, as it was or edited; nothing is
+            measured then.
         split_batch: Called with (batch, sizes), returns the batch cut into parts of these sizes;
             for batches that are more than tensors with samples along the first dimension. Used
             under 1f1b.
         emulate_speed: For demos and tests on one machine: relative speed of every rank, 1.0 the
             fastest; slower ones sleep after computing.
-        profile_samples: Number of samples with which layers are timed before training.
+        memory_limit: Bytes (or "8GiB") that the model may take on a device, for all ranks or a list
+            with one for each: weights, gradients, optimizer state, and what micro-batches in flight
+            keep. None: on GPUs what is free, on CPUs no limit. A limit that no plan meets is
+            refused with the smallest that works.
+        recompute: "auto": layers run again before their backward instead of keeping what they save
+            for it, where the memory limit asks for it; "never"; "always". Results are the same to
+            the bit.
+        profile: How layers and links are measured before training.
         timeout: How long a rank waits for another, in seconds or as "10min", before it ends the
             run.
         accelerator: Set by the Trainer.
@@ -91,7 +102,9 @@ class HeteroPipeStrategy(ParallelStrategy):
         plan: PipelinePlan | str | Path | None = None,
         split_batch: SplitBatch | None = None,
         emulate_speed: Sequence[float] | None = None,
-        profile_samples: int = 8,
+        memory_limit: MemoryLimit = None,
+        recompute: Recompute = "auto",
+        profile: ProfileConfig | None = None,
         timeout: float | str | timedelta = "10min",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -112,7 +125,9 @@ class HeteroPipeStrategy(ParallelStrategy):
             plan,
             split_batch,
             emulate_speed,
-            profile_samples,
+            memory_limit,
+            recompute,
+            profile,
             timeout,
         )
         self._process_group_backend = process_group_backend
@@ -123,6 +138,11 @@ class HeteroPipeStrategy(ParallelStrategy):
         self._born_on_meta: bool | None = None
         self._used_schedule: str = schedule
         self.tracer = Tracer()
+
+    @property
+    def options(self) -> PipeOptions:
+        """The arguments, checked."""
+        return self._options
 
     @property
     def plan(self) -> PipelinePlan | None:
@@ -187,6 +207,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self._options.rank_names(self.world_size)
         self._options.slowdown(self.global_rank, self.world_size)
+        self._options.memory_limit(self.global_rank, self.world_size)
         join_process_group(
             self.cluster_environment,
             self._process_group_backend,
@@ -223,6 +244,8 @@ class HeteroPipeStrategy(ParallelStrategy):
                 "a pipeline needs to schedule them. Use automatic optimization with one "
                 "optimizer, or another strategy."
             )
+        if fitting:
+            refuse_callbacks(trainer)
         self.model = self.precision_plugin.convert_module(module)
         run = PipelineRun(
             self._options,
@@ -233,11 +256,12 @@ class HeteroPipeStrategy(ParallelStrategy):
             self.tracer,
             whole=not self.restore_checkpoint_after_setup,
         )
-        run.deploy(trainer, self.plan)
-        self._run = run
         self.model_to_device()
         if fitting:
+            # Before the plan, which counts their state. Parameters keep their identity.
             self.setup_optimizers(trainer)
+        run.deploy(trainer, self.plan, self.optimizers if fitting else [])
+        self._run = run
         self.setup_precision_plugin()
         if fitting:
             run.check_optimizers(self.optimizers)
@@ -267,6 +291,8 @@ class HeteroPipeStrategy(ParallelStrategy):
             raise ConfigError(f"training_step: got keywords {list(kwargs)}, expected none.")
         with self._announcing(), self._in_context(self.precision_plugin.train_step_context) as run:
             batch = self._module.trainer.fit_loop.total_batch_idx
+            assert self._run is not None
+            self._run.follow_freezing(run.runtime)
             return run.train(args, batch, loss_scale(self.precision_plugin))
 
     @override

@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dlres import _compat
 from lightning_dlres.core.tree import Tree, map_tensors
 
+_ROUNDING = 1e-4
 Snapshot = dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]]
 
 
@@ -50,6 +51,14 @@ class MetricStates:
         for name, (state, numbers, updates, last_value) in snapshot.items():
             self._set(name, {k: _kept(v) for k, v in state.items()}, updates, last_value)
             vars(self.metrics[name]).update(numbers)
+
+    def unlike(self, snapshot: Snapshot) -> str | None:
+        """Return the name of a metric whose state is not that of the snapshot, up to rounding."""
+        for name, (state, *_) in self.snapshot().items():
+            expected = snapshot[name][0]
+            if not all(_close(value, expected[key]) for key, value in state.items()):
+                return str(name)
+        return None
 
     def reset(self) -> None:
         """Start all metrics anew."""
@@ -163,3 +172,17 @@ def _merged(states: list[Any], how: str | None) -> Any:
         return torch.cat([torch.atleast_1d(state) for state in states])
     stacked: Tensor = torch.stack(states)
     return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)
+
+
+def _close(value: Any, expected: Any) -> bool:
+    # How a list was cut into elements does not matter.
+    a, b = (
+        torch.cat([torch.atleast_1d(t) for t in v] or [torch.empty(0)]).double()
+        if isinstance(v, list)
+        else v.double()
+        for v in (value, expected)
+    )
+    if a.shape != b.shape:
+        return False
+    scale = float(b.abs().amax()) if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * scale, equal_nan=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -55,6 +56,22 @@ def require_separable(optimizer: Optimizer) -> None:
         )
 
 
+def require_owned(optimizer: Optimizer, known: Container[nn.Parameter], model: str) -> None:
+    """Raise unless all of the optimizer's parameters are among the known ones of the model.
+
+    Raises:
+        ConfigError: some are not; they would get no gradient.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [tuple(p.shape) for p in parameters if p not in known]
+    if strangers:
+        raise ConfigError(
+            f"The optimizer has {len(strangers)} parameters that are not parameters of {model} "
+            f"(the first of shape {strangers[0]}): they would get no gradient. Make them "
+            "attributes of the module, or put them into an nn.ParameterList."
+        )
+
+
 class _NeedsClosure(Exception):
     pass
 
@@ -75,14 +92,39 @@ def _is_separable(kind: Any, options: dict[str, Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
+def state_ratio(optimizer: Optimizer) -> float:
+    """Return how many bytes of state the optimizer keeps for every byte of a parameter: 2 for Adam,
+    0 for plain SGD; 0 where a trial fails."""
+    ratios = [0.0]
+    try:
+        with forked(torch.device("cpu")):
+            for options in _settings(optimizer):
+                (parameter,), trial = _stepped(type(optimizer), options, [0])
+                size = parameter.numel() * parameter.element_size()
+                found = [t for t in trial.state[parameter].values() if isinstance(t, Tensor)]
+                kept = sum(t.numel() * t.element_size() for t in found if t.dim())
+                ratios.append(kept / size)
+    except Exception:
+        # `require_separable` says what is wrong with it.
+        return 0.0
+    return max(ratios)
+
+
 def _trial(kind: Any, options: dict[str, Any], which: list[int]) -> list[Tensor]:
     """Return two small parameters, or one of them, after a few steps with these options."""
+    parameters, _ = _stepped(kind, options, which)
+    return [parameter.detach() for parameter in parameters]
+
+
+def _stepped(
+    kind: Any, options: dict[str, Any], which: list[int]
+) -> tuple[list[nn.Parameter], Optimizer]:
     values = [
         torch.linspace(-1.0, 1.0, 12).view(3, 4),
         torch.linspace(5.0, 9.0, 12).view(3, 4),
     ]
     parameters = [nn.Parameter(values[i].clone()) for i in which]
-    trial = kind([{"params": parameters, **copy.deepcopy(options)}], lr=_TRIAL_RATE)
+    trial: Optimizer = kind([{"params": parameters, **copy.deepcopy(options)}], lr=_TRIAL_RATE)
     with torch.enable_grad():
         for step in range(_STEPS):
             for i, parameter in zip(which, parameters, strict=True):
@@ -91,7 +133,7 @@ def _trial(kind: Any, options: dict[str, Any], which: list[int]) -> list[Tensor]
                 trial.step()
             except TypeError as error:
                 raise (_NeedsClosure() if "closure" in str(error) else error) from error
-    return [parameter.detach() for parameter in parameters]
+    return parameters, trial
 
 
 def set_state_device(optimizer: Optimizer, device: torch.device) -> None:

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.core.units import parse_seconds
+from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.pipeline.plan import PipelinePlan, arrange
 from lightning_dlres.pipeline.schedule import SCHEDULES
+from lightning_dlres.strategies.planning import Wishes
+from lightning_dlres.strategies.profiling import ProfileConfig
 from lightning_dlres.strategies.step import SplitBatch
 
 Machines = tuple[tuple[int, ...], ...]
 Schedule = Literal["auto", "gpipe", "1f1b"]
+Recompute = Literal["auto", "never", "always"]
+RECOMPUTE = ("auto", "never", "always")
+MemoryLimit = int | str | Sequence[int | str] | None
 
 
 class PipeOptions:
@@ -34,7 +39,9 @@ class PipeOptions:
         plan: PipelinePlan | str | Path | None,
         split_batch: SplitBatch | None,
         emulate_speed: Sequence[float] | None,
-        profile_samples: int,
+        memory_limit: MemoryLimit,
+        recompute: Recompute,
+        profile: ProfileConfig | None,
         timeout: float | str | timedelta,
     ) -> None:
         self.stages = _count("stages", stages)
@@ -48,7 +55,12 @@ class PipeOptions:
         self.plan = PipelinePlan.load(plan) if isinstance(plan, (str, Path)) else plan
         self.split_batch = split_batch
         self.emulate_speed = _speeds(emulate_speed)
-        self.profile_samples = _count("profile_samples", profile_samples) or 1
+        self._memory_limit = _limits(memory_limit)
+        if recompute not in RECOMPUTE:
+            expected = f"one of {', '.join(map(repr, RECOMPUTE))}"
+            raise ConfigError(got_expected("recompute", recompute, expected, "recompute='auto'"))
+        self.recompute = recompute
+        self.profile = profile or ProfileConfig()
         self.timeout = parse_seconds(timeout, "timeout")
 
     def machines(self, world_size: int) -> Machines:
@@ -86,6 +98,33 @@ class PipeOptions:
             )
         return 1.0 / self.emulate_speed[rank]
 
+    def memory_limit(self, rank: int, world_size: int) -> int | None:
+        """Return the bytes that the model may take on a rank's device; None: as many as are found.
+
+        Raises:
+            ConfigError: limits were given, but not one for every rank.
+        """
+        limits = self._memory_limit
+        if isinstance(limits, tuple):
+            if len(limits) != world_size:
+                raise ConfigError(
+                    f"memory_limit: got {len(limits)} sizes, expected one for each of the "
+                    f"{world_size} ranks, or one for all."
+                )
+            return limits[rank]
+        return limits
+
+    @property
+    def wishes(self) -> Wishes:
+        """What is fixed of the plan."""
+        schedule = "gpipe" if self.schedule == "gpipe" else "1f1b"
+        return Wishes(self.stages, self.fixed_machines, schedule, self.recompute)
+
+    @property
+    def fixed_machines(self) -> Machines | None:
+        """The ranks of every virtual machine in stage order, where the user fixed them."""
+        return self.plan.machines if self.plan is not None else self.device_map
+
     def _machines(self, world_size: int) -> Machines:
         if self.plan is not None:
             return self.plan.machines
@@ -108,6 +147,14 @@ def _count(name: str, value: object) -> int | None:
         expected = "a positive integer or 'auto'"
         raise ConfigError(got_expected(name, value, expected, f"{name}='auto'"))
     return value
+
+
+def _limits(given: MemoryLimit) -> int | tuple[int, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, (int, str)):
+        return parse_bytes(given, "memory_limit")
+    return tuple(parse_bytes(limit, "memory_limit") for limit in given)
 
 
 def _speeds(speeds: Sequence[float] | None) -> tuple[float, ...] | None:

@@ -1,28 +1,41 @@
-"""From a LightningModule and its data to a plan: profile the layers on every rank, then split in
-proportion to power."""
+"""From a profile to a plan that all ranks share: decided on rank 0, adopted where one was given."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import torch
-from lightning.pytorch import Trainer
+import msgspec
+from torch import nn
 
-from lightning_dlres import _compat
-from lightning_dlres.core import rng
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.tree import Tree
-from lightning_dlres.pipeline.cluster import measure_layers, powers_of
-from lightning_dlres.pipeline.plan import LayerProfile, PipelinePlan
-from lightning_dlres.pipeline.planner import proportional_split
-from lightning_dlres.strategies.capture import PipelinedModule
-from lightning_dlres.strategies.connection import Connection
-from lightning_dlres.strategies.step import LightningStep, StepContext
+from lightning_dlres.pipeline.costs import Workload
+from lightning_dlres.pipeline.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.planner import decide
+from lightning_dlres.pipeline.profile import LayerProfile
+from lightning_dlres.pipeline.proportional import proportional_split
+from lightning_dlres.pipeline.simulator import step_seconds
+from lightning_dlres.strategies.capture import PipelinedModule, is_chain
+from lightning_dlres.strategies.profiling import RunProfile
 
 Machines = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user fixed of the plan.
+
+    Attributes:
+        stages: number of stages; None: whatever is fastest.
+        machines: the ranks of every virtual machine in stage order; None: free.
+        schedule: the schedule to plan for.
+        recompute: "auto", "never" or "always".
+    """
+
+    stages: int | None
+    machines: Machines | None
+    schedule: str
+    recompute: str
 
 
 def require_layers(pipelined: PipelinedModule, stages: int) -> None:
@@ -34,6 +47,8 @@ def require_layers(pipelined: PipelinedModule, stages: int) -> None:
     count = len(pipelined.layers.modules)
     if count < stages:
         kind = type(pipelined.module).__name__
+        if isinstance(pipelined.module, nn.Sequential) and not is_chain(pipelined.module):
+            kind += ", an nn.Sequential with a forward of its own"
         raise ConfigError(
             f"The pipelined module {pipelined.path!r} ({kind}) has {count} "
             f"layer{'s' if count != 1 else ''}, expected at least one for each of the {stages} "
@@ -46,9 +61,9 @@ def adopt_plan(given: PipelinePlan, pipelined: PipelinedModule, world_size: int)
     """Return a plan that was given, completed with the model's layers.
 
     Raises:
-        ConfigError: it is for another model or another number of ranks.
+        ConfigError: it is for another model or another number of ranks, or breaks a memory limit.
     """
-    names, sizes = pipelined.layers.names, pipelined.layers.parameter_bytes()
+    names = pipelined.layers.names
     if given.world_size != world_size:
         raise ConfigError(
             f"plan: got a plan for {given.world_size} ranks, expected one for {world_size}. Plan "
@@ -65,89 +80,104 @@ def adopt_plan(given: PipelinePlan, pipelined: PipelinedModule, world_size: int)
             f"plan: got a plan for layers {list(known)}, but the model's are {list(names)}. Plan "
             "again."
         )
-    layers = given.layers or tuple(LayerProfile(n, s) for n, s in zip(names, sizes, strict=True))
-    return PipelinePlan(
-        machines=given.machines, split=given.split, layers=layers, powers=given.powers
+    plan = msgspec.structs.replace(given, layers=given.layers or unmeasured_layers(pipelined))
+    return predicted(plan) if plan.is_measured else plan
+
+
+def predicted(plan: PipelinePlan) -> PipelinePlan:
+    """Return a measured plan with its step times as the simulator finds them, whatever was edited.
+
+    Raises:
+        ConfigError: a stage breaks its memory limit.
+    """
+    workload = plan.workload()
+    for stage in range(plan.stages):
+        peak = workload.peak_bytes(stage, plan.layers_of(stage), plan.recompute)
+        limit = workload.limit(stage)
+        if limit is not None and peak > limit:
+            raise ConfigError(
+                f"plan: stage {stage} would hold {peak} bytes, expected at most its memory limit, "
+                f"{limit}. Give it fewer layers, recompute more of them, or plan again."
+            )
+    return msgspec.structs.replace(
+        plan,
+        predicted_seconds=step_seconds(workload, plan.split, plan.recompute),
+        even_seconds=even_step_seconds(workload),
     )
 
 
-def measured_plan(
-    pipelined: PipelinedModule,
-    machines: Machines,
-    inputs: Tree,
-    device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]],
-    slowdown: float,
-    connection: Connection,
-) -> PipelinePlan:
-    """Measure every layer on every rank (E1), and split in proportion to power (E2); called by all
-    ranks.
+def for_schedule(plan: PipelinePlan, schedule: str) -> PipelinePlan:
+    """Return the plan as it is under another schedule: the same layers on the same devices.
 
-    Args:
-        inputs: what the first layer is called with, for a few samples.
+    Raises:
+        ConfigError: a stage breaks its memory limit under it.
     """
-    layers, mine = pipelined.layers, list[float]()
-    for turn in range(connection.world_size):
-        # CPU ranks may share cores: one at a time. Other devices are their ranks' own.
-        if turn == (connection.rank if device.type == "cpu" else 0):
-            mine = measure_layers(layers.modules, pipelined.bind, inputs, device, context, slowdown)
-        connection.any_rank(False)
-    seconds = connection.gather(mine)
-    powers = powers_of(seconds)
-    best = seconds[powers.index(max(powers))]
-    return _split(pipelined, machines, best, powers)
+    changed = msgspec.structs.replace(plan, schedule=schedule)
+    if schedule == plan.schedule or not plan.is_measured:
+        return changed
+    try:
+        return predicted(changed)
+    except ConfigError as error:
+        raise ConfigError(
+            f"The loss needs schedule {schedule!r}, for which the plan was not made: {error} Use "
+            f"HeteroPipeStrategy(schedule={schedule!r}), so that it is."
+        ) from None
+
+
+def even_step_seconds(workload: Workload) -> float:
+    """Return the step time of what one would do without a profile: equal numbers of layers, devices
+    in the order of ranks, nothing recomputed."""
+    machines = arrange(len(workload.cluster.devices), workload.stages)
+    even = even_split(len(workload.layers), workload.stages)
+    return step_seconds(replace(workload, machines=machines), even)
+
+
+def measured_plan(
+    profile: RunProfile, wishes: Wishes, say: Callable[[str], None] = lambda line: None
+) -> PipelinePlan:
+    """Return the fastest plan for a profile.
+
+    Raises:
+        ConfigError: none fits into memory, or the ranks do not divide into stages.
+    """
+    world = len(profile.cluster.devices)
+    workload = Workload(
+        profile.layers,
+        profile.step,
+        profile.cluster,
+        wishes.machines or arrange(world, world if world <= len(profile.layers) else 1),
+        wishes.schedule,
+        profile.microbatches,
+        wishes.recompute,
+    )
+    decision = decide(workload, wishes.stages, keep_order=wishes.machines is not None, say=say)
+    return predicted(
+        PipelinePlan(
+            machines=decision.workload.machines,
+            split=decision.split,
+            recompute=decision.recompute,
+            schedule=wishes.schedule,
+            microbatches=profile.microbatches,
+            layers=profile.layers,
+            step=profile.step,
+            cluster=profile.cluster,
+        )
+    )
+
+
+def unmeasured_layers(pipelined: PipelinedModule) -> tuple[LayerProfile, ...]:
+    """Return what is known of the layers without running them."""
+    sizes = pipelined.layers.parameter_bytes()
+    return tuple(
+        LayerProfile(name=name, parameter_bytes=size)
+        for name, size in zip(pipelined.layers.names, sizes, strict=True)
+    )
 
 
 def unmeasured_plan(pipelined: PipelinedModule, machines: Machines) -> PipelinePlan:
     """Split by parameter bytes, as if all devices were alike; where there is nothing to measure
     with."""
-    return _split(pipelined, machines, None, ())
-
-
-def _split(
-    pipelined: PipelinedModule,
-    machines: Machines,
-    seconds: Sequence[float] | None,
-    powers: Sequence[float],
-) -> PipelinePlan:
-    sizes = pipelined.layers.parameter_bytes()
-    times = list(seconds) if seconds is not None else [0.0] * len(sizes)
-    stage_powers = [
-        min((powers[m[s]] for m in machines), default=1.0) if powers else 1.0
-        for s in range(len(machines[0]))
-    ]
-    split = proportional_split(
-        seconds if seconds is not None else [float(s) for s in sizes], stage_powers
-    )
-    profiles = tuple(
-        LayerProfile(n, b, t) for n, b, t in zip(pipelined.layers.names, sizes, times, strict=True)
-    )
-    return PipelinePlan(machines=machines, split=split, layers=profiles, powers=tuple(powers))
-
-
-def profiling_inputs(trainer: Trainer, context: StepContext, samples: int) -> Tree:
-    """Return what the first layer would be called with for a few training samples; on one rank.
-
-    The samples come straight from the dataset, beside the loader, and random state is put back, so
-    that training sees the same batches as without profiling.
-    """
-    saved = rng.snapshot(context.device)
-    try:
-        batch = _few_samples(_compat.train_loader(trainer), samples)
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.strategy.batch_to_device(batch, torch.device("cpu"))
-        takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
-        with torch.no_grad():
-            inputs = LightningStep(context, (batch, 0) if takes_index else (batch,)).module_inputs()
-        return inputs
-    finally:
-        rng.restore(saved, context.device)
-
-
-def _few_samples(loader: Any, samples: int) -> Any:
-    dataset: Any = getattr(loader, "dataset", None)
-    collate = getattr(loader, "collate_fn", None)
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and callable(collate):
-        count = min(samples, len(dataset), getattr(loader, "batch_size", None) or samples)
-        return collate([dataset[index] for index in range(count)])
-    return next(iter(loader))
+    layers = unmeasured_layers(pipelined)
+    sizes = [float(layer.parameter_bytes) for layer in layers]
+    split = proportional_split(sizes, [1.0] * len(machines[0]))
+    return PipelinePlan(machines=machines, split=split, layers=layers)

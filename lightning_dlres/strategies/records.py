@@ -81,19 +81,15 @@ def recording(module: LightningModule) -> Iterator[list[LogRecord]]:
 
 def merge_parts(parts: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> list[LogRecord]:
     """Return the records of the whole batch from those of its micro-batches: means weighted by
-    samples, sums, maxima, minima, or what a reduce function makes of the stacked values.
-
-    Raises:
-        UnsupportedStepError: unlike names were logged for unlike micro-batches.
-    """
-    names = [[record.name for record in part] for part in parts]
-    if any(other != names[0] for other in names):
-        raise UnsupportedStepError(
-            f"training_step logged {names[0]} for one micro-batch and "
-            f"{next(o for o in names if o != names[0])} for another. Log the same names always, "
-            "or use schedule='gpipe', which runs the step once for the whole batch."
-        )
-    return [_merge(column, sizes) for column in zip(*parts, strict=True)]
+    samples, sums, maxima, minima, or what a reduce function makes of the stacked values. A name
+    that was logged for some micro-batches only counts there."""
+    columns: dict[tuple[str, int], list[tuple[LogRecord, int]]] = {}
+    for part, size in zip(parts, sizes, strict=True):
+        met: dict[str, int] = {}
+        for record in part:
+            turn = met[record.name] = met.get(record.name, 0) + 1
+            columns.setdefault((record.name, turn), []).append((record, size))
+    return [_merge(*zip(*column, strict=True)) for column in columns.values()]
 
 
 def _merge(column: Sequence[LogRecord], sizes: Sequence[int]) -> LogRecord:

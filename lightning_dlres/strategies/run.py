@@ -3,7 +3,7 @@ again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -40,16 +40,28 @@ from lightning_dlres.pipeline.states import (
 from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.metrics import MetricStates
-from lightning_dlres.strategies.optimizers import require_separable, set_state_device
+from lightning_dlres.strategies.optimizers import (
+    require_owned,
+    require_separable,
+    set_state_device,
+    state_ratio,
+)
 from lightning_dlres.strategies.options import PipeOptions
 from lightning_dlres.strategies.planning import (
     adopt_plan,
+    for_schedule,
     measured_plan,
-    profiling_inputs,
     require_layers,
     unmeasured_plan,
 )
 from lightning_dlres.strategies.precision import clipping_over_stages, loss_scale
+from lightning_dlres.strategies.profiling import (
+    NotMeasured,
+    Profiler,
+    ProfileSamples,
+    RunProfile,
+    read_samples,
+)
 from lightning_dlres.strategies.step import StepContext
 from lightning_dlres.strategies.steps import StepRunner
 
@@ -88,6 +100,7 @@ class PipelineRun:
         self._device, self._tracer = device, tracer
         self._slowdown = options.slowdown(connection.rank, connection.world_size)
         self.step_context: ContextFactory = nullcontext
+        self._state_ratio = 0.0
         self.pipelined = find_pipelined_module(module, options.module)
         self._layers = self.pipelined.layers
         self._undo = ExitStack()
@@ -98,12 +111,17 @@ class PipelineRun:
             module, self.pipelined, metrics, device, self._current_context, options.split_batch
         )
 
-    def deploy(self, trainer: Trainer, previous: PipelinePlan | None) -> None:
+    def deploy(
+        self, trainer: Trainer, previous: PipelinePlan | None, optimizers: Sequence[Optimizer]
+    ) -> None:
         """Plan, and leave on this rank what its stage holds; called by all ranks."""
+        self._state_ratio = max((state_ratio(o) for o in optimizers), default=0.0)
         self.step_context = self._precision.train_step_context
         self.plan = self._make_plan(trainer, previous)
         if self.plan != previous:
-            rank_zero_info(f"\n{self.plan.table()}")
+            rank_zero_info(f"\n{self.plan.table()}\n{self.plan.prediction()}")
+        connection = self._connection
+        connection.rename([self.plan.rank_name(rank) for rank in range(connection.world_size)])
         _, self.stage = self.plan.place(self._connection.rank)
         self.owners = self._layers.owners(self.plan)
         self.seed = int(self._connection.broadcast(torch.initial_seed() % (1 << 62), 0))
@@ -121,9 +139,11 @@ class PipelineRun:
         """Raise unless the optimizers can work on a stage's parameters alone.
 
         Raises:
-            ConfigError: one computes over all parameters, or a gradient scaler would find none.
+            ConfigError: one computes over all parameters or has others than the model's, or a
+                gradient scaler would find none.
         """
         for optimizer in optimizers:
+            require_owned(optimizer, self.owners, type(self.module).__name__)
             require_separable(optimizer)
             # Adagrad makes state for every parameter at once; foreign ones have none.
             for parameter in [p for p in optimizer.state if p.is_meta]:
@@ -143,6 +163,7 @@ class PipelineRun:
         indices = plan.layers_of(self.stage)
         modules = [self._layers.modules[index] for index in indices]
         trainable, outer = self._layers.trainable(indices), self._layers.outer()
+        self._trainable = self._which_train()
         groups = make_groups(plan, self.owners, timedelta(seconds=options.timeout))
         for group in groups.values():
             self._undo.callback(dist.destroy_process_group, group)
@@ -152,11 +173,18 @@ class PipelineRun:
             indices.start,
             self._device,
             self._current_context,
+            {p: modules[p] for p, layer in enumerate(indices) if layer in plan.recompute},
         )
         waiting = (options.timeout, connection.check)
-        sync = GradientSync(
-            trainable, outer, self.owners, groups, self.stage, *waiting, self._tracer
-        )
+
+        def make_sync(
+            trainable: list[list[nn.Parameter]], outer: list[nn.Parameter]
+        ) -> GradientSync:
+            return GradientSync(
+                trainable, outer, self.owners, groups, self.stage, *waiting, self._tracer
+            )
+
+        self._make_sync = make_sync
         replicas = groups.get((self.stage,)) if len(plan.machines) > 1 else None
         buffers = [buffer for module in modules for buffer in module.buffers()]
         buffer_sync = BufferSync(buffers, replicas, plan.machines[0][self.stage], *waiting)
@@ -165,17 +193,45 @@ class PipelineRun:
             connection.rank,
             stage,
             outer,
-            sync,
+            make_sync(trainable, outer),
             buffer_sync,
             connection.mailbox,
             self._tracer,
-            options.microbatches or 4 * plan.world_size,
+            options.microbatches or plan.microbatches or 4 * plan.world_size,
             self._slowdown,
         )
         self._undo.enter_context(
             clipping_over_stages(self._precision, self.owners, self.stage, self._sum_over_stages)
         )
-        return StepRunner(self._context, runtime, options.schedule, self.seed, meet, rank_zero_info)
+        runner = StepRunner(
+            self._context,
+            runtime,
+            options.schedule,
+            self.seed,
+            meet,
+            rank_zero_info,
+            self._follow_schedule,
+        )
+        # Calls outside of steps (a summary, samples at the end of an epoch) come from all ranks.
+        self._undo.enter_context(self.pipelined.intercepted(runner.forward))
+        return runner
+
+    def follow_freezing(self, runtime: Runtime) -> None:
+        """Tell the runtime which parameters the user has frozen or unfrozen since; called before
+        every training step."""
+        trainable = self._which_train()
+        if trainable == self._trainable:
+            return
+        self._trainable = trainable
+        of_layers = self._layers.trainable(self.plan.layers_of(self.stage))
+        outer = self._layers.outer()
+        runtime.train_only(of_layers, outer, self._make_sync(of_layers, outer))
+
+    def _which_train(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.owners]
+
+    def _follow_schedule(self, schedule: str) -> None:
+        self.plan = for_schedule(self.plan, schedule)
 
     def end(self, orderly: bool) -> None:
         """Take everything back; in an orderly end, called by all ranks, a model that came whole
@@ -236,46 +292,74 @@ class PipelineRun:
 
     def _make_plan(self, trainer: Trainer, previous: PipelinePlan | None) -> PipelinePlan:
         world_size = self._connection.world_size
-        machines = self._options.machines(world_size)
-        require_layers(self.pipelined, len(machines[0]))
-        if self._options.plan is not None:
-            return adopt_plan(self._options.plan, self.pipelined, world_size)
+        options = self._options
+        if options.plan is not None:
+            return adopt_plan(options.plan, self.pipelined, world_size)
+        machines = options.machines(world_size)
         fitting = trainer.state.fn == TrainerFn.FITTING
         fits = previous is not None and _names(previous) == self._layers.names
-        if previous is not None and fits and (previous.powers or not fitting):
+        stays = not fitting or self.module in _LEFT_PARTITIONED
+        if previous is not None and fits and (previous.is_measured or stays):
             return previous
-        inputs = None
-        if fitting and len(machines[0]) > 1:
-            inputs = self._profiling_inputs(trainer)
-        if inputs is None:
+        profile = self._profile(trainer) if fitting and world_size > 1 else None
+        if profile is None:
+            require_layers(self.pipelined, len(machines[0]))
             return unmeasured_plan(self.pipelined, machines)
-        count = len(self._layers.modules)
-        rank_zero_info(f"dlres: timing {count} layers on {world_size} ranks ...")
-        return measured_plan(
-            self.pipelined,
-            machines,
-            inputs,
-            self._device,
-            self._current_context,
-            self._slowdown,
-            self._connection,
-        )
+        return self._decide(profile)
 
-    def _profiling_inputs(self, trainer: Trainer) -> Tree:
-        found: Tree = [None, None]
+    def _decide(self, profile: RunProfile) -> PipelinePlan:
+        """Plan on rank 0, for all."""
+        connection = self._connection
+        told: Tree = [None, None]
+        if connection.rank == 0:
+            try:
+                told = [measured_plan(profile, self._options.wishes).to_json(), None]
+            except ConfigError as error:
+                told = [None, str(error)]
+        text, reason = connection.broadcast(told, 0)
+        if reason is not None:
+            raise ConfigError(reason)
+        return PipelinePlan.from_json(text)
+
+    def _profile(self, trainer: Trainer) -> RunProfile | None:
+        """Measure the layers, the loss and the links; called by all ranks."""
+        options, connection = self._options, self._connection
+        stages = len(options.fixed_machines[0]) if options.fixed_machines else options.stages
+        require_layers(self.pipelined, stages or 1)
+        samples = self._read_samples(trainer)
+        if samples is None:
+            return None
+        count = len(self._layers.modules)
+        rank_zero_info(f"dlres: profiling {count} layers on {connection.world_size} ranks ...")
+        limit = options.memory_limit(connection.rank, connection.world_size)
+        profiler = Profiler(self._context, connection, self._slowdown, limit, self._current_context)
+        try:
+            return profiler.run(samples, options.profile, self._state_ratio)
+        except NotMeasured as error:
+            self._say_why_by_bytes(str(error))
+            return None
+
+    def _read_samples(self, trainer: Trainer) -> ProfileSamples | None:
+        found: Tree = [None, None, None, None]
+        options = self._options
         if self._connection.rank == 0:
             try:
-                samples = self._options.profile_samples
-                found = [profiling_inputs(trainer, self._context, samples), None]
+                count = options.microbatches or 4 * self._connection.world_size
+                read = read_samples(trainer, self._context, options.profile, count)
+                found = [read.inputs, read.batches, read.microbatches, None]
             except Exception as error:
-                found = [None, f"{type(error).__name__}: {error}"]
-        inputs, reason = self._connection.broadcast(found, 0)
-        if reason is not None:
-            rank_zero_info(
-                f"dlres: the layers could not be timed before training ({reason}); splitting by "
-                "parameter bytes instead."
-            )
-        return inputs
+                found = [None, None, None, f"{type(error).__name__}: {error}"]
+        inputs, batches, microbatches, reason = self._connection.broadcast(found, 0)
+        if reason is None:
+            return ProfileSamples(inputs, batches, microbatches)
+        self._say_why_by_bytes(reason)
+        return None
+
+    def _say_why_by_bytes(self, reason: str) -> None:
+        rank_zero_info(
+            f"dlres: the layers could not be profiled before training ({reason}); splitting by "
+            "parameter bytes instead."
+        )
 
     def _current_context(self) -> AbstractContextManager[Any]:
         return self.step_context()

@@ -3,7 +3,7 @@ and from the call on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.tree import Tree, map_tensors
+from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.microbatch import cut_batch
 from lightning_dlres.strategies.attributes import PlainAttributes
 from lightning_dlres.strategies.capture import PipelinedModule
-from lightning_dlres.strategies.guard import ForeignWeightGuard
+from lightning_dlres.strategies.guard import ForeignWeightGuard, leaves_of, weight_of_a_layer
+from lightning_dlres.strategies.loggers import LoggerCall, recording_loggers
 from lightning_dlres.strategies.metrics import MetricStates
+from lightning_dlres.strategies.outer_buffers import OuterBuffers
 from lightning_dlres.strategies.records import LogRecord, recording
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
@@ -65,6 +67,7 @@ class LightningStep:
             code may change it in place.
         logs: records of every run of the step, in the order of micro-batches.
         losses: loss of every run.
+        logger_calls: what every run gave to the loggers themselves.
         extra: what a step that returns a dict returned beside the loss; only where it ran on the
             whole batch.
     """
@@ -74,19 +77,20 @@ class LightningStep:
     untouched: bool = False
     logs: list[list[LogRecord]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    logger_calls: list[list[LoggerCall]] = field(default_factory=list)
     extra: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._start = rng.snapshot(self.context.device)
         self._attributes = PlainAttributes(self.context.module)
         self._attributes_before = self._attributes.snapshot()
+        self._buffers = OuterBuffers(self.context.pipelined.layers, self.context.device)
+        self._buffers_before = self._buffers.snapshot()
+        self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
         self._metrics_before = (
             self.context.metrics.snapshot() if self.context.metrics.metrics else {}
         )
         self._parts: Sequence[Any] | None = None
-        self._buffers_before = {
-            name: buffer._version for name, buffer in self._outer_buffers().items()
-        }
 
     def module_inputs(self) -> Tree:
         """Run the step up to the module's call and return what it is called with."""
@@ -95,12 +99,12 @@ class LightningStep:
             raise _StopAtCall(inputs)
 
         module, path = self.context.module, self.context.pipelined.path
-        with self.context.metrics.preserved(), recording(module), self.context.precision():
+        with self.context.metrics.preserved(), self._own_state(), recording(module):
             try:
-                with ForeignWeightGuard(), self.context.pipelined.intercepted(stop):
+                with self._inside(), self.context.pipelined.intercepted(stop):
                     module.training_step(*self._own_args())
             except _StopAtCall as signal:
-                self._attributes.restore(self._attributes_before)
+                self._refuse_use_of_layers(tensors_of(signal.inputs))
                 return signal.inputs
         raise UnsupportedStepError(
             f"{type(module).__name__}.training_step returned without calling {path!r}, the "
@@ -111,16 +115,22 @@ class LightningStep:
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
         """Run the step with `output` as the result of the module's call and return the loss."""
         rng.restore(self._start, self.context.device)
-        self._attributes.restore(self._attributes_before)
         args = self._own_args() if microbatch is None else self._part_args(microbatch, sizes)
         if microbatch is not None and not self.logs:
             self.context.metrics.reset()
         module = self.context.module
-        inside = (self.context.precision(), ForeignWeightGuard(), self._returning(output))
-        with recording(module) as records, inside[0], inside[1], inside[2]:
-            result = module.training_step(*args)
-        loss = self._loss_of(result, microbatch is None)
+        with self._own_state() as calls, recording(module) as records:
+            with self._inside(), self._returning(output):
+                result = module.training_step(*args)
+            self._changes = {
+                "attributes": self._attributes.changes_since(self._attributes_before),
+                "buffers": self._buffers.changes_since(self._buffers_before),
+                "should_stop": bool(module.trainer.should_stop),
+            }
+        loss = self._loss_of(result, len(sizes) == 1 or microbatch is None)
+        self._refuse_use_of_layers([loss])
         self.logs.append(records)
+        self.logger_calls.append(calls)
         self.losses.append(loss.detach())
         return loss
 
@@ -135,31 +145,61 @@ class LightningStep:
         return {
             "losses": [loss.clone() for loss in self.losses],
             "logs": [[record.to_tree(metrics) for record in part] for part in self.logs],
+            "logger": [call.to_tree() for call in self.logger_calls[-1]],
             "metrics": state,
-            "buffers": self._changed_buffers(),
-            "attributes": self.changed_attributes(),
+            **self._changes,
             "extra": self.extra,
             "rng": rng.snapshot(self.context.device),
         }
 
+    @property
     def changed_attributes(self) -> Tree:
-        """Return which plain attributes of the module the last run has changed."""
-        return self._attributes.changes_since(self._attributes_before)
+        """Which plain attributes of the module the last run has changed."""
+        return self._changes["attributes"]
 
-    def follow(self, attributes: Tree) -> None:
-        """Make the module's plain attributes those that the step left on another rank."""
-        self._attributes.restore(self._attributes_before)
-        self._attributes.apply(attributes)
+    @property
+    def changed_buffers(self) -> list[str]:
+        """Which buffers outside of the layers the last run has changed."""
+        return sorted(self._changes["buffers"])
 
-    def undo(self) -> None:
-        """Put metrics and plain attributes back to where they were before the step."""
-        self._attributes.restore(self._attributes_before)
-        self.undo_metrics()
+    def follow(self, records: Sequence[Tree]) -> None:
+        """Make everything on the module what the step left on the ranks that recorded it."""
+        self._attributes.apply(records[0]["attributes"])
+        self._buffers.apply(records[0]["buffers"])
+        if any(record["should_stop"] for record in records):
+            self.context.module.trainer.should_stop = True
 
     def undo_metrics(self) -> None:
         """Put the metrics back to where they were before the step."""
         if self._metrics_before:
             self.context.metrics.restore(self._metrics_before)
+
+    @contextmanager
+    def _own_state(self) -> Iterator[list[LoggerCall]]:
+        """Let the step change copies of what it may change on the module, and take them back;
+        yields what it gives to the loggers."""
+        trainer = self.context.module.trainer
+        stopping = trainer.should_stop
+        self._attributes.lend(self._attributes_before)
+        self._buffers.lend(self._buffers_before)
+        try:
+            with recording_loggers(trainer.loggers) as calls:
+                yield calls
+        finally:
+            self._attributes.restore(self._attributes_before)
+            self._buffers.restore(self._buffers_before)
+            trainer.should_stop = stopping
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        with self.context.precision(), ForeignWeightGuard():
+            yield
+
+    def _refuse_use_of_layers(self, results: Sequence[Tensor]) -> None:
+        """Raise where a gradient would flow into a layer past the pipeline: it would be lost."""
+        within = self.context.pipelined.layers.inner
+        if any(leaf in within for leaf in leaves_of(results)):
+            raise weight_of_a_layer("its gradient")
 
     def _own_args(self) -> tuple[Any, ...]:
         """Return the step's arguments, with a copy of the batch where it must not change."""
@@ -211,14 +251,3 @@ class LightningStep:
             extra = {key: value for key, value in result.items() if key != "loss"}
             self.extra = map_tensors(lambda t: t.detach().clone(), extra)
         return loss.reshape(())
-
-    def _outer_buffers(self) -> dict[str, Tensor]:
-        layers = self.context.pipelined.layers
-        return {n: b for n, b in layers.root.named_buffers() if layers.layer_of(n) is None}
-
-    def _changed_buffers(self) -> dict[str, Tensor]:
-        return {
-            n: b.clone()
-            for n, b in self._outer_buffers().items()
-            if b._version != self._buffers_before.get(n)
-        }

@@ -18,9 +18,14 @@ from lightning_dlres.pipeline.partition import ModelLayers
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.runtime import Runtime
 from lightning_dlres.pipeline.training import TrainingStep, TrainResult
-from lightning_dlres.strategies.check import refuse, why_not_by_parts
+from lightning_dlres.strategies.check import (
+    refuse,
+    why_no_longer_by_parts,
+    why_not_by_parts,
+)
 from lightning_dlres.strategies.delivery import with_gradients
 from lightning_dlres.strategies.guard import ForeignWeightGuard
+from lightning_dlres.strategies.loggers import LoggerCall
 from lightning_dlres.strategies.records import LogRecord, merge_parts
 from lightning_dlres.strategies.step import LightningStep, StepContext
 
@@ -37,6 +42,7 @@ class StepRunner:
         seed: base seed of what is random in the layers.
         meet: waits for all ranks.
         say: prints a line on rank 0.
+        changed: told the schedule, if it is another one than was planned for.
     """
 
     def __init__(
@@ -47,9 +53,10 @@ class StepRunner:
         seed: int,
         meet: Callable[[], None],
         say: Callable[[str], None],
+        changed: Callable[[str], None] = lambda schedule: None,
     ) -> None:
         self.context, self.runtime, self.seed = context, runtime, seed
-        self.meet, self.say = meet, say
+        self.meet, self.say, self._changed = meet, say, changed
         self.may_change = schedule == "auto"
         self.schedule = "1f1b" if schedule == "auto" else schedule
         self._steps = 0
@@ -63,6 +70,10 @@ class StepRunner:
             batch: number of the batch since the start of training; part of the random seed.
             scale: factor of the loss in mixed precision.
         """
+        with self.runtime.tracer.span("step", "step", batch=batch):
+            return self._train(args, batch, scale)
+
+    def _train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
         seed, fingerprint = derive_seed(self.seed, batch), digest(args[0])
         if self.schedule == "1f1b" and self._check_is_due():
             self._check(args, seed, fingerprint)
@@ -78,16 +89,25 @@ class StepRunner:
         """Run a validation, test or predict step on all ranks; every call of the pipelined module
         goes through the pipeline."""
         fingerprint = digest(args[0])
-
-        def forward(inputs: Tree) -> Tree:
-            self._evaluations += 1
-            seed = derive_seed(self.seed, self._evaluations, _EVALUATION)
-            output = self.runtime.forward(inputs, seed, fingerprint)
-            return map_tensors(lambda t: t.to(self.context.device), output)
-
-        intercepted = self.context.pipelined.intercepted(forward)
+        intercepted = self.context.pipelined.intercepted(
+            lambda inputs: self.forward(inputs, fingerprint)
+        )
         with self.context.precision(), ForeignWeightGuard(), intercepted:
             return hook(*args)
+
+    def forward(self, inputs: Tree, fingerprint: int | None = None) -> Tree:
+        """Run the pipelined module, without recording; called by all ranks.
+
+        Args:
+            inputs: what the module is called with, the same on all ranks.
+            fingerprint: of the batch; None takes that of the inputs.
+        """
+        self._evaluations += 1
+        seed = derive_seed(self.seed, self._evaluations, _EVALUATION)
+        fingerprint = digest(inputs) if fingerprint is None else fingerprint
+        with torch.no_grad():
+            output = self.runtime.forward(inputs, seed, fingerprint)
+        return map_tensors(lambda t: t.to(self.context.device), output)
 
     def _check_is_due(self) -> bool:
         # A first batch without padding may hide what a later one shows: look again, ever more
@@ -135,10 +155,11 @@ class StepRunner:
             # All ranks know the reason before the first one leaves, so that each gives this error.
             self.meet()
             raise refuse(reason)
-        self.schedule = "gpipe"
         self.say(
             f"dlres: schedule gpipe, which computes the loss once over the whole batch: {reason}."
         )
+        self._changed("gpipe")
+        self.schedule = "gpipe"
 
     def _conclude(
         self, step: LightningStep, result: TrainResult
@@ -162,21 +183,20 @@ class StepRunner:
             weights = torch.tensor(result.sizes, dtype=losses.dtype, device=losses.device) / sum(
                 result.sizes
             )
+            reason = why_no_longer_by_parts(records, logs)
+            if reason is not None and len(result.sizes) > 1:
+                self._fall_back(f"{reason}; in this batch every micro-batch counts by its samples")
             loss, merged = (losses * weights).sum(), merge_parts(logs, result.sizes)
             step.undo_metrics()
             metrics.merge([record["metrics"] for record in records])
-        step.follow(records[0]["attributes"])
-        self._follow_buffers(records[0]["buffers"])
+        step.follow(records)
         rng.restore(records[0]["rng"], self.context.device)
-        for record in merged:
-            record.replay(self.context.module)
+        module = self.context.module
+        for log in merged:
+            log.replay(module)
+        for call in records[-1]["logger"]:
+            LoggerCall.make(call, module.trainer.loggers)
         return loss, records[0]["extra"]
-
-    def _follow_buffers(self, values: dict[str, Tensor]) -> None:
-        buffers = dict(self.context.module.named_buffers()) if values else {}
-        with torch.no_grad():
-            for name, value in values.items():
-                buffers[name].copy_(value)
 
 
 def _layer_buffers(layers: ModelLayers, plan: PipelinePlan, stage: int) -> list[Tensor]:

@@ -71,8 +71,8 @@ def test_fit_trains_the_example(launcher: str, run_script: RunScript, tmp_path: 
     options = (f"--config={CONFIG}", *TINY, *STRATEGIES[launcher])
     result = run_script(Path("fit"), *options, launcher=LAUNCHERS[launcher])
     assert result.returncode == 0, result.output
-    for stage in (0, 1):
-        assert f"\n| {stage}     | {stage}    |" in result.output, result.output
+    assert "Pipeline plan" in result.output, result.output
+    assert "Predicted step" in result.output
     (checkpoint,) = tmp_path.glob("lightning_logs/version_0/checkpoints/last.ckpt")
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert {name.split(".")[1] for name in state} == {"0", "1", "2", "3"}

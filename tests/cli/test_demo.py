@@ -15,7 +15,7 @@ from tests.conftest import StartScript
 STORY = [
     r"^Three devices train one GPT",
     r"^\| stage \| device .* measured power",
-    r"at best it is [\d.]+ times as fast",
+    r"^Predicted time of a step: [\d.]+ s; with the even split [\d.]+ s \([\d.]+ times\)",
     r"^Even split$",
     r"^ +6/6 steps, [\d.]+ s/step, [\d.]+ bits/byte$",
     r"^Measured split$",

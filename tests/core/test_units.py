@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from lightning_dlres.core.units import (
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -99,3 +105,17 @@ def test_format_for_people() -> None:
     assert format_seconds(10.0) == "10 s"
     assert format_seconds(90) == "1.5 min"
     assert format_seconds(0.25) == "250 ms"
+
+
+@pytest.mark.parametrize(
+    ("value", "rate"),
+    [("10GB/s", 10e9), ("500Mbit/s", 62.5e6), ("1 Gbit", 125e6), ("2MiB/s", 2 << 20), (1e6, 1e6)],
+)
+def test_parse_rate(value: str | float, rate: float) -> None:
+    assert parse_rate(value) == rate
+
+
+@pytest.mark.parametrize("bad", ["fast", "", "0", "-1MB/s", "10 parsec/s"])
+def test_a_rate_that_is_none_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="bandwidth: got"):
+        parse_rate(bad)

@@ -6,22 +6,38 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.plan import LayerProfile, PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, StepProfile
+from lightning_dlres.pipeline.simulator import simulate
+
+
+def layer(name: str, size: int, seconds: float) -> LayerProfile:
+    return LayerProfile(
+        name=name,
+        parameter_bytes=size,
+        gradient_bytes=size,
+        forward=(seconds, 2 * seconds, 4 * seconds),
+        backward=(seconds, 2 * seconds, 4 * seconds),
+    )
+
+
+def devices(*powers: float) -> tuple[Device, ...]:
+    return tuple(Device(kind={1.0: 0, 0.5: 1, 0.25: 2}[power], power=power) for power in powers)
+
 
 PLAN = PipelinePlan(
     machines=((0, 2), (1, 3)),
     split=(2, 1),
-    layers=(
-        LayerProfile("net.0", 4096, 0.25),
-        LayerProfile("net.1", 0, 0.5),
-        LayerProfile("net.2", 1 << 20, 1.0),
-    ),
-    powers=(1.0, 0.5, 1.0, 0.25),
+    recompute=(1,),
+    microbatches=4,
+    layers=(layer("net.0", 4096, 0.25), layer("net.1", 0, 0.5), layer("net.2", 1 << 20, 1.0)),
+    cluster=Cluster(kinds=("fast", "half", "quarter"), devices=devices(1.0, 0.5, 1.0, 0.25)),
 )
 
 
@@ -35,17 +51,32 @@ def plans(draw: st.DrawFn) -> PipelinePlan:
     )
     profile = st.builds(
         LayerProfile,
-        st.from_regex(r"[\w.\[\]]{0,8}", fullmatch=True),
-        st.integers(0, 2**40),
-        st.floats(0, 1e6),
+        name=st.from_regex(r"[\w.\[\]]{0,8}", fullmatch=True),
+        parameter_bytes=st.integers(0, 2**40),
+        shared=st.dictionaries(st.sampled_from("ab"), st.integers(0, 9)),
+        forward=st.just((1.0,)),
+        backward=st.tuples(st.floats(0, 1e6)),
     )
     layers = draw(
         st.one_of(st.just([]), st.lists(profile, min_size=sum(split), max_size=sum(split)))
     )
-    power = st.floats(0.01, 1.0)
-    powers = draw(st.one_of(st.just([]), st.lists(power, min_size=world, max_size=world)))
+    device = st.builds(
+        Device,
+        kind=st.just(0),
+        power=st.floats(0.01, 1.0),
+        host=st.sampled_from(["", "a"]),
+        memory_limit=st.one_of(st.none(), st.integers(0, 2**40)),
+    )
+    found = draw(st.one_of(st.none(), st.lists(device, min_size=world, max_size=world)))
     return PipelinePlan(
-        machines=machines, split=tuple(split), layers=tuple(layers), powers=tuple(powers)
+        machines=machines,
+        split=tuple(split),
+        recompute=tuple(draw(st.sets(st.integers(0, sum(split) - 1)))),
+        schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
+        microbatches=draw(st.integers(0, 4)),
+        layers=tuple(layers),
+        step=StepProfile(loss=(0.5,), state_bytes_per_parameter_byte=2.0),
+        cluster=Cluster(kinds=("cpu",), devices=tuple(found)) if found is not None else None,
     )
 
 
@@ -78,8 +109,10 @@ def test_the_table_says_what_a_reader_wants_to_know() -> None:
         "power",
         "layers",
         "names",
+        "recomputed",
         "parameters",
-        "profiled time",
+        "peak memory",
+        "busy per step",
     ]
     assert [cell.strip() for cell in first.strip("|").split("|")] == [
         "0",
@@ -87,8 +120,10 @@ def test_the_table_says_what_a_reader_wants_to_know() -> None:
         "1.00, 0.50",
         "2",
         "net.0 .. net.1",
+        "1",
         "4 KiB",
-        "1500.0 ms",
+        "8 KiB",
+        "8000.0 ms",
     ]
     assert [cell.strip() for cell in second.strip("|").split("|")][4] == "net.2"
     bare = PipelinePlan(machines=((0,),), split=(3,)).table().splitlines()[-1]
@@ -98,16 +133,27 @@ def test_the_table_says_what_a_reader_wants_to_know() -> None:
         "-",
         "3",
         "-",
+        "0",
+        "-",
         "-",
         "-",
     ]
 
 
 def test_the_slowest_machine_counts() -> None:
-    assert PLAN.stage_seconds() == [0.75 / 0.5, 1.0 / 0.25]
-    assert PLAN.stage_seconds([1, 2]) == [0.25 / 0.5, 1.5 / 0.25]
-    unmeasured = PipelinePlan(machines=((0, 1),), split=(2, 1), layers=PLAN.layers)
-    assert unmeasured.stage_seconds() == [0.75, 1.0]
+    # Two of the four micro-batches, on a device of half the speed, with the second layer again.
+    assert PLAN.busy_seconds(0) == 2 * 2 * (0.75 + 0.75 + 0.5)
+    assert PLAN.busy_seconds(1) == 2 * 4 * (1.0 + 1.0)
+    with pytest.raises(ConfigError, match="holds no measured times"):
+        PipelinePlan(machines=((0, 1),), split=(2, 1), layers=PLAN.layers).busy_seconds(0)
+
+
+def test_a_measured_plan_can_be_simulated() -> None:
+    timeline = simulate(PLAN.workload(), PLAN.split, PLAN.recompute)
+    assert timeline.step_seconds >= PLAN.busy_seconds(1)
+    assert PLAN.prediction() == "The step's time was not predicted: nothing was measured."
+    told = msgspec.structs.replace(PLAN, predicted_seconds=0.5, even_seconds=1.0).prediction()
+    assert told == "Predicted step: 500.0 ms; an even split takes 1000.0 ms (2.00 times)."
 
 
 def test_names_of_ranks() -> None:
@@ -129,6 +175,10 @@ def test_names_of_ranks() -> None:
         ({"split": (3, 0)}, "at least one layer in every stage"),
         ({"split": (4, -1)}, "at least one layer in every stage"),
         ({"split": (2, 2)}, "for 4 layers, but the model has 3"),
+        ({"recompute": (3,)}, "indices of layers from 0 to 2"),
+        ({"recompute": (-1,)}, "indices of layers from 0 to 2"),
+        ({"schedule": "2bw"}, "expected one of gpipe, 1f1b"),
+        ({"microbatches": -1}, "not negative"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], words: str) -> None:
@@ -190,14 +240,17 @@ def test_even_split(layers: int, stages: int) -> None:
     "change",
     [
         {"machines": ((),), "split": (), "layers": ()},
-        {"powers": (1.0,)},
-        {"powers": (1.0, 0.0, 1.0, 1.0)},
+        {"cluster": {"kinds": ("cpu",), "devices": devices(1.0)}},
+        {"cluster": {"kinds": ("cpu",), "devices": (Device(power=0.0),) * 4}},
+        {"cluster": {"kinds": ("cpu",), "devices": (Device(kind=1),) * 4}},
     ],
-    ids=["no stage", "a power is missing", "a power is zero"],
+    ids=["no stage", "a device is missing", "a power is zero", "an unknown kind"],
 )
 def test_more_plans_that_cannot_run(change: dict[str, Any]) -> None:
     options = {"machines": PLAN.machines, "split": PLAN.split, "layers": PLAN.layers, **change}
     try:
+        if "cluster" in options:
+            options["cluster"] = Cluster(**options["cluster"])
         PipelinePlan(**options).table()
     except ConfigError:
         return

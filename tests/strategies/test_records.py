@@ -203,8 +203,11 @@ def test_names_keep_their_order_and_a_name_may_be_logged_twice() -> None:
     ]
 
 
-def test_unlike_logs_are_refused() -> None:
-    with pytest.raises(UnsupportedStepError, match=r"\['a'\] .* \['a', 'b'\].*gpipe"):
-        merge_parts(
-            [[LogRecord("a", 1.0, {})], [LogRecord("a", 1.0, {}), LogRecord("b", 1.0, {})]], [1, 1]
-        )
+def test_a_name_that_some_microbatches_log_counts_there() -> None:
+    parts = [
+        [LogRecord("a", 1.0, {})],
+        [LogRecord("a", 4.0, {}), LogRecord("b", 6.0, {})],
+        [LogRecord("b", 9.0, {}), LogRecord("a", 1.0, {})],
+    ]
+    merged = {record.name: float(record.value) for record in merge_parts(parts, [1, 1, 2])}
+    assert merged == {"a": 1.75, "b": 8.0}

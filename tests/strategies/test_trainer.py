@@ -24,8 +24,11 @@ QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": F
 
 def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:
     """Return the Trainer arguments that make it a pipeline over the job's ranks."""
+    stages = context.world_size if options.get("device_map") is None else "auto"
     return {
-        "strategy": HeteroPipeStrategy(**{"microbatches": 4, "timeout": 60, **options}),
+        "strategy": HeteroPipeStrategy(
+            **{"microbatches": 4, "timeout": 60, "stages": stages, **options}
+        ),
         "accelerator": "cpu",
         "devices": context.world_size,
         "plugins": [context.environment],
@@ -224,7 +227,7 @@ def test_fast_dev_run_outputs_and_a_measured_plan(pool: RankPool) -> None:
         seen == found[0][0] and len(seen) == 1 and seen[0]["size"] == 8.0 for seen, _, _ in found
     )
     assert all(plan == found[0][1] for _, plan, _ in found)
-    assert '"powers"' in found[0][1]
+    assert '"power"' in found[0][1]
     for _, _, weights in found:
         assert all(torch.equal(weights[name], value) for name, value in found[0][2].items())
 

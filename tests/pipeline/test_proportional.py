@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.planner import proportional_split
+from lightning_dlres.pipeline.proportional import proportional_split
 
 # Integers, and powers that divide exactly: the oracle compares sums without rounding.
 work = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)

@@ -1,0 +1,73 @@
+"""How every benchmark ends: its checks as lines to read, then as one line of JSON.
+
+Imports no torch, so that a benchmark can report before it has loaded anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure that was asked for, beside the target that it is held to."""
+
+    value: float
+    target: float
+    ok: bool
+
+
+def at_least(value: float, target: float, *, noise: float = 0.0) -> Check:
+    """Check that a figure reaches its target, give or take the noise."""
+    return Check(round(value, 4), target, value + noise >= target)
+
+
+def at_most(value: float, target: float) -> Check:
+    """Check that a figure does not exceed its target."""
+    return Check(round(value, 4), target, value <= target)
+
+
+def conclude(bench: str, checks: Mapping[str, Check], raw: Mapping[str, Any]) -> None:
+    """Print the checks, and last of all the line of JSON."""
+    print()
+    for name, check in checks.items():
+        print(f"{'ok  ' if check.ok else 'MISS'} {name}: {check.value:g} (target {check.target:g})")
+    line = {
+        "bench": bench,
+        "hardware": hardware(),
+        "checks": {name: asdict(check) for name, check in checks.items()},
+        "raw": dict(raw),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return rows under their columns; floats with four significant digits."""
+    cells = [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    rule = ["-" * width for width in widths]
+    return "\n".join(
+        "| " + " | ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in (columns, rule, *cells)
+    )
+
+
+def hardware() -> str:
+    """Describe this machine: cores that we may use, and their make."""
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} x {_processor()}, {platform.system()} {platform.release()}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()

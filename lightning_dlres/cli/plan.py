@@ -1,0 +1,146 @@
+"""`dlres plan`: the plan that a config file would be trained with, without training."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from typing_extensions import override
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.cluster_file import load_cluster
+from lightning_dlres.pipeline.plan import PipelinePlan
+from lightning_dlres.pipeline.profile import Cluster
+from lightning_dlres.strategies import HeteroPipeStrategy
+from lightning_dlres.strategies.planning import measured_plan
+from lightning_dlres.strategies.profiling import profile_here
+
+
+def plan(options: Sequence[str]) -> int:
+    """Plan, print the plan and write it to a file; return the exit status."""
+    settings, overrides = _parser().parse_known_args(options)
+    cluster = load_cluster(settings.cluster) if settings.cluster is not None else None
+    arguments = ["--config", str(settings.config), *overrides]
+    with warnings.catch_warnings():
+        # LightningCLI warns of arguments that it gets both here and on the command line.
+        warnings.filterwarnings("ignore", message=".*args parameter is intended.*")
+        cli = LightningCLI(
+            args=arguments,
+            run=False,
+            save_config_callback=None,
+            parser_kwargs={"prog": "dlres plan"},
+        )
+    strategy = cli.trainer.strategy
+    if not isinstance(strategy, HeteroPipeStrategy):
+        raise ConfigError(
+            f"plan: {settings.config} trains with {type(strategy).__name__}, expected "
+            "HeteroPipeStrategy. Try --trainer.strategy=dlres_hetero_pipe."
+        )
+    if cluster is None:
+        made = _plan_on_ranks(cli, strategy)
+    else:
+        made = _plan_here(cli, strategy, *cluster)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{made.table()}\n{made.prediction()}")
+        settings.out.write_text(made.to_json())
+        print(f"Written to {settings.out}. Use it: HeteroPipeStrategy(plan={str(settings.out)!r})")
+    return 0
+
+
+def _plan_on_ranks(cli: LightningCLI, strategy: HeteroPipeStrategy) -> PipelinePlan:
+    """Start the ranks that the config asks for, and profile on them."""
+    trainer = cli.trainer
+    trainer.fit_loop.epoch_loop.max_steps = 0
+    # Without steps there is nothing that callbacks and loggers could do.
+    trainer.callbacks = []  # type: ignore[attr-defined]
+    trainer.loggers = []
+    trainer.fit(cli.model, datamodule=cli.datamodule)
+    if strategy.plan is None or not strategy.plan.is_measured:
+        raise ConfigError(
+            "plan: the layers could not be profiled, so there is nothing to plan with. Expected "
+            "at least two devices, and a training set; the reason is above."
+        )
+    return strategy.plan
+
+
+def _plan_here(
+    cli: LightningCLI, strategy: HeteroPipeStrategy, cluster: Cluster, factors: Sequence[float]
+) -> PipelinePlan:
+    """Measure the layers in this process, and plan for a cluster that is only described."""
+    planner = _Planner(strategy, cluster, factors)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision=cli.trainer.precision,
+        max_steps=1,
+        logger=False,
+        callbacks=[planner],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    try:
+        trainer.fit(cli.model, datamodule=cli.datamodule)
+    except _Planned as done:
+        return done.plan
+    raise ConfigError("plan: training ended before it began. Expected a training set.")
+
+
+class _Planned(Exception):
+    """Ends the run when the plan is made, before the first step."""
+
+    def __init__(self, plan: PipelinePlan) -> None:
+        self.plan = plan
+
+
+class _Planner(Callback):
+    def __init__(
+        self, strategy: HeteroPipeStrategy, cluster: Cluster, factors: Sequence[float]
+    ) -> None:
+        self._strategy, self._cluster, self._factors = strategy, cluster, factors
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        options = self._strategy.options
+        profile = profile_here(
+            trainer,
+            pl_module,
+            options.module,
+            options.split_batch,
+            options.profile,
+            options.microbatches or 4 * len(self._cluster.devices),
+            self._cluster,
+            self._factors,
+        )
+        raise _Planned(measured_plan(profile, options.wishes))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dlres plan",
+        description="Show and save the plan that a config file would be trained with. Other "
+        "options override the config, as in `dlres fit`.",
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="as for `dlres fit`"
+    )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="plan for the devices of this file instead of starting ranks on those at hand",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("plan.json"),
+        metavar="FILE",
+        help="where the plan goes (default: %(default)s)",
+    )
+    return parser

@@ -1,0 +1,212 @@
+"""What a stage costs under a profile: seconds of everything it does, and the most bytes it holds.
+
+One place for the arithmetic that the simulator and the planner share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.events import Work
+from lightning_dlres.pipeline.microbatch import share
+from lightning_dlres.pipeline.profile import Cluster, LayerProfile, StepProfile
+from lightning_dlres.pipeline.schedule import in_flight
+
+BUCKET_BYTES = 4 << 20
+Machines = Sequence[Sequence[int]]
+
+
+def layer_ranges(split: Sequence[int]) -> list[range]:
+    """Return the indices of the layers of every stage."""
+    return [range(sum(split[:s]), sum(split[: s + 1])) for s in range(len(split))]
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage of one machine.
+
+    Attributes:
+        seconds: of each kind of work, for one micro-batch.
+        tail: seconds from the end of the stage's last backward to the end of its step: what is left
+            of the gradient synchronisation, and what every step takes.
+        peak_bytes: the most that the stage holds at a time.
+    """
+
+    seconds: dict[Work, float]
+    tail: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be run on which devices, in which order; a split and recomputation are missing.
+
+    Attributes:
+        layers: the model.
+        step: what a step does beside the layers.
+        cluster: the devices.
+        machines: ranks of every virtual machine, in stage order.
+        schedule: name of the schedule.
+        microbatches: into how many the batch is cut.
+        recompute: "auto" (where memory asks for it), "never" or "always".
+    """
+
+    layers: tuple[LayerProfile, ...]
+    step: StepProfile
+    cluster: Cluster
+    machines: tuple[tuple[int, ...], ...]
+    schedule: str
+    microbatches: int
+    recompute: str = "auto"
+
+    def __post_init__(self) -> None:
+        kinds = len(self.cluster.kinds)
+        for layer in self.layers:
+            if len(layer.forward) != kinds or len(layer.backward) != kinds:
+                raise ConfigError(
+                    f"profile: layer {layer.name!r} has times for {len(layer.forward)} kinds of "
+                    f"device, expected {kinds}: {', '.join(self.cluster.kinds)}. Profile again."
+                )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of a machine."""
+        return len(self.machines[0])
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Number of micro-batches of every machine."""
+        count = len(self.machines)
+        return tuple(len(share(self.microbatches, count, m)) for m in range(count))
+
+    def limit(self, stage: int) -> int | None:
+        """Return the bytes that a stage may take on every machine; None: no limit."""
+        limits = [self.cluster.devices[machine[stage]].memory_limit for machine in self.machines]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def kind(self, machine: int, stage: int) -> int:
+        """Return the kind of device of a stage."""
+        return self.cluster.devices[self.machines[machine][stage]].kind
+
+    def stage_cost(
+        self, machine: int, stage: int, layers: range, recomputed: Collection[int]
+    ) -> StageCost:
+        """Return what a stage costs that holds these layers and recomputes some of them."""
+        kind = self.kind(machine, stage)
+        held = [self.layers[index] for index in layers]
+        again = [self.layers[index] for index in layers if index in recomputed]
+        messages = (stage > 0) + (stage < self.stages - 1)
+        message = messages * _of(self.step.message, kind)
+        last = stage == self.stages - 1
+        whole = self.microbatches if self.schedule == "gpipe" else 1
+        return StageCost(
+            seconds={
+                Work.FORWARD: message + math.fsum(layer.forward[kind] for layer in held),
+                Work.LOSS: _of(self.step.loss, kind) * whole if last else 0.0,
+                Work.RECOMPUTE: math.fsum(layer.forward[kind] for layer in again),
+                Work.BACKWARD: message + math.fsum(layer.backward[kind] for layer in held),
+                Work.ACTIVATION: self._transfer(machine, stage, 1, held[-1].output_bytes),
+                Work.GRADIENT: self._gradient_transfer(machine, stage, layers.start),
+            },
+            tail=self.tail(machine, stage, layers),
+            peak_bytes=self.peak_bytes(stage, layers, recomputed),
+        )
+
+    def tail(self, machine: int, stage: int, layers: range) -> float:
+        """Return the seconds that a stage still needs when its last backward has ended."""
+        kind = self.kind(machine, stage)
+        return self.sync_tail(machine, stage, layers) + _of(self.step.fixed, kind)
+
+    def sync_tail(self, machine: int, stage: int, layers: range) -> float:
+        """Return the seconds of the gradient synchronisation that are left when the stage's last
+        backward has ended (E3): buckets go out in the order of backward, one after the other."""
+        if len(self.machines) == 1:
+            return 0.0
+        kind, before_end, end, pending = self.kind(machine, stage), 0.0, -math.inf, 0
+        before_end = math.fsum(self.layers[index].backward[kind] for index in layers)
+        for index in reversed(layers):
+            layer = self.layers[index]
+            before_end -= layer.backward[kind]
+            pending += layer.gradient_bytes
+            if pending >= BUCKET_BYTES or (index == layers.start and pending):
+                end = max(end, -before_end) + self.sync_seconds(stage, pending)
+                pending = 0
+        return max(end, 0.0)
+
+    def sync_seconds(self, stage: int, nbytes: int) -> float:
+        """Return the seconds of summing so many bytes over the machines, in a ring."""
+        ranks = [machine[stage] for machine in self.machines]
+        count = len(ranks)
+        if count == 1 or not nbytes:
+            return 0.0
+        links = [
+            self.cluster.link(a, b) for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+        ]
+        rounds = 2 * (count - 1) * math.ceil(nbytes / BUCKET_BYTES)
+        latency = max(link.latency for link in links) * rounds
+        traffic = 2 * (count - 1) / count * nbytes
+        return latency + traffic / min(link.bytes_per_second for link in links)
+
+    def peak_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
+        """Return the most bytes that a stage holds at a time: weights, gradients, the optimizer's
+        state, the batch, what micro-batches in flight keep, and what backward needs for a
+        moment."""
+        held = [self.layers[index] for index in layers]
+        static = self.static_bytes(layers)
+        if stage > 0:
+            static += held[0].input_bytes
+        if stage < self.stages - 1:
+            static += held[-1].gradient_output_bytes
+        elif self.schedule == "gpipe":
+            static += self.microbatches * (held[-1].output_bytes + self.step.loss_bytes)
+        count = self.in_flight(stage)
+        kept = 0 if stage == 0 else held[0].input_bytes
+        again = 0
+        for index in layers:
+            layer, is_last = self.layers[index], index == layers[-1]
+            if index not in recomputed:
+                kept += layer.saved_bytes + layer.output_bytes
+            else:
+                kept += 0 if is_last else layer.output_bytes
+                again += layer.saved_bytes + layer.output_bytes
+        return static + count * kept + again
+
+    def freed_by_recompute(self, stage: int, layers: range, index: int) -> int:
+        """Return by how many bytes the peak falls if the stage recomputes this layer."""
+        layer, count = self.layers[index], self.in_flight(stage)
+        kept = layer.saved_bytes + (layer.output_bytes if index == layers[-1] else 0)
+        return count * kept - layer.saved_bytes - layer.output_bytes
+
+    def static_bytes(self, layers: range) -> int:
+        """Return the bytes that do not depend on how many micro-batches are in flight."""
+        held = [self.layers[index] for index in layers]
+        shared = {name: size for layer in held for name, size in layer.shared.items()}
+        weights = sum(layer.parameter_bytes for layer in held) + sum(shared.values())
+        trained = sum(layer.gradient_bytes for layer in held) + sum(shared.values())
+        state = math.ceil(trained * self.step.state_bytes_per_parameter_byte)
+        workspace = max(layer.workspace_bytes for layer in held)
+        if layers.stop == len(self.layers):
+            workspace = max(workspace, self.step.loss_bytes)
+        batch = self.microbatches * self.layers[0].input_bytes
+        return weights + trained + state + workspace + batch
+
+    def in_flight(self, stage: int) -> int:
+        """Return the most micro-batches that a stage keeps at a time."""
+        return max(in_flight(self.schedule, self.stages, stage, count) for count in self.shares)
+
+    def _transfer(self, machine: int, stage: int, step: int, nbytes: int) -> float:
+        if not 0 <= stage + step < self.stages:
+            return 0.0
+        ranks = self.machines[machine]
+        return self.cluster.transfer_seconds(ranks[stage], ranks[stage + step], nbytes)
+
+    def _gradient_transfer(self, machine: int, stage: int, first: int) -> float:
+        nbytes = self.layers[first - 1].gradient_output_bytes if first else 0
+        return self._transfer(machine, stage, -1, nbytes)
+
+
+def _of(seconds: Sequence[float], kind: int) -> float:
+    return seconds[kind] if seconds else 0.0

@@ -1,0 +1,147 @@
+"""What is known of a model and of the devices that shall train it (Method E, E1, E5): plain data,
+from which everything is planned and simulated.
+
+All sizes and times are those of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import msgspec
+
+from lightning_dlres.core.errors import ConfigError
+
+
+class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer, under one micro-batch.
+
+    Attributes:
+        name: as in the state dict.
+        parameter_bytes: parameters that no other layer uses.
+        gradient_bytes: those of them that are trained.
+        shared: parameters that other layers use, too: bytes by name.
+        input_bytes: tensors that enter.
+        output_bytes: tensors that leave: what crosses a cut below this layer.
+        gradient_output_bytes: gradients that come back over that cut.
+        saved_bytes: what the layer keeps for its backward beside its inputs and outputs.
+        workspace_bytes: what forward or backward needs for a moment beyond what is kept.
+        forward, backward: seconds on each kind of device; empty where they were not measured.
+    """
+
+    name: str
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    shared: dict[str, int] = msgspec.field(default_factory=dict)
+    input_bytes: int = 0
+    output_bytes: int = 0
+    gradient_output_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+
+    @property
+    def all_parameter_bytes(self) -> int:
+        """Bytes of every parameter that the layer uses."""
+        return self.parameter_bytes + sum(self.shared.values())
+
+
+class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step does beside the layers.
+
+    Attributes:
+        loss: seconds of the loss of one micro-batch, forward and backward, on each kind.
+        loss_bytes: what the loss needs for a moment.
+        message: seconds that one message takes from a stage's computing, on each kind.
+        fixed: seconds of every step that nothing hides, on each kind (hooks, logs, the optimizer's
+            own time).
+        state_bytes_per_parameter_byte: size of the optimizer's state.
+    """
+
+    loss: tuple[float, ...] = ()
+    loss_bytes: int = 0
+    message: tuple[float, ...] = ()
+    fixed: tuple[float, ...] = ()
+    state_bytes_per_parameter_byte: float = 0.0
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's device.
+
+    Attributes:
+        kind: index of its kind: devices of one kind take the same time for every layer.
+        power: compute power; the fastest device has 1.0.
+        host: name of its host; links inside and between hosts differ.
+        memory_limit: bytes that the model may take there; None: no limit.
+    """
+
+    kind: int = 0
+    power: float = 1.0
+    host: str = ""
+    memory_limit: int | None = None
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """A way between two ranks: seconds before the first byte, and bytes a second after it."""
+
+    ranks: tuple[int, int]
+    latency: float
+    bytes_per_second: float
+
+
+_PERFECT = Link(ranks=(0, 0), latency=0.0, bytes_per_second=float("inf"))
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The devices and what joins them.
+
+    Attributes:
+        kinds: name of each kind of device.
+        devices: one per rank.
+        links: measured ways. A pair that is not in the list is like a measured pair of the same two
+            hosts, else like one of the same nature (within a host, between hosts), else perfect.
+    """
+
+    kinds: tuple[str, ...]
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        for rank, device in enumerate(self.devices):
+            if not 0 <= device.kind < len(self.kinds) or not device.power > 0:
+                raise ConfigError(
+                    f"cluster: got kind {device.kind} and power {device.power} for rank {rank}, "
+                    f"expected a kind from 0 to {len(self.kinds) - 1} and a positive power."
+                )
+        for link in self.links:
+            if (
+                not all(0 <= rank < len(self.devices) for rank in link.ranks)
+                or not link.bytes_per_second > 0
+                or not link.latency >= 0
+            ):
+                raise ConfigError(
+                    f"cluster: got link {link}, expected two ranks below {len(self.devices)}, a "
+                    "positive bandwidth and a latency that is not negative."
+                )
+
+    def link(self, a: int, b: int) -> Link:
+        """Return the way between two ranks."""
+
+        def hosts(ranks: Sequence[int]) -> list[str]:
+            return sorted(self.devices[rank].host for rank in ranks)
+
+        def inside(ranks: Sequence[int]) -> bool:
+            return len(set(hosts(ranks))) == 1
+
+        wanted = (a, b)
+        same_ranks = (x for x in self.links if sorted(x.ranks) == sorted(wanted))
+        same_hosts = (x for x in self.links if hosts(x.ranks) == hosts(wanted))
+        same_nature = (x for x in self.links if inside(x.ranks) == inside(wanted))
+        return next(chain(same_ranks, same_hosts, same_nature), _PERFECT)
+
+    def transfer_seconds(self, a: int, b: int, nbytes: int) -> float:
+        """Return the seconds that a message takes from one rank to another."""
+        link = self.link(a, b)
+        return link.latency + nbytes / link.bytes_per_second

@@ -1,0 +1,297 @@
+"""The integer program (Method E, E6): the fastest split of a model over devices in a fixed order,
+with the layers that are recomputed.
+
+Its objective is the simulator's step time itself: the longest way through the events of the
+schedule. Binary variables choose one segment of layers for every stage, and HiGHS solves it. The
+start of every event could be a variable, too; instead, the ways that turn out to be the longest
+become constraints one by one, which is the same program with those variables projected out
+(Benders' decomposition), and a hundred times smaller. What cannot be faster than the best plan
+known is cut off before (see `segments`); where nothing is left, the known plan is proven."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from lightning_dlres.core.errors import DlresError
+from lightning_dlres.pipeline.costs import Workload
+from lightning_dlres.pipeline.events import COMPUTING, Work, event_graph
+from lightning_dlres.pipeline.footprint import Matrix
+from lightning_dlres.pipeline.segments import Segment, Segments
+
+GAP = 5e-4
+_OUT_OF_TIME, _INFEASIBLE = 1, 2
+_MOST_CUTS = 1000
+_TIGHT = 1e-5
+
+
+class SolverError(DlresError):
+    """HiGHS gave up for another reason than that there is no solution."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A split, what it recomputes, and the seconds of its step in the simulator."""
+
+    split: tuple[int, ...]
+    recompute: tuple[int, ...]
+    seconds: float
+
+
+class SplitProgram:
+    """Finds the fastest split of one workload.
+
+    Args:
+        workload: the devices in their order.
+        seconds: time that HiGHS may take for one call of `solve`; the best plan known counts after
+            it.
+    """
+
+    def __init__(self, workload: Workload, seconds: float = 60.0) -> None:
+        self.workload, self.segments, self._seconds = workload, Segments(workload), seconds
+        self._events = event_graph(workload.schedule, workload.stages, _needed_shares(workload))
+        self._keys = {key: i for i, key in enumerate(sorted({e.key for e in self._events}))}
+        self._steps = [(event.after, self._keys[event.key]) for event in self._events]
+        self._keys_of: list[list[tuple[int, Work, int]]] = [[] for _ in range(workload.stages)]
+        for (work, machine, stage), index in self._keys.items():
+            self._keys_of[stage].append((index, work, machine))
+        self._last = {
+            (event.machine, event.stage): index
+            for index, event in enumerate(self._events)
+            if event.work in COMPUTING
+        }
+
+    def evaluate(self, stops: Sequence[int]) -> Choice | None:
+        """Return the plan whose stages stop at these layers, with its cheapest recomputation; None
+        where memory cannot hold it."""
+        chosen = []
+        for stage, (first, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
+            segment = self.segments.segment(stage, first, stop)
+            if segment is None:
+                return None
+            chosen.append(segment)
+        return self._choice(chosen)
+
+    def improve(self, stops: Sequence[int], start: Choice) -> Choice:
+        """Move the borders between stages as long as the step gets shorter."""
+        best, current = start, list(stops)
+        improved = True
+        while improved:
+            improved = False
+            for moved in _neighbours(current, self.segments.count):
+                if self._bound(moved) >= best.seconds:
+                    continue
+                choice = self.evaluate(moved)
+                if choice is not None and choice.seconds < best.seconds * (1 - 1e-12):
+                    best, current, improved = choice, moved, True
+        return best
+
+    def solve(self, below: float) -> Choice | None:
+        """Return the fastest plan whose step takes less than `below`, to within the gap; None if
+        there is none.
+
+        Raises:
+            SolverError: HiGHS failed.
+        """
+        open_ = self.segments.below(below)
+        if below <= 0 or not all(open_):
+            return None
+        columns = [segment for stage in open_ for segment in stage]
+        if len(columns) == len(open_):
+            choice = self._choice(columns)
+            return choice if choice.seconds < below else None
+        return self._solve(columns, below)
+
+    def _bound(self, stops: Sequence[int]) -> float:
+        firsts = [0, *stops[:-1]]
+        bounds = self.segments.bounds
+        return max(
+            float(bounds[s][i, j]) for s, (i, j) in enumerate(zip(firsts, stops, strict=True))
+        )
+
+    def _choice(self, segments: Sequence[Segment]) -> Choice:
+        seconds = [0.0] * len(self._keys)
+        for segment in segments:
+            for index, work, machine in self._keys_of[segment.stage]:
+                seconds[index] = segment.seconds[machine][work]
+        tails = [segments[stage].tails[machine] for machine, stage in self._last]
+        total, _ = self._longest(seconds, tails)
+        recompute = tuple(layer for segment in segments for layer in segment.recomputed)
+        return Choice(tuple(s.stop - s.first for s in segments), recompute, total)
+
+    def _longest(
+        self, seconds: Sequence[float], tails: Sequence[float]
+    ) -> tuple[float, Callable[[], _Path]]:
+        """Return the length of the longest way through the events, and what makes that way."""
+        ends: list[float] = []
+        for after, key in self._steps:
+            end = seconds[key]
+            if after:
+                end += max([ends[index] for index in after])
+            ends.append(end)
+        total, last = max(
+            (ends[index] + tail, place)
+            for place, (index, tail) in enumerate(zip(self._last.values(), tails, strict=True))
+        )
+
+        def path() -> _Path:
+            index = list(self._last.values())[last]
+            counts = [0] * len(self._keys)
+            while True:
+                after, key = self._steps[index]
+                counts[key] += 1
+                if not after:
+                    return _Path(tuple(counts), last)
+                index = max(after, key=ends.__getitem__)
+
+        return total, path
+
+    def _solve(self, columns: list[Segment], target: float) -> Choice | None:
+        """Add ways through the events until the program's step is the simulator's."""
+        master = _Master(columns, self.workload.stages, self.segments.count, target)
+        costs = self._matrix(columns) / target
+        tails = self._tails(columns) / target
+        best: Choice | None = None
+        whole = False
+        deadline = monotonic() + self._seconds
+        for _ in range(_MOST_CUTS):
+            found = master.minimise(whole, max(deadline - monotonic(), 0.0))
+            if found is None:
+                return best
+            bound, step, chosen = found
+            if whole:
+                choice = self._choice(
+                    [c for c, on in zip(columns, chosen, strict=True) if on > 0.5]
+                )
+                if choice.seconds < (best.seconds if best is not None else target):
+                    best = choice
+                if best is not None and bound >= best.seconds / target * (1 - GAP):
+                    return best
+            length, path = self._longest((costs @ chosen).tolist(), (tails @ chosen).tolist())
+            if length > step * (1 + _TIGHT):
+                way = path()
+                master.add(np.asarray(way.counts) @ costs + tails[way.last])
+            elif not whole:
+                whole = True
+            else:
+                return best
+        return best
+
+    def _matrix(self, columns: Sequence[Segment]) -> Matrix:
+        """Seconds of every kind of work (rows) of every segment (columns)."""
+        found = np.zeros((len(self._keys), len(columns)))
+        for column, segment in enumerate(columns):
+            for index, work, machine in self._keys_of[segment.stage]:
+                found[index, column] = segment.seconds[machine][work]
+        return found
+
+    def _tails(self, columns: Sequence[Segment]) -> Matrix:
+        found = np.zeros((len(self._last), len(columns)))
+        for row, (machine, stage) in enumerate(self._last):
+            for column, segment in enumerate(columns):
+                if segment.stage == stage:
+                    found[row, column] = segment.tails[machine]
+        return found
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A way through the events: how often it passes each kind of work, and at whose last event it
+    ends."""
+
+    counts: tuple[int, ...]
+    last: int
+
+
+class _Master:
+    """The program for HiGHS: one binary per segment, and the step in units of the target, so that
+    it is at most 1. A cut says that the step is no shorter than one way through the events."""
+
+    def __init__(self, columns: Sequence[Segment], stages: int, layers: int, target: float) -> None:
+        self.count = len(columns)
+        rows: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+        for index, column in enumerate(columns):
+            rows.setdefault(("stage", column.stage, 0), []).append((index, 1.0))
+            if column.stop < layers:
+                rows.setdefault(("cut", column.stage, column.stop), []).append((index, 1.0))
+            if column.first > 0:
+                rows.setdefault(("cut", column.stage - 1, column.first), []).append((index, -1.0))
+        self._rows = np.zeros((len(rows), self.count + 1))
+        for number, terms in enumerate(rows.values()):
+            for index, value in terms:
+                self._rows[number, index] = value
+        self._equal = np.array([1.0 if kind == "stage" else 0.0 for kind, _, _ in rows])
+        self._cuts: list[Matrix] = []
+        for stage in range(stages):
+            self.add(np.array([c.bound / target if c.stage == stage else 0.0 for c in columns]))
+
+    def add(self, way: Matrix) -> None:
+        """Demand that the step is no shorter than this for the segments chosen."""
+        self._cuts.append(np.append(-way, 1.0))
+
+    def minimise(self, whole: bool, seconds: float) -> tuple[float, float, Matrix] | None:
+        """Return a lower bound of the step, the step, and how much of every segment is chosen; None
+        if there is no solution.
+
+        Args:
+            whole: whether a segment is chosen or not; else it may be chosen in part.
+            seconds: time limit.
+        """
+        cost = np.zeros(self.count + 1)
+        cost[self.count] = 1.0
+        integral = np.full(self.count + 1, int(whole))
+        integral[self.count] = 0
+        cuts = np.array(self._cuts)
+        result = milp(
+            cost,
+            integrality=integral,
+            bounds=Bounds(0.0, 1.0),
+            constraints=[
+                LinearConstraint(csr_array(self._rows), self._equal, self._equal),
+                LinearConstraint(csr_array(cuts), 0.0, np.inf),
+            ],
+            options={"mip_rel_gap": GAP / 4, "time_limit": seconds},
+        )
+        if result.x is not None:
+            bound = result.mip_dual_bound if whole else result.fun
+            return float(bound), float(result.fun), np.asarray(result.x[: self.count])
+        if result.status in (_INFEASIBLE, _OUT_OF_TIME):
+            return None
+        raise SolverError(f"HiGHS could not solve the split: {result.message}")
+
+
+def _needed_shares(workload: Workload) -> tuple[int, ...]:
+    """Return the micro-batches of every machine, 0 for those that are like another one with no
+    fewer: they end no later."""
+    seen: set[tuple[object, ...]] = set()
+    needed = []
+    for machine, share in sorted(enumerate(workload.shares), key=lambda item: -item[1]):
+        ranks = workload.machines[machine]
+        links = tuple(
+            (link.latency, link.bytes_per_second)
+            for link in (workload.cluster.link(a, b) for a, b in itertools.pairwise(ranks))
+        )
+        alike = (*(workload.cluster.devices[rank].kind for rank in ranks), links)
+        needed.append((machine, 0 if alike in seen else share))
+        seen.add(alike)
+    return tuple(share for _, share in sorted(needed))
+
+
+def _neighbours(stops: Sequence[int], count: int) -> list[list[int]]:
+    found = []
+    for border in range(len(stops) - 1):
+        for step in (-1, 1, -2, 2):
+            for also in range(border, len(stops) - 1):
+                moved = list(stops)
+                for index in range(border, also + 1):
+                    moved[index] += step
+                ends = [0, *moved]
+                if all(a < b for a, b in zip(ends, moved, strict=False)) and moved[-1] == count:
+                    found.append(moved)
+    return found

@@ -1,0 +1,79 @@
+"""`dlres plan`: on ranks that it starts, and for a cluster that is only described."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_dlres.cli.main import main
+from lightning_dlres.pipeline.plan import PipelinePlan
+from tests.cli.test_cli import CONFIG, TINY
+from tests.conftest import RunScript
+
+CLUSTER = """
+kinds:
+  fast: {power: 1.0, memory: 24GiB}
+  slow: {power: 0.25, memory: 8GiB}
+hosts:
+  - devices: [fast]
+  - devices: [slow]
+links:
+  between_hosts: {bandwidth: 500Mbit/s, latency: 200us}
+measured_on: fast
+"""
+
+
+def test_a_plan_for_a_cluster_that_is_not_at_hand(run_script: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    options = (f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY)
+    launcher = ("-m", "lightning_dlres")
+    result = run_script(Path("plan"), *options, launcher=launcher, cwd=tmp_path)
+    assert result.returncode == 0, result.output
+    assert "Pipeline plan" in result.output
+    assert "Predicted step" in result.output
+    plan = PipelinePlan.load(tmp_path / "plan.json")
+    assert plan.is_measured
+    assert plan.powers == (1.0, 0.25)
+    assert plan.cluster is not None
+    assert plan.cluster.devices[1].memory_limit == 8 << 30
+    assert plan.cluster.link(0, 1).bytes_per_second == 500e6 / 8
+
+
+def test_a_plan_on_ranks_and_training_with_it(run_script: RunScript, tmp_path: Path) -> None:
+    launcher = ("-m", "lightning_dlres")
+    given = (f"--config={CONFIG}", *TINY)
+    made = run_script(Path("plan"), *given, "--out=p.json", launcher=launcher, cwd=tmp_path)
+    assert made.returncode == 0, made.output
+    plan = PipelinePlan.load(tmp_path / "p.json")
+    assert plan.is_measured
+    assert plan.world_size == 2
+    again = ("--trainer.strategy.init_args.plan=p.json",)
+    result = run_script(Path("fit"), *given, *again, launcher=launcher, cwd=tmp_path)
+    assert result.returncode == 0, result.output
+    assert "profiling" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kinds: {}\nhosts: []\n", "expected at least one device"),
+        ("kinds: {a: {power: 1}}\nhosts: [{devices: [b]}]\n", "unknown kinds ['b']"),
+        ("kinds: {a: {power: 0}}\nhosts: [{devices: [a]}]\n", "expected positive numbers"),
+        ("kinds: {a: {powr: 1}}\nhosts: []\n", "cannot be read"),
+        (
+            "kinds: {a: {power: 1}}\nhosts: [{devices: [a, a]}]\n"
+            "links: {within_host: {bandwidth: fast}}\n",
+            "bandwidth",
+        ),
+    ],
+)
+def test_a_bad_cluster_file_is_refused(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    assert main(["plan", f"--config={CONFIG}", f"--cluster={path}"]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["plan", f"--config={CONFIG}", f"--cluster={tmp_path / 'nowhere.yaml'}"]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err

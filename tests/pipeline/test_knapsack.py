@@ -1,0 +1,59 @@
+"""The cheapest set that frees enough, held against all sets that there are."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.pipeline.knapsack import NEAR, cheapest_cover
+
+seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0))
+items = st.lists(st.tuples(seconds, st.integers(-3, 12)), max_size=9)
+# Layers that all cost the same per byte are the hard case: there is little to choose by.
+proportional = st.lists(st.integers(-3, 12).map(lambda size: (abs(size) / 4, size)), max_size=9)
+
+
+def brute_force(items: list[tuple[float, int]], need: int) -> float | None:
+    sets = (chosen for n in range(len(items) + 1) for chosen in combinations(items, n))
+    enough = [sum(s for s, _ in chosen) for chosen in sets if sum(b for _, b in chosen) >= need]
+    return min(enough, default=None)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(items, proportional), st.integers(-2, 50))
+def test_nothing_is_cheaper(items: list[tuple[float, int]], need: int) -> None:
+    chosen = cheapest_cover([s for s, _ in items], [b for _, b in items], need)
+    cheapest = brute_force(items, need)
+    if chosen is None:
+        assert cheapest is None
+        return
+    assert cheapest is not None
+    assert list(chosen) == sorted(set(chosen))
+    assert all(items[index][1] > 0 for index in chosen)
+    assert sum(items[index][1] for index in chosen) >= need
+    assert sum(items[index][0] for index in chosen) <= cheapest * (1 + 1.1 * NEAR) + 1e-12
+
+
+def test_by_hand() -> None:
+    assert cheapest_cover([], [], 0) == ()
+    assert cheapest_cover([], [], 1) is None
+    assert cheapest_cover([1.0, 1.0], [3, 4], 8) is None
+    assert cheapest_cover([1.0, 1.0], [3, 4], 7) == (0, 1)
+    assert cheapest_cover([1.0, 1.0], [3, 4], 0) == (), "nothing needs to be recomputed"
+    assert cheapest_cover([1.0, 1.0, 1.5], [3, 4, 7], 6) == (2,), "one item for two cheap ones"
+    assert cheapest_cover([1.0, 2.5, 1.5], [3, 7, 4], 7) in ((1,), (0, 2))
+
+
+def test_a_layer_that_costs_nothing_but_frees_nothing_stays() -> None:
+    assert cheapest_cover([0.0, 5.0], [0, 9], 9) == (1,)
+    assert cheapest_cover([0.0, 5.0], [-2, 9], 9) == (1,)
+
+
+def test_many_layers_that_all_cost_the_same_per_byte() -> None:
+    # Without a bound, the list of undominated sets doubles with each of them.
+    freed = [1_000_003 + 7919 * (index * index % 61) for index in range(48)]
+    chosen = cheapest_cover([size * 1e-9 for size in freed], freed, need := sum(freed) * 3 // 5)
+    assert chosen is not None
+    assert need <= sum(freed[index] for index in chosen) <= need * (1 + 1.1 * NEAR)
