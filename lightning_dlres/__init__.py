@@ -5,6 +5,7 @@ Importing this package registers its strategies: `Trainer(strategy="dlres_hetero
 
 from __future__ import annotations
 
+from lightning_dlres.callbacks import ResourceReport
 from lightning_dlres.core.errors import (
     BatchMismatchError,
     ConfigError,
@@ -35,6 +36,7 @@ __all__ = [
     "PipelinePlan",
     "ProfileConfig",
     "ProtocolError",
+    "ResourceReport",
     "UnsupportedStepError",
     "__version__",
 ]

@@ -263,6 +263,7 @@ def test_a_script_past_its_deadline_shows_the_stacks_of_its_tree(start_script: S
         import subprocess, sys, threading
 
         def wait_in_parent():
+            print("parent waits")
             threading.Event().wait()
 
         def wait_in_child():
@@ -276,6 +277,7 @@ def test_a_script_past_its_deadline_shows_the_stacks_of_its_tree(start_script: S
         """
     )
     script.wait_for_line("child waits")
+    script.wait_for_line("parent waits")
     with pytest.raises(ScriptTimeout) as failure:
         script.wait(timeout=0.5)
     assert "in wait_in_parent" in str(failure.value)

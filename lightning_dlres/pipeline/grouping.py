@@ -43,6 +43,14 @@ def group(cluster: Cluster, stages: int) -> Slots:
     return tuple(sorted(slots, key=min))
 
 
+def stage_counts(world: int) -> list[int]:
+    """Return the numbers of stages to choose from, least first.
+
+    Several devices make two stages or more: that every device holds a part of the model only is
+    what a pipeline is asked for, and one stage on all of them stays a wish to be said."""
+    return [n for n in range(min(2, world), world + 1) if world % n == 0]
+
+
 def communication_costs(cluster: Cluster, slots: Slots, gradient_bytes: int) -> list[float]:
     """Return the seconds in which each device kind's gradients reach the other machines (E3).
 

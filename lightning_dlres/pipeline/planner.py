@@ -24,6 +24,7 @@ from lightning_dlres.pipeline.grouping import (
     machines_of,
     order_by_ratio,
     slot_power,
+    stage_counts,
 )
 from lightning_dlres.pipeline.program import GAP, Choice, SplitProgram
 from lightning_dlres.pipeline.proportional import proportional_split
@@ -63,7 +64,7 @@ def decide(
     Args:
         workload: what to run; its machines are the ones to be used if `keep_order` is set, else
             only the cluster counts.
-        stages: number of stages of a machine; None: whatever is fastest.
+        stages: number of stages of a machine; None: whatever is fastest of `stage_counts`.
         keep_order: search only splits.
         say: gets a line about what is going on.
 
@@ -77,7 +78,7 @@ def decide(
     counts = (
         [stages]
         if stages is not None
-        else [n for n in range(1, world + 1) if world % n == 0 and n <= layers]
+        else [count for count in stage_counts(world) if count <= layers]
     )
     best: Decision | None = None
     tried = []
@@ -184,7 +185,9 @@ def _require(found: Decision | None, tried: Sequence[Workload]) -> Decision:
         return found
     least = min(smallest_limit(workload) for workload in tried)
     limits = {device.memory_limit for device in tried[0].cluster.devices}
-    given = " and ".join(format_bytes(limit) for limit in sorted(x for x in limits if x is not None))
+    given = " and ".join(
+        format_bytes(limit) for limit in sorted(x for x in limits if x is not None)
+    )
     raise ConfigError(
         f"memory_limit: got {given}, and no plan fits. Expected at least {least} bytes "
         f"({format_bytes(least)}) on every device: that is the smallest limit that works"

@@ -50,8 +50,8 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     Args:
         stages: Number of stages of a virtual machine; must divide the number of devices. "auto":
-            whatever is fastest in the simulator; one virtual machine of all devices where nothing
-            is measured.
+            whatever is fastest in the simulator, two or more on several devices; one virtual
+            machine of all devices where nothing is measured. 1 is data parallel training.
         microbatches: Into how many parts the batch is cut; a smaller batch is cut into single
             samples. "auto": four per device. What is random in the layers (dropout) depends on this
             number, and on nothing else of the plan.

@@ -24,6 +24,7 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.buffers import BufferSync
 from lightning_dlres.pipeline.gradients import GradientSync, make_groups
+from lightning_dlres.pipeline.grouping import stage_counts
 from lightning_dlres.pipeline.mailbox import Mailbox
 from lightning_dlres.pipeline.partition import materialise, partition
 from lightning_dlres.pipeline.plan import PipelinePlan
@@ -325,7 +326,7 @@ class PipelineRun:
         """Measure the layers, the loss and the links; called by all ranks."""
         options, connection = self._options, self._connection
         stages = len(options.fixed_machines[0]) if options.fixed_machines else options.stages
-        require_layers(self.pipelined, stages or 1)
+        require_layers(self.pipelined, stages or stage_counts(connection.world_size)[0])
         samples = self._read_samples(trainer)
         if samples is None:
             return None

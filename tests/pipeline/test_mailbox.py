@@ -89,8 +89,9 @@ def exchange(context: RankContext) -> list[str]:
             for number, tree in enumerate(trees(10 * peer + channel)):
                 found = mailbox.receive(peer, channel, ("tree", number), "a tree")
                 assert equal(found, tree), number
-        spans = [s for s in mailbox._tracer.spans() if s.category == "transfer"]
-        assert {s.name for s in spans} >= {"send activation", "receive gradient"}
+    # Its threads have ended, and with them what they record last.
+    spans = [s for s in mailbox._tracer.spans() if s.category == "transfer"]
+    assert {s.name for s in spans} >= {"send activation", "receive gradient"}
     return threads()
 
 

@@ -200,7 +200,6 @@ def test_what_cannot_work_is_said_before_the_first_step(pool: RankPool) -> None:
         ({"microbatches": "many"}, "microbatches: got 'many'"),
         ({"microbatches": True}, "microbatches: got True"),
         ({"emulate_speed": [1.0, 0.0]}, "emulate_speed: got [1.0, 0.0]"),
-        ({"profile_samples": -1}, "profile_samples: got -1"),
         ({"timeout": "soon"}, "timeout"),
         ({"plan": "nowhere.json"}, "cannot read 'nowhere.json'"),
     ],

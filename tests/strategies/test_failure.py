@@ -104,7 +104,7 @@ class Model(BoringModel):
 
 
 if __name__ == "__main__":
-    strategy = lightning_dlres.HeteroPipeStrategy(timeout=20)
+    strategy = lightning_dlres.HeteroPipeStrategy(stages=3, timeout=20)
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=3, max_epochs=-1, logger=False,
                       enable_checkpointing=False, enable_progress_bar=False)
     trainer.fit(Model())

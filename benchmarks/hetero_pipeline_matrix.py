@@ -1,0 +1,58 @@
+"""`python -m benchmarks.hetero_pipeline --matrix`: how well the planner knows how long a step will
+take, over unlike devices, numbers of micro-batches and links."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.hetero_pipeline_sides import Ours, Settings, ready, set_shares, shown
+from benchmarks.report import Check, at_most, table
+from benchmarks.testbed import Host, Testbed
+
+SHARES = ((1.0, 0.5), (1.0, 0.25), (1.0, 0.5, 0.25))
+RATES = (None, "500mbit")
+_COLUMNS = ("shares", "link", "micro-batches", "split", "predicted s", "measured s", "error")
+
+
+def matrix(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
+    """Measure all cells; return checks and raw figures."""
+    cells: list[dict[str, Any]] = []
+    sizes = sorted({len(shares) for shares in SHARES})
+    for rate in RATES:
+        with Testbed([Host(rate=rate)] * max(sizes)) as bed:
+            ours = {size: Ours(bed, size, settings) for size in sizes}
+            ready(*ours.values())
+            for shares in SHARES:
+                set_shares(bed, shares)
+                for count in settings.matrix:
+                    cell = _measure(ours[len(shares)], count, settings)
+                    cells.append({"shares": shares, "link": rate or "unshaped", **cell})
+                    print(", ".join(map(str, _row(cells[-1]))), flush=True)
+    errors = [cell["error"] for cell in cells]
+    print(f"\n{table(_COLUMNS, [_row(cell) for cell in cells])}")
+    print(f"errors: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    checks = {"median prediction error": at_most(statistics.median(errors), 0.10)}
+    return checks, {"cells": cells}
+
+
+def _measure(ours: Ours, count: int, settings: Settings) -> dict[str, Any]:
+    """Train for a few steps; return the step as predicted and as measured."""
+    plan = ours.start(count, [settings.first + 1 + settings.counted])
+    measured = statistics.median(ours.turn()[settings.first :])
+    ours.end()
+    return {
+        "microbatches": count,
+        "split": plan.split,
+        "ranks": plan.ranks,
+        "predicted": plan.predicted_seconds,
+        "measured": measured,
+        "error": abs(measured - plan.predicted_seconds) / measured,
+    }
+
+
+def _row(cell: dict[str, Any]) -> list[Any]:
+    error = f"{(cell['predicted'] - cell['measured']) / cell['measured']:+.1%}"
+    shares, split = shown(cell["shares"]), shown(cell["split"])
+    times = [round(cell["predicted"], 3), round(cell["measured"], 3)]
+    return [shares, cell["link"], cell["microbatches"], split, *times, error]

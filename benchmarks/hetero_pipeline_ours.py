@@ -1,0 +1,113 @@
+"""One rank of ours: a `HeteroPipeStrategy` in a Lightning Trainer, which stops between steps until
+it is told to go on."""
+
+from __future__ import annotations
+
+import time
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from benchmarks.hetero_pipeline_model import (
+    Task,
+    loss_of,
+    make_loader,
+    make_net,
+    make_optimizer,
+    parameter_bytes,
+    task_of,
+)
+from benchmarks.ranks import Answer, Talk
+from lightning_dlres import HeteroPipeStrategy
+
+
+class Net(LightningModule):
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.net = make_net(task)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, targets = batch
+        loss = loss_of(self.net(tokens), targets)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+class Turns(Callback):
+    """Runs so many steps, tells their times and losses, and waits for the order to go on.
+
+    A step is timed from its start to the next one's.
+    """
+
+    def __init__(self, talk: Talk, turns: list[int], strategy: HeteroPipeStrategy) -> None:
+        self.talk, self.strategy = talk, strategy
+        self.ends = {0, *accumulate(turns)}
+        self.steps = 0
+        self.starts: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
+        if self.steps in self.ends:
+            self.talk.say(self.report())
+            self.talk.order()
+            self.starts, self.losses = [time.perf_counter()], []
+        self.steps += 1
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+    def report(self) -> Answer:
+        if not self.steps:
+            plan = self.strategy.plan
+            assert plan is not None
+            held = self.strategy.resident_parameter_bytes
+            return {
+                "split": plan.split,
+                "ranks": plan.machines[0],
+                "predicted_seconds": plan.predicted_seconds,
+                "text": f"{plan.table()}\n{plan.prediction()}",
+                "bytes": held,
+            }
+        seconds = [end - start for start, end in pairwise(self.starts)]
+        return {"seconds": seconds, "losses": self.losses}
+
+
+def main(talk: Talk) -> None:
+    """Train as often as ordered."""
+    torch.set_num_threads(1)
+    for order in talk.orders():
+        train(talk, order)
+
+
+def train(talk: Talk, order: Answer) -> None:
+    task, world_size = task_of(order), talk.world_size
+    strategy = HeteroPipeStrategy(
+        stages=world_size,
+        microbatches=order["microbatches"],
+        schedule="1f1b",
+        timeout=order["timeout"],
+    )
+    turns = Turns(talk, order["turns"], strategy)
+    net = Net(task)
+    whole = parameter_bytes(net)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=world_size,
+        strategy=strategy,
+        # One more: the last turn ends where the next step starts.
+        max_steps=sum(order["turns"]) + 1,
+        callbacks=[turns],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(net, make_loader(task))
+    talk.say({"whole_bytes": whole})

@@ -1,0 +1,74 @@
+"""One rank of the peer: `torch.distributed.pipelining` with Schedule1F1B in a plain loop.
+
+Holds any number of settings at a time, and runs steps of the one that it is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from benchmarks.hetero_pipeline_model import (
+    loss_of,
+    make_loader,
+    make_net,
+    make_optimizer,
+    task_of,
+)
+from benchmarks.ranks import Answer, Talk
+
+
+class Setting:
+    """One way to train the model: a split, which rank is which stage, micro-batches, threads."""
+
+    def __init__(self, order: Answer, rank: int) -> None:
+        task, split, ranks = task_of(order), order["split"], order["ranks"]
+        index = ranks.index(rank)
+        first = sum(split[:index])
+        layers = make_net(task)[first : first + split[index]]
+        device = torch.device("cpu")
+        stage = PipelineStage(layers, index, len(split), device)
+        stage.stage_index_to_group_rank = dict(enumerate(ranks))
+        self.threads = order["threads"]
+        self.schedule = Schedule1F1B(stage, order["microbatches"], loss_fn=loss_of)
+        self.optimizer = make_optimizer(layers.parameters())
+        self.is_first, self.is_last = index == 0, index == len(split) - 1
+        self.batches: Iterator[list[Tensor]] = iter(make_loader(task))
+        self.layers: nn.Module = layers
+
+    def run(self, steps: int) -> Answer:
+        torch.set_num_threads(self.threads)
+        starts, losses = [time.perf_counter()], []
+        for _ in range(steps):
+            tokens, targets = next(self.batches)
+            self.optimizer.zero_grad()
+            parts: list[Tensor] = []
+            args = (tokens,) if self.is_first else ()
+            target = targets if self.is_last else None
+            self.schedule.step(*args, target=target, losses=parts, return_outputs=False)
+            self.optimizer.step()
+            if self.is_last:
+                losses.append(float(torch.stack(parts).mean()))
+            starts.append(time.perf_counter())
+        seconds = [end - start for start, end in pairwise(starts)]
+        return {"seconds": seconds, "losses": losses}
+
+
+def main(talk: Talk) -> None:
+    """Do as ordered: make a setting, or run steps of one."""
+    settings: dict[str, Setting] = {}
+    for order in talk.orders():
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        name = order["setting"]
+        if "split" in order:
+            settings[name] = Setting(order, talk.rank)
+            talk.say({})
+        else:
+            talk.say(settings[name].run(order["steps"]))

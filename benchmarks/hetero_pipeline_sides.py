@@ -1,0 +1,178 @@
+"""The two sides of benchmarks/hetero_pipeline.py as the benchmark drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.ranks import Answer, Ranks, limit
+from benchmarks.testbed import Testbed
+
+_OURS_PORT, _PEER_PORT = 29500, 29600
+_PLAN_SECONDS = 60.0
+_LOSS_TOLERANCE = 1e-3  # float32 sums in another order, over some steps
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured.
+
+    Ours checks its loss before steps 0, 1, 2, 4, 8 and so on: the first steps are not counted, and
+    a median passes over the later ones.
+
+    Attributes:
+        task: sizes other than the defaults of the model's `Task`.
+        microbatches: of the comparison.
+        swept: numbers of micro-batches, and of threads, that the peer is tried with beside it.
+        matrix: numbers of micro-batches.
+        first: steps before anything counts.
+        counted: steps of a turn that count; one more comes before them.
+        rounds: turns on unequal devices.
+        pairs: turns on equal devices.
+        timeout: seconds that a turn may take.
+    """
+
+    task: dict[str, int] = field(default_factory=dict)
+    microbatches: int = 16
+    swept: tuple[tuple[int, int], ...] = ((8, 1), (32, 1), (16, 2))
+    matrix: tuple[int, ...] = (4, 8, 16)
+    first: int = 5
+    counted: int = 2
+    rounds: int = 5
+    pairs: int = 15
+    timeout: float = 180.0
+
+    def turns(self, count: int) -> list[int]:
+        """Return the numbers of steps of so many turns, after the first steps."""
+        return [self.first, *[1 + self.counted] * count]
+
+
+QUICK = Settings(
+    {"blocks": 6, "width": 32, "context": 16, "batch": 8},
+    microbatches=4,
+    swept=((8, 1),),
+    matrix=(4,),
+    first=2,
+    counted=1,
+    rounds=2,
+    pairs=2,
+    timeout=60.0,
+)
+
+
+class FairnessError(RuntimeError):
+    """The two sides did not do the same work, so their times cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What our planner decided, and what it promises; `text` is how it prints."""
+
+    split: list[int]
+    ranks: list[int]
+    predicted_seconds: float
+    text: str
+
+
+class Ours:
+    """Our ranks, stopped between two steps of a training run."""
+
+    def __init__(self, bed: Testbed, world_size: int, settings: Settings) -> None:
+        self._settings = settings
+        self.ranks = Ranks(
+            bed,
+            "benchmarks.hetero_pipeline_ours",
+            world_size,
+            _OURS_PORT + world_size,
+            settings.timeout + _PLAN_SECONDS,
+        )
+        self.losses: list[float] = []
+        self._bytes = 0
+
+    def start(self, microbatches: int, turns: Sequence[int]) -> Plan:
+        """Profile and plan, and stop before the first step."""
+        order = {
+            "task": self._settings.task,
+            "microbatches": microbatches,
+            "turns": list(turns),
+            "timeout": self._settings.timeout,
+        }
+        answers = self.ranks.ask(order)
+        self._bytes = sum(answer.pop("bytes") for answer in answers)
+        self.losses = []
+        return Plan(**answers[0])
+
+    def turn(self) -> list[float]:
+        """Run the next turn; return the seconds of its steps."""
+        answers = self.ranks.ask({})
+        if any(answer["losses"] != answers[0]["losses"] for answer in answers):
+            raise FairnessError("our ranks log unlike losses")
+        self.losses += answers[0]["losses"]
+        return list(answers[0]["seconds"])
+
+    def end(self) -> None:
+        """End the training run in order."""
+        whole = self.ranks.ask({})[0]["whole_bytes"]
+        if self._bytes != whole:
+            raise FairnessError(
+                f"our ranks hold {self._bytes} bytes of parameters, the model has {whole}"
+            )
+
+
+class Peer:
+    """The peer's ranks, and the settings that they hold."""
+
+    def __init__(self, bed: Testbed, world_size: int, settings: Settings) -> None:
+        self._settings = settings
+        self.ranks = Ranks(
+            bed, "benchmarks.hetero_pipeline_peer", world_size, _PEER_PORT, settings.timeout
+        )
+        self.losses: dict[str, list[float]] = {}
+        self._last: dict[str, int] = {}
+
+    def make(
+        self, name: str, split: Sequence[int], ranks: Sequence[int], microbatches: int, threads: int
+    ) -> str:
+        """Make a setting, and return its name; `ranks` are in stage order."""
+        order: Answer = {
+            "setting": name,
+            "task": self._settings.task,
+            "split": list(split),
+            "ranks": list(ranks),
+            "microbatches": microbatches,
+            "threads": threads,
+        }
+        self.ranks.ask(order)
+        self.losses[name], self._last[name] = [], ranks[-1]
+        return name
+
+    def run(self, name: str, steps: int) -> list[float]:
+        """Run steps of a setting; return their seconds on rank 0."""
+        answers = self.ranks.ask({"setting": name, "steps": steps})
+        self.losses[name] += answers[self._last[name]]["losses"]
+        return list(answers[0]["seconds"])
+
+
+def ready(*sides: Ours | Peer) -> None:
+    """Wait until all ranks have imported what they need."""
+    for side in sides:
+        side.ranks.hear()
+
+
+def set_shares(bed: Testbed, shares: Sequence[float]) -> None:
+    """Set the CPU shares of the first hosts; the others get no limit."""
+    for number, machine in enumerate(bed.hosts):
+        limit(machine, shares[number] if number < len(shares) else None)
+
+
+def require_same_losses(ours: Sequence[float], *peers: Sequence[float]) -> None:
+    """Raise unless both sides have trained the same model on the same data."""
+    for peer in peers:
+        for step, (a, b) in enumerate(zip(ours, peer, strict=False)):
+            if abs(a - b) > _LOSS_TOLERANCE * abs(b):
+                raise FairnessError(f"step {step}: our loss is {a}, the peer's {b}")
+
+
+def shown(numbers: Iterable[float]) -> str:
+    """Return shares or a split as they are printed."""
+    return " : ".join(f"{number:g}" for number in numbers)

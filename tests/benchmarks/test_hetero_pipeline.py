@@ -1,0 +1,64 @@
+"""The pipeline benchmark runs to its end on tiny sizes, and reports every figure it promises."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from benchmarks import hetero_pipeline
+from benchmarks.hetero_pipeline import bound_on_ratio, noise_of
+from benchmarks.testbed import reason_unavailable
+
+
+def test_the_bound_is_slowest_stage_and_fill() -> None:
+    # Even: 16 micro-batches of 2.5 and one of 0.625; ideal: 17 of 1.
+    assert bound_on_ratio((0.8, 0.2), 16) == pytest.approx((16 * 2.5 + 0.625) / 17)
+    assert bound_on_ratio((0.8, 0.8), 16) == pytest.approx(1.0)
+
+
+def test_noise_falls_with_the_number_of_pairs() -> None:
+    assert noise_of([1.0, 1.0, 1.0]) == 0.0
+    assert noise_of([0.9, 1.0, 1.1] * 4) == pytest.approx(noise_of([0.9, 1.0, 1.1]) / 2)
+
+
+@pytest.mark.root
+def test_both_sides_train_alike_and_every_figure_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    assert hetero_pipeline.main(["--quick"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    line: dict[str, Any] = json.loads(last)
+    assert line.keys() == {"bench", "hardware", "checks", "raw"}
+    assert line["bench"] == "hetero_pipeline"
+    assert list(line["checks"]) == [
+        "over the peer's even split, part of the bound",
+        "prediction error",
+        "over the peer with our split, within noise",
+        "equal devices, over the peer",
+    ]
+    for check in line["checks"].values():
+        assert check.keys() == {"value", "target", "ok"}
+        assert math.isfinite(check["value"])
+        assert check["value"] > 0
+        assert isinstance(check["ok"], bool)
+    unequal, equal = line["raw"]["unequal"], line["raw"]["equal"]
+    assert [row.keys() for row in unequal["seconds"]] == [{"ours", "even", "same"}] * 2
+    assert [row.keys() for row in equal["seconds"]] == [{"ours", "even"}] * 2
+    assert sum(unequal["split"]) == sum(equal["split"]) == 8
+    assert len(unequal["peer_swept"]) == 2
+    assert any("the bound is 2.125" in printed for printed in text)
+
+
+def test_it_says_why_it_cannot_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hetero_pipeline, "reason_unavailable", lambda: "no root here")
+    assert hetero_pipeline.main(["--quick"]) == 2
+    printed = capsys.readouterr()
+    assert "no root here" in printed.err
+    assert not printed.out

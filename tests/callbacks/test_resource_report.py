@@ -1,0 +1,332 @@
+"""The callback writes its report under any strategy, at the right time, and never costs anybody a
+trained model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_dlres.callbacks import ResourceReport, resource_report
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.pipeline.plan import PipelinePlan
+from lightning_dlres.strategies import HeteroPipeStrategy
+from lightning_dlres.strategies.profiling import ProfileConfig
+from tests.pool import RankContext, RankPool
+from tests.zoo import Task, loaders
+
+QUIET: dict[str, Any] = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "accelerator": "cpu",
+    "devices": 1,
+}
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the callback prints."""
+    lines: list[str] = []
+    monkeypatch.setattr(resource_report, "rank_zero_info", lines.append)
+    return lines
+
+
+def fit(callback: ResourceReport, steps: int = 6, **options: Any) -> Trainer:
+    """Train plainly, in this process."""
+    trainer = Trainer(
+        **{"logger": False, "max_steps": steps, "callbacks": [callback], **QUIET, **options}
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(val_dataloader|GPU available).*")
+        trainer.fit(BoringModel())
+    return trainer
+
+
+@pytest.mark.parametrize("value", ["", 3, "s3://bucket/report"])
+def test_a_bad_directory_is_refused_at_construction(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"dir: got .*, expected .* Try"):
+        ResourceReport(value)
+
+
+def test_lightning_cli_can_build_it() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ResourceReport, "report")
+    assert ResourceReport(**parser.parse_args(["--report.dir=here"]).report).dir == "here"
+    assert parser.parse_args([]).report.dir is None
+    assert "Directory for the files" in parser.format_help()
+
+
+def test_a_plain_trainer_gets_the_time_of_a_step_and_is_told_what_is_missing(
+    tmp_path: Path, said: list[str]
+) -> None:
+    with pytest.warns(UserWarning, match="SingleDeviceStrategy has no pipeline plan") as seen:
+        fit(ResourceReport(tmp_path))
+    assert sum("ResourceReport" in str(warning.message) for warning in seen) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+    text = (tmp_path / "report.md").read_text()
+    assert "there is no prediction to compare with" in text
+    assert "trace.json" not in text
+    (line,) = said
+    assert "measured (median of 3 steps)" in line
+    assert line.endswith(f"Report: {tmp_path / 'report.md'}")
+
+
+def test_a_strategy_that_traces_gets_its_trace(tmp_path: Path, said: list[str]) -> None:
+    callback = ResourceReport(tmp_path)
+
+    class Traces(BoringModel):
+        def on_train_start(self) -> None:
+            self.trainer.strategy.tracer = Tracer()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with self.trainer.strategy.tracer.span("work", "compute"):
+                return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(logger=False, max_steps=3, callbacks=[callback], **QUIET)
+    with pytest.warns(UserWarning, match="no pipeline plan"):
+        trainer.fit(Traces())
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["work"] * 3
+    assert "[trace.json](trace.json)" in (tmp_path / "report.md").read_text()
+
+
+def test_the_default_directory_is_the_loggers_and_nobody_complains(
+    tmp_path: Path, said: list[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(ResourceReport(), logger=CSVLogger(tmp_path))
+    assert not [w for w in seen if "directory" in str(w.message)]
+    (found,) = tmp_path.rglob("report.md")
+    assert found.parent.name == "resource_report"
+    assert (found.parent.parent / "metrics.csv").exists() or found.parent.parent.is_dir()
+    fit(ResourceReport(), default_root_dir=tmp_path / "root")
+    assert (tmp_path / "root" / "resource_report" / "report.md").is_file()
+
+
+def test_an_unusable_directory_is_said_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    callback = ResourceReport(tmp_path / "file" / "report")
+    trained = BoringModel()
+    trainer = Trainer(logger=False, max_steps=2, callbacks=[callback], **QUIET)
+    with pytest.raises(ConfigError, match=r"dir: got .*Not a directory"):
+        trainer.fit(trained)
+    assert trainer.global_step == 0
+
+
+def test_fast_dev_run_writes_no_files(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit(ResourceReport(tmp_path / "report"), fast_dev_run=2)
+    fit(ResourceReport(), fast_dev_run=True)
+    assert list(tmp_path.rglob("*.md")) == []
+    assert "no files with fast_dev_run" in said[0]
+
+
+def test_a_run_without_steps_says_so(tmp_path: Path, said: list[str]) -> None:
+    fit(ResourceReport(tmp_path), steps=0)
+    fit(ResourceReport(tmp_path), limit_train_batches=0)
+    assert all("nothing was measured" in line for line in said)
+    assert "nothing was measured" in (tmp_path / "report.md").read_text()
+
+
+def test_evaluation_alone_leaves_no_trace(tmp_path: Path) -> None:
+    callback = ResourceReport(tmp_path / "report")
+    trainer = Trainer(logger=False, callbacks=[callback], limit_val_batches=1, **QUIET)
+    trainer.validate(BoringModel(), verbose=False)
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_report_that_fails_costs_no_training(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError("the disk is full")
+
+    (tmp_path / "report.md").write_text("an earlier one")
+    monkeypatch.setattr(resource_report.os, "replace", refuse)
+    with pytest.warns(UserWarning, match="no report was written: OSError: the disk is full"):
+        assert fit(ResourceReport(tmp_path)).global_step == 6
+    assert (tmp_path / "report.md").read_text() == "an earlier one"
+    assert len(list(tmp_path.iterdir())) == 1, "nothing half-written stays"
+
+
+class Sums(Task):
+    """A loss that is no mean over samples, which 1F1B cannot compute."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") / 8
+
+
+def fit_pipeline(
+    context: RankContext,
+    callback: ResourceReport,
+    task: Task | None = None,
+    batches: int = 3,
+    plan: PipelinePlan | None = None,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> Trainer:
+    """Train as a pipeline of two stages over the job's ranks."""
+    profile = ProfileConfig(repeats=1, seconds=0.0)
+    strategy = HeteroPipeStrategy(2, microbatches=4, timeout=60, plan=plan, profile=profile)
+    arguments = {"logger": False, "max_epochs": 1, **QUIET, "devices": context.world_size}
+    trainer = Trainer(
+        **{**arguments, **options},
+        strategy=strategy,
+        plugins=[context.environment],
+        callbacks=[callback],
+    )
+    task = task or Task("mlp", metrics=False)
+    data = loaders(task, 8 * batches, 8, False, 0, torch.float32)
+    trainer.fit(task, *data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def report_on_pipelines(context: RankContext, directory: str) -> dict[str, dict[str, str]]:
+    """Fit again and again, at first with one callback; return rank 0's files and last lines."""
+    seed_everything(3, verbose=False)
+    lines: list[str] = []
+    # The rank serves other tests afterwards.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resource_report, "rank_zero_info", lines.append)
+        return fit_again_and_again(context, Path(directory), lines, patch)
+
+
+def fit_again_and_again(
+    context: RankContext, path: Path, lines: list[str], patch: pytest.MonkeyPatch
+) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+
+    def keep(name: str, where: Path) -> None:
+        if context.rank == 0:
+            files = sorted(where.iterdir()) if where.exists() else []
+            found[name] = {file.name: file.read_text(errors="replace") for file in files}
+            found[name]["line"] = lines[-1]
+
+    one = ResourceReport(path / "one")
+    trainer = fit_pipeline(context, one, batches=8, val_check_interval=3)
+    trainer.save_checkpoint(path / "mid.ckpt")
+    keep("measured", path / "one")
+    # To draw takes longer than to train; once is enough.
+    patch.setattr(resource_report, "draw", lambda panels, places: b"\x89PNG, another one")
+    fit_pipeline(context, one, batches=2, max_epochs=2, ckpt_path=str(path / "mid.ckpt"))
+    keep("resumed", path / "one")
+    bare = PipelinePlan(machines=((1, 0),), split=(4, 4))
+    fit_pipeline(context, one, batches=5, plan=bare)
+    keep("unmeasured", path / "one")
+    fit_pipeline(context, ResourceReport(path / "two"), Sums("mlp", metrics=False))
+    keep("gpipe", path / "two")
+    fit_pipeline(context, ResourceReport(path / "two"), plan=bare, max_steps=0)
+    keep("no step", path / "two")
+    fit_pipeline(context, ResourceReport(path / "three"), plan=bare, fast_dev_run=True)
+    keep("fast_dev_run", path / "three")
+    return found
+
+
+def test_pipelines_are_reported_by_rank_zero(pool: RankPool, tmp_path: Path) -> None:
+    found, nothing = pool.run(report_on_pipelines, 2, str(tmp_path), timeout=150)
+    assert nothing == {}
+    files = {"report.md", "timeline.png", "trace.json", "line"}
+    for name in ("measured", "resumed", "unmeasured", "gpipe"):
+        assert found[name].keys() == files, name
+        assert "PNG" in found[name]["timeline.png"][:5]
+    measured = found["measured"]
+    assert " predicted; bubble " in measured["line"]
+    assert " times as fast as the simulated even split" in measured["line"]
+    assert "(timeline.png)" in measured["report.md"]
+    assert "too few steps" not in measured["report.md"]
+    events = json.loads(measured["trace.json"])["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {name.split(" (")[0] for name in names} == {"stage 0", "stage 1"}
+    assert sum(e["name"] == "step" for e in events if e["ph"] == "X") == 2 * 8
+    # What the first fit recorded is not the second one's.
+    events = json.loads(found["resumed"]["trace.json"])["traceEvents"]
+    assert sum(e["name"] == "step" for e in events if e["ph"] == "X") == 2 * 2
+    assert "too few steps" in found["resumed"]["report.md"]
+    assert "nothing predicted" in found["unmeasured"]["line"]
+    assert "without a measurement" in found["unmeasured"]["report.md"]
+    assert "made for 1f1b, and gpipe was run" in found["gpipe"]["report.md"]
+    # Of an earlier report in the directory, nothing stays that this one does not have.
+    assert found["no step"].keys() == {"report.md", "line"}
+    assert "no training step was measured" in found["no step"]["line"]
+    assert found["fast_dev_run"].keys() == {"line"}
+    assert "measured (median of 1 step)" in found["fast_dev_run"]["line"]
+    assert "no files with fast_dev_run" in found["fast_dev_run"]["line"]
+
+
+def fit_with_ddp(context: RankContext, directory: str) -> None:
+    strategy = DDPStrategy(process_group_backend="gloo")
+    callback = ResourceReport(directory)
+    options = {"strategy": strategy, "plugins": [context.environment], "callbacks": [callback]}
+    trainer = Trainer(
+        **{**QUIET, "devices": context.world_size}, **options, logger=False, max_steps=4
+    )
+    trainer.fit(BoringModel())
+
+
+def test_ddp_gets_the_time_of_a_step(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(fit_with_ddp, 2, str(tmp_path), timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+    text = (tmp_path / "report.md").read_text()
+    assert "measured (median of 1 step)" in text
+    assert "DDPStrategy has no pipeline plan" in text
+
+
+class Fails(Task):
+    """A step that fails on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and batch_idx == 1:
+            raise KeyError("a bug of the user")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_and_fail(context: RankContext, directory: str) -> None:
+    plan = PipelinePlan(machines=((0, 1),), split=(4, 4))
+    fit_pipeline(context, ResourceReport(directory), Fails("mlp", metrics=False), plan=plan)
+
+
+def test_after_an_exception_nobody_waits_for_a_report(pool: RankPool, tmp_path: Path) -> None:
+    outcomes = pool.run_expecting_errors(fit_and_fail, 2, str(tmp_path), timeout=60, keep=True)
+    assert [outcome.error_type for outcome in outcomes] == ["PeerLostError", "KeyError"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def fit_where_nobody_can_write(context: RankContext, directory: str) -> None:
+    fit_pipeline(context, ResourceReport(directory))
+
+
+def test_all_ranks_learn_that_the_directory_is_of_no_use(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    directory = str(tmp_path / "file" / "report")
+    outcomes = pool.run_expecting_errors(
+        fit_where_nobody_can_write, 2, directory, timeout=60, keep=True
+    )
+    assert [outcome.error_type for outcome in outcomes] == ["ConfigError"] * 2
+    assert all("Not a directory" in outcome.error_message for outcome in outcomes)
+
+
+def test_what_is_printed_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        fit(ResourceReport(tmp_path))
+    assert len([r for r in caplog.records if r.getMessage().startswith("dlres:")]) == 1
