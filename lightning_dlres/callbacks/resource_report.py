@@ -46,6 +46,9 @@ class ResourceReport(Callback):
     the time of a step, and says what is missing. The last `fit` counts: it replaces the files of
     one before. With `fast_dev_run` no files are written, as no logs and checkpoints are.
 
+    Attributes:
+        line: the line of the last `fit`, on rank 0; None before.
+
     Args:
         dir: Directory for the files; made where it is missing. None: `resource_report` in the
             logger's directory, or in the Trainer's `default_root_dir` without a logger.
@@ -61,6 +64,7 @@ class ResourceReport(Callback):
         if dir is not None and "://" in str(dir):
             raise ConfigError(got_expected("dir", dir, "a local path", "dir='resource_report'"))
         self.dir = dir
+        self.line: str | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -183,6 +187,7 @@ class ResourceReport(Callback):
             spans = {names.get(rank, f"rank {rank}"): s for rank, s in self._spans.items()}
             _write_whole(self._directory, text, pictures, spans)
             where = str(self._directory / REPORT)
+        self.line = line
         rank_zero_info(f"{line} Report: {where}")
 
 

@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from rich.console import Console
 
+from lightning_dlres.callbacks import ResourceReport
 from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.progress import StepProgress
 from lightning_dlres.cli.source_text import SourceTextDataModule
@@ -46,6 +47,7 @@ Predicted time of a step: {seconds:.3f} s; with the even split {even:.3f} s ({ra
 FAREWELL = """\
 Checkpoint: {checkpoint} (an ordinary Lightning checkpoint)
 Plan:       {plan} (give it back: HeteroPipeStrategy(plan={plan!r}))
+Report:     {report}, with timeline.png (who works when) and trace.json for https://ui.perfetto.dev
 Next:       dlres fit --config examples/configs/hetero_pipe.yaml
 In your own script: Trainer(strategy="dlres_hetero_pipe", accelerator="cpu", devices=2)"""
 
@@ -86,6 +88,7 @@ class _Demo:
     def __init__(self, size: Size, longest: timedelta | None, out: Path) -> None:
         self.size, self.longest, self.out = size, longest, out
         self.checkpoint, self.plan_file = out / "gpt.ckpt", out / "plan.json"
+        self.report = ResourceReport(out)
         self.data = SourceTextDataModule(CONTEXT, size.batch_size, size.text)
 
     def run(self) -> int:
@@ -155,7 +158,8 @@ class _Demo:
     def train(self, plan: PipelinePlan) -> tuple[float, float]:
         """Train with the measured split, and return the validation loss and the time of a step."""
         model, progress = self.model(), self.progress("Measured split", self.size.steps)
-        trainer = self.trainer(self.strategy(plan=plan), self.size.steps, progress)
+        strategy = self.strategy(plan=plan)
+        trainer = self.trainer(strategy, self.size.steps, progress, self.report)
         before = trainer.validate(model, self.data, verbose=False)[0]
         trainer.fit(model, self.data)
         trainer.save_checkpoint(self.checkpoint)
@@ -164,6 +168,8 @@ class _Demo:
         after = trainer.validate(model, self.data, verbose=False)[0]
         if self.longest is not None and len(progress.seconds) < self.size.steps:
             _say(f"Stopped after {self.longest.seconds} s, so that this stays a short demo.")
+        if self.report.line is not None:
+            _say(self.report.line)
         _say(
             "Bits per byte of text that it was not trained on: "
             f"{before['val_bits_per_byte']:.2f} before, {after['val_bits_per_byte']:.2f} after."
@@ -183,7 +189,10 @@ class _Demo:
             f"  difference {difference:.1e}: {'the same' if same else 'NOT THE SAME'}\n"
         )
         if same:
-            _say(FAREWELL.format(checkpoint=self.checkpoint, plan=str(self.plan_file)))
+            report = self.out / "report.md"
+            _say(
+                FAREWELL.format(checkpoint=self.checkpoint, plan=str(self.plan_file), report=report)
+            )
         else:
             print(
                 f"dlres: the validation losses differ by {difference:.1e}, expected at most "

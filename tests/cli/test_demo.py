@@ -20,12 +20,14 @@ STORY = [
     r"^ +6/6 steps, [\d.]+ s/step, [\d.]+ bits/byte$",
     r"^Measured split$",
     r"^ +8/8 steps, [\d.]+ s/step, [\d.]+ bits/byte$",
+    r"^dlres: step .* measured .* predicted; bubble .* as the simulated even split",
     r"^Bits per byte .*: 8\.\d\d before, 7\.\d\d after\.$",
     r"^Median time of a step: [\d.]+ s; with the even split [\d.]+ s\.",
     r"validation loss of the pipeline",
     r"difference .*: the same$",
     r"^Checkpoint: +out/gpt\.ckpt",
     r"^Plan: +out/plan\.json",
+    r"^Report: +out/report\.md",
 ]
 
 
@@ -44,6 +46,9 @@ def test_demo_runs_and_tells_its_story(start_script: StartScript, tmp_path: Path
     assert {p.relative_to(work).as_posix() for p in work.rglob("*") if p.is_file()} == {
         "out/gpt.ckpt",
         "out/plan.json",
+        "out/report.md",
+        "out/timeline.png",
+        "out/trace.json",
     }
     plan = PipelinePlan.load(work / "out/plan.json")
     assert plan.stages == len(plan.powers) == len(SPEEDS)
