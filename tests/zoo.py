@@ -13,6 +13,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
+# Options of a Trainer that writes nothing and prints little.
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 CLASSES = 5
 VOCABULARY = 11
 

@@ -53,14 +53,16 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # What goes in was there before; a result may be a view of it.
+        for storage in _storages(args):
+            self._count(storage, 0)
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                self._count(tensor.untyped_storage())
+        for storage in _storages((result,)):
+            self._count(storage, storage.nbytes())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _count(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
         if key not in self._known:
             self._known.add(key)
             self.now += size
@@ -70,6 +72,14 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _storages(value)
+        elif isinstance(value, Tensor) and value.layout is torch.strided:
+            yield value.untyped_storage()
 
 
 def without_subclasses() -> AbstractContextManager[Any]:

@@ -161,7 +161,7 @@ class Workload:
         if stage < self.stages - 1:
             static += held[-1].gradient_output_bytes
         elif self.schedule == "gpipe":
-            static += self.microbatches * (held[-1].output_bytes + self.step.loss_bytes)
+            static += self.microbatches * self.step.loss_bytes
         count = self.in_flight(stage)
         kept = 0 if stage == 0 else held[0].input_bytes
         again = 0
@@ -172,7 +172,15 @@ class Workload:
             else:
                 kept += 0 if is_last else layer.output_bytes
                 again += layer.saved_bytes + layer.output_bytes
-        return static + count * kept + again
+        return max(static + count * kept + again, self.check_bytes(stage, layers))
+
+    def check_bytes(self, stage: int, layers: range) -> int:
+        """Return what a last stage holds while it checks that the loss of the whole batch is the
+        mean of the micro-batches', as 1F1B asks; nothing is in flight then."""
+        if stage < self.stages - 1 or self.schedule == "gpipe" or self.microbatches == 1:
+            return 0
+        loss = self.layers[layers[-1]].output_bytes + self.step.loss_bytes
+        return self.resident_bytes(layers) + self.microbatches * loss
 
     def freed_by_recompute(self, stage: int, layers: range, index: int) -> int:
         """Return by how many bytes the peak falls if the stage recomputes this layer."""
@@ -182,16 +190,26 @@ class Workload:
 
     def static_bytes(self, layers: range) -> int:
         """Return the bytes that do not depend on how many micro-batches are in flight."""
+        # While a layer goes backward, what those above it kept is gone.
+        workspace, gone = 0, 0
+        for index in reversed(layers):
+            layer = self.layers[index]
+            workspace = max(workspace, layer.workspace_bytes - gone)
+            gone += layer.saved_bytes + layer.output_bytes
+        if layers.stop == len(self.layers):
+            workspace = max(workspace, self.step.loss_bytes)
+        return self.resident_bytes(layers) + workspace
+
+    def resident_bytes(self, layers: range) -> int:
+        """Return the bytes that are held all the time: weights, gradients, the optimizer's state
+        and the batch."""
         held = [self.layers[index] for index in layers]
         shared = {name: size for layer in held for name, size in layer.shared.items()}
         weights = sum(layer.parameter_bytes for layer in held) + sum(shared.values())
         trained = sum(layer.gradient_bytes for layer in held) + sum(shared.values())
         state = math.ceil(trained * self.step.state_bytes_per_parameter_byte)
-        workspace = max(layer.workspace_bytes for layer in held)
-        if layers.stop == len(self.layers):
-            workspace = max(workspace, self.step.loss_bytes)
         batch = self.microbatches * self.layers[0].input_bytes
-        return weights + trained + state + workspace + batch
+        return weights + self.step.gradient_copies * trained + state + batch
 
     def in_flight(self, stage: int) -> int:
         """Return the most micro-batches that a stage keeps at a time."""

@@ -29,7 +29,7 @@ class Footprint:
         self._count = len(workload.layers)
 
     def whole(self, stage: int) -> Bytes:
-        """Return the peak where nothing is recomputed."""
+        """Return the peak of a step where nothing is recomputed."""
         workload, layers = self.workload, self.workload.layers
         last, count = stage == workload.stages - 1, workload.in_flight(stage)
         kept = _sums(_bytes(layer.saved_bytes + layer.output_bytes for layer in layers))
@@ -39,8 +39,7 @@ class Footprint:
         if not last:
             found[:, 1:] += _bytes(layer.gradient_output_bytes for layer in layers)
         elif workload.schedule == "gpipe":
-            outputs = _bytes(layer.output_bytes + workload.step.loss_bytes for layer in layers)
-            found[:, 1:] += workload.microbatches * outputs
+            found += workload.microbatches * workload.step.loss_bytes
         return found
 
     def least(self, stage: int) -> Bytes:
@@ -48,12 +47,12 @@ class Footprint:
         under "always" everything."""
         inner, last = self._freed(stage)
         if self.workload.recompute == "never":
-            return self.whole(stage)
+            inner, last = np.zeros_like(inner), np.zeros_like(last)
         if self.workload.recompute == "auto":
             inner, last = np.maximum(inner, 0), np.maximum(last, 0)
         freed = _sums(inner)
         freed[:, 1:] += last - inner
-        found: Bytes = self.whole(stage) - freed
+        found: Bytes = np.maximum(self.whole(stage) - freed, self._check(stage))
         return found
 
     def seconds(self, machine: int, stage: int) -> Matrix:
@@ -88,8 +87,33 @@ class Footprint:
         inner: Bytes = (count - 1) * saved - output
         return inner, inner + count * output
 
+    def _check(self, stage: int) -> Bytes:
+        """Return `Workload.check_bytes` of every run."""
+        workload = self.workload
+        if stage < workload.stages - 1 or workload.schedule == "gpipe" or workload.microbatches < 2:
+            return np.zeros((self._count + 1, self._count + 1), np.int64)
+        found, loss = self._resident.copy(), workload.step.loss_bytes
+        outputs = _bytes(layer.output_bytes + loss for layer in workload.layers)
+        found[:, 1:] += workload.microbatches * outputs
+        return found
+
     @cached_property
     def _static(self) -> Bytes:
+        workload = self.workload
+        workspace = np.zeros((self._count + 1, self._count + 1), np.int64)
+        own = _bytes(layer.workspace_bytes for layer in workload.layers)
+        kept = np.cumsum(
+            _bytes(layer.saved_bytes + layer.output_bytes for layer in workload.layers)
+        )
+        for first in range(self._count):
+            most = np.maximum.accumulate(own[first:] + kept[first:])
+            workspace[first, first + 1 :] = most - kept[first:]
+        workspace[:, -1] = np.maximum(workspace[:, -1], workload.step.loss_bytes)
+        found: Bytes = self._resident + workspace
+        return found
+
+    @cached_property
+    def _resident(self) -> Bytes:
         workload, layers = self.workload, self.workload.layers
         shared = np.zeros((self._count + 1, self._count + 1), np.int64)
         for name, size in {n: b for layer in layers for n, b in layer.shared.items()}.items():
@@ -97,12 +121,8 @@ class Footprint:
         trained = _sums(_bytes(layer.gradient_bytes for layer in layers)) + shared
         weights = _sums(_bytes(layer.parameter_bytes for layer in layers)) + shared
         state = np.ceil(trained * workload.step.state_bytes_per_parameter_byte).astype(np.int64)
-        workspace, own = np.zeros_like(shared), _bytes(layer.workspace_bytes for layer in layers)
-        for first in range(self._count):
-            workspace[first, first + 1 :] = np.maximum.accumulate(own[first:])
-        workspace[:, -1] = np.maximum(workspace[:, -1], workload.step.loss_bytes)
         batch = workload.microbatches * layers[0].input_bytes
-        found: Bytes = weights + trained + state + workspace + batch
+        found: Bytes = weights + workload.step.gradient_copies * trained + state + batch
         return found
 
 

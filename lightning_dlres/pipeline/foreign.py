@@ -9,6 +9,7 @@ other classes cost nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_dlres.core.errors import UnsupportedStepError
 
 # Of one tensor only; most frequent, since optimizers ask every parameter for its gradient.
 _CANNOT_MIX = frozenset(("__get__", "size", "dim", "numel", "requires_grad_", "detach"))
+
+_ASKED_FOR_VALUES = re.compile("meta (tensor|device)")
 
 
 class ForeignTensor(Tensor):
@@ -71,8 +74,11 @@ def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             raise _refusal(name)
         try:
             result = function(*args, **kwargs)
-        except NotImplementedError as error:
-            raise _refusal(name) from error
+        except (RuntimeError, TypeError) as error:
+            # Torch itself refuses what asks for values, with errors of several classes.
+            if isinstance(error, NotImplementedError) or _ASKED_FOR_VALUES.search(str(error)):
+                raise _refusal(name) from error
+            raise
         return _watched(result)
 
 

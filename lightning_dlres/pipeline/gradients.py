@@ -177,7 +177,8 @@ def _pack(bucket: _Bucket, buffer: GradientBuffer) -> Tensor:
     Holders without a gradient (a VM without a micro-batch, an unused parameter) add zero; where
     nobody has one, there is none afterwards either, as in plain training.
     """
-    found = [buffer.gradients.get(p) for p in bucket.parameters]
+    # Taken out of the buffer: what is on its way shall not be held twice.
+    found = [buffer.gradients.pop(p, None) for p in bucket.parameters]
     flat = [
         torch.zeros_like(p).reshape(-1)
         if g is None

@@ -11,8 +11,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 # Relative: a set that is cheaper by less is not looked for.
 NEAR = 1e-4
+# As many sets are grown at most where devices disagree about what is cheap.
+_MOST_SETS = 200
 
 
 def cheapest_cover(
@@ -55,3 +60,44 @@ def cheapest_cover(
                 states.append(state)
                 most = state[0]
     return tuple(sorted(best))
+
+
+def cheapest_covers(
+    seconds: Sequence[Sequence[float]], freed: Sequence[int], need: int
+) -> list[tuple[int, ...]]:
+    """Return sets as `cheapest_cover` does, for devices that disagree about what is cheap: for any
+    other set there is one here that no device is slower with. Empty where all items together do
+    not free enough.
+
+    Args:
+        seconds: those of every item, for each device.
+    """
+    useful = [index for index, size in enumerate(freed) if size > 0]
+    left = sum(freed[index] for index in useful)
+    if left < need:
+        return []
+    got, chosen = np.zeros(1, np.int64), np.zeros((1, len(freed)), bool)
+    spent = np.zeros((1, len(seconds)))
+    for index in useful:
+        left -= freed[index]
+        grow = got < need
+        grown = chosen[grow]
+        grown[:, index] = True
+        got = np.concatenate([got, got[grow] + freed[index]])
+        spent = np.vstack([spent, spent[grow] + [own[index] for own in seconds]])
+        chosen = np.vstack([chosen, grown])
+        enough = np.flatnonzero(got + left >= need)
+        kept = enough[_undominated(np.minimum(got[enough], need), spent[enough])]
+        got, spent, chosen = got[kept], spent[kept], chosen[kept]
+    return [tuple(map(int, np.flatnonzero(row))) for row in chosen]
+
+
+def _undominated(got: NDArray[np.int64], spent: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the sets for which no other one frees as much in as little time on every device."""
+    order = np.lexsort((-got, spent.sum(axis=1)))
+    got, spent = got[order], spent[order]
+    beats = (got[:, None] >= got) & np.all(spent[:, None] <= spent, axis=2)
+    kept: NDArray[np.int64] = order[~np.any(np.triu(beats, 1), axis=0)]
+    if len(kept) > _MOST_SETS:
+        kept = kept[np.linspace(0, len(kept) - 1, _MOST_SETS).astype(np.int64)]
+    return kept

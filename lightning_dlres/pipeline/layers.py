@@ -143,7 +143,7 @@ class _Runner:
                 middle = clock.now()
                 gradients = _ones(output)
                 resumed = clock.now()
-                self._stage.backward(0, gradients, GradientBuffer())
+                self._stage.backward(0, gradients, GradientBuffer(once=True))
                 end = clock.now()
                 forward.append(clock.between(begin, middle))
                 backward.append(clock.between(resumed, end))
@@ -162,7 +162,7 @@ class _Runner:
         with live:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 output = self._stage.forward(0, inputs, 0)
-            kept, buffer = live.now, GradientBuffer()
+            kept, buffer = live.now, GradientBuffer(once=True)
             gradients = _ones(output)
             self._stage.backward(0, gradients, buffer)
         entered, left = tensors_of(inputs), tensors_of(output)

@@ -16,6 +16,7 @@ from math import inf
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.pipeline.costs import Workload
+from lightning_dlres.pipeline.fitting import fitting_order
 from lightning_dlres.pipeline.footprint import smallest_limit
 from lightning_dlres.pipeline.grouping import (
     Slots,
@@ -44,6 +45,7 @@ class Decision:
         seconds: of the step, in the simulator.
         start_seconds: of E4's order with a split in proportion to power, in the simulator; infinite
             where memory does not hold it.
+        gap: no plan of the orders that were searched is faster by a larger share.
     """
 
     workload: Workload
@@ -51,6 +53,7 @@ class Decision:
     recompute: tuple[int, ...]
     seconds: float
     start_seconds: float
+    gap: float
 
 
 def decide(
@@ -80,6 +83,12 @@ def decide(
         if stages is not None
         else [count for count in stage_counts(world) if count <= layers]
     )
+    if not counts:
+        raise ConfigError(
+            f"Got {layers} layers for {world} ranks, expected at least "
+            f"{min(stage_counts(world))}, one for every stage of the shortest pipeline. Use fewer "
+            "ranks, or stages=1."
+        )
     best: Decision | None = None
     tried = []
     for count in counts:
@@ -93,7 +102,10 @@ def decide(
             found = _search(variant, arranged, best)
         else:
             # Where memory limits differ, another order may fit where E4's does not.
-            found = _search(variant, arranged[:1]) or _search(variant, arranged)
+            found = _search(variant, arranged[:1])
+            if found is None and (fitting := fitting_order(variant, first)) is not None:
+                found = _search(variant, [machines_of(fitting)])
+                found = replace(found, start_seconds=inf) if found is not None else None
             found = _exchange(found) if found is not None else None
         if found is not None:
             say(f"{count} stages: {found.seconds * 1e3:.1f} ms a step")
@@ -142,26 +154,24 @@ def _search(
             found, best = better, program
     if found is None or best is None or found.seconds >= limit:
         return None
-    return Decision(best.workload, found.split, found.recompute, found.seconds, start_seconds)
+    gap = GAP
+    if not all(program.in_time for program in programs):
+        least = min(program.segments.root_bound for program in programs)
+        gap = max(GAP, 1 - least / found.seconds)
+    return Decision(best.workload, found.split, found.recompute, found.seconds, start_seconds, gap)
 
 
 def _solve(program: SplitProgram, target: float) -> Choice | None:
-    """Return the fastest plan below the target, to within the gap: look first among those close to
-    the lower bound, since few segments are left there."""
-    bound, best = program.segments.root_bound, None
+    """Return the fastest plan below the target, to within the gap: the better the plan that is
+    known before, the fewer segments are left to the program."""
+    best = None
     start = program.evaluate(program.segments.root_stops)
     if start is not None:
         start = program.improve(_stops(start.split), start)
         if start.seconds < target:
             best, target = start, start.seconds * (1 - GAP)
-    for slack in (1.02, 1.1, 1.3, 2.0, 8.0, inf):
-        below = min(target, bound * slack) if bound > 0 else target
-        found = program.solve(below)
-        if found is not None:
-            return program.improve(_stops(found.split), found)
-        if below >= target:
-            break
-    return best
+    found = program.solve(target)
+    return best if found is None else program.improve(_stops(found.split), found)
 
 
 def _exchange(start: Decision) -> Decision:

@@ -13,10 +13,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
+from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
 from lightning_dlres.core.errors import DlresError
@@ -26,9 +29,12 @@ from lightning_dlres.pipeline.footprint import Matrix
 from lightning_dlres.pipeline.segments import Segment, Segments
 
 GAP = 5e-4
-_OUT_OF_TIME, _INFEASIBLE = 1, 2
+_OPTIMAL, _OUT_OF_TIME, _INFEASIBLE = 0, 1, 2
 _MOST_CUTS = 1000
 _TIGHT = 1e-5
+# How much longer than the relaxed program's a step may be at first, then at second, ...
+_SLACKS = (0.003, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3)
+_ROUNDING = 1e-9
 
 
 class SolverError(DlresError):
@@ -51,10 +57,14 @@ class SplitProgram:
         workload: the devices in their order.
         seconds: time that HiGHS may take for one call of `solve`; the best plan known counts after
             it.
+
+    Attributes:
+        in_time: whether that was enough so far.
     """
 
-    def __init__(self, workload: Workload, seconds: float = 60.0) -> None:
+    def __init__(self, workload: Workload, seconds: float = 15.0) -> None:
         self.workload, self.segments, self._seconds = workload, Segments(workload), seconds
+        self.in_time = True
         self._events = event_graph(workload.schedule, workload.stages, _needed_shares(workload))
         self._keys = {key: i for i, key in enumerate(sorted({e.key for e in self._events}))}
         self._steps = [(event.after, self._keys[event.key]) for event in self._events]
@@ -153,34 +163,51 @@ class SplitProgram:
         return total, path
 
     def _solve(self, columns: list[Segment], target: float) -> Choice | None:
-        """Add ways through the events until the program's step is the simulator's."""
+        """Add ways through the events until the program's step is the simulator's: first with
+        segments chosen in part, which is quick and tells how short a step can be at best; then with
+        whole ones, and only with those that allow a step a little longer than that."""
         master = _Master(columns, self.workload.stages, self.segments.count, target)
-        costs = self._matrix(columns) / target
-        tails = self._tails(columns) / target
-        best: Choice | None = None
-        whole = False
+        costs, tails = self._matrix(columns) / target, self._tails(columns) / target
         deadline = monotonic() + self._seconds
-        for _ in range(_MOST_CUTS):
-            found = master.minimise(whole, max(deadline - monotonic(), 0.0))
-            if found is None:
-                return best
-            bound, step, chosen = found
-            if whole:
+
+        def time_left() -> float:
+            left = deadline - monotonic()
+            self.in_time &= left > 0
+            return max(left, 0.0)
+
+        def falls_short(step: float, chosen: Matrix) -> bool:
+            length, path = self._longest((costs @ chosen).tolist(), (tails @ chosen).tolist())
+            if length <= step * (1 + _TIGHT):
+                return False
+            way = path()
+            master.add(np.asarray(way.counts) @ costs + tails[way.last])
+            return True
+
+        relaxed = master.relax(time_left())
+        while relaxed is not None and falls_short(relaxed.step, relaxed.chosen):
+            relaxed = master.relax(time_left())
+        if relaxed is None:
+            return None
+        through = master.through()
+        best: Choice | None = None
+        for slack in (*_SLACKS, inf):
+            below = min(1.0, relaxed.step * (1 + slack))
+            for _ in range(_MOST_CUTS):
+                found = master.minimise(through <= below + _ROUNDING, below, time_left())
+                time_left()
+                if found is None:
+                    break
                 choice = self._choice(
-                    [c for c, on in zip(columns, chosen, strict=True) if on > 0.5]
+                    [c for c, on in zip(columns, found.chosen, strict=True) if on > 0.5]
                 )
                 if choice.seconds < (best.seconds if best is not None else target):
                     best = choice
-                if best is not None and bound >= best.seconds / target * (1 - GAP):
+                if best is not None and found.bound >= best.seconds / target * (1 - GAP):
                     return best
-            length, path = self._longest((costs @ chosen).tolist(), (tails @ chosen).tolist())
-            if length > step * (1 + _TIGHT):
-                way = path()
-                master.add(np.asarray(way.counts) @ costs + tails[way.last])
-            elif not whole:
-                whole = True
-            else:
-                return best
+                if not falls_short(found.step, found.chosen):
+                    return best
+            if below >= 1.0:
+                break
         return best
 
     def _matrix(self, columns: Sequence[Segment]) -> Matrix:
@@ -209,12 +236,22 @@ class _Path:
     last: int
 
 
+@dataclass(frozen=True)
+class _Solution:
+    """A lower bound of the step, the step, and how much of every segment is chosen."""
+
+    bound: float
+    step: float
+    chosen: Matrix
+
+
 class _Master:
     """The program for HiGHS: one binary per segment, and the step in units of the target, so that
     it is at most 1. A cut says that the step is no shorter than one way through the events."""
 
     def __init__(self, columns: Sequence[Segment], stages: int, layers: int, target: float) -> None:
-        self.count = len(columns)
+        self.count, self._layers = len(columns), layers
+        self._places = np.array([(c.stage, c.first, c.stop) for c in columns])
         rows: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
         for index, column in enumerate(columns):
             rows.setdefault(("stage", column.stage, 0), []).append((index, 1.0))
@@ -227,40 +264,79 @@ class _Master:
             for index, value in terms:
                 self._rows[number, index] = value
         self._equal = np.array([1.0 if kind == "stage" else 0.0 for kind, _, _ in rows])
-        self._cuts: list[Matrix] = []
+        self._cuts = np.zeros((0, self.count + 1))
+        self._weights = np.zeros(0)
         for stage in range(stages):
             self.add(np.array([c.bound / target if c.stage == stage else 0.0 for c in columns]))
 
     def add(self, way: Matrix) -> None:
         """Demand that the step is no shorter than this for the segments chosen."""
-        self._cuts.append(np.append(-way, 1.0))
+        self._cuts = np.vstack([self._cuts, np.append(-way, 1.0)])
 
-    def minimise(self, whole: bool, seconds: float) -> tuple[float, float, Matrix] | None:
-        """Return a lower bound of the step, the step, and how much of every segment is chosen; None
-        if there is no solution.
+    def relax(self, seconds: float) -> _Solution | None:
+        """Return what `minimise` does, if a segment may be chosen in part."""
+        result = linprog(
+            np.append(np.zeros(self.count), 1.0),
+            A_ub=csr_array(-self._cuts),
+            b_ub=np.zeros(len(self._cuts)),
+            A_eq=csr_array(self._rows),
+            b_eq=self._equal,
+            bounds=(0.0, 1.0),
+            options={"time_limit": seconds},
+        )
+        if result.status == _OPTIMAL:
+            self._weights = np.maximum(-result.ineqlin.marginals, 0.0)
+        return self._solution(result, result.fun, slice(None))
 
-        Args:
-            whole: whether a segment is chosen or not; else it may be chosen in part.
-            seconds: time limit.
-        """
-        cost = np.zeros(self.count + 1)
-        cost[self.count] = 1.0
-        integral = np.full(self.count + 1, int(whole))
-        integral[self.count] = 0
-        cuts = np.array(self._cuts)
+    def minimise(
+        self, allowed: NDArray[np.bool_], below: float, seconds: float
+    ) -> _Solution | None:
+        """Return the shortest step with these segments, to within the gap; None if there is none
+        below this one, or none was found in this time."""
+        columns = np.append(allowed, True)
+        integral = columns[columns].astype(int)
+        integral[-1] = 0
         result = milp(
-            cost,
+            1 - integral,
             integrality=integral,
-            bounds=Bounds(0.0, 1.0),
+            bounds=Bounds(0.0, np.where(integral, 1.0, below)),
             constraints=[
-                LinearConstraint(csr_array(self._rows), self._equal, self._equal),
-                LinearConstraint(csr_array(cuts), 0.0, np.inf),
+                LinearConstraint(csr_array(self._rows[:, columns]), self._equal, self._equal),
+                LinearConstraint(csr_array(self._cuts[:, columns]), 0.0, np.inf),
             ],
             options={"mip_rel_gap": GAP / 4, "time_limit": seconds},
         )
+        return self._solution(result, result.mip_dual_bound, allowed)
+
+    def through(self) -> Matrix:
+        """Return for every segment a step that no plan with it falls short of.
+
+        No step is shorter than the cuts' mean, however they are weighted; the relaxed program's
+        weights make it the longest. It is a sum over segments, so the least one with a given
+        segment is the shortest way from the first layer to the last through it."""
+        if not self._weights.sum():
+            return np.zeros(self.count)
+        stage, first, stop = self._places.T
+        each = -(self._weights / self._weights.sum()) @ self._cuts[:, : self.count]
+        before = np.full((stage[-1] + 2, self._layers + 1), np.inf)
+        after = before.copy()
+        before[0, 0] = after[-1, -1] = 0.0
+        for s in range(len(before) - 1):
+            own = stage == s
+            np.minimum.at(before[s + 1], stop[own], before[s, first[own]] + each[own])
+        for s in reversed(range(len(before) - 1)):
+            own = stage == s
+            np.minimum.at(after[s], first[own], after[s + 1, stop[own]] + each[own])
+        found: Matrix = before[stage, first] + each + after[stage + 1, stop]
+        return found
+
+    def _solution(
+        self, result: Any, bound: float, allowed: NDArray[np.bool_] | slice
+    ) -> _Solution | None:
         if result.x is not None:
-            bound = result.mip_dual_bound if whole else result.fun
-            return float(bound), float(result.fun), np.asarray(result.x[: self.count])
+            chosen = np.zeros(self.count)
+            chosen[allowed] = result.x[:-1]
+            return _Solution(float(bound), float(result.fun), chosen)
         if result.status in (_INFEASIBLE, _OUT_OF_TIME):
             return None
         raise SolverError(f"HiGHS could not solve the split: {result.message}")

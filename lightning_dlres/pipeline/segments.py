@@ -4,7 +4,8 @@ of devices.
 The planner's integer program has one choice for each such segment. Lower bounds on the step's time
 leave few of them, and each comes with the cheapest recomputation that meets the stage's memory
 limit: the time of a step never falls when some work in it takes longer, so within a segment nothing
-else needs to be tried."""
+else needs to be tried. Only where the stage's devices are unlike, they may disagree about what is
+the cheapest: then there are several segments with the same layers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_dlres.pipeline.costs import Workload
 from lightning_dlres.pipeline.events import Work
 from lightning_dlres.pipeline.footprint import Footprint, Matrix
-from lightning_dlres.pipeline.knapsack import cheapest_cover
+from lightning_dlres.pipeline.knapsack import cheapest_cover, cheapest_covers
 from lightning_dlres.pipeline.schedule import in_flight
 
 # Bounds are sums in another order than the simulator's: rounding must not cut off the best plan.
@@ -99,40 +100,63 @@ class Segments:
         memory limits met; empty lists where there is no such plan."""
         limit = target * (1 + _ROUNDING)
         open_ = self._connected([(matrix <= limit) & np.isfinite(matrix) for matrix in self.bounds])
-        found: list[dict[tuple[int, int], Segment]] = []
-        for stage, matrix in enumerate(open_):
-            made = {
-                (int(i), int(j)): segment
-                for i, j in np.argwhere(matrix)
-                if (segment := self.segment(stage, int(i), int(j))) is not None
-                and segment.bound <= limit
-            }
-            found.append(made)
+        found = [
+            [
+                segment
+                for first, stop in np.argwhere(matrix)
+                for segment in self._alternatives(stage, int(first), int(stop))
+                if segment.bound <= limit
+            ]
+            for stage, matrix in enumerate(open_)
+        ]
         masks = []
         for made in found:
             mask = np.zeros_like(open_[0])
-            for place in made:
-                mask[place] = True
+            for segment in made:
+                mask[segment.first, segment.stop] = True
             masks.append(mask)
         kept = self._connected(masks)
         return [
-            [made[int(i), int(j)] for i, j in np.argwhere(mask)]
+            [segment for segment in made if mask[segment.first, segment.stop]]
             for made, mask in zip(found, kept, strict=True)
         ]
 
     def segment(self, stage: int, first: int, stop: int) -> Segment | None:
-        """Return a segment with its cheapest recomputation; None where the stage's memory cannot
-        hold it."""
+        """Return a segment with its cheapest recomputation, that of the slowest device; None where
+        the stage's memory cannot hold it."""
         place = stage, first, stop
         if place not in self._made:
-            self._made[place] = self._make(*place)
+            recomputed = self._recomputed(stage, range(first, stop))
+            self._made[place] = self._make(*place, recomputed) if recomputed is not None else None
         return self._made[place]
 
-    def _make(self, stage: int, first: int, stop: int) -> Segment | None:
+    def _alternatives(self, stage: int, first: int, stop: int) -> list[Segment]:
+        """Return a segment with each recomputation that may be the best."""
+        usual = self.segment(stage, first, stop)
+        if usual is None or len(self._kinds(stage)) == 1:
+            return [] if usual is None else [usual]
+        if not usual.recomputed or self.workload.recompute == "always":
+            return [usual]
+        layers = range(first, stop)
+        freed, need = self._freed(stage, layers)
+        seconds = [[self.workload.layers[i].forward[k] for i in layers] for k in self._kinds(stage)]
+        covers = [tuple(first + i for i in x) for x in cheapest_covers(seconds, freed, need)]
+        return [
+            self._make(stage, first, stop, x) for x in dict.fromkeys([usual.recomputed, *covers])
+        ]
+
+    def _kinds(self, stage: int) -> list[int]:
+        workload = self.workload
+        return sorted({workload.kind(machine, stage) for machine in range(len(workload.machines))})
+
+    def _freed(self, stage: int, layers: range) -> tuple[list[int], int]:
+        """Return what recomputing each layer frees, and how much has to be freed."""
+        workload = self.workload
+        freed = [workload.freed_by_recompute(stage, layers, index) for index in layers]
+        return freed, workload.peak_bytes(stage, layers, ()) - (workload.limit(stage) or 0)
+
+    def _make(self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]) -> Segment:
         layers, workload = range(first, stop), self.workload
-        recomputed = self._recomputed(stage, layers)
-        if recomputed is None:
-            return None
         costs = [
             workload.stage_cost(machine, stage, layers, recomputed)
             for machine in range(len(workload.machines))
@@ -165,9 +189,8 @@ class Segments:
             return everything
         if workload.recompute != "auto":
             return None
-        need = workload.peak_bytes(stage, layers, ()) - limit
-        kinds = {workload.kind(m, stage) for m in range(len(workload.machines))}
-        freed = [workload.freed_by_recompute(stage, layers, index) for index in layers]
+        freed, need = self._freed(stage, layers)
+        kinds = self._kinds(stage)
         seconds = [max(workload.layers[index].forward[kind] for kind in kinds) for index in layers]
         chosen = cheapest_cover(seconds, freed, need)
         return tuple(layers.start + position for position in chosen) if chosen is not None else None

@@ -62,17 +62,27 @@ def enter_inplace_safe(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 class GradientBuffer:
     """Sums gradients over micro-batches, and never writes into a tensor that autograd may share
-    with another parameter."""
+    with another parameter.
 
-    def __init__(self) -> None:
+    Args:
+        once: whether every parameter gets one gradient only, which then needs no copy. A copy at
+            the start keeps at most two tensors of a parameter's size alive at a time; adding into a
+            new tensor would keep three.
+    """
+
+    def __init__(self, once: bool = False) -> None:
         self.gradients: Gradients = {}
+        self._once = once
         self._ours: set[nn.Parameter] = set()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the parameter's sum."""
         total = self.gradients.get(parameter)
         if total is None:
-            self.gradients[parameter] = gradient
+            copied = not self._once and not gradient.is_sparse
+            self.gradients[parameter] = gradient.clone() if copied else gradient
+            if copied:
+                self._ours.add(parameter)
         elif parameter in self._ours and not gradient.is_sparse:
             total.add_(gradient)
         else:

@@ -70,7 +70,7 @@ class TrainingStep:
         self.runtime, self.user, self.schedule = runtime, user, schedule
         self.seed, self.scale = seed, scale
         self.stage, self.sync = runtime.stage, runtime.sync
-        self.buffer = GradientBuffer()
+        self.buffer = GradientBuffer(once=True)
         self.inputs: dict[int, Tree] = {}
         self.outputs: dict[int, Tree] = {}
         self.gradients: dict[int, Sequence[Tensor | None]] = {}
@@ -78,16 +78,6 @@ class TrainingStep:
         self.sizes: list[int] = []
         self.own = range(0)
         self.record: Tree = None
-        self.do: dict[Op, Callable[[int], None]] = {
-            Op.RECEIVE_ACTIVATION: self.receive_activation,
-            Op.FORWARD: self.forward,
-            Op.SEND_ACTIVATION: self.send_activation,
-            Op.LOSS: self.loss,
-            Op.RECOMPUTE: self.recompute,
-            Op.RECEIVE_GRADIENT: self.receive_gradient,
-            Op.BACKWARD: self.backward,
-            Op.SEND_GRADIENT: self.send_gradient,
-        }
 
     def run(self, batch_digest: int) -> TrainResult:
         """Run the step; `batch_digest` is the fingerprint of the batch that this rank sees.
@@ -109,6 +99,7 @@ class TrainingStep:
         whole = self.user.module_inputs() if runtime.is_first else None
         self.sizes = runtime.announce(whole, batch_digest)
         self.own = share(len(self.sizes), len(plan.machines), runtime.machine)
+        self.buffer = GradientBuffer(once=len(self.own) == 1)
         if runtime.is_first:
             parts = cut(whole, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
@@ -128,7 +119,7 @@ class TrainingStep:
 
     def perform(self, action: Action) -> None:
         whole = action.microbatch == ALL_MICROBATCHES
-        self.do[action.op](ALL_MICROBATCHES if whole else self.own[action.microbatch])
+        _DO[action.op](self, ALL_MICROBATCHES if whole else self.own[action.microbatch])
 
     def sources(self) -> list[int]:
         ranks = self.runtime.last_ranks(self.sizes)
@@ -165,6 +156,7 @@ class TrainingStep:
             )
         with self.runtime.computing("loss", ALL_MICROBATCHES):
             loss = self.user.finish(output, None, self.sizes)
+            del output  # a copy of all outputs, which the loss may not need any more
             # Every VM's last stage computes the same loss over the same batch: what lies outside of
             # the layers counts once.
             outer = self.runtime.outer if self.runtime.machine == 0 else []
@@ -245,6 +237,20 @@ class TrainingStep:
         ):
             if gradient is not None:
                 self.buffer.add(parameter, gradient)
+
+
+# Not bound to a step: a step that refers to itself would keep its gradients until Python collects
+# cycles.
+_DO: dict[Op, Callable[[TrainingStep, int], None]] = {
+    Op.RECEIVE_ACTIVATION: TrainingStep.receive_activation,
+    Op.FORWARD: TrainingStep.forward,
+    Op.SEND_ACTIVATION: TrainingStep.send_activation,
+    Op.LOSS: TrainingStep.loss,
+    Op.RECOMPUTE: TrainingStep.recompute,
+    Op.RECEIVE_GRADIENT: TrainingStep.receive_gradient,
+    Op.BACKWARD: TrainingStep.backward,
+    Op.SEND_GRADIENT: TrainingStep.send_gradient,
+}
 
 
 def _memory(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import forked
@@ -69,6 +69,23 @@ def require_owned(optimizer: Optimizer, known: Container[nn.Parameter], model: s
             f"The optimizer has {len(strangers)} parameters that are not parameters of {model} "
             f"(the first of shape {strangers[0]}): they would get no gradient. Make them "
             "attributes of the module, or put them into an nn.ParameterList."
+        )
+
+
+def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None:
+    """Raise if the optimizer takes sparse gradients only, and has parameters whose gradients are
+    summed over ranks, which makes them dense.
+
+    Raises:
+        ConfigError: it does.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, SparseAdam) and any(p in summed for p in parameters):
+        raise ConfigError(
+            f"{type(optimizer).__name__} takes sparse gradients only, and gradients that are "
+            "summed over several ranks are dense: those of several virtual machines, and of "
+            "parameters outside of the layers. Use one virtual machine with the embedding among "
+            "the layers, or Adam."
         )
 
 
@@ -128,7 +145,9 @@ def _stepped(
     with torch.enable_grad():
         for step in range(_STEPS):
             for i, parameter in zip(which, parameters, strict=True):
-                parameter.grad = values[i] * (1.0 + i) * (0.5 + step)
+                gradient = values[i] * (1.0 + i) * (0.5 + step)
+                takes_sparse = issubclass(kind, SparseAdam)
+                parameter.grad = gradient.to_sparse(1) if takes_sparse else gradient
             try:
                 trial.step()
             except TypeError as error:

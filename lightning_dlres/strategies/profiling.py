@@ -12,7 +12,7 @@ import os
 import socket
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,11 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
+from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.errors import ConfigError, DlresError, got_expected
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.cluster import (
@@ -43,6 +44,7 @@ from lightning_dlres.strategies.copies import a_copy
 from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.optimizers import state_ratio
 from lightning_dlres.strategies.step import LightningStep, SplitBatch, StepContext
+from lightning_dlres.strategies.zeroing import zeroes_every_step
 
 _SHARE_OF_FREE_MEMORY = 0.9
 
@@ -176,13 +178,20 @@ class Profiler:
         self._slowdown, self._memory_limit = slowdown, memory_limit
         self._layer_context = layer_context
 
-    def run(self, samples: ProfileSamples, config: ProfileConfig, state_ratio: float) -> RunProfile:
+    def run(
+        self,
+        samples: ProfileSamples,
+        config: ProfileConfig,
+        state_ratio: float,
+        gradient_copies: int,
+    ) -> RunProfile:
         """Measure; called by all ranks.
 
         Args:
             samples: the same on all ranks.
             config: see there.
             state_ratio: bytes of the optimizer's state for every byte of a parameter.
+            gradient_copies: see `StepProfile`.
         """
         layers, loss = self._measure_in_turn(samples, config)
         device, connection = self._context.device, self._connection
@@ -207,6 +216,7 @@ class Profiler:
             loss_bytes=loss[1],
             message=tuple(row[0] for row in messages),
             state_bytes_per_parameter_byte=state_ratio,
+            gradient_copies=gradient_copies,
         )
         return RunProfile(
             layer_profiles(self._context.pipelined.layers, layers, [row[:-1] for row in of_kinds]),
@@ -299,6 +309,7 @@ def profile_here(
         loss=tuple(loss[0] * factor for factor in factors),
         loss_bytes=loss[1],
         state_bytes_per_parameter_byte=state,
+        gradient_copies=1 if zeroes_every_step(trainer, module) else 2,
     )
     return RunProfile(
         layer_profiles(pipelined.layers, layers, times), step, cluster, samples.microbatches
@@ -342,17 +353,21 @@ def _measure_loss(
     leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
     wanted = [t for t in tensors_of(leaves) if t.requires_grad]
     wanted += [p for p in context.pipelined.layers.outer() if p.device == context.device]
-    nbytes = sum(t.numel() * t.element_size() for t in tensors_of(output))
-    spent = []
+    spent, live = [], LiveBytes()
     try:
         with torch.enable_grad():
-            for _ in range(repeats + 1):
+            for run in range(repeats + 1):
                 step = LightningStep(context, args, untouched=True)
                 start = clock.now()
-                loss = step.finish(leaves, None, [samples_in(batch) or 1])
-                if loss.requires_grad and wanted:
-                    torch.autograd.grad(loss, wanted, allow_unused=True)
-                spent.append(clock.between(start, clock.now()))
+                # Counting bytes takes time: in the run that warms up.
+                with live if run == 0 else nullcontext():
+                    given = map_tensors(Tensor.clone, leaves) if run == 0 else leaves
+                    loss = step.finish(given, None, [samples_in(batch) or 1])
+                    del given
+                    if loss.requires_grad and wanted:
+                        torch.autograd.grad(loss, wanted, allow_unused=True)
+                if run:
+                    spent.append(clock.between(start, clock.now()))
                 step.undo_metrics()
     except Exception as error:
         rank_zero_warn(
@@ -362,8 +377,7 @@ def _measure_loss(
         return 0.0, 0
     finally:
         rng.restore(saved, context.device)
-    # Forward keeps a copy of its size, and backward makes the gradient.
-    return statistics.median(spent) * clock.pace() * slowdown, 2 * nbytes
+    return statistics.median(spent) * clock.pace() * slowdown, live.peak
 
 
 def layer_profiles(

@@ -41,7 +41,14 @@ class LogRecord:
         if callable(reduce_fx):
             options["reduce_fx"] = ["function", _path_of(reduce_fx, self.name)]
         if isinstance(self.value, Metric):
-            return [self.name, ["metric", metrics.name_of(self.value)], options]
+            known = metrics.name_of(self.value)
+            if known is None:
+                raise UnsupportedStepError(
+                    f"self.log({self.name!r}, ...): the {type(self.value).__name__} is no "
+                    "submodule of the LightningModule, so that other ranks cannot follow it. Make "
+                    "it an attribute, or put it into an nn.ModuleDict or nn.ModuleList."
+                )
+            return [self.name, ["metric", known], options]
         value = self.value.detach().clone() if isinstance(self.value, Tensor) else self.value
         return [self.name, ["value", value], options]
 

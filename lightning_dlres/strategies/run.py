@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -42,6 +43,7 @@ from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.optimizers import (
+    require_dense,
     require_owned,
     require_separable,
     set_state_device,
@@ -65,6 +67,7 @@ from lightning_dlres.strategies.profiling import (
 )
 from lightning_dlres.strategies.step import StepContext
 from lightning_dlres.strategies.steps import StepRunner
+from lightning_dlres.strategies.zeroing import zeroes_every_step
 
 # Models made on the meta device, whose parameters stay where they were trained.
 _LEFT_PARTITIONED: WeakSet[nn.Module] = WeakSet()
@@ -132,6 +135,8 @@ class PipelineRun:
         elif self.module in _LEFT_PARTITIONED:
             self._require_own_parameters()
         partition(self._layers, self.owners, self.plan, self.stage, self._device)
+        # Other stages' weights, and the copies that were profiled, may be held by cycles only.
+        gc.collect()
         if not self.whole:
             materialise(self._layers, self.plan, self.owners, self.stage, self._device, self.seed)
             align_holders(self._layers, self.owners, self.plan, mailbox)
@@ -140,11 +145,14 @@ class PipelineRun:
         """Raise unless the optimizers can work on a stage's parameters alone.
 
         Raises:
-            ConfigError: one computes over all parameters or has others than the model's, or a
-                gradient scaler would find none.
+            ConfigError: one computes over all parameters, has others than the model's or takes
+                sparse gradients where there are none, or a gradient scaler would find none.
         """
+        machines = len(self.plan.machines)
+        summed = {p for p, stages in self.owners.items() if machines * len(stages) > 1}
         for optimizer in optimizers:
             require_owned(optimizer, self.owners, type(self.module).__name__)
+            require_dense(optimizer, summed)
             require_separable(optimizer)
             # Adagrad makes state for every parameter at once; foreign ones have none.
             for parameter in [p for p in optimizer.state if p.is_meta]:
@@ -212,6 +220,7 @@ class PipelineRun:
             meet,
             rank_zero_info,
             self._follow_schedule,
+            lambda: zeroes_every_step(self.module.trainer, self.module),
         )
         # Calls outside of steps (a summary, samples at the end of an epoch) come from all ranks.
         self._undo.enter_context(self.pipelined.intercepted(runner.forward))
@@ -335,7 +344,8 @@ class PipelineRun:
         limit = options.memory_limit(connection.rank, connection.world_size)
         profiler = Profiler(self._context, connection, self._slowdown, limit, self._current_context)
         try:
-            return profiler.run(samples, options.profile, self._state_ratio)
+            copies = 1 if zeroes_every_step(trainer, self.module) else 2
+            return profiler.run(samples, options.profile, self._state_ratio, copies)
         except NotMeasured as error:
             self._say_why_by_bytes(str(error))
             return None

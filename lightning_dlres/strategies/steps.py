@@ -43,6 +43,7 @@ class StepRunner:
         meet: waits for all ranks.
         say: prints a line on rank 0.
         changed: told the schedule, if it is another one than was planned for.
+        zeroes: whether the gradients of the step before are about to be zeroed; see `zeroing`.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class StepRunner:
         meet: Callable[[], None],
         say: Callable[[str], None],
         changed: Callable[[str], None] = lambda schedule: None,
+        zeroes: Callable[[], bool] = lambda: False,
     ) -> None:
         self.context, self.runtime, self.seed = context, runtime, seed
-        self.meet, self.say, self._changed = meet, say, changed
+        self.meet, self.say, self._changed, self._zeroes = meet, say, changed, zeroes
         self.may_change = schedule == "auto"
         self.schedule = "1f1b" if schedule == "auto" else schedule
         self._steps = 0
@@ -78,6 +80,9 @@ class StepRunner:
         if self.schedule == "1f1b" and self._check_is_due():
             self._check(args, seed, fingerprint)
         self._steps += 1
+        if self._zeroes():
+            for parameter in (*self.runtime.stage.parameters, *self.runtime.outer):
+                parameter.grad = None
         runs_twice = self.runtime.is_first and self.runtime.is_last
         step = LightningStep(self.context, args, untouched=runs_twice)
         result = TrainingStep(self.runtime, step, self.schedule, seed, scale).run(fingerprint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 
 from lightning_dlres.pipeline.costs import Workload
@@ -73,7 +73,7 @@ def small_layers(random: Random, count: int, kinds: int) -> tuple[LayerProfile, 
     def times(most: int) -> tuple[float, ...]:
         return tuple(float(random.randint(0, most)) for _ in range(kinds))
 
-    layers = []
+    layers: list[LayerProfile] = []
     for index in range(count):
         shared = {f"tied{index % 2}": 1 + 4 * (index % 2)} if random.random() < 0.4 else {}
         parameters = random.randint(0, 12)
@@ -152,6 +152,18 @@ def small_workload(
         random.randint(1, 6),
         recompute,
     )
+
+
+def random_split(random: Random, workload: Workload) -> tuple[int, ...]:
+    """Return any split of a workload's layers over its stages."""
+    count = len(workload.layers)
+    cuts = sorted(random.sample(range(1, count), workload.stages - 1))
+    return tuple(b - a for a, b in pairwise([0, *cuts, count]))
+
+
+def random_recompute(random: Random, workload: Workload) -> tuple[int, ...]:
+    """Return any of a workload's layers, or none."""
+    return tuple(index for index in range(len(workload.layers)) if random.random() < 0.4)
 
 
 def limited(workload: Workload, limits: Sequence[int | None]) -> Workload:

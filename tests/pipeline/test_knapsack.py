@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlres.pipeline.knapsack import NEAR, cheapest_cover
+from lightning_dlres.pipeline.knapsack import NEAR, cheapest_cover, cheapest_covers
 
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0))
 items = st.lists(st.tuples(seconds, st.integers(-3, 12)), max_size=9)
@@ -57,3 +58,37 @@ def test_many_layers_that_all_cost_the_same_per_byte() -> None:
     chosen = cheapest_cover([size * 1e-9 for size in freed], freed, need := sum(freed) * 3 // 5)
     assert chosen is not None
     assert need <= sum(freed[index] for index in chosen) <= need * (1 + 1.1 * NEAR)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(seconds, seconds, st.integers(-3, 12)), max_size=8), st.integers(1, 50))
+def test_nothing_is_cheaper_for_two_devices(
+    items: list[tuple[float, float, int]], need: int
+) -> None:
+    found = cheapest_covers(
+        [[a for a, _, _ in items], [b for _, b, _ in items]], [*_freed(items)], need
+    )
+    spent = [_spent([items[index] for index in chosen]) for chosen in found]
+    for chosen in found:
+        assert list(chosen) == sorted(set(chosen))
+        assert sum(items[index][2] for index in chosen) >= need
+    for count in range(len(items) + 1):
+        for chosen in combinations(items, count):
+            if sum(_freed(chosen)) >= need:
+                a, b = _spent(chosen)
+                assert any(x <= a + 1e-9 and y <= b + 1e-9 for x, y in spent)
+
+
+def test_devices_that_disagree() -> None:
+    # Either layer is enough, and each of them is cheap on one device.
+    assert set(cheapest_covers([[1.0, 9.0], [9.0, 1.0]], [5, 5], 5)) == {(0,), (1,)}
+    assert cheapest_covers([[1.0, 9.0], [2.0, 8.0]], [5, 5], 5) == [(0,)]
+    assert cheapest_covers([[1.0, 9.0], [2.0, 8.0]], [5, 5], 11) == []
+
+
+def _freed(items: Iterable[tuple[float, float, int]]) -> Iterable[int]:
+    return (size for _, _, size in items)
+
+
+def _spent(items: Iterable[tuple[float, float, int]]) -> tuple[float, float]:
+    return sum(a for a, _, _ in items), sum(b for _, b, _ in items)

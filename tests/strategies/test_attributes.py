@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
 from lightning_dlres.strategies.attributes import PlainAttributes
 from tests.pool import RankContext, RankPool
-from tests.zoo import Samples
+from tests.zoo import QUIET, Samples
 
 
 class Counts(LightningModule):
@@ -62,10 +62,7 @@ def fit(context: RankContext | None, keeps: bool, schedule: str = "gpipe") -> An
         **options,
         accelerator="cpu",
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, DataLoader(Samples(False, 32), batch_size=8))
     return model.before, model.after, float(model.smooth), model.epochs

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_dlres import HeteroPipeStrategy
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import Samples
+from tests.zoo import QUIET, Samples
 
 
 @dataclass
@@ -120,10 +120,7 @@ def fit(context: RankContext | None, kind: str, schedule: str = "gpipe") -> Any:
         **options,
         accelerator="cpu",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, DataLoader(Samples(False, 32), batch_size=8, collate_fn=COLLATE[kind]))
     return float(trainer.callback_metrics["loss"]), {

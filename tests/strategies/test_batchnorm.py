@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import Samples
+from tests.zoo import QUIET, Samples
 
 MICROBATCHES = 4
 
@@ -58,10 +58,7 @@ def fit(context: RankContext | None, machines: int, schedule: str) -> dict[str, 
         devices=2 * machines if context else 1,
         plugins=[context.environment] if context else [],
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, DataLoader(Samples(False, 48), batch_size=16))
     return {name: value.clone() for name, value in model.state_dict().items()}

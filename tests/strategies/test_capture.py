@@ -19,6 +19,7 @@ from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.microbatch import cut
 from lightning_dlres.strategies.capture import PipelinedModule, find_pipelined_module
 from tests.pool import RankContext, RankPool
+from tests.zoo import QUIET
 
 
 def linear() -> nn.Linear:
@@ -389,10 +390,7 @@ def train_outside(context: RankContext, second_name: bool) -> list[float]:
         strategy=options if world > 1 else "auto",
         plugins=[context.environment] if world > 1 else [],
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     tokens = torch.randint(7, (12, 5), generator=torch.Generator().manual_seed(0))
     trainer.fit(model, DataLoader(TensorDataset(tokens), batch_size=4))

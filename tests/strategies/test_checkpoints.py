@@ -16,7 +16,7 @@ from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.pipeline.plan import arrange
 from tests.parity.harness import SPLITS, relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import Samples, Task
+from tests.zoo import QUIET, Samples, Task
 
 STEPS, SAVED = 12, 5
 
@@ -59,10 +59,7 @@ def fit(
         plugins=[context.environment] if context else [],
         max_epochs=1,
         callbacks=[losses, *([saver] if resume is None else [])],
-        enable_checkpointing=resume is None,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **{**QUIET, "enable_checkpointing": resume is None},
     )
     trainer.fit(task, loader, ckpt_path=resume)
     if late is not None:

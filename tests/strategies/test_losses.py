@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
+from tests.zoo import QUIET
 
 KINDS = ["padded", "padded_later", "sum", "contrastive", "noise", "perplexity", "unmergeable"]
 
@@ -100,10 +101,7 @@ def fit(
         devices=devices,
         plugins=[context.environment] if context else [],
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, data(kind))
     used = strategy.schedule if isinstance(strategy, HeteroPipeStrategy) else ""

@@ -16,8 +16,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan, ProfileConfig
 from lightning_dlres.pipeline.simulator import simulate
 from tests.pool import RankContext, RankPool
-from tests.strategies.test_trainer import QUIET
-from tests.zoo import Task, loaders
+from tests.zoo import QUIET, Task, loaders
 
 QUICK = ProfileConfig(repeats=2, seconds=0.0)
 
@@ -48,8 +47,6 @@ def fit(
         plugins=[context.environment],
         callbacks=[losses],
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
         **QUIET,
     )
     trainer.fit(task, train)
@@ -175,8 +172,6 @@ def trace(context: RankContext) -> list[tuple[str, int, int, int]]:
         devices=2,
         plugins=[context.environment],
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
         **QUIET,
     )
     trainer.fit(task, train)

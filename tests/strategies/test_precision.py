@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan
 from tests.parity.harness import Case, assert_same_training, relative, run_case, train_on_rank
 from tests.pool import RankContext, RankPool
-from tests.zoo import Task, loaders
+from tests.zoo import QUIET, Task, loaders
 
 
 class PlantOverflow(Callback):
@@ -59,10 +59,7 @@ def fit_16_mixed(
         max_epochs=1,
         gradient_clip_val=0.7,
         callbacks=[plant],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(task, train)
     return plant.scales, plant.before, {n: p.detach() for n, p in task.named_parameters()}

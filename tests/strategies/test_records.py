@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import flatten, unflatten
@@ -127,6 +127,11 @@ def test_reduce_functions_travel_by_name(function: Any) -> None:
 def test_functions_without_a_name_are_refused(function: Any) -> None:
     with pytest.raises(UnsupportedStepError, match=r"'my_log'.*top of a module"):
         LogRecord("my_log", 1.0, {"reduce_fx": function}).to_tree(MetricStates(Module()))
+
+
+def test_a_metric_that_is_no_submodule_is_refused() -> None:
+    with pytest.raises(UnsupportedStepError, match=r"'hidden'.*SumMetric is no submodule"):
+        LogRecord("hidden", SumMetric(), {}).to_tree(MetricStates(Module()))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import Samples, Task, loaders
-
-QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+from tests.zoo import QUIET, Samples, Task, loaders
 
 
 def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:
@@ -45,10 +43,9 @@ def with_callbacks(context: RankContext, directory: str) -> Any:
     trainer = Trainer(
         **strategy_for(context),
         callbacks=[best, stop, LearningRateMonitor("step")],
-        logger=CSVLogger(directory),
         log_every_n_steps=1,
         max_epochs=10,
-        **QUIET,
+        **{**QUIET, "logger": CSVLogger(directory), "enable_checkpointing": True},
     )
     trainer.fit(task, train, validation)
     again = trainer.validate(task, validation, ckpt_path="best", verbose=False)
@@ -73,7 +70,7 @@ def evaluate_and_predict(context: RankContext | None) -> Any:
     task = Task("gpt_list")
     _, validation = loaders(task, 8, 8, False, 0, torch.float32)
     options = strategy_for(context, stages=2) if context else {"accelerator": "cpu", "devices": 1}
-    trainer = Trainer(**options, logger=False, **QUIET)
+    trainer = Trainer(**options, **QUIET)
     validated = trainer.validate(task, validation, verbose=False)
     tested = trainer.test(task, validation, verbose=False)
     return validated, tested, torch.cat(trainer.predict(task, validation))
@@ -118,7 +115,7 @@ def fit_born_on_meta(context: RankContext, stages: int, path: str) -> Any:
     seed_everything(3, verbose=False)
     model = BornOnMeta()
     strategy = strategy_for(context, stages=stages, schedule="gpipe")
-    trainer = Trainer(**strategy, max_epochs=1, logger=False, enable_checkpointing=False, **QUIET)
+    trainer = Trainer(**strategy, max_epochs=1, **QUIET)
     trainer.fit(model, loaders(model, 24, 8, False, 0, torch.float32)[0])
     held = [name for name, p in model.named_parameters() if not p.is_meta]
     trainer.save_checkpoint(path)
@@ -131,8 +128,6 @@ def load_born_on_meta(context: RankContext, path: str) -> float:
     trainer = Trainer(
         **strategy_for(context, stages=2),
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
         **QUIET,
     )
     trainer.fit(model, loaders(model, 24, 8, False, 0, torch.float32)[0], ckpt_path=path)
@@ -173,7 +168,7 @@ def fit_stream(context: RankContext | None) -> Any:
     seed_everything(3, verbose=False)
     task = Task("mlp", metrics=False)
     options = strategy_for(context) if context else {"accelerator": "cpu", "devices": 1}
-    trainer = Trainer(**options, max_epochs=2, logger=False, enable_checkpointing=False, **QUIET)
+    trainer = Trainer(**options, max_epochs=2, **QUIET)
     trainer.fit(task, DataLoader(Stream(), batch_size=8))
     return trainer.global_step, {n: p.detach() for n, p in task.named_parameters()}
 
@@ -242,8 +237,6 @@ def fit_measured(context: RankContext, measured: bool) -> dict[str, Tensor]:
     trainer = Trainer(
         **strategy_for(context, **options),
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
         **QUIET,
     )
     trainer.fit(task, *loaders(task, 24, 8, True, 0, torch.float32))

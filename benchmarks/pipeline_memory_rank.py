@@ -1,0 +1,152 @@
+"""One rank of benchmarks/pipeline_memory.py: trains a few steps, and writes what its stage was
+planned to hold beside what the C library's allocator gave out.
+
+Run as a script of its own, since the allocator must be set up before torch holds anything.
+Lightning launches the other ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# glibc: every tensor from this size on is a mapping of its own, which is gone when it is freed.
+_MMAP_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = 1 << 16, -3, -8
+_libc = ctypes.CDLL(None)
+_libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+_libc.mallopt(_M_ARENA_MAX, 1)
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"),
+            *("fordblks", "keepcost"),
+        )
+    )
+
+
+_libc.mallinfo2.restype = _Mallinfo
+
+import torch  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from lightning_dlres import HeteroPipeStrategy  # noqa: E402
+
+WORDS, WIDTH, BLOCKS = 60_000, 64, 8
+MICROBATCHES, SAMPLES, LENGTH = 6, 96, 256
+# The optimizer's state exists after the first step; the loss is checked up to the third.
+STEPS = 6
+
+
+class Block(nn.Module):
+    """What keeps a few tensors of the size of its input, some of them without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(nn.functional.gelu(self.linear(self.norm(x))))
+        return out
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [Block() for _ in range(BLOCKS)]
+        self.net = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, 64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), foreach=False)
+
+
+class Peak(Callback, TorchDispatchMode):
+    """The most bytes that large blocks of the C library's allocator took within a step, looked at
+    after every operation of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found[-1] = max(self.found[-1], allocated())
+        return result
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.found.append(0)
+        self.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.__exit__(None, None, None)
+
+
+def allocated() -> int:
+    """Return the bytes of the blocks that are mappings of their own."""
+    return int(_libc.mallinfo2().hblkhd)
+
+
+def warm_up() -> None:
+    """Let torch and its libraries take what they take once."""
+    layer = nn.Sequential(nn.Embedding(10, WIDTH), Block(), nn.Linear(WIDTH, 64))
+    optimizer = torch.optim.AdamW(layer.parameters(), foreach=False)
+    target = torch.zeros(64, dtype=torch.long)
+    nn.functional.cross_entropy(layer(target), target).backward()
+    optimizer.step()
+
+
+def main(out: Path, options: dict[str, Any]) -> None:
+    """Train, and write `rank.json` for this rank into `out`."""
+    torch.set_num_threads(1)
+    warm_up()
+    before, peak = allocated(), Peak()
+    net = Net()
+    tokens = torch.randint(WORDS, (SAMPLES, LENGTH))
+    data = DataLoader(TensorDataset(tokens, tokens % 64), batch_size=SAMPLES)
+    strategy = HeteroPipeStrategy(stages=3, microbatches=MICROBATCHES, **options)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=3,
+        max_epochs=STEPS,
+        callbacks=[peak],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(net, data)
+    plan = strategy.plan
+    assert plan is not None
+    _, stage = plan.place(trainer.global_rank)
+    planned = plan.workload().peak_bytes(stage, plan.layers_of(stage), plan.recompute)
+    # Every rank holds the data set; the plan counts the batch on its own.
+    held = sum(t.numel() * t.element_size() for t in data.dataset.tensors)  # type: ignore[attr-defined]
+    row = {
+        "stage": stage,
+        "layers": plan.split[stage],
+        "recomputed": sum(index in plan.recompute for index in plan.layers_of(stage)),
+        "planned": planned,
+        "measured": sorted(peak.found)[len(peak.found) // 2] - before - held,
+        "all": [found - before - held for found in peak.found],
+    }
+    (out / f"{trainer.global_rank}.json").write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,157 @@
+"""Trains a model on a single device and through the pipeline, and names what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
+from tests.parity.harness import relative
+from tests.pool import RankContext
+from tests.zoo import QUIET, Samples
+
+QUICK = ProfileConfig(repeats=1, seconds=0.0)
+
+
+class Classifier(LightningModule):
+    """A network of a few layers, and a loss that is a mean over samples. `observed` is for what a
+    hook sees; it is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net: nn.Module = nn.Sequential(
+            nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5)
+        )
+        self.observed: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches() -> DataLoader[Any]:
+    """Four batches of eight samples."""
+    return DataLoader(Samples(False, 32), batch_size=8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run to compare.
+
+    Attributes:
+        make: makes the model.
+        schedule: the one to ask for.
+        used: the one that it must end with.
+        data: makes the loader.
+        options: further arguments of the strategy.
+        trainer: further arguments of the Trainer.
+    """
+
+    make: Callable[[], LightningModule]
+    schedule: str = "auto"
+    used: str | None = None
+    data: Callable[[], Any] = batches
+    options: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Fitted:
+    """What came of a training run."""
+
+    schedule: str
+    steps: int
+    logged: dict[str, float]
+    state: dict[str, Tensor]
+    observed: list[float]
+
+
+def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
+    """Return a quiet Trainer: for a pipeline over the job's ranks, or, without a context, for one
+    device. What is no argument of the strategy's is one of the Trainer's. Nothing is measured,
+    unless `plan=None` says so."""
+    names = ("schedule", "module", "plan", "microbatches", "stages", "profile")
+    chosen = {name: options.pop(name) for name in names if name in options}
+    place: dict[str, Any] = {"devices": 1}
+    if context is not None:
+        machines = tuple((rank, rank + 1) for rank in range(0, context.world_size, 2))
+        defaults = {
+            "stages": 2,
+            "microbatches": 3,
+            "timeout": 30,
+            "profile": QUICK,
+            "plan": PipelinePlan(machines=machines, split=(2, 3)),
+        }
+        place = {
+            "strategy": HeteroPipeStrategy(**{**defaults, **chosen}),
+            "devices": context.world_size,
+            "plugins": [context.environment],
+        }
+    return Trainer(**{**QUIET, "max_epochs": 2, "accelerator": "cpu", **place, **options})
+
+
+def fit(context: RankContext | None, case: Case) -> Fitted:
+    """Train as the case says."""
+    seed_everything(3, verbose=False)
+    model, strategy = case.make(), {**case.options, "schedule": case.schedule}
+    trainer = trainer_for(context, **strategy, **case.trainer)
+    trainer.fit(model, case.data())
+    return Fitted(
+        str(getattr(trainer.strategy, "schedule", "")),
+        trainer.global_step,
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        {name: value.detach().clone() for name, value in model.state_dict().items()},
+        list(getattr(model, "observed", ())),
+    )
+
+
+def differences_in(
+    context: RankContext, cases: Mapping[str, Case], tolerance: float = 1e-5
+) -> dict[str, list[str]]:
+    """Run every case on a single device and through the pipeline; return what differs in each."""
+    # The plain runs come first: metrics of theirs would be reduced over a group of ranks.
+    expected = {name: fit(None, case) for name, case in cases.items()}
+    return {
+        name: _differences(fit(context, case), expected[name], case, tolerance)
+        for name, case in cases.items()
+    }
+
+
+def none_in(cases: Mapping[str, Case], ranks: int = 2) -> list[dict[str, list[str]]]:
+    """Return what `differences_in` returns on the ranks if nothing differs."""
+    return [{name: [] for name in cases}] * ranks
+
+
+def _differences(found: Fitted, expected: Fitted, case: Case, tolerance: float) -> list[str]:
+    names = []
+    if case.used not in (None, found.schedule):
+        names.append(f"schedule {found.schedule}")
+    if found.steps != expected.steps:
+        names.append(f"{found.steps} steps, not {expected.steps}")
+    numbers = [(name, found.logged.get(name), v) for name, v in expected.logged.items()]
+    numbers += [(f"only here: {name}", 0.0, None) for name in found.logged.keys() - expected.logged]
+    if len(found.observed) != len(expected.observed):
+        names.append(f"observed {len(found.observed)}, not {len(expected.observed)}")
+    numbers += [
+        (f"observed {i}", a, b)
+        for i, (a, b) in enumerate(zip(found.observed, expected.observed, strict=False))
+    ]
+    for name, a, b in numbers:
+        if a is None or b is None or abs(a - b) > tolerance * max(1.0, abs(b)):
+            names.append(f"{name}: {a}, not {b}")
+    for name, value in expected.state.items():
+        if relative(found.state[name], value) > tolerance:
+            names.append(f"{name}: {found.state[name]}, not {value}")
+    return names

@@ -1,0 +1,140 @@
+"""Profiling takes nothing from the data that training would have seen, and where it fails, on
+whichever rank, training goes on with a split by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.pool import RankContext, RankPool
+from tests.strategies.fitting import Case, Classifier, batches, differences_in
+from tests.zoo import Samples
+
+
+class Once(IterableDataset[Any]):
+    """A stream that can be read only once; as a generator, it cannot be copied either."""
+
+    def __init__(self, generator: bool) -> None:
+        source = Samples(False, 40)
+        rows = [source[index] for index in range(len(source))]
+        self.rows: Iterator[Any] = (row for row in rows) if generator else iter(rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rows
+
+
+class OwnNoise(Samples):
+    """Adds noise from a generator of its own, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__(False, 32)
+        self.generator, self.visits = torch.Generator().manual_seed(11), 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        self.visits += 1
+        return x + torch.randn(16, generator=self.generator) / self.visits, y
+
+
+def shuffled() -> DataLoader[Any]:
+    """A loader with a generator of its own."""
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(Samples(False, 32), batch_size=8, shuffle=True, generator=generator)
+
+
+class Observes(Classifier):
+    """Takes down a mark of every batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.observed.append(float(batch[0].sum()))
+
+
+MEASURED = {"plan": None}
+CASES = {
+    "stream": Case(
+        Observes,
+        data=lambda: DataLoader(Once(generator=False), batch_size=8),
+        options=MEASURED,
+        trainer={"max_epochs": 1},
+    ),
+    "own noise": Case(
+        Observes, data=lambda: DataLoader(OwnNoise(), batch_size=8), options=MEASURED
+    ),
+    "own order": Case(Observes, data=shuffled, options=MEASURED),
+}
+UNCOPIED = {
+    "generator": Case(
+        Observes,
+        data=lambda: DataLoader(Once(generator=True), batch_size=8),
+        options=MEASURED,
+        trainer={"max_epochs": 1},
+    )
+}
+
+
+class FailsFirst(nn.Linear):
+    """Fails on one rank until the layers are measured."""
+
+    on_rank = 1
+    measured = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.is_initialized() and dist.get_rank() == self.on_rank and not type(self).measured:
+            raise MemoryError("no room on this rank")
+        return super().forward(x)
+
+
+class FailsWhenMeasured(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = FailsFirst(12, 12)
+        FailsFirst.measured = False
+
+    def on_train_start(self) -> None:
+        FailsFirst.measured = True
+
+
+def compare_measured(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, CASES)
+
+
+def compare_uncopied(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, UNCOPIED)
+
+
+def compare_failing(context: RankContext, rank: int) -> dict[str, list[str]]:
+    FailsFirst.on_rank = rank
+    return differences_in(
+        context, {"failing": Case(FailsWhenMeasured, data=batches, options=MEASURED)}
+    )
+
+
+def test_training_sees_the_same_samples(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(compare_measured, 2)
+    for outcome in outcomes:
+        assert outcome.value == {name: [] for name in CASES}, outcome.traceback
+    assert outcomes[0].output.count("profiling 5 layers") == len(CASES)
+    assert "could not be profiled" not in outcomes[0].output
+
+
+def test_what_cannot_be_copied_is_not_read(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(compare_uncopied, 2)
+    for outcome in outcomes:
+        assert outcome.value == {"generator": []}, outcome.traceback
+    assert "the data cannot be copied" in outcomes[0].output
+    assert "splitting by parameter bytes" in outcomes[0].output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_on_one_rank_is_a_split_by_bytes_on_all(pool: RankPool, rank: int) -> None:
+    outcomes = pool.run_expecting_errors(compare_failing, 2, rank)
+    for outcome in outcomes:
+        assert outcome.value == {"failing": []}, outcome.traceback
+    assert "MemoryError: no room on this rank" in outcomes[0].output
+    assert "splitting by parameter bytes" in outcomes[0].output
