@@ -213,6 +213,7 @@ class _Outbox:
         try:
             while (item := self._items.get()) is not None:
                 self._send(*item)
+                del item  # the next one may be long in coming
             self._write(_frame(b""))
         except (RuntimeError, ValueError, PeerError) as error:
             self._failure = error
@@ -253,6 +254,7 @@ class _Inbox:
         try:
             while (message := self._receive()) is not None:
                 self.items.put(message)
+                del message  # whoever takes it decides how long it lives
         except Exception as error:
             # Whatever it is, the waiting thread must learn of it, not wait for a dead one.
             self.items.put(error)

@@ -255,7 +255,7 @@ class Profiler:
         for a, b in pairs_to_measure(hosts):
             found = probe(mailbox, a, b, size)
             if found is not None:
-                message = max(message, found.message * self._slowdown)
+                message = max(message, found.message)
             told = [found.link.latency, found.link.bytes_per_second] if found is not None else None
             latency, bandwidth = self._connection.broadcast(told, a)
             links.append(Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth))
