@@ -20,7 +20,7 @@ from benchmarks.hetero_pipeline_model import (
     task_of,
 )
 from benchmarks.ranks import Answer, Talk
-from lightning_dlres import HeteroPipeStrategy
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 
 
 class Net(LightningModule):
@@ -72,6 +72,7 @@ class Turns(Callback):
                 "ranks": plan.machines[0],
                 "predicted_seconds": plan.predicted_seconds,
                 "text": f"{plan.table()}\n{plan.prediction()}",
+                "json": plan.to_json(),
                 "bytes": held,
             }
         seconds = [end - start for start, end in pairwise(self.starts)]
@@ -91,6 +92,8 @@ def train(talk: Talk, order: Answer) -> None:
         stages=world_size,
         microbatches=order["microbatches"],
         schedule="1f1b",
+        recompute="never",
+        plan=PipelinePlan.from_json(order["plan"]) if order.get("plan") else None,
         timeout=order["timeout"],
     )
     turns = Turns(talk, order["turns"], strategy)

@@ -66,35 +66,37 @@ class FairnessError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What our planner decided, and what it promises; `text` is how it prints."""
+    """What our planner decided, and what it promises; `text` is how it prints, `json` all of it."""
 
     split: list[int]
     ranks: list[int]
     predicted_seconds: float
     text: str
+    json: str
 
 
 class Ours:
     """Our ranks, stopped between two steps of a training run."""
 
-    def __init__(self, bed: Testbed, world_size: int, settings: Settings) -> None:
+    def __init__(self, bed: Testbed, world_size: int, settings: Settings, port: int = 0) -> None:
         self._settings = settings
         self.ranks = Ranks(
             bed,
             "benchmarks.hetero_pipeline_ours",
             world_size,
-            _OURS_PORT + world_size,
+            _OURS_PORT + world_size + port,
             settings.timeout + _PLAN_SECONDS,
         )
         self.losses: list[float] = []
         self._bytes = 0
 
-    def start(self, microbatches: int, turns: Sequence[int]) -> Plan:
-        """Profile and plan, and stop before the first step."""
+    def start(self, microbatches: int, turns: Sequence[int], plan: str | None = None) -> Plan:
+        """Profile and plan, or take a plan as JSON, and stop before the first step."""
         order = {
             "task": self._settings.task,
             "microbatches": microbatches,
             "turns": list(turns),
+            "plan": plan,
             "timeout": self._settings.timeout,
         }
         answers = self.ranks.ask(order)

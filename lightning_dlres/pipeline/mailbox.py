@@ -34,6 +34,7 @@ _LENGTH = struct.Struct("<I")
 _BYE = 0
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 0.5
+_REASON_SECONDS = 0.3
 
 
 class Channel(IntEnum):
@@ -171,9 +172,9 @@ class Mailbox:
         self._inboxes.clear()
 
     def _prefer_the_cause(self) -> None:
-        # A peer that gives up says why on another path and then breaks the connection: the reason
-        # is the better message.
-        deadline = time.monotonic() + 1.0
+        # A peer that gives up says why on another path, and breaks the connection when all have
+        # heard it: the reason is the better message.
+        deadline = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < deadline:
             self.check()
             time.sleep(_POLL_SECONDS)

@@ -1,0 +1,117 @@
+"""What recomputation in idle time costs: the same plan with and without it, in turns.
+
+    python -m benchmarks.recompute           about 4 minutes
+    python -m benchmarks.recompute --quick   tiny sizes: the figures mean nothing
+
+Two hosts of unlike speed with as many layers each: the fast one waits for gradients, and recomputes
+all of its layers meanwhile. Needs root (see benchmarks/testbed.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from benchmarks.hetero_pipeline_sides import (
+    QUICK,
+    FairnessError,
+    Ours,
+    Settings,
+    ready,
+    set_shares,
+    shown,
+)
+from benchmarks.report import Check, at_most, conclude
+from benchmarks.testbed import Host, HostError, Testbed, UnavailableError, reason_unavailable
+from lightning_dlres import PipelinePlan
+from lightning_dlres.pipeline.plan import even_split
+from lightning_dlres.pipeline.simulator import step_seconds
+
+NAME = "recompute"
+SHARES = (0.8, 0.4)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{NAME}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    settings = QUICK if parser.parse_args(argv).quick else Settings()
+    if reason := reason_unavailable():
+        print(f"cannot measure here: {reason}", file=sys.stderr)
+        return 2
+    try:
+        checks, raw = compare(settings)
+    except (UnavailableError, HostError, FairnessError) as error:
+        print(f"could not measure: {error}", file=sys.stderr)
+        return 1
+    conclude(NAME, checks, {**raw, "settings": asdict(settings)})
+    return 0
+
+
+def compare(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
+    """Train with and without recomputation in turns."""
+    count, turns = settings.microbatches, settings.turns(settings.pairs)
+    with Testbed([Host(), Host()]) as bed:
+        plain, again = Ours(bed, 2, settings), Ours(bed, 2, settings, port=50)
+        ready(plain, again)
+        set_shares(bed, SHARES)
+        kept, recomputed = plans(plain.start(count, [settings.first]).json)
+        plain.turn()
+        plain.end()
+        plain.start(count, turns, kept.to_json())
+        again.start(count, turns, recomputed.to_json())
+        simulated = _ratio(kept, recomputed)
+        print(f"CPU shares {shown(SHARES)}, {count} micro-batches\n{recomputed.table()}")
+        print(f"simulated: {simulated:.4f} times the step without recomputation", flush=True)
+        rows = in_turns(plain, again, settings.pairs)
+        if plain.losses != again.losses:
+            raise FairnessError("the losses differ: recomputation is not exact")
+    ratios = [b / a for a, b in rows]
+    print(f"measured: {statistics.median(ratios):.4f} times, {len(rows)} pairs")
+    raw = {"shares": SHARES, "simulated": simulated, "seconds": rows, "ratios": ratios}
+    return {"step with recomputation over without": at_most(statistics.median(ratios), 1.03)}, raw
+
+
+def plans(measured: str) -> tuple[PipelinePlan, PipelinePlan]:
+    """Return the even split with the faster device first, and the same where that recomputes all of
+    its layers."""
+    plan = PipelinePlan.from_json(measured)
+    split = even_split(len(plan.layers), plan.stages)
+    kept = msgspec.structs.replace(plan, machines=((0, 1),), split=split, recompute=())
+    return kept, msgspec.structs.replace(kept, recompute=tuple(range(split[0])))
+
+
+def in_turns(plain: Ours, again: Ours, pairs: int) -> list[tuple[float, float]]:
+    """Return the mean steps of every pair of turns: without, with."""
+    plain.turn()
+    again.turn()
+    rows = []
+    for number in range(pairs):
+        # Who goes first changes, so that a drift of the machine favours nobody.
+        first, second = (plain, again) if number % 2 == 0 else (again, plain)
+        spent = {side: statistics.fmean(side.turn()[1:]) for side in (first, second)}
+        rows.append((spent[plain], spent[again]))
+    plain.end()
+    again.end()
+    return rows
+
+
+def _ratio(kept: PipelinePlan, recomputed: PipelinePlan) -> float:
+    workload = kept.workload()
+    return step_seconds(workload, recomputed.split, recomputed.recompute) / step_seconds(
+        workload, kept.split
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
