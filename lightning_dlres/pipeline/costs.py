@@ -118,7 +118,8 @@ class Workload:
     def tail(self, machine: int, stage: int, layers: range) -> float:
         """Return the seconds that a stage still needs when its last backward has ended."""
         kind = self.kind(machine, stage)
-        return self.sync_tail(machine, stage, layers) + _of(self.step.fixed, kind)
+        update = _of(self.step.update, kind) * self.trained_bytes(layers)
+        return self.sync_tail(machine, stage, layers) + _of(self.step.fixed, kind) + update
 
     def sync_tail(self, machine: int, stage: int, layers: range) -> float:
         """Return the seconds of the gradient synchronisation that are left when the stage's last
@@ -206,10 +207,16 @@ class Workload:
         held = [self.layers[index] for index in layers]
         shared = {name: size for layer in held for name, size in layer.shared.items()}
         weights = sum(layer.parameter_bytes for layer in held) + sum(shared.values())
-        trained = sum(layer.gradient_bytes for layer in held) + sum(shared.values())
+        trained = self.trained_bytes(layers)
         state = math.ceil(trained * self.step.state_bytes_per_parameter_byte)
         batch = self.microbatches * self.layers[0].input_bytes
         return weights + self.step.gradient_copies * trained + state + batch
+
+    def trained_bytes(self, layers: range) -> int:
+        """Return the bytes of the gradients of some layers."""
+        held = [self.layers[index] for index in layers]
+        shared = {name: size for layer in held for name, size in layer.shared.items()}
+        return sum(layer.gradient_bytes for layer in held) + sum(shared.values())
 
     def in_flight(self, stage: int) -> int:
         """Return the most micro-batches that a stage keeps at a time."""

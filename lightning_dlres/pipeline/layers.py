@@ -3,7 +3,8 @@ bytes in, out, kept, and needed for a moment.
 
 Layers are run one by one on copies, by the very code that runs them in training, so that weights,
 buffers and random state stay as they were, and no device needs room for more than one layer. Layers
-that are alike are measured once."""
+that are alike are measured once: on several copies in turn if they are small, since a single one
+would find its weights in the cache, and those of a whole stage are not there."""
 
 from __future__ import annotations
 
@@ -28,6 +29,10 @@ Bind = Callable[[int, nn.Module], Callable[[Tree], Tree]]
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+# Copies of a layer are made until they take so much: more than a core's share of the caches.
+_COLD_BYTES = 32 << 20
+
+
 @dataclass(frozen=True)
 class LayerMeasurement:
     """One layer on one device, under one micro-batch; see `LayerProfile` for the sizes."""
@@ -50,6 +55,7 @@ def measure_layers(
     slowdown: float = 1.0,
     repeats: int = 5,
     seconds: float = 0.0,
+    clock: Clock | None = None,
 ) -> tuple[list[LayerMeasurement], Tree]:
     """Measure every layer on this device.
 
@@ -63,26 +69,48 @@ def measure_layers(
         repeats: least number of runs of a layer that count, after one run to warm up.
         seconds: least time over which all layers together are measured. A device that is throttled
             shows its sustained speed only over a while.
+        clock: adds up what is spent; None: one of its own.
 
     Returns:
         The measurements, and the output of the last layer (detached).
     """
-    found: dict[Any, LayerMeasurement] = {}
-    outputs: dict[Any, Tree] = {}
-    order, clock = [], Clock(device)
+    kinds: dict[Any, _Kind] = {}
+    order, clock = [], clock or Clock(device)
     activation = map_tensors(lambda t: t.to(device), inputs)
-    with torch.enable_grad():
+    with torch.enable_grad(), forked(device):
         for index, module in enumerate(modules):
             key = _likeness(module, activation)
-            order.append(key)
-            if key not in found:
+            if key not in kinds:
                 runner = _Runner(module, bind, index, activation, device, context)
-                share = seconds / len(modules)
-                found[key] = runner.measure(clock, repeats, share)
-                outputs[key] = runner.output
-            activation = outputs[key]
+                kinds[key] = _Kind(index, activation, *runner.sizes())
+            order.append(kinds[key])
+            activation = kinds[key].output
+        for kind in kinds.values():
+            copies = max(min(order.count(kind), _COLD_BYTES // max(kind.held_bytes, 1)), 1)
+            runners = [
+                _Runner(modules[kind.index], bind, kind.index, kind.inputs, device, context)
+                for _ in range(copies)
+            ]
+            share = seconds * order.count(kind) / len(modules)
+            kind.forward, kind.backward = _time(runners, clock, repeats, share)
     pace = clock.pace() * slowdown
-    return [_scaled(found[key], pace) for key in order], activation
+    return [kind.measurement(pace) for kind in order], activation
+
+
+@dataclass(eq=False)
+class _Kind:
+    """Layers that are alike: the first one's index, what it gets and returns, and what it costs."""
+
+    index: int
+    inputs: Tree
+    output: Tree
+    sizes: tuple[int, int, int, int, int]
+    held_bytes: int
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def measurement(self, pace: float) -> LayerMeasurement:
+        return LayerMeasurement(self.forward * pace, self.backward * pace, *self.sizes)
 
 
 class Clock:
@@ -91,14 +119,14 @@ class Clock:
     longer all took together."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._by_processor = device.type == "cpu" and torch.get_num_threads() == 1
         self._wall = self._counted = 0.0
 
     def now(self) -> tuple[float, float]:
         """Return the time on the wall, and the time that counts."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         wall = time.perf_counter()
         return wall, time.process_time() if self._by_processor else wall
 
@@ -128,29 +156,28 @@ class _Runner:
         replica = _replica(module, device)
         parameters = [p for p in replica.parameters() if p.requires_grad]
         self._stage = Stage([bind(index, replica)], [parameters], index, device, context)
-        self._own = {_storage(t) for t in (*replica.parameters(), *replica.buffers())}
-        self._inputs, self._device = inputs, device
-        self.output: Tree = None
+        self._held = [*replica.parameters(), *replica.buffers()]
+        self._inputs = inputs
+        self._buffer = GradientBuffer()
 
-    def measure(self, clock: Clock, repeats: int, seconds: float) -> LayerMeasurement:
-        with forked(self._device):
-            sizes = self._sizes()
-            forward, backward, start = list[float](), list[float](), time.perf_counter()
-            while len(forward) < repeats or time.perf_counter() - start < seconds:
-                inputs = map_tensors(_copy, self._inputs)
-                begin = clock.now()
-                output = self._stage.forward(0, inputs, 0)
-                middle = clock.now()
-                gradients = _ones(output)
-                resumed = clock.now()
-                self._stage.backward(0, gradients, GradientBuffer(once=True))
-                end = clock.now()
-                forward.append(clock.between(begin, middle))
-                backward.append(clock.between(resumed, end))
-        return LayerMeasurement(_typical(forward), _typical(backward), *sizes)
+    def forward(self, clock: Clock) -> float:
+        """Run the layer forward; return the seconds."""
+        inputs = map_tensors(_copy, self._inputs)
+        begin = clock.now()
+        output = self._stage.forward(0, inputs, 0)
+        spent = clock.between(begin, clock.now())
+        self._gradients = _ones(output)
+        return spent
 
-    def _sizes(self) -> tuple[int, int, int, int, int]:
-        """Run once, to warm up and to see what is kept."""
+    def backward(self, clock: Clock) -> float:
+        """Run it backward, adding to the gradients of before; return the seconds."""
+        begin = clock.now()
+        self._stage.backward(0, self._gradients, self._buffer)
+        return clock.between(begin, clock.now())
+
+    def sizes(self) -> tuple[Tree, tuple[int, int, int, int, int], int]:
+        """Run once, and return the output, detached; the sizes of a `LayerMeasurement`; and what a
+        copy of the layer takes while it is measured."""
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -166,33 +193,39 @@ class _Runner:
             gradients = _ones(output)
             self._stage.backward(0, gradients, buffer)
         entered, left = tensors_of(inputs), tensors_of(output)
-        known = self._own | {_storage(t) for t in (*entered, *left)}
-        self.output = map_tensors(_detached, output)
+        known = {_storage(t) for t in (*self._held, *entered, *left)}
         own = sum(size for storage, size in saved.items() if storage not in known)
         gradient_bytes = sum(_bytes(g) for g in buffer.gradients.values())
         # What backward leaves behind is counted elsewhere: the parameters' gradients.
-        return (
+        sizes = (
             _distinct_bytes(entered),
             _distinct_bytes(left),
             _distinct_bytes([t for t in left if t.requires_grad]),
             own,
             max(live.peak - kept, gradient_bytes),
         )
+        weights = sum(_bytes(t) for t in self._held)
+        held = weights + gradient_bytes + sum(sizes[:4])
+        return map_tensors(_detached, output), sizes, held
 
 
-def _typical(times: Sequence[float]) -> float:
-    return statistics.median(times)
+def _time(
+    runners: Sequence[_Runner], clock: Clock, repeats: int, seconds: float
+) -> tuple[float, float]:
+    """Return the median seconds forward and backward of copies that run one after the other, first
+    all forward and then all backward, as the layers of a stage do."""
 
+    def turn(counting: Clock) -> tuple[list[float], list[float]]:
+        there = [runner.forward(counting) for runner in runners]
+        return there, [runner.backward(counting) for runner in reversed(runners)]
 
-def _scaled(measured: LayerMeasurement, pace: float) -> LayerMeasurement:
-    sizes = (
-        measured.input_bytes,
-        measured.output_bytes,
-        measured.gradient_output_bytes,
-        measured.saved_bytes,
-        measured.workspace_bytes,
-    )
-    return LayerMeasurement(measured.forward * pace, measured.backward * pace, *sizes)
+    turn(Clock(clock.device))  # to warm up
+    forward, backward, start = list[float](), list[float](), time.perf_counter()
+    while len(forward) < repeats or time.perf_counter() - start < seconds:
+        there, back = turn(clock)
+        forward += there
+        backward += back
+    return statistics.median(forward), statistics.median(backward)
 
 
 def _likeness(module: nn.Module, inputs: Tree) -> Any:

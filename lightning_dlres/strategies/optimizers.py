@@ -8,8 +8,9 @@ parameters stepped together must move as each does alone.
 from __future__ import annotations
 
 import copy
+import statistics
 import warnings
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import forked
+from lightning_dlres.pipeline.layers import Clock
 
 _STEPS = 3
 _TRIAL_RATE = 0.1
+_TRIAL_BYTES = 16 << 20
 _NOT_OPTIONS = ("params", "initial_lr", "param_names")
 
 
@@ -125,6 +128,44 @@ def state_ratio(optimizer: Optimizer) -> float:
         # `require_separable` says what is wrong with it.
         return 0.0
     return max(ratios)
+
+
+def update_seconds(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], clock: Clock, repeats: int
+) -> float:
+    """Return the counted seconds that a step takes for every byte of a gradient; 0 where a trial
+    fails.
+
+    Args:
+        optimizer: its kind and the options of its first group are tried.
+        parameters: of whose shapes some are taken, as parameters on the clock's device.
+        clock: what to count with.
+        repeats: number of steps that count.
+    """
+    trial_parameters, size = list[nn.Parameter](), 0
+    for parameter in parameters:
+        if size < _TRIAL_BYTES and parameter.requires_grad:
+            made = torch.full(parameter.shape, 1e-3, dtype=parameter.dtype, device=clock.device)
+            trial_parameters.append(nn.Parameter(made))
+            size += made.numel() * made.element_size()
+    if not size:
+        return 0.0
+    spent = []
+    try:
+        options = _settings(optimizer)[0]
+        kind: Any = type(optimizer)
+        trial = kind([{"params": trial_parameters, **options}], lr=_TRIAL_RATE)
+        for parameter in trial_parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        trial.step()  # makes the state
+        for _ in range(repeats):
+            start = clock.now()
+            trial.step()
+            spent.append(clock.between(start, clock.now()))
+    except Exception:
+        # It is no part of what is planned; `require_separable` says what is wrong with it.
+        return 0.0
+    return statistics.median(spent) / size
 
 
 def _trial(kind: Any, options: dict[str, Any], which: list[int]) -> list[Tensor]:

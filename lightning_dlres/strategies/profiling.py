@@ -13,7 +13,7 @@ import socket
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
@@ -42,11 +43,14 @@ from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.copies import a_copy
 from lightning_dlres.strategies.metrics import MetricStates
-from lightning_dlres.strategies.optimizers import state_ratio
+from lightning_dlres.strategies.optimizers import state_ratio, update_seconds
 from lightning_dlres.strategies.step import LightningStep, SplitBatch, StepContext
 from lightning_dlres.strategies.zeroing import zeroes_every_step
 
 _SHARE_OF_FREE_MEMORY = 0.9
+# Ranks that share a machine measure in turns, several times: what else the machine does for a while
+# then hits all of them, and makes none look like another kind of device.
+_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,25 @@ class ProfileConfig:
                 f"profile: got repeats={self.repeats}, seconds={self.seconds}, expected at least 1 "
                 "and a number that is not negative. Try ProfileConfig()."
             )
+
+
+@dataclass(frozen=True)
+class DeviceMeasurement:
+    """What a run costs on one device.
+
+    Attributes:
+        layers: what each layer costs.
+        loss: seconds of the loss of one micro-batch, forward and backward.
+        loss_bytes: what it needs for a moment.
+        update: seconds that the optimizer takes for a byte of a gradient.
+        pace: by how much time on the wall exceeds that of the processor.
+    """
+
+    layers: list[LayerMeasurement]
+    loss: float
+    loss_bytes: int
+    update: float
+    pace: float
 
 
 class NotMeasured(DlresError):
@@ -182,7 +205,7 @@ class Profiler:
         self,
         samples: ProfileSamples,
         config: ProfileConfig,
-        state_ratio: float,
+        optimizers: Sequence[Optimizer],
         gradient_copies: int,
     ) -> RunProfile:
         """Measure; called by all ranks.
@@ -190,19 +213,20 @@ class Profiler:
         Args:
             samples: the same on all ranks.
             config: see there.
-            state_ratio: bytes of the optimizer's state for every byte of a parameter.
+            optimizers: the run's, for the size of their state and their time.
             gradient_copies: see `StepProfile`.
         """
-        layers, loss = self._measure_in_turn(samples, config)
+        mine = self._measure_in_turn(samples, config, optimizers)
+        layers = mine.layers
         device, connection = self._context.device, self._connection
-        times = [t for layer in layers for t in (layer.forward, layer.backward)]
-        seconds = connection.gather([*times, loss[0]])
+        times = connection.gather([t for layer in layers for t in (layer.forward, layer.backward)])
         hosts = self._everywhere([_host(), _device_name(device), self._limit()])
-        kinds = kinds_of([name for _, name, _ in hosts], [row[:-1] for row in seconds])
-        of_kinds = times_of_kinds(kinds, seconds)
-        powers = powers_of([row[:-1] for row in of_kinds])
-        links, message = self._probe([host for host, _, _ in hosts], layers)
-        messages = times_of_kinds(kinds, connection.gather([message]))
+        kinds = kinds_of([name for _, name, _ in hosts], times)
+        of_kinds = times_of_kinds(kinds, times)
+        powers = powers_of(of_kinds)
+        links, message = self._probe([host for host, _, _ in hosts], layers, mine.pace)
+        others = times_of_kinds(kinds, connection.gather([mine.loss, mine.update, message]))
+        losses, updates, messages = (tuple(column) for column in zip(*others, strict=True))
         cluster = Cluster(
             kinds=tuple(_kind_names(kinds, [name for _, name, _ in hosts], powers)),
             devices=tuple(
@@ -212,42 +236,54 @@ class Profiler:
             links=links,
         )
         step = StepProfile(
-            loss=tuple(row[-1] for row in of_kinds),
-            loss_bytes=loss[1],
-            message=tuple(row[0] for row in messages),
-            state_bytes_per_parameter_byte=state_ratio,
+            loss=losses,
+            loss_bytes=mine.loss_bytes,
+            message=messages,
+            update=updates,
+            state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
             gradient_copies=gradient_copies,
         )
         return RunProfile(
-            layer_profiles(self._context.pipelined.layers, layers, [row[:-1] for row in of_kinds]),
+            layer_profiles(self._context.pipelined.layers, layers, of_kinds),
             step,
             cluster,
             samples.microbatches,
         )
 
     def _measure_in_turn(
-        self, samples: ProfileSamples, config: ProfileConfig
-    ) -> tuple[list[LayerMeasurement], tuple[float, int]]:
+        self, samples: ProfileSamples, config: ProfileConfig, optimizers: Sequence[Optimizer]
+    ) -> DeviceMeasurement:
         connection, device = self._connection, self._context.device
-        found: tuple[list[LayerMeasurement], tuple[float, int]] | None = None
+        rounds = min(_ROUNDS, config.repeats)
+        share = replace(
+            config, repeats=-(-config.repeats // rounds), seconds=config.seconds / rounds
+        )
+        found: list[DeviceMeasurement] = []
         reason: str | None = None
-        for turn in range(connection.world_size):
+        for turn in range(connection.world_size * rounds):
             # CPU ranks may share cores: one at a time. Other devices are their ranks' own.
-            if turn == (connection.rank if device.type == "cpu" else 0):
+            place = turn % connection.world_size
+            if place == (connection.rank if device.type == "cpu" else 0) and reason is None:
                 try:
-                    found = measure(
-                        self._context, samples, config, self._layer_context, self._slowdown
+                    found.append(
+                        measure(
+                            self._context,
+                            samples,
+                            share,
+                            self._layer_context,
+                            optimizers,
+                            self._slowdown,
+                        )
                     )
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}"
             connection.any_rank(False)
-        if connection.any_rank(found is None):
+        if connection.any_rank(reason is not None):
             raise NotMeasured(next(filter(None, self._everywhere(reason))))
-        assert found is not None
-        return found
+        return _typical(found)
 
     def _probe(
-        self, hosts: list[str], layers: Sequence[LayerMeasurement]
+        self, hosts: list[str], layers: Sequence[LayerMeasurement], pace: float
     ) -> tuple[tuple[Link, ...], float]:
         mailbox = self._connection.mailbox
         size = sorted(layer.output_bytes for layer in layers)[len(layers) // 2]
@@ -255,7 +291,7 @@ class Profiler:
         for a, b in pairs_to_measure(hosts):
             found = probe(mailbox, a, b, size)
             if found is not None:
-                message = max(message, found.message)
+                message = max(message, found.message * pace)
             told = [found.link.latency, found.link.bytes_per_second] if found is not None else None
             latency, bandwidth = self._connection.broadcast(told, a)
             links.append(Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth))
@@ -302,13 +338,14 @@ def profile_here(
     precision = trainer.precision_plugin.train_step_context
     context = StepContext(module, pipelined, MetricStates(module), device, precision, split_batch)
     samples = read_samples(trainer, context, config, microbatches)
-    layers, loss = measure(context, samples, config, precision)
+    found = measure(context, samples, config, precision, trainer.optimizers)
+    layers = found.layers
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
-    state = max((state_ratio(optimizer) for optimizer in trainer.optimizers), default=0.0)
     step = StepProfile(
-        loss=tuple(loss[0] * factor for factor in factors),
-        loss_bytes=loss[1],
-        state_bytes_per_parameter_byte=state,
+        loss=tuple(found.loss * factor for factor in factors),
+        loss_bytes=found.loss_bytes,
+        update=tuple(found.update * factor for factor in factors),
+        state_bytes_per_parameter_byte=max(map(state_ratio, trainer.optimizers), default=0.0),
         gradient_copies=1 if zeroes_every_step(trainer, module) else 2,
     )
     return RunProfile(
@@ -321,10 +358,11 @@ def measure(
     samples: ProfileSamples,
     config: ProfileConfig,
     layer_context: Callable[[], AbstractContextManager[Any]],
+    optimizers: Sequence[Optimizer] = (),
     slowdown: float = 1.0,
-) -> tuple[list[LayerMeasurement], tuple[float, int]]:
-    """Return what the layers cost on this device, and the seconds and bytes of the loss."""
-    runs, loss = [], (0.0, 0)
+) -> DeviceMeasurement:
+    """Return what the layers, the loss and the optimizer cost on this device."""
+    clock, runs, losses = Clock(context.device), [], []
     count = len(samples.inputs)
     for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
         layers, output = measure_layers(
@@ -336,17 +374,49 @@ def measure(
             slowdown,
             -(-config.repeats // count),
             config.seconds / count,
+            clock,
         )
         runs.append(layers)
-        loss = max(loss, _measure_loss(context, batch, output, config.repeats, slowdown))
-    return [_mean(list(alike)) for alike in zip(*runs, strict=True)], loss
+        losses.append(_measure_loss(context, batch, output, config.repeats))
+    pace = clock.pace()
+    weights = [p for module in context.pipelined.layers.modules for p in module.parameters()]
+    update = max(
+        (update_seconds(optimizer, weights, clock, config.repeats) for optimizer in optimizers),
+        default=0.0,
+    )
+    return DeviceMeasurement(
+        [_mean(list(alike)) for alike in zip(*runs, strict=True)],
+        statistics.fmean(seconds for seconds, _ in losses) * pace * slowdown,
+        max(nbytes for _, nbytes in losses),
+        update * pace,
+        pace,
+    )
+
+
+def _typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
+    """Return the median of every time."""
+    layers = [
+        replace(
+            alike[0],
+            forward=statistics.median(layer.forward for layer in alike),
+            backward=statistics.median(layer.backward for layer in alike),
+        )
+        for alike in zip(*(found.layers for found in rounds), strict=True)
+    ]
+    return DeviceMeasurement(
+        layers,
+        statistics.median(found.loss for found in rounds),
+        max(found.loss_bytes for found in rounds),
+        statistics.median(found.update for found in rounds),
+        statistics.median(found.pace for found in rounds),
+    )
 
 
 def _measure_loss(
-    context: StepContext, batch: Any, output: Tree, repeats: int, slowdown: float
+    context: StepContext, batch: Any, output: Tree, repeats: int
 ) -> tuple[float, int]:
-    """Return the seconds of the step from the module's call on, forward and backward, and the bytes
-    that it needs; zeros where user code cannot be run outside of training."""
+    """Return the counted seconds of the step from the module's call on, forward and backward, and
+    the bytes that it needs; zeros where user code cannot be run outside of training."""
     clock, saved = Clock(context.device), rng.snapshot(context.device)
     takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
     args = (batch, 0) if takes_index else (batch,)
@@ -377,7 +447,7 @@ def _measure_loss(
         return 0.0, 0
     finally:
         rng.restore(saved, context.device)
-    return statistics.median(spent) * clock.pace() * slowdown, live.peak
+    return statistics.median(spent), live.peak
 
 
 def layer_profiles(

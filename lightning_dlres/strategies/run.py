@@ -47,7 +47,6 @@ from lightning_dlres.strategies.optimizers import (
     require_owned,
     require_separable,
     set_state_device,
-    state_ratio,
 )
 from lightning_dlres.strategies.options import PipeOptions
 from lightning_dlres.strategies.planning import (
@@ -104,7 +103,7 @@ class PipelineRun:
         self._device, self._tracer = device, tracer
         self._slowdown = options.slowdown(connection.rank, connection.world_size)
         self.step_context: ContextFactory = nullcontext
-        self._state_ratio = 0.0
+        self._optimizers: Sequence[Optimizer] = ()
         self.pipelined = find_pipelined_module(module, options.module)
         self._layers = self.pipelined.layers
         self._undo = ExitStack()
@@ -119,7 +118,7 @@ class PipelineRun:
         self, trainer: Trainer, previous: PipelinePlan | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Plan, and leave on this rank what its stage holds; called by all ranks."""
-        self._state_ratio = max((state_ratio(o) for o in optimizers), default=0.0)
+        self._optimizers = optimizers
         self.step_context = self._precision.train_step_context
         self.plan = self._make_plan(trainer, previous)
         if self.plan != previous:
@@ -345,7 +344,7 @@ class PipelineRun:
         profiler = Profiler(self._context, connection, self._slowdown, limit, self._current_context)
         try:
             copies = 1 if zeroes_every_step(trainer, self.module) else 2
-            return profiler.run(samples, options.profile, self._state_ratio, copies)
+            return profiler.run(samples, options.profile, self._optimizers, copies)
         except NotMeasured as error:
             self._say_why_by_bytes(str(error))
             return None
