@@ -29,6 +29,10 @@ from tests.pool import RankPool, python_environ
 MARK = "DLRES_TEST_SCRIPT"
 LINE_POLL_SECONDS = 0.05
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs so, and whatever these start inherits it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,10 +16,13 @@ from torch.utils import _python_dispatch
 def hooks_suspended(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Keep hooks on parameters from firing meanwhile.
 
-    A hook expects the gradient of the whole batch, once. `torch.autograd.grad` would call it for
-    the part of every micro-batch, and there is no public way to leave hooks out.
+    A hook expects the gradient of the whole batch, once. Backward would call it for the part of
+    every micro-batch, and there is no public way to leave hooks out.
     """
-    saved = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    parameters = list(parameters)
+    tables = [p._backward_hooks for p in parameters]
+    tables += [p._post_accumulate_grad_hooks for p in parameters]
+    saved = [(table, dict(table)) for table in tables if table]
     for hooks, _ in saved:
         hooks.clear()
     try:

@@ -189,7 +189,7 @@ class _Runner:
         with live:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 output = self._stage.forward(0, inputs, 0)
-            kept, buffer = live.now, GradientBuffer(once=True)
+            kept, buffer = live.now, GradientBuffer()
             gradients = _ones(output)
             self._stage.backward(0, gradients, buffer)
         entered, left = tensors_of(inputs), tensors_of(output)

@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<I")
 _BYE = 0
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 0.5
-_REASON_SECONDS = 0.3
+_REASON_SECONDS = 1.0
 
 
 class Channel(IntEnum):

@@ -1,9 +1,9 @@
 """One stage: its layers forward and backward, one micro-batch at a time.
 
-Every layer gets an autograd graph of its own, cut at the layer's inputs. So backward walks the
-layers one by one, the gradients of a layer are final (and can be synchronised) before the layer
-below has started, and a layer is the unit of whatever is decided later: profile, recomputation,
-offload.
+Layers run in *runs* of consecutive ones, each with an autograd graph of its own that is cut at its
+inputs. A run is one layer where something must happen between layers: its gradients are
+synchronised while the layers below go backward, or it is recomputed. Otherwise it is as many layers
+as there are, since every cut takes a tenth of a millisecond or two, for each micro-batch.
 
 A layer that is recomputed (Method E, E8) keeps its inputs only. Before its backward it runs again,
 with the random state and the buffers that it had, so that the gradients are the same to the bit.
@@ -11,9 +11,10 @@ with the random state and the buffers that it had, so that the gradients are the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ Gradients = dict[nn.Parameter, Tensor]
 
 @dataclass
 class _Record:
-    """What one layer keeps between its forward and its backward: leaves in, outputs with their
+    """What a run keeps between its forward and its backward: leaves in, outputs with their
     graph. Without outputs it must be recomputed first."""
 
     structure: Structure
@@ -62,27 +63,33 @@ def enter_inplace_safe(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 class GradientBuffer:
     """Sums gradients over micro-batches, and never writes into a tensor that autograd may share
-    with another parameter.
+    with another parameter."""
 
-    Args:
-        once: whether every parameter gets one gradient only, which then needs no copy. A copy at
-            the start keeps at most two tensors of a parameter's size alive at a time; adding into a
-            new tensor would keep three.
-    """
-
-    def __init__(self, once: bool = False) -> None:
+    def __init__(self) -> None:
         self.gradients: Gradients = {}
-        self._once = once
         self._ours: set[nn.Parameter] = set()
+
+    @contextmanager
+    def lent(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside of it, the sums are the parameters' `.grad`, so that autograd adds to them as soon
+        as it has a gradient, one at a time; what `.grad` was comes back afterwards."""
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = self.gradients.get(parameter)
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                if parameter.grad is not None:
+                    self.gradients[parameter] = parameter.grad
+                    self._ours.add(parameter)
+                parameter.grad = gradient
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the parameter's sum."""
         total = self.gradients.get(parameter)
         if total is None:
-            copied = not self._once and not gradient.is_sparse
-            self.gradients[parameter] = gradient.clone() if copied else gradient
-            if copied:
-                self._ours.add(parameter)
+            self.gradients[parameter] = gradient
         elif parameter in self._ours and not gradient.is_sparse:
             total.add_(gradient)
         else:
@@ -102,6 +109,7 @@ class Stage:
         device: where the stage computes.
         context: entered around every forward (mixed precision).
         recomputed: the layers' modules that are recomputed, by position in this stage.
+        by_layer: whether gradients are wanted layer by layer.
     """
 
     def __init__(
@@ -112,13 +120,15 @@ class Stage:
         device: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
         recomputed: Mapping[int, nn.Module] | None = None,
+        by_layer: bool = False,
     ) -> None:
         self._layers = layers
-        self.set_parameters(parameters)
         self._first_layer = first_layer
         self._device = device
         self._context = context
         self._recomputed = dict(recomputed or {})
+        self._by_layer = by_layer
+        self.set_parameters(parameters)
         self._works_in_place: dict[int, bool] = {}
         self._buffers: dict[int, BufferStates] = {}
         self._records: dict[int, list[_Record]] = {}
@@ -127,7 +137,14 @@ class Stage:
     def set_parameters(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
         """Say which parameters of every layer need a gradient."""
         self.parameters = list(dict.fromkeys(p for some in parameters for p in some))
-        self._parameters = parameters
+        # A tied parameter's gradients are added in one order, whatever is recomputed.
+        tied = sum(len(set(some)) for some in parameters) > len(self.parameters)
+        cut = set(range(len(parameters)) if self._by_layer or tied else self._recomputed)
+        self._runs = _runs(len(parameters), cut)
+        self._run_parameters = [
+            list(dict.fromkeys(p for position in run for p in parameters[position]))
+            for run in self._runs
+        ]
 
     @property
     def recomputes(self) -> bool:
@@ -150,14 +167,14 @@ class Stage:
         """
         records = []
         with forked(self._device), self._context():
-            for position, layer in enumerate(self._layers):
-                self._seed(seed, microbatch, position)
-                if keep:
-                    call = self._call_lightly if position in self._recomputed else self._call
-                    inputs, record = call(position, inputs)
-                    records.append(record)
-                else:
-                    inputs = layer(inputs)
+            for run in self._runs:
+                if not keep:
+                    inputs = self._through(run, inputs, seed, microbatch)
+                    continue
+                light = run.start in self._recomputed
+                call = self._call_lightly if light else self._call
+                inputs, record = call(run, inputs, seed, microbatch)
+                records.append(record)
         if keep:
             self._records[microbatch], self._seeds[microbatch] = records, seed
         return inputs
@@ -166,10 +183,12 @@ class Stage:
         """Run the layers again that kept their inputs only."""
         seed = self._seeds[microbatch]
         with forked(self._device), self._context():
-            for position, record in enumerate(self._records[microbatch]):
+            for run, record in zip(self._runs, self._records[microbatch], strict=True):
                 if record.outputs is None:
-                    self._seed(seed, microbatch, position)
-                    self._run_again(position, record)
+                    with with_buffers(record.buffers):
+                        entered = _entered(record.structure, record.inputs)
+                        outputs = self._through(run, entered, seed, microbatch)
+                    _, record.outputs = flatten(outputs)
 
     def backward(
         self,
@@ -185,17 +204,19 @@ class Stage:
             microbatch: the index given to `forward`.
             gradients: one per output tensor; None where nothing flows back.
             buffer: gets the parameter gradients.
-            layer_done: called with the layer's position in this stage when its parameter gradients
-                are in the buffer.
+            layer_done: called with a layer's position in this stage when its parameter gradients,
+                and those of the layers above, are in the buffer.
         """
         if any(record.outputs is None for record in self._records[microbatch]):
             self.recompute(microbatch)
         records = self._records.pop(microbatch)
         del self._seeds[microbatch]
-        for position in reversed(range(len(records))):
-            gradients = _backward(records.pop(), gradients, self._parameters[position], buffer)
+        for run, parameters in zip(
+            reversed(self._runs), reversed(self._run_parameters), strict=True
+        ):
+            gradients = _backward(records.pop(), gradients, parameters, buffer)
             if layer_done is not None:
-                layer_done(position)
+                layer_done(run.start)
         return list(gradients)
 
     def forget(self) -> None:
@@ -206,17 +227,26 @@ class Stage:
     def _seed(self, seed: int, microbatch: int, position: int) -> None:
         seed_device(derive_seed(seed, microbatch, self._first_layer + position), self._device)
 
-    def _call(self, position: int, inputs: Tree) -> tuple[Tree, _Record]:
+    def _through(self, run: range, inputs: Tree, seed: int, microbatch: int) -> Tree:
+        for position in run:
+            self._seed(seed, microbatch, position)
+            inputs = self._layers[position](inputs)
+        return inputs
+
+    def _call(self, run: range, inputs: Tree, seed: int, microbatch: int) -> tuple[Tree, _Record]:
         structure, tensors = flatten(inputs)
         leaves = [_leaf(tensor) for tensor in tensors]
-        outputs = self._layers[position](_entered(structure, leaves))
+        outputs = self._through(run, _entered(structure, leaves), seed, microbatch)
         out_structure, out_tensors = flatten(outputs)
         passed = unflatten(out_structure, [_passed(tensor) for tensor in out_tensors])
         return passed, _Record(structure, leaves, out_tensors, [])
 
-    def _call_lightly(self, position: int, inputs: Tree) -> tuple[Tree, _Record]:
+    def _call_lightly(
+        self, run: range, inputs: Tree, seed: int, microbatch: int
+    ) -> tuple[Tree, _Record]:
         """Call a layer, and keep what it takes to call it again. The graph is made nevertheless,
         since it tells which outputs need a gradient, and given up at once."""
+        position = run.start
         structure, tensors = flatten(inputs)
         leaves = [_leaf(tensor) for tensor in tensors]
         given = leaves
@@ -224,7 +254,7 @@ class Stage:
             given = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
         buffers = snapshot_buffers(self._recomputed[position], self._buffers.get(position, []))
         self._buffers[position] = buffers
-        outputs = self._layers[position](_entered(structure, given))
+        outputs = self._through(run, _entered(structure, given), seed, microbatch)
         if position not in self._works_in_place:
             self._works_in_place[position] = not all(
                 torch.equal(a, b) for a, b in zip(given, leaves, strict=True)
@@ -233,10 +263,11 @@ class Stage:
         passed = unflatten(out_structure, [_passed(tensor) for tensor in out_tensors])
         return passed, _Record(structure, leaves, None, buffers)
 
-    def _run_again(self, position: int, record: _Record) -> None:
-        with with_buffers(record.buffers):
-            outputs = self._layers[position](_entered(record.structure, record.inputs))
-        _, record.outputs = flatten(outputs)
+
+def _runs(count: int, cut: Collection[int]) -> list[range]:
+    """Return the runs of so many layers, of which some stand alone."""
+    starts = [i for i in range(count) if i in cut or i == 0 or i - 1 in cut]
+    return [range(a, b) for a, b in pairwise([*starts, count])]
 
 
 def _passed(tensor: Tensor) -> Tensor:
@@ -273,9 +304,6 @@ def _backward(
     if not flowing or not (wanted or parameters):
         return [None] * len(record.inputs)
     outputs, grads = zip(*flowing, strict=True)
-    results = torch.autograd.grad(outputs, [*wanted, *parameters], grads, allow_unused=True)
-    for parameter, gradient in zip(parameters, results[len(wanted) :], strict=True):
-        if gradient is not None:
-            buffer.add(parameter, gradient)
-    found = iter(results[: len(wanted)])
-    return [next(found) if leaf.requires_grad else None for leaf in record.inputs]
+    with buffer.lent(parameters):
+        torch.autograd.backward(outputs, grads, inputs=[*wanted, *parameters])
+    return [leaf.grad for leaf in record.inputs]

@@ -70,7 +70,7 @@ class TrainingStep:
         self.runtime, self.user, self.schedule = runtime, user, schedule
         self.seed, self.scale = seed, scale
         self.stage, self.sync = runtime.stage, runtime.sync
-        self.buffer = GradientBuffer(once=True)
+        self.buffer = GradientBuffer()
         self.inputs: dict[int, Tree] = {}
         self.outputs: dict[int, Tree] = {}
         self.gradients: dict[int, Sequence[Tensor | None]] = {}
@@ -99,7 +99,6 @@ class TrainingStep:
         whole = self.user.module_inputs() if runtime.is_first else None
         self.sizes = runtime.announce(whole, batch_digest)
         self.own = share(len(self.sizes), len(plan.machines), runtime.machine)
-        self.buffer = GradientBuffer(once=len(self.own) == 1)
         if runtime.is_first:
             parts = cut(whole, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}

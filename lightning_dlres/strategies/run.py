@@ -182,6 +182,7 @@ class PipelineRun:
             self._device,
             self._current_context,
             {p: modules[p] for p, layer in enumerate(indices) if layer in plan.recompute},
+            by_layer=len(plan.machines) > 1,
         )
         waiting = (options.timeout, connection.check)
 

@@ -154,7 +154,7 @@ def test_gradients_that_are_missing(pool: RankPool, skip: set[tuple[int, str]]) 
 def alone(context: RankContext) -> None:
     model = Model()
     sync, held, tracer = make_sync(context, model, PipelinePlan(machines=((0,),), split=(4,)))
-    buffer = GradientBuffer(once=True)
+    buffer = GradientBuffer()
     sent = {p: torch.ones_like(p) for p in held}
     for p, g in sent.items():
         buffer.add(p, g)
@@ -200,7 +200,7 @@ def overlap(context: RankContext) -> dict[int, tuple[int, int, int]]:
 
         return Look.apply(layers[0](x))
 
-    stage = Stage([lowest, *layers[1:]], parameters, 0, CPU, nullcontext)
+    stage = Stage([lowest, *layers[1:]], parameters, 0, CPU, nullcontext, by_layer=True)
     stage.forward(0, torch.randn(4, 8), 1)
     buffer = GradientBuffer()
     done = lambda position: sync.layer_done(position, buffer)  # noqa: E731

@@ -147,11 +147,14 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def stages_of(layers: Sequence[nn.Module], split: Sequence[int]) -> list[Stage]:
+def stages_of(
+    layers: Sequence[nn.Module], split: Sequence[int], by_layer: bool = False
+) -> list[Stage]:
     stages, first = [], 0
     for count in split:
         own = layers[first : first + count]
-        stages.append(Stage(own, [trainable(layer) for layer in own], first, CPU, nullcontext))
+        parameters = [trainable(layer) for layer in own]
+        stages.append(Stage(own, parameters, first, CPU, nullcontext, by_layer=by_layer))
         first += count
     return stages
 
@@ -259,9 +262,25 @@ def test_micro_batches_may_be_in_flight_together() -> None:
     assert stage.in_flight == 0
 
 
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_one_graph_or_one_for_each_layer(name: str) -> None:
+    found = []
+    for by_layer in (False, True):
+        layers = make(name)
+        (stage,), buffer = stages_of(layers, (len(layers),), by_layer), GradientBuffer()
+        for microbatch in range(3):
+            output = stage.forward(microbatch, torch.randn(2, 6), SEED)
+            gradients = [torch.ones_like(t) for t in tensors_of(output)]
+            stage.backward(microbatch, gradients, buffer)
+        found.append([buffer.gradients.get(p) for p in layers.parameters()])
+    for one, each in zip(*found, strict=True):
+        assert (one is None) == (each is None)
+        assert one is None or torch.equal(one, each)
+
+
 def test_layers_report_from_the_last_to_the_first_with_their_gradients_final() -> None:
     layers = make("trees")
-    (stage,), buffer = stages_of(layers, (4,)), GradientBuffer()
+    (stage,), buffer = stages_of(layers, (4,), by_layer=True), GradientBuffer()
     stage.forward(0, torch.randn(2, 6), SEED)
     seen: list[tuple[int, int]] = []
     stage.backward(

@@ -55,7 +55,7 @@ def measured(spans: Spans, warm_up: int = 2) -> Measurement:
 
 
 @given(seed=st.integers(0, 10_000), stages=st.integers(1, 3), count=st.integers(1, 2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: int) -> None:
     random = Random(seed)
     workload = small_workload(random, stages=stages, machines=count)
@@ -64,6 +64,8 @@ def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: 
     timeline = simulate(workload, split, recompute)
     assume(any(a.name == "forward" for a in timeline.activities))
     assume(all(a.end - a.start > 1e-6 for a in timeline.activities))
+    # What takes no time is no activity; a run without messages up the stages has none down them.
+    assume(stages == 1 or any(a.name == "activation" for a in timeline.activities))
     spans = empty(workload.machines)
     for batch in range(3):
         start = 50.0 + (timeline.step_seconds + 1.0) * batch
