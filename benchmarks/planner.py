@@ -71,7 +71,7 @@ def room_for_start(workload: Workload, room: float) -> list[int]:
     limits = {}
     for stage, layers in enumerate(layer_ranges(start_split(workload))):
         helps = [i for i in layers if workload.freed_by_recompute(stage, layers, i) > 0]
-        least, most = (workload.peak_bytes(stage, layers, again) for again in (helps, ()))
+        least, most = (workload.bound_bytes(stage, layers, again) for again in (helps, ()))
         limits[workload.machines[0][stage]] = least + round(room * (most - least))
     return [limits[rank] for rank in sorted(limits)]
 

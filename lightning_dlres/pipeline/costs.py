@@ -153,8 +153,25 @@ class Workload:
 
     def peak_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
         """Return the most bytes that a stage holds at a time: weights, gradients, the optimizer's
-        state, the batch, what micro-batches in flight keep, and what backward needs for a
-        moment."""
+        state, the batch, what micro-batches in flight keep, and what backward needs for a moment.
+
+        Under GPipe a layer's first gradient comes while all micro-batches are in flight; from the
+        second on there are two of it, but fewer micro-batches."""
+        bound = self.bound_bytes(stage, layers, recomputed)
+        count = self.in_flight(stage)
+        if self.schedule != "gpipe":
+            return bound
+        last, loss = stage == self.stages - 1, self.microbatches * self.step.loss_bytes
+        kept, again = self.kept_bytes(stage, layers, recomputed)
+        held = bound - self._workspace(layers) - count * kept - again - (loss if last else 0)
+        output = self.layers[layers[-1]].gradient_output_bytes if last else 0
+        first = count * (kept + output) + again + self._workspace(layers, first=True)
+        later = (count - 1) * (kept + output) + again + self._workspace(layers)
+        return min(bound, held + max(first, later, count * kept + loss if last else 0))
+
+    def bound_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
+        """Return a bound of `peak_bytes` to which every layer that is recomputed adds or takes a
+        number of its own; the planner keeps it within the limit."""
         held = [self.layers[index] for index in layers]
         static = self.static_bytes(layers)
         if stage > 0:
@@ -164,7 +181,12 @@ class Workload:
         elif self.schedule == "gpipe":
             static += self.microbatches * self.step.loss_bytes
         count = self.in_flight(stage)
-        kept = 0 if stage == 0 else held[0].input_bytes
+        kept, again = self.kept_bytes(stage, layers, recomputed)
+        return max(static + count * kept + again, self.check_bytes(stage, layers))
+
+    def kept_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> tuple[int, int]:
+        """Return what a micro-batch in flight keeps, and what recomputing adds to one of them."""
+        kept = 0 if stage == 0 else self.layers[layers[0]].input_bytes
         again = 0
         for index in layers:
             layer, is_last = self.layers[index], index == layers[-1]
@@ -173,7 +195,7 @@ class Workload:
             else:
                 kept += 0 if is_last else layer.output_bytes
                 again += layer.saved_bytes + layer.output_bytes
-        return max(static + count * kept + again, self.check_bytes(stage, layers))
+        return kept, again
 
     def check_bytes(self, stage: int, layers: range) -> int:
         """Return what a last stage holds while it checks that the loss of the whole batch is the
@@ -184,22 +206,28 @@ class Workload:
         return self.resident_bytes(layers) + self.microbatches * loss
 
     def freed_by_recompute(self, stage: int, layers: range, index: int) -> int:
-        """Return by how many bytes the peak falls if the stage recomputes this layer."""
+        """Return by how many bytes the bound falls if the stage recomputes this layer."""
         layer, count = self.layers[index], self.in_flight(stage)
         kept = layer.saved_bytes + (layer.output_bytes if index == layers[-1] else 0)
         return count * kept - layer.saved_bytes - layer.output_bytes
 
     def static_bytes(self, layers: range) -> int:
         """Return the bytes that do not depend on how many micro-batches are in flight."""
+        return self.resident_bytes(layers) + self._workspace(layers)
+
+    def _workspace(self, layers: range, first: bool = False) -> int:
+        """Return what backward, or the loss, needs for a moment: in the first backward of a step
+        the gradients that it makes are the ones that stay."""
         # While a layer goes backward, what those above it kept is gone.
         workspace, gone = 0, 0
         for index in reversed(layers):
             layer = self.layers[index]
-            workspace = max(workspace, layer.workspace_bytes - gone)
+            made = layer.gradient_bytes if first else 0
+            workspace = max(workspace, layer.workspace_bytes - made - gone)
             gone += layer.saved_bytes + layer.output_bytes
-        if layers.stop == len(self.layers):
+        if layers.stop == len(self.layers) and not first:
             workspace = max(workspace, self.step.loss_bytes)
-        return self.resident_bytes(layers) + workspace
+        return workspace
 
     def resident_bytes(self, layers: range) -> int:
         """Return the bytes that are held all the time: weights, gradients, the optimizer's state

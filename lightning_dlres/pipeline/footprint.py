@@ -1,7 +1,7 @@
 """What memory demands of every run of layers at once: how little of it could do, and how long must
 be recomputed to meet the limit.
 
-The sums of `Workload.peak_bytes` as matrices over (first, stop), since the planner asks about
+The sums of `Workload.bound_bytes` as matrices over (first, stop), since the planner asks about
 thousands of runs: they tell in milliseconds where none fits."""
 
 from __future__ import annotations

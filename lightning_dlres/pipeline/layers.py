@@ -212,7 +212,7 @@ class _Runner:
 def _time(
     runners: Sequence[_Runner], clock: Clock, repeats: int, seconds: float
 ) -> tuple[float, float]:
-    """Return the median seconds forward and backward of copies that run one after the other, first
+    """Return the mean seconds forward and backward of copies that run one after the other, first
     all forward and then all backward, as the layers of a stage do."""
 
     def turn(counting: Clock) -> tuple[list[float], list[float]]:
@@ -225,7 +225,8 @@ def _time(
         there, back = turn(clock)
         forward += there
         backward += back
-    return statistics.median(forward), statistics.median(backward)
+    # Not medians: what a throttled processor loses with every pause is in the longest runs only.
+    return statistics.fmean(forward), statistics.fmean(backward)
 
 
 def _likeness(module: nn.Module, inputs: Tree) -> Any:

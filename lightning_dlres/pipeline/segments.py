@@ -153,7 +153,7 @@ class Segments:
         """Return what recomputing each layer frees, and how much has to be freed."""
         workload = self.workload
         freed = [workload.freed_by_recompute(stage, layers, index) for index in layers]
-        return freed, workload.peak_bytes(stage, layers, ()) - (workload.limit(stage) or 0)
+        return freed, workload.bound_bytes(stage, layers, ()) - (workload.limit(stage) or 0)
 
     def _make(self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]) -> Segment:
         layers, workload = range(first, stop), self.workload
@@ -185,7 +185,7 @@ class Segments:
         workload = self.workload
         limit = workload.limit(stage)
         everything = tuple(layers) if workload.recompute == "always" else ()
-        if limit is None or workload.peak_bytes(stage, layers, everything) <= limit:
+        if limit is None or workload.bound_bytes(stage, layers, everything) <= limit:
             return everything
         if workload.recompute != "auto":
             return None

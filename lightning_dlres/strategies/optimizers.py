@@ -165,7 +165,7 @@ def update_seconds(
     except Exception:
         # It is no part of what is planned; `require_separable` says what is wrong with it.
         return 0.0
-    return statistics.median(spent) / size
+    return statistics.fmean(spent) / size
 
 
 def _trial(kind: Any, options: dict[str, Any], which: list[int]) -> list[Tensor]:

@@ -447,7 +447,7 @@ def _measure_loss(
         return 0.0, 0
     finally:
         rng.restore(saved, context.device)
-    return statistics.median(spent), live.peak
+    return statistics.fmean(spent), live.peak
 
 
 def layer_profiles(

@@ -69,7 +69,7 @@ def fitting(workload: Workload, stage: int, layers: range) -> list[tuple[int, ..
     for chosen in choices(workload, layers):
         if any(set(less) <= set(chosen) for less in found):
             continue
-        if limit is None or workload.peak_bytes(stage, layers, chosen) <= limit:
+        if limit is None or workload.bound_bytes(stage, layers, chosen) <= limit:
             found.append(chosen)
     return found
 
@@ -90,7 +90,7 @@ def least_memory(workload: Workload, stages: int) -> int:
     arranged = next(orders(workload, stages))
     return min(
         max(
-            min(arranged.peak_bytes(stage, layers, chosen) for chosen in choices(arranged, layers))
+            min(arranged.bound_bytes(stage, layers, chosen) for chosen in choices(arranged, layers))
             for stage, layers in enumerate(layer_ranges(split))
         )
         for split in splits(arranged)

@@ -398,7 +398,12 @@ class TestMemory:
         # The loss needs more for a moment; one micro-batch and its input.
         assert workload.peak_bytes(1, range(2, 4), ()) == static + 4 + 5 + 5 + 2 * 37
         gpipe = replace(workload, schedule="gpipe")
-        assert gpipe.peak_bytes(1, range(2, 4), ()) == static + 4 + 5 + 3 * 17 + 3 * (5 + 2 * 37)
+        bound = static + 4 + 5 + 3 * 17 + 3 * (5 + 2 * 37)
+        assert gpipe.bound_bytes(1, range(2, 4), ()) == bound
+        # Backward needs nothing more while the loss does.
+        assert gpipe.peak_bytes(1, range(2, 4), ()) == bound - 17
+        # Two gradients of a layer, or one more micro-batch.
+        assert gpipe.peak_bytes(0, range(2), ()) == static - 13 + 11 + 3 * 2 * 37
         # The check of the loss: all outputs, and what the loss of all needs.
         large = replace(workload, step=msgspec.structs.replace(step, loss_bytes=170))
         assert large.peak_bytes(1, range(2, 4), ()) == static - 13 + 3 * (7 + 170)
@@ -425,8 +430,9 @@ class TestMemory:
         recompute = set(random_recompute(random, workload))
         for stage, layers in enumerate(layer_ranges(random_split(random, workload))):
             for index in layers:
-                less = workload.peak_bytes(stage, layers, recompute | {index})
-                more = workload.peak_bytes(stage, layers, recompute - {index})
+                less = workload.bound_bytes(stage, layers, recompute | {index})
+                more = workload.bound_bytes(stage, layers, recompute - {index})
+                assert less >= workload.peak_bytes(stage, layers, recompute | {index})
                 # The check of the loss keeps nothing for backward.
                 if min(less, more) > workload.check_bytes(stage, layers):
                     assert more - less == workload.freed_by_recompute(stage, layers, index)
