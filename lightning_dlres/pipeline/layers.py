@@ -116,10 +116,11 @@ class _Kind:
 class Clock:
     """Seconds of computing. On a CPU that is shared or throttled, a short run may see no pause at
     all and a long one several: processor time is measured for each layer, and stretched by how much
-    longer all took together."""
+    longer all took together, if `paced`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, paced: bool = True) -> None:
         self.device = device
+        self._paced = paced
         self._by_processor = device.type == "cpu" and torch.get_num_threads() == 1
         self._wall = self._counted = 0.0
 
@@ -138,7 +139,8 @@ class Clock:
 
     def pace(self) -> float:
         """Return by how much the counted seconds must be stretched."""
-        return max(self._wall / self._counted, 1.0) if self._counted > 0 else 1.0
+        known = self._paced and self._counted > 0
+        return max(self._wall / self._counted, 1.0) if known else 1.0
 
 
 class _Runner:

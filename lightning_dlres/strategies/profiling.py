@@ -48,8 +48,8 @@ from lightning_dlres.strategies.step import LightningStep, SplitBatch, StepConte
 from lightning_dlres.strategies.zeroing import zeroes_every_step
 
 _SHARE_OF_FREE_MEMORY = 0.9
-# Ranks that share a machine measure in turns, several times: what else the machine does for a while
-# then hits all of them, and makes none look like another kind of device.
+# All ranks measure at once, as they will train: ranks of one machine share its caches and memory.
+# Several times, since what else a machine does for a while must not make a device look slow.
 _ROUNDS = 5
 
 
@@ -184,7 +184,7 @@ class Profiler:
     Args:
         context: what all steps share.
         connection: the ranks.
-        slowdown: factor of an emulated slower device.
+        slowdown: factor of an emulated slower device; None where nothing is emulated.
         memory_limit: bytes that this rank's device may hold; None finds it.
         layer_context: entered around every forward (mixed precision).
     """
@@ -193,7 +193,7 @@ class Profiler:
         self,
         context: StepContext,
         connection: Connection,
-        slowdown: float,
+        slowdown: float | None,
         memory_limit: int | None,
         layer_context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
@@ -216,7 +216,7 @@ class Profiler:
             optimizers: the run's, for the size of their state and their time.
             gradient_copies: see `StepProfile`.
         """
-        mine = self._measure_in_turn(samples, config, optimizers)
+        mine = self._measure_at_once(samples, config, optimizers)
         layers = mine.layers
         device, connection = self._context.device, self._connection
         times = connection.gather([t for layer in layers for t in (layer.forward, layer.backward)])
@@ -250,20 +250,19 @@ class Profiler:
             samples.microbatches,
         )
 
-    def _measure_in_turn(
+    def _measure_at_once(
         self, samples: ProfileSamples, config: ProfileConfig, optimizers: Sequence[Optimizer]
     ) -> DeviceMeasurement:
-        connection, device = self._connection, self._context.device
+        connection = self._connection
         rounds = min(_ROUNDS, config.repeats)
         share = replace(
             config, repeats=-(-config.repeats // rounds), seconds=config.seconds / rounds
         )
         found: list[DeviceMeasurement] = []
         reason: str | None = None
-        for turn in range(connection.world_size * rounds):
-            # CPU ranks may share cores: one at a time. Other devices are their ranks' own.
-            place = turn % connection.world_size
-            if place == (connection.rank if device.type == "cpu" else 0) and reason is None:
+        for _ in range(rounds):
+            connection.any_rank(False)
+            if reason is None:
                 try:
                     found.append(
                         measure(
@@ -277,7 +276,6 @@ class Profiler:
                     )
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}"
-            connection.any_rank(False)
         if connection.any_rank(reason is not None):
             raise NotMeasured(next(filter(None, self._everywhere(reason))))
         return _typical(found)
@@ -359,10 +357,12 @@ def measure(
     config: ProfileConfig,
     layer_context: Callable[[], AbstractContextManager[Any]],
     optimizers: Sequence[Optimizer] = (),
-    slowdown: float = 1.0,
+    slowdown: float | None = None,
 ) -> DeviceMeasurement:
-    """Return what the layers, the loss and the optimizer cost on this device."""
-    clock, runs, losses = Clock(context.device), [], []
+    """Return what the layers, the loss and the optimizer cost on this device; `slowdown` where
+    speeds are emulated, with one rank for each core or not: then processor time counts alone."""
+    clock, runs, losses = Clock(context.device, paced=slowdown is None), [], []
+    slowdown = slowdown or 1.0
     count = len(samples.inputs)
     for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
         layers, output = measure_layers(

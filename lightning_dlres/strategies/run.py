@@ -342,7 +342,8 @@ class PipelineRun:
         count = len(self._layers.modules)
         rank_zero_info(f"dlres: profiling {count} layers on {connection.world_size} ranks ...")
         limit = options.memory_limit(connection.rank, connection.world_size)
-        profiler = Profiler(self._context, connection, self._slowdown, limit, self._current_context)
+        slowdown = self._slowdown if options.emulate_speed is not None else None
+        profiler = Profiler(self._context, connection, slowdown, limit, self._current_context)
         try:
             copies = 1 if zeroes_every_step(trainer, self.module) else 2
             return profiler.run(samples, options.profile, self._optimizers, copies)
