@@ -19,7 +19,7 @@ from lightning_dlres.core.errors import (
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
-from lightning_dlres.strategies.profiling import ProfileConfig
+from lightning_dlres.strategies.samples import ProfileConfig
 
 __all__ = [
     "BatchMismatchError",

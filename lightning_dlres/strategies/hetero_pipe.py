@@ -32,9 +32,9 @@ from lightning_dlres.strategies.loaders import SharedLoader, StatefulSharedLoade
 from lightning_dlres.strategies.optimizers import set_state_device
 from lightning_dlres.strategies.options import MemoryLimit, PipeOptions, Recompute, Schedule
 from lightning_dlres.strategies.precision import loss_scale, overflow_shared
-from lightning_dlres.strategies.profiling import ProfileConfig
 from lightning_dlres.strategies.refusals import refuse_callbacks
 from lightning_dlres.strategies.run import ContextFactory, PipelineRun
+from lightning_dlres.strategies.samples import ProfileConfig
 from lightning_dlres.strategies.step import SplitBatch
 from lightning_dlres.strategies.steps import StepRunner
 

@@ -12,7 +12,7 @@ from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.pipeline.plan import PipelinePlan, arrange
 from lightning_dlres.pipeline.schedule import SCHEDULES
 from lightning_dlres.strategies.planning import Wishes
-from lightning_dlres.strategies.profiling import ProfileConfig
+from lightning_dlres.strategies.samples import ProfileConfig
 from lightning_dlres.strategies.step import SplitBatch
 
 Machines = tuple[tuple[int, ...], ...]

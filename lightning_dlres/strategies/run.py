@@ -57,13 +57,8 @@ from lightning_dlres.strategies.planning import (
     unmeasured_plan,
 )
 from lightning_dlres.strategies.precision import clipping_over_stages, loss_scale
-from lightning_dlres.strategies.profiling import (
-    NotMeasured,
-    Profiler,
-    ProfileSamples,
-    RunProfile,
-    read_samples,
-)
+from lightning_dlres.strategies.profiling import NotMeasured, Profiler, RunProfile
+from lightning_dlres.strategies.samples import ProfileSamples, read_samples
 from lightning_dlres.strategies.step import StepContext
 from lightning_dlres.strategies.steps import StepRunner
 from lightning_dlres.strategies.zeroing import zeroes_every_step

@@ -24,7 +24,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.strategies import HeteroPipeStrategy
-from lightning_dlres.strategies.profiling import ProfileConfig
+from lightning_dlres.strategies.samples import ProfileConfig
 from tests.pool import RankContext, RankPool
 from tests.zoo import Task, loaders
 

@@ -1,0 +1,113 @@
+"""Which training samples the profile of a run measures (Method E, E5), and how.
+
+They come straight from the dataset, beside the loader, and random state is put back: training sees
+the same batches as without profiling."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_dlres import _compat
+from lightning_dlres.core import rng
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.microbatch import cut_batch, microbatch_sizes, samples_in
+from lightning_dlres.strategies.copies import a_copy
+from lightning_dlres.strategies.step import LightningStep, StepContext
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """How the model is profiled before training (Method E, E5).
+
+    Args:
+        samples: Number of training samples to run; "auto": one micro-batch.
+        batch: Number of samples in a profiled batch; "auto": that of the loader.
+        microbatch: Number of samples that are run at once; "auto": as many as in training.
+        repeats: Least number of runs of every layer.
+        seconds: Least time over which the layers are measured on every rank. A throttled processor
+            shows its sustained speed only over a while.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+
+    samples: int | Literal["auto"] = "auto"
+    batch: int | Literal["auto"] = "auto"
+    microbatch: int | Literal["auto"] = "auto"
+    repeats: int = 5
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch", "microbatch"):
+            value = getattr(self, name)
+            if value != "auto" and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                expected = "a positive integer or 'auto'"
+                raise ConfigError(got_expected(f"profile.{name}", value, expected, "'auto'"))
+        if self.repeats < 1 or not self.seconds >= 0:
+            raise ConfigError(
+                f"profile: got repeats={self.repeats}, seconds={self.seconds}, expected at least 1 "
+                "and a number that is not negative. Try ProfileConfig()."
+            )
+
+
+@dataclass(frozen=True)
+class ProfileSamples:
+    """What rank 0 read: micro-batches as the first layer gets them, the batches they were made
+    from, and how many micro-batches there are in a training batch."""
+
+    inputs: list[Tree]
+    batches: list[Any]
+    microbatches: int
+
+
+def read_samples(
+    trainer: Trainer, context: StepContext, config: ProfileConfig, microbatches: int
+) -> ProfileSamples:
+    """Read a few training samples, beside the loader; on one rank."""
+    saved = rng.snapshot(context.device)
+    try:
+        loader = _compat.train_loader(trainer)
+        batch = _whole(config.batch, getattr(loader, "batch_size", None))
+        size = _whole(config.microbatch, -(-batch // microbatches) if batch else None)
+        data = _few_samples(loader, _whole(config.samples, size))
+        data = trainer.precision_plugin.convert_input(data)
+        data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
+        takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
+        found = samples_in(data) or 1
+        if size is None:
+            # The loader makes whole batches only.
+            batch, size = found, max(microbatch_sizes(found, microbatches))
+        parts = max(1, found // size)
+        sizes = [size] * (parts - 1) + [found - size * (parts - 1)]
+        split = context.split_batch or cut_batch
+        batches = [data] if parts == 1 else list(split(data, sizes))
+        inputs = []
+        for part in batches:
+            args = (part, 0) if takes_index else (part,)
+            with torch.no_grad():
+                inputs.append(LightningStep(context, args, untouched=True).module_inputs())
+        return ProfileSamples(inputs, batches, min(microbatches, batch or microbatches))
+    finally:
+        rng.restore(saved, context.device)
+
+
+def _whole(asked: int | str, otherwise: int | None) -> Any:
+    return asked if isinstance(asked, int) else otherwise
+
+
+def _few_samples(loader: Any, samples: int | None) -> Any:
+    loader = a_copy(loader)
+    dataset: Any = getattr(loader, "dataset", None)
+    collate = getattr(loader, "collate_fn", None)
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if indexed and callable(collate) and samples is not None:
+        return collate([dataset[index] for index in range(min(samples, len(dataset)))])
+    return next(iter(loader))
