@@ -161,9 +161,14 @@ class ScriptHandle:
             _wait_for_exit(children, deadline)
 
     def _dump_and_kill(self) -> None:
-        children = self.children()
-        self._signal_all(children, signal.SIGUSR1)
-        _wait_for_exit([self.pid, *children], time.monotonic() + 10.0)
+        children, deadline = self.children(), time.monotonic() + 10.0
+        # One after the other: stacks are written in small pieces, into one file.
+        self._process.send_signal(signal.SIGUSR1)
+        _wait_for_exit([self.pid], deadline)
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+            _wait_for_exit([pid], deadline)
         self.kill_tree()
 
     def _signal_all(self, children: list[int], number: signal.Signals) -> None:
