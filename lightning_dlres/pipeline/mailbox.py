@@ -10,7 +10,6 @@ error, never data for the wrong micro-batch.
 from __future__ import annotations
 
 import queue
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,13 +24,11 @@ from lightning_dlres.core import payload
 from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline import packing
 from lightning_dlres.pipeline.leftover import leave_behind
 
 Key = tuple[str | int, ...]
 
-_FRAME_BYTES = 2048
-_LENGTH = struct.Struct("<I")
-_BYE = 0
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 0.5
 _REASON_SECONDS = 1.0
@@ -194,6 +191,7 @@ class _Outbox:
         self._group, self._destination, self._channel = group, destination, channel
         self._peer, self._tracer = peer, tracer
         self._items: queue.SimpleQueue[tuple[bytes, list[Tensor], Key] | None] = queue.SimpleQueue()
+        self._frame = packing.FIRST_FRAME_BYTES
         self._failure: BaseException | None = None
         self.thread = threading.Thread(
             target=self._run, name=f"send-{channel.name}-{destination}", daemon=True
@@ -215,7 +213,7 @@ class _Outbox:
             while (item := self._items.get()) is not None:
                 self._send(*item)
                 del item  # the next one may be long in coming
-            self._write(_frame(b""))
+            self._write(b"", [])
         except (RuntimeError, ValueError, PeerError) as error:
             self._failure = error
 
@@ -223,18 +221,13 @@ class _Outbox:
         with self._tracer.span(
             f"send {self._channel.name.lower()}", "transfer", key=str(key), peer=self._destination
         ):
-            self._write(_frame(header))
-            if len(header) > _FRAME_BYTES - _LENGTH.size:
-                self._write(
-                    torch.frombuffer(
-                        bytearray(header[_FRAME_BYTES - _LENGTH.size :]), dtype=torch.uint8
-                    )
-                )
-            for tensor in large:
-                self._write(tensor.cpu())
+            self._write(header, large)
 
-    def _write(self, tensor: Tensor) -> None:
-        self._group.send([tensor], self._destination, int(self._channel)).wait()
+    def _write(self, header: bytes, large: list[Tensor]) -> None:
+        transfers, self._frame = packing.pack(header, large, self._frame)
+        del large
+        for transfer in transfers:
+            self._group.send([transfer], self._destination, int(self._channel)).wait()
 
 
 class _Inbox:
@@ -245,6 +238,7 @@ class _Inbox:
     ) -> None:
         self._group, self._source, self._channel = group, source, channel
         self._peer, self._tracer = peer, tracer
+        self._frame = packing.FIRST_FRAME_BYTES
         self.items: queue.SimpleQueue[tuple[Key, Tree] | BaseException] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=self._run, name=f"receive-{channel.name}-{source}", daemon=True
@@ -261,34 +255,28 @@ class _Inbox:
             self.items.put(error)
 
     def _receive(self) -> tuple[Key, Tree] | None:
-        frame = self._read(_FRAME_BYTES).numpy().tobytes()
-        (length,) = _LENGTH.unpack_from(frame)
-        if length == _BYE:
+        packed = self._read(torch.empty(self._frame, dtype=torch.uint8))
+        end, size = packing.sizes(packed)
+        if not size:
             return None
-        data = frame[_LENGTH.size : _LENGTH.size + length]
         with self._tracer.span(
             f"receive {self._channel.name.lower()}", "transfer", peer=self._source
         ):
-            if len(data) < length:
-                data += self._read(length - len(data)).numpy().tobytes()
-            header = payload.decode_header(data, self._peer)
-            tree = payload.decode(
-                header, [self._read(size) for size in payload.large_sizes(header)]
-            )
-        return header.key, tree
+            if end > len(packed):
+                first, packed = packed, torch.empty(end, dtype=torch.uint8)
+                packed[: len(first)] = first
+                self._read(packed[len(first) :])
+            self._frame = packing.frame_after(end)
+            header = packing.header_of(packed, size, self._peer)
+            large = packing.packed_tensors(packed, end, size, header) or [
+                self._read(torch.empty(length, dtype=torch.uint8))
+                for length in payload.large_sizes(header)
+            ]
+            return header.key, payload.decode(header, large)
 
-    def _read(self, size: int) -> Tensor:
-        buffer = torch.empty(size, dtype=torch.uint8)
+    def _read(self, buffer: Tensor) -> Tensor:
         self._group.recv([buffer], self._source, int(self._channel)).wait()
         return buffer
-
-
-def _frame(header: bytes) -> Tensor:
-    frame = bytearray(_FRAME_BYTES)
-    _LENGTH.pack_into(frame, 0, len(header))
-    part = header[: _FRAME_BYTES - _LENGTH.size]
-    frame[_LENGTH.size : _LENGTH.size + len(part)] = part
-    return torch.frombuffer(frame, dtype=torch.uint8)
 
 
 def wait_for(work: Any, what: str, timeout: float, check: Callable[[], None]) -> None:

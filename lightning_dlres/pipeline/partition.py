@@ -2,13 +2,13 @@
 storage.
 
 A foreign parameter becomes a meta tensor *in place*: the Parameter object stays the same, so it
-    keeps its index in the
-optimizer, its name in the state dict and its place in user code, and costs no memory.
+keeps its index in the optimizer, its name in the state dict and its place in user code, and costs
+no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,6 +64,20 @@ class ModelLayers:
                 above = above.rpartition(".")[0]
             found[name] = layers.get(above)
         return found
+
+    def outer_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules outside of the layers, each once, with a name; layers are not walked
+        through, so that this costs little in every micro-batch."""
+        waiting = [("", self.root)]
+        seen: set[nn.Module] = set()
+        while waiting:
+            name, module = waiting.pop()
+            if module in seen or self._layer_by_module.get(name) is not None:
+                continue
+            seen.add(module)
+            yield name, module
+            prefix = f"{name}." if name else ""
+            waiting += [(prefix + child, inner) for child, inner in module.named_children()]
 
     def stages_of_module(self, plan: PipelinePlan) -> dict[nn.Module, set[int]]:
         """Return for every module the stages that run it; all of them for those outside."""

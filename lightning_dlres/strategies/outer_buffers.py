@@ -18,15 +18,19 @@ Buffers = dict[str, Tensor]
 
 
 class OuterBuffers:
-    """The buffers of a model that belong to no layer, under all their names."""
+    """The buffers of a model that belong to no layer; one that several modules have, under a name
+    in each."""
 
     def __init__(self, layers: ModelLayers, device: torch.device) -> None:
         self._layers, self._device = layers, device
 
     def snapshot(self) -> Buffers:
         """Return the buffers themselves."""
-        named = self._layers.root.named_buffers(remove_duplicate=False)
-        return {name: b for name, b in named if self._layers.layer_of(name) is None}
+        return {
+            f"{name}.{key}" if name else key: buffer
+            for name, module in self._layers.outer_modules()
+            for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        }
 
     def lend(self, buffers: Buffers) -> None:
         """Put copies of these buffers in their place; one with two names stays one."""

@@ -65,7 +65,7 @@ def trees(seed: int) -> list[Any]:
         [torch.arange(5000), (torch.rand(2000, generator=g) > 0.5), torch.tensor(2.5)],
         OrderedDict(a=np.arange(6).reshape(2, 3), b=np.float32(0.1)),
         torch.randn(70, 70, generator=g).bfloat16().t(),
-        # Headers longer than a frame, and all that end near its edge.
+        # Headers longer than a frame, and all that end near the edge of the first one.
         "long " * 2000,
         *("x" * length for length in range(1985, 2060)),
     ]
