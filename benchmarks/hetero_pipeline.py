@@ -10,18 +10,15 @@ benchmarks/testbed.py).
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
+from benchmarks.command import Figures, conclude_on_testbed, flags
 from benchmarks.hetero_pipeline_matrix import matrix
 from benchmarks.hetero_pipeline_sides import (
     QUICK,
-    FairnessError,
     Ours,
     Peer,
     Plan,
@@ -31,37 +28,25 @@ from benchmarks.hetero_pipeline_sides import (
     set_shares,
     shown,
 )
-from benchmarks.report import Check, at_least, at_most, conclude, table
-from benchmarks.testbed import Host, HostError, Testbed, UnavailableError, reason_unavailable
+from benchmarks.report import at_least, at_most, table
+from benchmarks.testbed import Host, Testbed
 
 NAME = "hetero_pipeline"
 UNEQUAL, EQUAL = (0.8, 0.2), (0.8, 0.8)
 _FAR_OFF = 1.5
 
-Figures = tuple[dict[str, Check], dict[str, Any]]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{NAME}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--matrix", action="store_true", help="measure predictions instead")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: the figures mean nothing")
-    options = parser.parse_args(argv)
-    settings = QUICK if options.quick else Settings()
-    if reason := reason_unavailable():
-        print(f"cannot measure here: {reason}", file=sys.stderr)
-        return 2
-    try:
-        checks, raw = matrix(settings) if options.matrix else compare(settings)
-    except (UnavailableError, HostError, FairnessError) as error:
-        print(f"could not measure: {error}", file=sys.stderr)
-        return 1
-    conclude(NAME, checks, {**raw, "settings": asdict(settings)})
-    return 0
+    others = {"matrix": "measure predictions instead"}
+    given = flags(NAME, __doc__, argv, others=others)
+    settings = QUICK if given.quick else Settings()
+
+    def measure() -> Figures:
+        checks, raw = matrix(settings) if given.matrix else compare(settings)
+        return checks, {**raw, "settings": asdict(settings)}
+
+    return conclude_on_testbed(NAME, measure)
 
 
 def compare(settings: Settings) -> Figures:

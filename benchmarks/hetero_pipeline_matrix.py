@@ -6,8 +6,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks.command import Figures
 from benchmarks.hetero_pipeline_sides import Ours, Settings, ready, set_shares, shown
-from benchmarks.report import Check, at_most, table
+from benchmarks.report import at_most, table
 from benchmarks.testbed import Host, Testbed
 
 SHARES = ((1.0, 0.5), (1.0, 0.25), (1.0, 0.5, 0.25))
@@ -15,7 +16,7 @@ RATES = (None, "500mbit")
 _COLUMNS = ("shares", "link", "micro-batches", "split", "predicted s", "measured s", "error")
 
 
-def matrix(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
+def matrix(settings: Settings) -> Figures:
     """Measure all cells; return checks and raw figures."""
     cells: list[dict[str, Any]] = []
     sizes = sorted({len(shares) for shares in SHARES})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.command import FairnessError
 from benchmarks.ranks import Answer, Ranks, limit
 from benchmarks.testbed import Testbed
 
@@ -58,10 +59,6 @@ QUICK = Settings(
     pairs=2,
     timeout=60.0,
 )
-
-
-class FairnessError(RuntimeError):
-    """The two sides did not do the same work, so their times cannot be compared."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ that is large enough to be a mapping of its own, of whatever thread: tensors, me
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.command import flags
 from benchmarks.report import at_most, conclude, table
 
 NAME = "pipeline_memory"
@@ -34,13 +34,7 @@ _COLUMNS = ("stage", "layers", "recomputed", "planned MiB", "counted MiB", "coun
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{NAME}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="one case only")
-    cases = CASES[1:2] if parser.parse_args(argv).quick else CASES
+    cases = CASES[1:2] if flags(NAME, __doc__, argv, quick="one case only").quick else CASES
     if not sys.platform.startswith("linux"):
         print("cannot measure here: needs the allocator of Linux's C library", file=sys.stderr)
         return 2

@@ -5,10 +5,8 @@ order. Memory limits bind: some layers must be recomputed, and the planner choos
 
 from __future__ import annotations
 
-import argparse
 import math
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from benchmarks.command import flags
 from benchmarks.report import at_most, conclude, table
 from lightning_dlres.pipeline.costs import Workload, layer_ranges
 from lightning_dlres.pipeline.grouping import group, machines_of
@@ -131,14 +130,13 @@ def run(size: Size, rooms: Sequence[float | None]) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
-    options = parser.parse_args(arguments)
-    for size in QUICK if options.quick else SIZES:
-        run(size, ROOM[1:3] if options.quick else ROOM)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit status."""
+    quick = flags("planner", __doc__, argv, quick="small models, to see that it runs").quick
+    for size in QUICK if quick else SIZES:
+        run(size, ROOM[1:3] if quick else ROOM)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

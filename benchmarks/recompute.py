@@ -9,26 +9,23 @@ all of its layers meanwhile. Needs root (see benchmarks/testbed.py).
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import msgspec
 
+from benchmarks.command import FairnessError, Figures, conclude_on_testbed, flags
 from benchmarks.hetero_pipeline_sides import (
     QUICK,
-    FairnessError,
     Ours,
     Settings,
     ready,
     set_shares,
     shown,
 )
-from benchmarks.report import Check, at_most, conclude
-from benchmarks.testbed import Host, HostError, Testbed, UnavailableError, reason_unavailable
+from benchmarks.report import at_most
+from benchmarks.testbed import Host, Testbed
 from lightning_dlres import PipelinePlan
 from lightning_dlres.pipeline.plan import even_split
 from lightning_dlres.pipeline.simulator import step_seconds
@@ -39,26 +36,11 @@ SHARES = (0.8, 0.4)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{NAME}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny sizes")
-    settings = QUICK if parser.parse_args(argv).quick else Settings()
-    if reason := reason_unavailable():
-        print(f"cannot measure here: {reason}", file=sys.stderr)
-        return 2
-    try:
-        checks, raw = compare(settings)
-    except (UnavailableError, HostError, FairnessError) as error:
-        print(f"could not measure: {error}", file=sys.stderr)
-        return 1
-    conclude(NAME, checks, {**raw, "settings": asdict(settings)})
-    return 0
+    settings = QUICK if flags(NAME, __doc__, argv).quick else Settings()
+    return conclude_on_testbed(NAME, lambda: compare(settings))
 
 
-def compare(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
+def compare(settings: Settings) -> Figures:
     """Train with and without recomputation in turns."""
     count, turns = settings.microbatches, settings.turns(settings.pairs)
     with Testbed([Host(), Host()]) as bed:
@@ -78,7 +60,13 @@ def compare(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
             raise FairnessError("the losses differ: recomputation is not exact")
     ratios = [b / a for a, b in rows]
     print(f"measured: {statistics.median(ratios):.4f} times, {len(rows)} pairs")
-    raw = {"shares": SHARES, "simulated": simulated, "seconds": rows, "ratios": ratios}
+    raw = {
+        "shares": SHARES,
+        "simulated": simulated,
+        "seconds": rows,
+        "ratios": ratios,
+        "settings": asdict(settings),
+    }
     return {"step with recomputation over without": at_most(statistics.median(ratios), 1.03)}, raw
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hetero_pipeline
+from benchmarks import command, hetero_pipeline
 from benchmarks.hetero_pipeline import bound_on_ratio, noise_of
 from benchmarks.testbed import reason_unavailable
 
@@ -57,7 +57,7 @@ def test_both_sides_train_alike_and_every_figure_is_reported(
 def test_it_says_why_it_cannot_measure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hetero_pipeline, "reason_unavailable", lambda: "no root here")
+    monkeypatch.setattr(command, "reason_unavailable", lambda: "no root here")
     assert hetero_pipeline.main(["--quick"]) == 2
     printed = capsys.readouterr()
     assert "no root here" in printed.err

@@ -1,0 +1,21 @@
+"""The benchmark of recomputation runs to its end on tiny sizes, with equal losses on both sides."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import recompute
+from benchmarks.testbed import reason_unavailable
+
+
+@pytest.mark.root
+def test_the_same_plan_runs_with_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    assert recompute.main(["--quick"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["checks"].keys() == {"step with recomputation over without"}
+    assert line["raw"]["simulated"] > 0
+    assert len(line["raw"]["seconds"]) == 2
