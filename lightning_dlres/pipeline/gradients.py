@@ -178,7 +178,7 @@ def _pack(bucket: _Bucket, buffer: GradientBuffer) -> Tensor:
     nobody has one, there is none afterwards either, as in plain training.
     """
     # Taken out of the buffer: what is on its way shall not be held twice.
-    found = [buffer.gradients.pop(p, None) for p in bucket.parameters]
+    found = [buffer.pop(p) for p in bucket.parameters]
     flat = [
         torch.zeros_like(p).reshape(-1)
         if g is None
@@ -193,7 +193,6 @@ def _unpack(bucket: _Bucket, data: Tensor, buffer: GradientBuffer) -> None:
     offset = 0
     for parameter, count in zip(bucket.parameters, present, strict=True):
         if count:
-            buffer.gradients[parameter] = data[offset : offset + parameter.numel()].view(
-                parameter.shape
-            )
+            total = data[offset : offset + parameter.numel()].view(parameter.shape)
+            buffer.put(parameter, total)
         offset += parameter.numel()

@@ -23,7 +23,7 @@ from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.partition import initialise
-from lightning_dlres.pipeline.stage import GradientBuffer, Stage
+from lightning_dlres.pipeline.stage import GradientBuffer, Stage, memory_of
 
 Bind = Callable[[int, nn.Module], Callable[[Tree], Tree]]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -183,7 +183,7 @@ class _Runner:
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            saved[_storage(tensor)] = _storage_bytes(tensor)
+            saved[memory_of(tensor)] = _storage_bytes(tensor)
             return tensor
 
         live = LiveBytes()
@@ -195,7 +195,7 @@ class _Runner:
             gradients = _ones(output)
             self._stage.backward(0, gradients, buffer)
         entered, left = tensors_of(inputs), tensors_of(output)
-        known = {_storage(t) for t in (*self._held, *entered, *left)}
+        known = {memory_of(t) for t in (*self._held, *entered, *left)}
         own = sum(size for storage, size in saved.items() if storage not in known)
         gradient_bytes = sum(_bytes(g) for g in buffer.gradients.values())
         # What backward leaves behind is counted elsewhere: the parameters' gradients.
@@ -267,10 +267,6 @@ def _ones(output: Tree) -> list[Tensor | None]:
     return [torch.ones_like(t) if t.requires_grad else None for t in tensors_of(output)]
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
-
-
 def _storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else _bytes(tensor)
 
@@ -280,4 +276,4 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum({_storage(t): _bytes(t) for t in tensors}.values())
+    return sum({memory_of(t): _bytes(t) for t in tensors}.values())

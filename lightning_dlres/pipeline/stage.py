@@ -66,36 +66,66 @@ class GradientBuffer:
     with another parameter."""
 
     def __init__(self) -> None:
-        self.gradients: Gradients = {}
-        self._ours: set[nn.Parameter] = set()
+        # By identity: a tensor's hash is a Python call, and this is done for every micro-batch.
+        self._sums: dict[int, Tensor] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._ours: set[int] = set()
+        self._new_memory: set[int] = set()
+
+    @property
+    def gradients(self) -> Gradients:
+        """The sums."""
+        return {self._parameters[key]: total for key, total in self._sums.items()}
 
     @contextmanager
     def lent(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside of it, the sums are the parameters' `.grad`, so that autograd adds to them as soon
         as it has a gradient, one at a time; what `.grad` was comes back afterwards."""
         before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = self.gradients.get(parameter)
+        sums = [self._sums.get(id(parameter)) for parameter in parameters]
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = total
         try:
             yield
         finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                if parameter.grad is not None:
-                    self.gradients[parameter] = parameter.grad
-                    self._ours.add(parameter)
+            for parameter, total, gradient in zip(parameters, sums, before, strict=True):
+                found = parameter.grad
+                if found is not None and found is not total:
+                    self.put(parameter, found)
+                    self._ours.add(id(parameter))
                 parameter.grad = gradient
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the parameter's sum."""
-        total = self.gradients.get(parameter)
+        total = self._sums.get(id(parameter))
         if total is None:
-            self.gradients[parameter] = gradient
-        elif parameter in self._ours and not gradient.is_sparse:
+            self.put(parameter, gradient)
+        elif id(parameter) in self._ours and not gradient.is_sparse:
             total.add_(gradient)
         else:
             sparse_first = total.is_sparse and not gradient.is_sparse
-            self.gradients[parameter] = gradient + total if sparse_first else total + gradient
-            self._ours.add(parameter)
+            self.put(parameter, gradient + total if sparse_first else total + gradient)
+            self._ours.add(id(parameter))
+
+    def put(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Make this tensor the parameter's sum."""
+        self._sums[id(parameter)], self._parameters[id(parameter)] = total, parameter
+        self._new_memory.add(memory_of(total))
+
+    def pop(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the parameter's sum, if there is one, and forget it."""
+        self._ours.discard(id(parameter))
+        return self._sums.pop(id(parameter), None)
+
+    def take_new_memory(self) -> set[int]:
+        """Return where the sums lie that have become other tensors since the last call."""
+        new, self._new_memory = self._new_memory, set()
+        return new
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors share which lie in the same memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 class Stage:

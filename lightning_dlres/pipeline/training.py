@@ -15,7 +15,7 @@ from lightning_dlres.pipeline.mailbox import Channel
 from lightning_dlres.pipeline.microbatch import cut, join, share
 from lightning_dlres.pipeline.runtime import Runtime
 from lightning_dlres.pipeline.schedule import ALL_MICROBATCHES, Action, Op, build_schedule
-from lightning_dlres.pipeline.stage import GradientBuffer, Gradients, enter_inplace_safe
+from lightning_dlres.pipeline.stage import GradientBuffer, Gradients, enter_inplace_safe, memory_of
 
 
 class UserStep(Protocol):
@@ -219,10 +219,11 @@ class TrainingStep:
                 self.input_gradients.append((tensor, gradient))
 
     def send_gradient(self, m: int) -> None:
-        # A parameter gradient may share memory with what is sent, and is written to by clipping.
-        kept = {_memory(gradient) for gradient in self.buffer.gradients.values()}
+        # A parameter gradient may share memory with what is sent, and is written to by the next
+        # micro-batch and by clipping. Those of earlier micro-batches cannot.
+        kept = self.buffer.take_new_memory()
         found = self.gradients.pop(m)
-        gradients = [g.clone() if g is not None and _memory(g) in kept else g for g in found]
+        gradients = [g.clone() if g is not None and memory_of(g) in kept else g for g in found]
         self.runtime.give(Channel.GRADIENT, -1, m, gradients)
 
     def backward_into_step(self) -> None:
@@ -250,10 +251,6 @@ _DO: dict[Op, Callable[[TrainingStep, int], None]] = {
     Op.BACKWARD: TrainingStep.backward,
     Op.SEND_GRADIENT: TrainingStep.send_gradient,
 }
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _entered(tree: Tree) -> Tree:

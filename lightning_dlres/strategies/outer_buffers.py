@@ -19,16 +19,17 @@ Buffers = dict[str, Tensor]
 
 class OuterBuffers:
     """The buffers of a model that belong to no layer; one that several modules have, under a name
-    in each."""
+    in each. Made anew for every step: the modules are looked up once."""
 
     def __init__(self, layers: ModelLayers, device: torch.device) -> None:
         self._layers, self._device = layers, device
+        self._modules = list(layers.outer_modules())
 
     def snapshot(self) -> Buffers:
         """Return the buffers themselves."""
         return {
             f"{name}.{key}" if name else key: buffer
-            for name, module in self._layers.outer_modules()
+            for name, module in self._modules
             for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         }
 
