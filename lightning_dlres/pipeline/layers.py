@@ -56,7 +56,7 @@ def measure_layers(
     repeats: int = 5,
     seconds: float = 0.0,
     clock: Clock | None = None,
-) -> tuple[list[LayerMeasurement], Tree]:
+) -> tuple[list[LayerMeasurement], Tree, Callable[[], None]]:
     """Measure every layer on this device.
 
     Args:
@@ -72,7 +72,8 @@ def measure_layers(
         clock: adds up what is spent; None: one of its own.
 
     Returns:
-        The measurements, and the output of the last layer (detached).
+        The measurements; the output of the last layer (detached); and what runs the costliest kind
+        of layer once more, to keep the device as busy as in training.
     """
     kinds: dict[Any, _Kind] = {}
     order, clock = [], clock or Clock(device)
@@ -94,7 +95,13 @@ def measure_layers(
             share = seconds * order.count(kind) / len(modules)
             kind.forward, kind.backward = _time(runners, clock, repeats, share)
     pace = clock.pace() * slowdown
-    return [kind.measurement(pace) for kind in order], activation
+    costliest = max(order, key=lambda kind: (kind.forward + kind.backward) * order.count(kind))
+
+    def make() -> _Runner:
+        index, given = costliest.index, costliest.inputs
+        return _Runner(modules[index], bind, index, given, device, context)
+
+    return [kind.measurement(pace) for kind in order], activation, _Load(make, device)
 
 
 @dataclass(eq=False)
@@ -209,6 +216,21 @@ class _Runner:
         weights = sum(_bytes(t) for t in self._held)
         held = weights + gradient_bytes + sum(sizes[:4])
         return map_tensors(_detached, output), sizes, held
+
+
+class _Load:
+    """Runs a layer forward and backward, which is made only if it is called at all."""
+
+    def __init__(self, make: Callable[[], _Runner], device: torch.device) -> None:
+        self._make, self._device = make, device
+        self._runner: _Runner | None = None
+
+    def __call__(self) -> None:
+        clock = Clock(self._device)
+        with torch.enable_grad(), forked(self._device):
+            self._runner = self._runner or self._make()
+            self._runner.forward(clock)
+            self._runner.backward(clock)
 
 
 def _time(

@@ -279,9 +279,15 @@ class _Inbox:
         return buffer
 
 
-def wait_for(work: Any, what: str, timeout: float, check: Callable[[], None]) -> None:
+def wait_for(
+    work: Any,
+    what: str,
+    timeout: float,
+    check: Callable[[], None],
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
     """Wait for a collective, but not longer than `timeout` seconds, and not when a rank is known to
-    have failed."""
+    have failed; `meanwhile` is called again and again."""
     deadline, pause = time.monotonic() + timeout, 5e-5
     while not work.is_completed():
         if time.monotonic() > deadline:
@@ -293,6 +299,9 @@ def wait_for(work: Any, what: str, timeout: float, check: Callable[[], None]) ->
             if not _completes(work, _LAST_WORDS_SECONDS):
                 raise
             break
+        if meanwhile is not None:
+            meanwhile()
+            continue
         time.sleep(pause)
         pause = min(pause * 1.5, 2e-3)
     try:

@@ -53,14 +53,18 @@ def gather_numbers(values: list[float], timeout: float, check: Check) -> list[li
     return [row.tolist() for row in found]
 
 
-def any_rank(flag: bool, timeout: float, check: Check) -> bool:
-    """Return whether the flag is set on any rank; called by all of them."""
+def any_rank(
+    flag: bool, timeout: float, check: Check, meanwhile: Callable[[], None] | None = None
+) -> bool:
+    """Return whether the flag is set on any rank; called by all of them. While this one waits for
+    the others, it calls `meanwhile` again and again."""
     value = torch.tensor([int(flag)])
     wait_for(
         dist.all_reduce(value, op=dist.ReduceOp.MAX, async_op=True),
         "the other ranks",
         timeout,
         check,
+        meanwhile,
     )
     return bool(value)
 

@@ -175,6 +175,7 @@ class Stage:
             list(dict.fromkeys(p for position in run for p in parameters[position]))
             for run in self._runs
         ]
+        self._closed: dict[int, bool] = {}
 
     @property
     def recomputes(self) -> bool:
@@ -244,7 +245,10 @@ class Stage:
         for run, parameters in zip(
             reversed(self._runs), reversed(self._run_parameters), strict=True
         ):
-            gradients = _backward(records.pop(), gradients, parameters, buffer)
+            record = records.pop()
+            if run.start not in self._closed:
+                self._closed[run.start] = _is_closed(record, parameters)
+            gradients = _backward(record, gradients, parameters, buffer, self._closed[run.start])
             if layer_done is not None:
                 layer_done(run.start)
         return list(gradients)
@@ -323,6 +327,7 @@ def _backward(
     gradients: Sequence[Tensor | None],
     parameters: Sequence[nn.Parameter],
     buffer: GradientBuffer,
+    closed: bool,
 ) -> list[Tensor | None]:
     assert record.outputs is not None
     flowing = [
@@ -335,5 +340,25 @@ def _backward(
         return [None] * len(record.inputs)
     outputs, grads = zip(*flowing, strict=True)
     with buffer.lent(parameters):
-        torch.autograd.backward(outputs, grads, inputs=[*wanted, *parameters])
+        # Naming the inputs makes autograd look up every node of the graph.
+        inputs = None if closed else [*wanted, *parameters]
+        torch.autograd.backward(outputs, grads, inputs=inputs)
     return [leaf.grad for leaf in record.inputs]
+
+
+def _is_closed(record: _Record, parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether gradients can flow nowhere but to the run's inputs and parameters: then
+    autograd need not be told to go nowhere else."""
+    assert record.outputs is not None
+    known = {id(tensor) for tensor in (*record.inputs, *parameters)}
+    waiting: list[Any] = [output.grad_fn for output in record.outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in known:
+            return False
+        waiting += [above for above, _ in node.next_functions]
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -100,9 +101,9 @@ class Connection:
         """Return every rank's numbers."""
         return gather_numbers(values, self.timeout, self.check)
 
-    def any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        return any_rank(flag, self.timeout, self.check)
+    def any_rank(self, flag: bool, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Return whether the flag is set on any rank; `meanwhile` is called until all have come."""
+        return any_rank(flag, self.timeout, self.check, meanwhile)
 
     def all_ranks(self, flag: bool) -> bool:
         """Return whether the flag is set on all ranks."""

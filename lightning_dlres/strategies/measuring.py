@@ -52,14 +52,15 @@ def measure(
     layer_context: Callable[[], AbstractContextManager[Any]],
     optimizers: Sequence[Optimizer] = (),
     slowdown: float | None = None,
-) -> DeviceMeasurement:
-    """Return what the layers, the loss and the optimizer cost on this device; `slowdown` where
-    speeds are emulated, with one rank for each core or not: then processor time counts alone."""
+) -> tuple[DeviceMeasurement, Callable[[], None]]:
+    """Return what the layers, the loss and the optimizer cost on this device, and what keeps it
+    busy afterwards; `slowdown` where speeds are emulated, with one rank for each core or not: then
+    processor time counts alone."""
     clock, runs, losses = Clock(context.device, paced=slowdown is None), [], []
     slowdown = slowdown or 1.0
     count = len(samples.inputs)
     for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
-        layers, output = measure_layers(
+        layers, output, again = measure_layers(
             context.pipelined.layers.modules,
             context.pipelined.bind,
             inputs,
@@ -78,13 +79,14 @@ def measure(
         (update_seconds(optimizer, weights, clock, config.repeats) for optimizer in optimizers),
         default=0.0,
     )
-    return DeviceMeasurement(
+    found = DeviceMeasurement(
         [_mean(list(alike)) for alike in zip(*runs, strict=True)],
         statistics.fmean(seconds for seconds, _ in losses) * pace * slowdown,
         max(nbytes for _, nbytes in losses),
         update * pace,
         pace,
     )
+    return found, again
 
 
 def typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:

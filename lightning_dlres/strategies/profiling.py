@@ -138,22 +138,25 @@ class Profiler:
         )
         found: list[DeviceMeasurement] = []
         reason: str | None = None
+        connection.any_rank(False)
         for _ in range(rounds):
-            connection.any_rank(False)
+            load: Callable[[], None] | None = None
             if reason is None:
                 try:
-                    found.append(
-                        measure(
-                            self._context,
-                            samples,
-                            share,
-                            self._layer_context,
-                            optimizers,
-                            self._slowdown,
-                        )
+                    mine, load = measure(
+                        self._context,
+                        samples,
+                        share,
+                        self._layer_context,
+                        optimizers,
+                        self._slowdown,
                     )
+                    found.append(mine)
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}"
+            # Who is done first stays busy: alone, the others would look faster than they will be.
+            connection.any_rank(False, load if self._slowdown is None else None)
+            del load
         if connection.any_rank(reason is not None):
             raise NotMeasured(next(filter(None, self._everywhere(reason))))
         return typical(found)
@@ -214,7 +217,7 @@ def profile_here(
     precision = trainer.precision_plugin.train_step_context
     context = StepContext(module, pipelined, MetricStates(module), device, precision, split_batch)
     samples = read_samples(trainer, context, config, microbatches)
-    found = measure(context, samples, config, precision, trainer.optimizers)
+    found, _ = measure(context, samples, config, precision, trainer.optimizers)
     layers = found.layers
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
     step = StepProfile(

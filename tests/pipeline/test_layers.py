@@ -29,7 +29,7 @@ def network() -> nn.Sequential:
 
 
 def measure(modules: Any, inputs: Any, **options: Any) -> list[LayerMeasurement]:
-    found, _ = measure_layers(
+    found, _, _ = measure_layers(
         list(modules), lambda index, module: module, inputs, CPU, nullcontext, **options
     )
     return found

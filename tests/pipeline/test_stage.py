@@ -394,3 +394,22 @@ def test_a_tied_sparse_embedding() -> None:
     for _ in range(2):
         layers[1](table(tokens)).sum().backward()
     assert torch.allclose(buffer.gradients[table.weight], table.weight.grad.to_dense())
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_gradients_go_to_the_stage_s_own_parameters_only(outside: bool) -> None:
+    """A tensor that is no parameter of the layers keeps its `.grad`, as does a frozen parameter."""
+    torch.manual_seed(1)
+    stranger = torch.ones(6, requires_grad=True)
+    linear = nn.Linear(6, 6)
+    linear.bias.requires_grad_(False)
+    layers = [linear, (lambda x: x * stranger) if outside else nn.Tanh()]
+    stage = Stage(layers, [[linear.weight], []], 0, CPU, nullcontext)
+    sums = GradientBuffer()
+    for microbatch in range(2):
+        output = stage.forward(microbatch, torch.randn(4, 6), SEED)
+        stage.backward(microbatch, [torch.ones_like(output)], sums)
+    assert set(sums.gradients) == {linear.weight}
+    assert stranger.grad is None
+    assert linear.bias.grad is None
+    assert linear.weight.grad is None
