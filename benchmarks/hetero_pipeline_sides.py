@@ -27,6 +27,8 @@ class Settings:
         swept: numbers of micro-batches, and of threads, that the peer is tried with beside it.
         matrix: numbers of micro-batches.
         first: steps before anything counts.
+        promised: steps right after planning, which are compared with the prediction. The speed of a
+            machine that is shared with others may differ by a fifth some minutes later.
         counted: steps of a turn that count; one more comes before them.
         rounds: turns on unequal devices.
         pairs: turns on equal devices.
@@ -38,6 +40,7 @@ class Settings:
     swept: tuple[tuple[int, int], ...] = ((8, 1), (32, 1), (16, 2))
     matrix: tuple[int, ...] = (4, 8, 16)
     first: int = 5
+    promised: int = 10
     counted: int = 2
     rounds: int = 5
     pairs: int = 15
@@ -47,6 +50,11 @@ class Settings:
         """Return the numbers of steps of so many turns, after the first steps."""
         return [self.first, *[1 + self.counted] * count]
 
+    def turns_after_planning(self, count: int) -> list[int]:
+        """Return the same with a turn for the prediction before them."""
+        first, *others = self.turns(count)
+        return [first, 1 + self.promised, *others]
+
 
 QUICK = Settings(
     {"blocks": 6, "width": 32, "context": 16, "batch": 8},
@@ -54,6 +62,7 @@ QUICK = Settings(
     swept=((8, 1),),
     matrix=(4,),
     first=2,
+    promised=1,
     counted=1,
     rounds=2,
     pairs=2,
