@@ -263,6 +263,8 @@ class HeteroPipeStrategy(ParallelStrategy):
         run.deploy(trainer, self.plan, self.optimizers if fitting else [])
         self._run = run
         self.setup_precision_plugin()
+        # Every rank finds the same fault: one that still waited for weights would blame a peer.
+        self.barrier()
         if fitting:
             run.check_optimizers(self.optimizers)
         self._runner = run.make_runner(self.barrier)
