@@ -47,9 +47,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """The session's rank processes; the first two start at once, the others when asked for."""
+    """The session's rank processes, which start when they are asked for."""
     ranks = RankPool(tmp_path_factory.mktemp("ranks"))
-    ranks.start(2)
+    ranks.start()
     yield ranks
     ranks.close()
 

@@ -1,6 +1,6 @@
 """Rank processes that live as long as the pytest session.
 
-Importing torch and Lightning costs seconds per process. A test with several real ranks sends a
+Starting a process with torch and Lightning costs seconds. A test with several real ranks sends a
 function to this pool instead of starting processes of its own; the ranks clean themselves between
 jobs, and whatever fails, hangs or dies is reported with the rank's traceback, stacks and output.
 """
@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.nursery import Nursery
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -186,20 +187,17 @@ class RankPool:
         self._directory = directory
         self._max_ranks = max_ranks
         self._ranks: list[_Rank] = []
+        self._nursery: Nursery | None = None
         self._jobs = 0
         self._environ = python_environ(directory / "site")
         if sys.platform == "linux":
             # Else gloo resolves the host's name, which on some machines is slow or fails.
             self._environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-    def start(self, count: int) -> None:
-        """Begin to start ranks up to `count` without waiting for them."""
-        for index in range(count):
-            if index == len(self._ranks):
-                self._ranks.append(_Rank(index, self._directory, self._environ))
-            elif not self._ranks[index].alive():
-                self._ranks[index].kill()
-                self._ranks[index] = _Rank(index, self._directory, self._environ)
+    def start(self) -> None:
+        """Begin to import what ranks need, without waiting for it."""
+        if self._nursery is None:
+            self._nursery = Nursery(self._directory / "nursery.log", self._environ, ROOT)
 
     def run(
         self,
@@ -245,6 +243,9 @@ class RankPool:
         for rank in self._ranks:
             rank.kill()
         self._ranks.clear()
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
 
     def _run(
         self,
@@ -313,7 +314,14 @@ class RankPool:
         return outcomes
 
     def _ready_ranks(self, count: int) -> list[_Rank]:
-        self.start(count)
+        self.start()
+        assert self._nursery is not None
+        for index in range(count):
+            if index == len(self._ranks):
+                self._ranks.append(_Rank(index, self._directory, self._nursery))
+            elif not self._ranks[index].alive():
+                self._ranks[index].kill()
+                self._ranks[index] = _Rank(index, self._directory, self._nursery)
         ranks = self._ranks[:count]
         waiting = [rank for rank in ranks if not rank.ready]
         deadline = time.monotonic() + START_SECONDS
@@ -342,29 +350,14 @@ class RankPool:
 class _Rank:
     """The pool's end of one rank process."""
 
-    def __init__(self, index: int, directory: Path, environ: dict[str, str]) -> None:
+    def __init__(self, index: int, directory: Path, nursery: Nursery) -> None:
         self.index = index
         self.ready = False
         self._log = directory / f"rank{index}.log"
+        self._log.touch()
+        self._offset = self._log.stat().st_size
         self.connection, theirs = Pipe()
-        command = [sys.executable, "-m", "tests.rank_process", "--fd", str(theirs.fileno())]
-        if threading.current_thread() is threading.main_thread():
-            # Linux sends the death signal when the starting *thread* ends, so only for this one.
-            command += ["--parent", str(os.getpid())]
-        with self._log.open("ab") as log:
-            self._offset = log.tell()
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=environ,
-                pass_fds=[theirs.fileno()],
-                # A group of its own: killing it takes along the rank's loader workers, and ^C
-                # reaches pytest alone.
-                start_new_session=True,
-            )
+        self.process = nursery.fork(theirs, self._log, START_SECONDS)
         theirs.close()
 
     def alive(self) -> bool:
@@ -393,13 +386,10 @@ class _Rank:
 
     def dump_stacks(self) -> None:
         """Ask for all stacks in the log; the rank ends by itself once they are written."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.kill_group()
         self.connection.close()
 
 

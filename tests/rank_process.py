@@ -1,4 +1,4 @@
-"""The process behind one rank of `tests.pool`: imports once, then runs one job after another.
+"""The process behind one rank of `tests.pool`, which runs one job after another.
 
 After each job it puts back whatever process-wide state the job may have changed, because the next
 test must find the process as a freshly started one would be.
@@ -6,7 +6,6 @@ test must find the process as a freshly started one would be.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import faulthandler
 import gc
@@ -30,15 +29,9 @@ from tests.pool import Clean, Job, Raised, RankContext, Ready, Returned
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True, help="our end of the pool's pipe")
-    parser.add_argument("--parent", type=int, help="die with this process, where the OS can do so")
-    options = parser.parse_args()
-    if options.parent is not None:
-        _die_with(options.parent)
+def serve(connection: Connection) -> None:
+    """Answer the pool's messages until it is gone."""
     faulthandler.enable()
-    connection = Connection(options.fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     state = _ProcessState()
@@ -102,8 +95,8 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _die_with(parent: int) -> None:
-    """Where a job holds the interpreter lock, no thread of ours would notice the parent's end."""
+def die_with(parent: int) -> None:
+    """Die with the parent: where a job holds the interpreter lock, no thread notices its end."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -114,7 +107,6 @@ class _ProcessState:
     """The process-wide state before the first job, and the way back to it."""
 
     def __init__(self) -> None:
-        import lightning.pytorch  # noqa: F401 - the expensive import that the pool shares
         import torch
         from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -160,7 +152,3 @@ class _ProcessState:
 def _loggers() -> list[logging.Logger]:
     known = logging.root.manager.loggerDict.values()
     return [logging.root, *(each for each in known if isinstance(each, logging.Logger))]
-
-
-if __name__ == "__main__":
-    main()

@@ -230,9 +230,9 @@ def test_ranks_end_with_their_parent(start_script: StartScript, thread: str) -> 
 
         pool = RankPool(Path.cwd())
         if sys.argv[1] == "main":
-            pool.start(1)
+            pool.run(id, 1)
         else:
-            starter = threading.Thread(target=pool.start, args=(1,))
+            starter = threading.Thread(target=pool.run, args=(id, 1))
             starter.start()
             starter.join()
         print("started")
@@ -241,7 +241,8 @@ def test_ranks_end_with_their_parent(start_script: StartScript, thread: str) -> 
         thread,
     )
     script.wait_for_line("started")
-    assert len(script.children()) == 1
+    nursery_and_rank = 2
+    assert len(script.children()) == nursery_and_rank
     os.kill(script.pid, signal.SIGKILL)
     script.wait_for_no_children(timeout=20.0)
 
