@@ -124,7 +124,7 @@ def run(size: Size, rooms: Sequence[float | None]) -> None:
             "start_fits": len(ratios),
             "versions": {
                 "python": platform.python_version(),
-                **{name: version(name) for name in ("scipy", "numpy")},
+                **{name: version(name) for name in ("highspy", "numpy")},
             },
         },
     )

@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Any
 
+import highspy
 import numpy as np
+from highspy import HighsModelStatus, HighsVarType
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import csr_array
 
 from lightning_dlres.core.errors import DlresError
 from lightning_dlres.pipeline.costs import Workload
@@ -29,7 +28,11 @@ from lightning_dlres.pipeline.footprint import Matrix
 from lightning_dlres.pipeline.segments import Segment, Segments
 
 GAP = 5e-4
-_OPTIMAL, _OUT_OF_TIME, _INFEASIBLE = 0, 1, 2
+_EXPECTED = {
+    HighsModelStatus.kOptimal,
+    HighsModelStatus.kInfeasible,
+    HighsModelStatus.kTimeLimit,
+}
 _MOST_CUTS = 1000
 _TIGHT = 1e-5
 # How much longer than the relaxed program's a step may be at first, then at second, ...
@@ -246,8 +249,9 @@ class _Solution:
 
 
 class _Master:
-    """The program for HiGHS: one binary per segment, and the step in units of the target, so that
-    it is at most 1. A cut says that the step is no shorter than one way through the events."""
+    """The program in HiGHS: one binary per segment, and the step in units of the target, so that
+    it is at most 1. A cut says that the step is no shorter than one way through the events. HiGHS
+    keeps the program, and so goes on from the solution that a cut has made impossible."""
 
     def __init__(self, columns: Sequence[Segment], stages: int, layers: int, target: float) -> None:
         self.count, self._layers = len(columns), layers
@@ -259,54 +263,50 @@ class _Master:
                 rows.setdefault(("cut", column.stage, column.stop), []).append((index, 1.0))
             if column.first > 0:
                 rows.setdefault(("cut", column.stage - 1, column.first), []).append((index, -1.0))
-        self._rows = np.zeros((len(rows), self.count + 1))
-        for number, terms in enumerate(rows.values()):
-            for index, value in terms:
-                self._rows[number, index] = value
-        self._equal = np.array([1.0 if kind == "stage" else 0.0 for kind, _, _ in rows])
-        self._cuts = np.zeros((0, self.count + 1))
+        self._highs = highspy.Highs()
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("mip_rel_gap", GAP / 4)
+        self._all = np.arange(self.count + 1, dtype=np.int32)
+        self._highs.addVars(len(self._all), np.zeros(len(self._all)), np.ones(len(self._all)))
+        self._highs.changeColCost(self.count, 1.0)
+        for (kind, _, _), terms in rows.items():
+            demand = 1.0 if kind == "stage" else 0.0
+            indices, values = zip(*terms, strict=True)
+            self._highs.addRow(demand, demand, len(terms), np.array(indices), np.array(values))
+        self._demands = len(rows)
+        self._cuts = np.zeros((0, self.count))
         self._weights = np.zeros(0)
         for stage in range(stages):
             self.add(np.array([c.bound / target if c.stage == stage else 0.0 for c in columns]))
 
     def add(self, way: Matrix) -> None:
         """Demand that the step is no shorter than this for the segments chosen."""
-        self._cuts = np.vstack([self._cuts, np.append(-way, 1.0)])
+        self._cuts = np.vstack([self._cuts, way])
+        self._highs.addRow(0.0, inf, len(self._all), self._all, np.append(-way, 1.0))
 
     def relax(self, seconds: float) -> _Solution | None:
         """Return what `minimise` does, if a segment may be chosen in part."""
-        result = linprog(
-            np.append(np.zeros(self.count), 1.0),
-            A_ub=csr_array(-self._cuts),
-            b_ub=np.zeros(len(self._cuts)),
-            A_eq=csr_array(self._rows),
-            b_eq=self._equal,
-            bounds=(0.0, 1.0),
-            options={"time_limit": seconds},
-        )
-        if result.status == _OPTIMAL:
-            self._weights = np.maximum(-result.ineqlin.marginals, 0.0)
-        return self._solution(result, result.fun, slice(None))
+        if self._run(seconds) != HighsModelStatus.kOptimal:
+            return None
+        duals = np.array(self._highs.getSolution().row_dual)[self._demands :]
+        self._weights = np.maximum(duals, 0.0)
+        return self._solution(self._highs.getInfo().objective_function_value)
 
     def minimise(
         self, allowed: NDArray[np.bool_], below: float, seconds: float
     ) -> _Solution | None:
         """Return the shortest step with these segments, to within the gap; None if there is none
         below this one, or none was found in this time."""
-        columns = np.append(allowed, True)
-        integral = columns[columns].astype(int)
-        integral[-1] = 0
-        result = milp(
-            1 - integral,
-            integrality=integral,
-            bounds=Bounds(0.0, np.where(integral, 1.0, below)),
-            constraints=[
-                LinearConstraint(csr_array(self._rows[:, columns]), self._equal, self._equal),
-                LinearConstraint(csr_array(self._cuts[:, columns]), 0.0, np.inf),
-            ],
-            options={"mip_rel_gap": GAP / 4, "time_limit": seconds},
-        )
-        return self._solution(result, result.mip_dual_bound, allowed)
+        kinds = np.full(len(self._all), int(HighsVarType.kInteger), dtype=np.uint8)
+        kinds[-1] = int(HighsVarType.kContinuous)
+        self._highs.changeColsIntegrality(len(self._all), self._all, kinds)
+        highest = np.append(allowed.astype(float), below)
+        self._highs.changeColsBounds(len(self._all), self._all, np.zeros(len(self._all)), highest)
+        self._run(seconds)
+        info = self._highs.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        return self._solution(info.mip_dual_bound)
 
     def through(self) -> Matrix:
         """Return for every segment a step that no plan with it falls short of.
@@ -317,7 +317,7 @@ class _Master:
         if not self._weights.sum():
             return np.zeros(self.count)
         stage, first, stop = self._places.T
-        each = -(self._weights / self._weights.sum()) @ self._cuts[:, : self.count]
+        each = (self._weights / self._weights.sum()) @ self._cuts
         before = np.full((stage[-1] + 2, self._layers + 1), np.inf)
         after = before.copy()
         before[0, 0] = after[-1, -1] = 0.0
@@ -330,16 +330,20 @@ class _Master:
         found: Matrix = before[stage, first] + each + after[stage + 1, stop]
         return found
 
-    def _solution(
-        self, result: Any, bound: float, allowed: NDArray[np.bool_] | slice
-    ) -> _Solution | None:
-        if result.x is not None:
-            chosen = np.zeros(self.count)
-            chosen[allowed] = result.x[:-1]
-            return _Solution(float(bound), float(result.fun), chosen)
-        if result.status in (_INFEASIBLE, _OUT_OF_TIME):
-            return None
-        raise SolverError(f"HiGHS could not solve the split: {result.message}")
+    def _run(self, seconds: float) -> HighsModelStatus:
+        # HiGHS compares the limit with all the time that this program has taken.
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + seconds)
+        self._highs.run()
+        status = self._highs.getModelStatus()
+        if status not in _EXPECTED:
+            raise SolverError(
+                "HiGHS could not solve the split: " + self._highs.modelStatusToString(status)
+            )
+        return status
+
+    def _solution(self, bound: float) -> _Solution:
+        chosen = np.array(self._highs.getSolution().col_value)[: self.count]
+        return _Solution(bound, self._highs.getInfo().objective_function_value, chosen)
 
 
 def _needed_shares(workload: Workload) -> tuple[int, ...]:

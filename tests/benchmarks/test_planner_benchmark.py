@@ -25,7 +25,7 @@ def test_every_figure_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         ]
         assert all(math.isfinite(check["value"]) for check in line["checks"].values())
         assert all(check["ok"] for check in line["checks"].values())
-        assert line["raw"]["versions"].keys() == {"python", "scipy", "numpy"}
+        assert line["raw"]["versions"].keys() == {"python", "highspy", "numpy"}
         for row in line["raw"]["profiles"]:
             assert sum(row["split"]) == line["raw"]["layers"]
             assert sorted(row["order"]) == list(range(line["raw"]["stages"]))
