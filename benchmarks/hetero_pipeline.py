@@ -23,6 +23,7 @@ from benchmarks.hetero_pipeline_sides import (
     Peer,
     Plan,
     Settings,
+    cores,
     ready,
     require_same_losses,
     set_shares,
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def compare(settings: Settings) -> Figures:
     """Compare with the peer on two unequal hosts, then on two equal ones."""
-    with Testbed([Host(), Host()]) as bed:
+    with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
         ours, peer = Ours(bed, 2, settings), Peer(bed, 2, settings)
         ready(ours, peer)
         set_shares(bed, UNEQUAL)

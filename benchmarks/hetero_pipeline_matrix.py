@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from benchmarks.command import Figures
-from benchmarks.hetero_pipeline_sides import Ours, Settings, ready, set_shares, shown
+from benchmarks.hetero_pipeline_sides import Ours, Settings, cores, ready, set_shares, shown
 from benchmarks.report import at_most, table
 from benchmarks.testbed import Host, Testbed
 
@@ -21,7 +21,7 @@ def matrix(settings: Settings) -> Figures:
     cells: list[dict[str, Any]] = []
     sizes = sorted({len(shares) for shares in SHARES})
     for rate in RATES:
-        with Testbed([Host(rate=rate)] * max(sizes)) as bed:
+        with Testbed([Host(rate=rate, cpus=core) for core in cores(max(sizes))]) as bed:
             ours = {size: Ours(bed, size, settings) for size in sizes}
             ready(*ours.values())
             for shares in SHARES:

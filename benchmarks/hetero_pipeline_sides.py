@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -165,6 +166,17 @@ def ready(*sides: Ours | Peer) -> None:
     """Wait until all ranks have imported what they need."""
     for side in sides:
         side.ranks.hear()
+
+
+def cores(hosts: int) -> list[list[int]]:
+    """Return which cores each host may use: one of its own; where there are fewer, the last ones
+    have one together.
+
+    A host that may use several cores gets less than its share: the kernel gives out a period's
+    time to cores in pieces, and what a thread that wakes for a moment leaves unused is lost.
+    """
+    available = sorted(os.sched_getaffinity(0))
+    return [[available[min(host, len(available) - 1)]] for host in range(hosts)]
 
 
 def set_shares(bed: Testbed, shares: Sequence[float]) -> None:

@@ -157,21 +157,26 @@ class Workload:
 
         Under GPipe a layer's first gradient comes while all micro-batches are in flight; from the
         second on there are two of it, but fewer micro-batches."""
-        bound = self.bound_bytes(stage, layers, recomputed)
+        bound, apart = self._busy_bytes(stage, layers, recomputed), self.apart_bytes(stage, layers)
         count = self.in_flight(stage)
         if self.schedule != "gpipe":
-            return bound
+            return max(bound, apart)
         last, loss = stage == self.stages - 1, self.microbatches * self.step.loss_bytes
         kept, again = self.kept_bytes(stage, layers, recomputed)
         held = bound - self._workspace(layers) - count * kept - again - (loss if last else 0)
         output = self.layers[layers[-1]].gradient_output_bytes if last else 0
         first = count * (kept + output) + again + self._workspace(layers, first=True)
         later = (count - 1) * (kept + output) + again + self._workspace(layers)
-        return min(bound, held + max(first, later, count * kept + loss if last else 0))
+        busy = held + max(first, later, count * kept + loss if last else 0)
+        return max(min(bound, busy), apart)
 
     def bound_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
         """Return a bound of `peak_bytes` to which every layer that is recomputed adds or takes a
         number of its own; the planner keeps it within the limit."""
+        busy = self._busy_bytes(stage, layers, recomputed)
+        return max(busy, self.apart_bytes(stage, layers))
+
+    def _busy_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
         held = [self.layers[index] for index in layers]
         static = self.static_bytes(layers)
         if stage > 0:
@@ -182,7 +187,7 @@ class Workload:
             static += self.microbatches * self.step.loss_bytes
         count = self.in_flight(stage)
         kept, again = self.kept_bytes(stage, layers, recomputed)
-        return max(static + count * kept + again, self.check_bytes(stage, layers))
+        return static + count * kept + again
 
     def kept_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> tuple[int, int]:
         """Return what a micro-batch in flight keeps, and what recomputing adds to one of them."""
@@ -196,6 +201,21 @@ class Workload:
                 kept += 0 if is_last else layer.output_bytes
                 again += layer.saved_bytes + layer.output_bytes
         return kept, again
+
+    def apart_bytes(self, stage: int, layers: range) -> int:
+        """Return the most that a stage holds while no micro-batch is in flight."""
+        return max(self.check_bytes(stage, layers), self.update_bytes(layers))
+
+    def update_bytes(self, layers: range) -> int:
+        """Return what a stage holds while the optimizer steps."""
+        sizes = [self.layers[index].largest_gradient_bytes for index in layers]
+        sizes += [size for index in layers for size in self.layers[index].shared.values()]
+        trained = self.trained_bytes(layers)
+        largest = math.ceil(self.step.update_bytes_per_largest_byte * max(sizes))
+        of_all = math.ceil(self.step.update_bytes_per_byte * trained)
+        # What accumulated over batches is one gradient by now.
+        before = (self.step.gradient_copies - 1) * trained
+        return self.resident_bytes(layers) - before + largest + of_all
 
     def check_bytes(self, stage: int, layers: range) -> int:
         """Return what a last stage holds while it checks that the loss of the whole batch is the

@@ -52,7 +52,8 @@ class Footprint:
             inner, last = np.maximum(inner, 0), np.maximum(last, 0)
         freed = _sums(inner)
         freed[:, 1:] += last - inner
-        found: Bytes = np.maximum(self.whole(stage) - freed, self._check(stage))
+        apart = np.maximum(self._check(stage), self._update)
+        found: Bytes = np.maximum(self.whole(stage) - freed, apart)
         return found
 
     def seconds(self, machine: int, stage: int) -> Matrix:
@@ -98,6 +99,22 @@ class Footprint:
         return found
 
     @cached_property
+    def _update(self) -> Bytes:
+        """`Workload.update_bytes` of every run."""
+        step, layers = self.workload.step, self.workload.layers
+        own = _bytes(max(x.largest_gradient_bytes, *x.shared.values(), 0) for x in layers)
+        largest = np.zeros((self._count + 1, self._count + 1), np.int64)
+        for first in range(self._count):
+            largest[first, first + 1 :] = np.maximum.accumulate(own[first:])
+        found: Bytes = self._resident - (step.gradient_copies - 1) * self._trained
+        for ratio, sizes in (
+            (step.update_bytes_per_largest_byte, largest),
+            (step.update_bytes_per_byte, self._trained),
+        ):
+            found = found + np.ceil(ratio * sizes).astype(np.int64)
+        return found
+
+    @cached_property
     def _static(self) -> Bytes:
         workload = self.workload
         workspace = np.zeros((self._count + 1, self._count + 1), np.int64)
@@ -115,15 +132,26 @@ class Footprint:
     @cached_property
     def _resident(self) -> Bytes:
         workload, layers = self.workload, self.workload.layers
-        shared = np.zeros((self._count + 1, self._count + 1), np.int64)
-        for name, size in {n: b for layer in layers for n, b in layer.shared.items()}.items():
-            shared += size * (_sums(_bytes(name in layer.shared for layer in layers)) > 0)
-        trained = _sums(_bytes(layer.gradient_bytes for layer in layers)) + shared
-        weights = _sums(_bytes(layer.parameter_bytes for layer in layers)) + shared
+        trained = self._trained
+        weights = _sums(_bytes(layer.parameter_bytes for layer in layers)) + self._shared
         state = np.ceil(trained * workload.step.state_bytes_per_parameter_byte).astype(np.int64)
         batch = workload.microbatches * layers[0].input_bytes
         found: Bytes = weights + workload.step.gradient_copies * trained + state + batch
         return found
+
+    @cached_property
+    def _trained(self) -> Bytes:
+        gradients = _bytes(layer.gradient_bytes for layer in self.workload.layers)
+        found: Bytes = _sums(gradients) + self._shared
+        return found
+
+    @cached_property
+    def _shared(self) -> Bytes:
+        layers = self.workload.layers
+        shared = np.zeros((self._count + 1, self._count + 1), np.int64)
+        for name, size in {n: b for layer in layers for n, b in layer.shared.items()}.items():
+            shared += size * (_sums(_bytes(name in layer.shared for layer in layers)) > 0)
+        return shared
 
 
 def smallest_limit(workload: Workload) -> int:

@@ -21,6 +21,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
         name: as in the state dict.
         parameter_bytes: parameters that no other layer uses.
         gradient_bytes: those of them that are trained.
+        largest_gradient_bytes: the largest of these.
         shared: parameters that other layers use, too: bytes by name.
         input_bytes: tensors that enter.
         output_bytes: tensors that leave: what crosses a cut below this layer.
@@ -33,6 +34,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     parameter_bytes: int = 0
     gradient_bytes: int = 0
+    largest_gradient_bytes: int = 0
     shared: dict[str, int] = msgspec.field(default_factory=dict)
     input_bytes: int = 0
     output_bytes: int = 0
@@ -58,6 +60,9 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
         fixed: seconds of every step that nothing hides, on each kind.
         update: seconds that the optimizer takes for every byte of a gradient, on each kind.
         state_bytes_per_parameter_byte: size of the optimizer's state.
+        update_bytes_per_largest_byte: what the optimizer needs for a moment for every byte of the
+            largest gradient.
+        update_bytes_per_byte: the same, for every byte of all gradients.
         gradient_copies: 2 where the gradients of the step before are still held while those of a
             step are computed (accumulation over batches), else 1.
     """
@@ -68,6 +73,8 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     fixed: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     state_bytes_per_parameter_byte: float = 0.0
+    update_bytes_per_largest_byte: float = 0.0
+    update_bytes_per_byte: float = 0.0
     gradient_copies: int = 1
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
+from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import forked
 from lightning_dlres.pipeline.layers import Clock
@@ -24,6 +25,7 @@ from lightning_dlres.pipeline.layers import Clock
 _STEPS = 3
 _TRIAL_RATE = 0.1
 _TRIAL_BYTES = 16 << 20
+_MOMENT_BYTES = 1 << 18  # scalars count as nothing beside it
 _NOT_OPTIONS = ("params", "initial_lr", "param_names")
 
 
@@ -166,6 +168,44 @@ def update_seconds(
         # It is no part of what is planned; `require_separable` says what is wrong with it.
         return 0.0
     return statistics.fmean(spent) / size
+
+
+def update_bytes(optimizer: Optimizer, device: torch.device) -> tuple[float, float]:
+    """Return how many bytes a step needs for a moment for every byte of the largest gradient, and
+    for every byte of all gradients; zeros where a trial fails.
+
+    Adam on the CPU takes parameters one by one, and needs twice the largest; on a GPU it takes all
+    of them at once. Sparse gradients count as nothing: only their rows take part."""
+    found = [(0.0, 0.0)]
+    if isinstance(optimizer, SparseAdam):
+        return 0.0, 0.0
+    try:
+        with forked(device):
+            for options in _settings(optimizer):
+                # Local variables of the loop over parameters outlive a turn: two are no measure.
+                one, two, three = (
+                    _moment(type(optimizer), options, n, device) / _MOMENT_BYTES for n in (1, 2, 3)
+                )
+                found.append((one - (three - two), three - two))
+    except Exception:
+        # `require_separable` says what is wrong with it.
+        return 0.0, 0.0
+    largest, of_all = zip(*found, strict=True)
+    return max(largest), max(of_all)
+
+
+def _moment(kind: Any, options: dict[str, Any], count: int, device: torch.device) -> int:
+    parameters = [
+        nn.Parameter(torch.ones(_MOMENT_BYTES // 4, 1, device=device)) for _ in range(count)
+    ]
+    trial: Optimizer = kind([{"params": parameters, **copy.deepcopy(options)}], lr=_TRIAL_RATE)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    trial.step()  # makes the state
+    with LiveBytes() as live:
+        trial.step()
+    peak: int = live.peak
+    return peak
 
 
 def _trial(kind: Any, options: dict[str, Any], which: list[int]) -> list[Tensor]:

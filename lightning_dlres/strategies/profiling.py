@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
@@ -31,7 +32,7 @@ from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.measuring import DeviceMeasurement, measure, typical
 from lightning_dlres.strategies.metrics import MetricStates
-from lightning_dlres.strategies.optimizers import state_ratio
+from lightning_dlres.strategies.optimizers import state_ratio, update_bytes
 from lightning_dlres.strategies.samples import ProfileConfig, ProfileSamples, read_samples
 from lightning_dlres.strategies.step import SplitBatch, StepContext
 from lightning_dlres.strategies.zeroing import zeroes_every_step
@@ -118,9 +119,9 @@ class Profiler:
             loss_bytes=mine.loss_bytes,
             message=messages,
             update=updates,
-            state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
             gradient_copies=gradient_copies,
         )
+        step = _with_bytes_of(optimizers, device, step)
         return RunProfile(
             layer_profiles(self._context.pipelined.layers, layers, of_kinds),
             step,
@@ -224,9 +225,9 @@ def profile_here(
         loss=tuple(found.loss * factor for factor in factors),
         loss_bytes=found.loss_bytes,
         update=tuple(found.update * factor for factor in factors),
-        state_bytes_per_parameter_byte=max(map(state_ratio, trainer.optimizers), default=0.0),
         gradient_copies=1 if zeroes_every_step(trainer, module) else 2,
     )
+    step = _with_bytes_of(trainer.optimizers, device, step)
     return RunProfile(
         layer_profiles(pipelined.layers, layers, times), step, cluster, samples.microbatches
     )
@@ -261,6 +262,7 @@ def layer_profiles(
                 name=name,
                 parameter_bytes=sum(_bytes(p) for p in own),
                 gradient_bytes=sum(_bytes(p) for p in own if p.requires_grad),
+                largest_gradient_bytes=max((_bytes(p) for p in own if p.requires_grad), default=0),
                 shared={names[p]: _bytes(p) for p in sorted(shared, key=names.__getitem__)},
                 input_bytes=sizes.input_bytes,
                 output_bytes=sizes.output_bytes,
@@ -272,6 +274,18 @@ def layer_profiles(
             )
         )
     return tuple(found)
+
+
+def _with_bytes_of(
+    optimizers: Sequence[Optimizer], device: torch.device, step: StepProfile
+) -> StepProfile:
+    moments = [update_bytes(optimizer, device) for optimizer in optimizers]
+    return msgspec.structs.replace(
+        step,
+        state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
+        update_bytes_per_largest_byte=max((largest for largest, _ in moments), default=0.0),
+        update_bytes_per_byte=max((of_all for _, of_all in moments), default=0.0),
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> int:

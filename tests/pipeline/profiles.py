@@ -77,11 +77,13 @@ def small_layers(random: Random, count: int, kinds: int) -> tuple[LayerProfile, 
     for index in range(count):
         shared = {f"tied{index % 2}": 1 + 4 * (index % 2)} if random.random() < 0.4 else {}
         parameters = random.randint(0, 12)
+        trained = random.choice([0, parameters, parameters])
         layers.append(
             LayerProfile(
                 name=f"layer{index}",
                 parameter_bytes=parameters,
-                gradient_bytes=random.choice([0, parameters, parameters]),
+                gradient_bytes=trained,
+                largest_gradient_bytes=random.randint(0, trained),
                 shared=shared,
                 input_bytes=layers[-1].output_bytes if layers else random.randint(0, 4),
                 output_bytes=random.randint(0, 9),
@@ -109,6 +111,8 @@ def small_step(random: Random, kinds: int) -> StepProfile:
         message=times(),
         fixed=times(),
         state_bytes_per_parameter_byte=random.choice([0.0, 0.5, 2.0]),
+        update_bytes_per_largest_byte=random.choice([0.0, 2.0]),
+        update_bytes_per_byte=random.choice([0.0, 0.0, 1.5]),
     )
 
 

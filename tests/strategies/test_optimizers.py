@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.strategies.optimizers import require_separable, set_state_device
+from lightning_dlres.strategies.optimizers import require_separable, set_state_device, update_bytes
 
 SHIPPED = sorted(
     name
@@ -186,3 +186,20 @@ def test_the_trial_leaves_the_generator_alone() -> None:
     with contextlib.suppress(ConfigError):
         require_separable(optimizer)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.SGD, {}, (0.0, 0.0)),
+        (torch.optim.AdamW, {"foreach": False}, (2.0, 0.0)),
+        (torch.optim.AdamW, {"foreach": True}, (0.0, 1.0)),
+        (torch.optim.AdamW, {"fused": True}, (0.0, 0.0)),
+        (torch.optim.SparseAdam, {}, (0.0, 0.0)),
+    ],
+)
+def test_bytes_that_a_step_needs_for_a_moment(
+    kind: type[Optimizer], options: dict[str, Any], expected: tuple[float, float]
+) -> None:
+    optimizer = kind(parameters(), lr=0.01, **options)
+    assert update_bytes(optimizer, torch.device("cpu")) == pytest.approx(expected, abs=0.01)
