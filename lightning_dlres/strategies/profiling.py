@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import DlresError
+from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.cluster import (
     kinds_of,
@@ -99,7 +101,7 @@ class Profiler:
         layers = mine.layers
         device, connection = self._context.device, self._connection
         times = connection.gather([t for layer in layers for t in (layer.forward, layer.backward)])
-        hosts = self._everywhere([_host(), _device_name(device), self._limit()])
+        hosts = self._hosts()
         kinds = kinds_of([name for _, name, _ in hosts], times)
         of_kinds = times_of_kinds(kinds, times)
         powers = powers_of(of_kinds)
@@ -184,13 +186,26 @@ class Profiler:
             for rank in range(connection.world_size)
         ]
 
-    def _limit(self) -> int | None:
-        if self._memory_limit is not None:
-            return self._memory_limit
-        device = self._context.device
-        if device.type == "cuda":
-            return int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_FREE_MEMORY)
-        return None
+    def _hosts(self) -> list[tuple[str, str, int | None]]:
+        """Return host, device and memory limit of every rank."""
+        device, limit, shared = self._context.device, self._memory_limit, 0
+        if limit is None and device.type == "cuda":
+            limit = int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_FREE_MEMORY)
+        elif limit is None:
+            shared = available_bytes() or 0
+        told = self._everywhere([_host(), _device_name(device), limit, shared, self._held()])
+        found = []
+        for host, name, own, free, held in told:
+            if own is None and free:
+                # The ranks of a host share what is left; what each has of the model it gives up.
+                frees = [each[3] for each in told if each[0] == host and each[3]]
+                own = int((min(frees) / len(frees) + held) * _SHARE_OF_FREE_MEMORY)
+            found.append((host, name, own))
+        return found
+
+    def _held(self) -> int:
+        tensors = chain(self._context.module.parameters(), self._context.module.buffers())
+        return sum(_bytes(tensor) for tensor in tensors if tensor.device.type == "cpu")
 
 
 def profile_here(

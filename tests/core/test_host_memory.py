@@ -1,0 +1,72 @@
+"""What the host and its control groups leave is found in either version of their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_dlres.core.host_memory import available_bytes
+
+MEMINFO = "MemTotal:  2000 kB\nMemFree:  300 kB\nMemAvailable:  1000 kB\n"
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def group(directory: str, allowed: str, used: int, cache: int) -> dict[str, str]:
+    return {
+        f"{directory}/memory.max": f"{allowed}\n",
+        f"{directory}/memory.current": f"{used}\n",
+        f"{directory}/memory.stat": f"anon 7\ninactive_file {cache}\n",
+    }
+
+
+def test_here() -> None:
+    found = available_bytes()
+    assert found is None or found > 0
+
+
+def test_a_host_without_groups(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    assert available_bytes(tmp_path) == 1000 * 1024
+
+
+def test_another_system(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "slurm", "expected"),
+    [
+        (("max", 10, 0), ("max", 10, 0), 1000 * 1024),
+        (("50000", 30000, 4000), ("max", 30000, 0), 24000),
+        (("50000", 30000, 4000), ("40000", 35000, 1000), 6000),
+        (("50000", 60000, 0), ("max", 60000, 0), 0),
+    ],
+)
+def test_version_2(
+    tmp_path: Path, job: tuple[str, int, int], slurm: tuple[str, int, int], expected: int
+) -> None:
+    files = {"proc/self/cgroup": "0::/slurm/job\n"}
+    files |= group("sys/fs/cgroup/slurm/job", *job) | group("sys/fs/cgroup/slurm", *slurm)
+    write(tmp_path, files)
+    assert available_bytes(tmp_path) == expected
+
+
+def test_version_1_in_a_container(tmp_path: Path) -> None:
+    # The path is the host's; inside, the group is the root.
+    directory = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n",
+        f"{directory}/memory.limit_in_bytes": "9000\n",
+        f"{directory}/memory.usage_in_bytes": "5000\n",
+        f"{directory}/memory.stat": "inactive_file 500\n",
+    }
+    write(tmp_path, files)
+    assert available_bytes(tmp_path) == 4500
+    (tmp_path / directory / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert available_bytes(tmp_path) == 1000 * 1024
