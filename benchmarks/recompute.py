@@ -20,6 +20,7 @@ from benchmarks.hetero_pipeline_sides import (
     QUICK,
     Ours,
     Settings,
+    cores,
     ready,
     set_shares,
     shown,
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(settings: Settings) -> Figures:
     """Train with and without recomputation in turns."""
     count, turns = settings.microbatches, settings.turns(settings.pairs)
-    with Testbed([Host(), Host()]) as bed:
+    with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
         plain, again = Ours(bed, 2, settings), Ours(bed, 2, settings, port=50)
         ready(plain, again)
         set_shares(bed, SHARES)
