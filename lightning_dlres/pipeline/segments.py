@@ -187,7 +187,8 @@ class Segments:
         everything = tuple(layers) if workload.recompute == "always" else ()
         if limit is None or workload.bound_bytes(stage, layers, everything) <= limit:
             return everything
-        if workload.recompute != "auto":
+        # Recomputing frees nothing of what is held while no micro-batch is in flight.
+        if workload.recompute != "auto" or workload.apart_bytes(stage, layers) > limit:
             return None
         freed, need = self._freed(stage, layers)
         kinds = self._kinds(stage)
