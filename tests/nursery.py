@@ -51,6 +51,10 @@ class Nursery:
             )
         theirs.close()
 
+    def alive(self) -> bool:
+        """Whether it can be asked; on Linux its ranks have ended with it otherwise."""
+        return self._process.poll() is None
+
     def fork(self, end: Connection, log: Path, timeout: float) -> Forked:
         """Return a new rank that serves `end`, in a process group of its own; its output is
         appended to `log`."""
@@ -63,6 +67,8 @@ class Nursery:
             NurseryError: none came within `timeout` seconds.
         """
         with self._lock:
+            if not self.alive():
+                raise NurseryError(f"it has ended:\n{self._log.read_text(errors='replace')}")
             try:
                 self._connection.send(request)
                 if end is not None:
@@ -72,7 +78,7 @@ class Nursery:
                     return answer
             except (EOFError, OSError):
                 pass
-            self._process.kill()
+            self.close()
             raise NurseryError(
                 f"no answer to {request} within {timeout:g} s:\n"
                 f"{self._log.read_text(errors='replace')}"
@@ -97,7 +103,10 @@ class Forked:
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal; None as long as it lives."""
         if self.returncode is None:
-            status = self._nursery.ask(("poll", self.pid), self._TIMEOUT)
+            try:
+                status = self._nursery.ask(("poll", self.pid), self._TIMEOUT)
+            except NurseryError:
+                status = signal.SIGKILL
             self.returncode = None if status < 0 else os.waitstatus_to_exitcode(status)
         return self.returncode
 

@@ -29,7 +29,8 @@ def main() -> None:
         except (EOFError, OSError):
             return
         if kind == "fork":
-            connection.send(_fork(connection, reduction.recv_handle(connection), what))
+            end = reduction.recv_handle(connection)
+            connection.send(_fork(connection, end, what))
         else:
             pid, status = os.waitpid(what, os.WNOHANG)
             connection.send(status if pid else -1)

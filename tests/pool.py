@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0
+# Ranks of one nursery hash strings alike: neighbours must not, lest they agree by accident.
+NURSERIES = 2
 CLEAN_SECONDS = 30.0
 # How long the other ranks of a failed job may take to fail too, before they count as stuck.
 GRACE_SECONDS = 5.0
@@ -187,7 +189,7 @@ class RankPool:
         self._directory = directory
         self._max_ranks = max_ranks
         self._ranks: list[_Rank] = []
-        self._nursery: Nursery | None = None
+        self._nurseries: list[Nursery] = []
         self._jobs = 0
         self._environ = python_environ(directory / "site")
         if sys.platform == "linux":
@@ -196,8 +198,10 @@ class RankPool:
 
     def start(self) -> None:
         """Begin to import what ranks need, without waiting for it."""
-        if self._nursery is None:
-            self._nursery = Nursery(self._directory / "nursery.log", self._environ, ROOT)
+        self._nurseries = [nursery for nursery in self._nurseries if nursery.alive()]
+        while len(self._nurseries) < NURSERIES:
+            log = self._directory / f"nursery{len(self._nurseries)}.log"
+            self._nurseries.append(Nursery(log, self._environ, ROOT))
 
     def run(
         self,
@@ -243,9 +247,9 @@ class RankPool:
         for rank in self._ranks:
             rank.kill()
         self._ranks.clear()
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        for nursery in self._nurseries:
+            nursery.close()
+        self._nurseries.clear()
 
     def _run(
         self,
@@ -315,13 +319,12 @@ class RankPool:
 
     def _ready_ranks(self, count: int) -> list[_Rank]:
         self.start()
-        assert self._nursery is not None
         for index in range(count):
             if index == len(self._ranks):
-                self._ranks.append(_Rank(index, self._directory, self._nursery))
+                self._ranks.append(self._new_rank(index))
             elif not self._ranks[index].alive():
                 self._ranks[index].kill()
-                self._ranks[index] = _Rank(index, self._directory, self._nursery)
+                self._ranks[index] = self._new_rank(index)
         ranks = self._ranks[:count]
         waiting = [rank for rank in ranks if not rank.ready]
         deadline = time.monotonic() + START_SECONDS
@@ -345,6 +348,9 @@ class RankPool:
                     {rank.index: ("RankDied", rank.exit_text()) for rank in failed},
                 )
         return ranks
+
+    def _new_rank(self, index: int) -> _Rank:
+        return _Rank(index, self._directory, self._nurseries[index % NURSERIES])
 
 
 class _Rank:

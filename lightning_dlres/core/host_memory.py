@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _KIB = 1024
+_CACHE = ("active_file", "inactive_file")
 # Version 1 says so where there is no limit.
 _NO_LIMIT = 1 << 60
 
@@ -57,5 +58,6 @@ def _left(group: Path, limit: str, usage: str) -> int | None:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    # Of the page cache, that which nobody has used lately is given up first.
-    return int(allowed) - used + int(stat.get("inactive_file", 0))
+    # The page cache is given up before anything fails. Version 1 counts child groups apart.
+    cache = [int(stat.get(f"total_{name}", stat.get(name, 0))) for name in _CACHE]
+    return int(allowed) - used + sum(cache)

@@ -208,14 +208,12 @@ class Workload:
 
     def update_bytes(self, layers: range) -> int:
         """Return what a stage holds while the optimizer steps."""
-        sizes = [self.layers[index].largest_gradient_bytes for index in layers]
-        sizes += [size for index in layers for size in self.layers[index].shared.values()]
         trained = self.trained_bytes(layers)
-        largest = math.ceil(self.step.update_bytes_per_largest_byte * max(sizes))
-        of_all = math.ceil(self.step.update_bytes_per_byte * trained)
+        moment = max(self.layers[index].update_bytes for index in layers)
+        moment += math.ceil(self.step.update_bytes_per_byte * trained)
         # What accumulated over batches is one gradient by now.
         before = (self.step.gradient_copies - 1) * trained
-        return self.resident_bytes(layers) - before + largest + of_all
+        return self.resident_bytes(layers) - before + moment
 
     def check_bytes(self, stage: int, layers: range) -> int:
         """Return what a last stage holds while it checks that the loss of the whole batch is the

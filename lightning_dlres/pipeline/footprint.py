@@ -102,16 +102,11 @@ class Footprint:
     def _update(self) -> Bytes:
         """`Workload.update_bytes` of every run."""
         step, layers = self.workload.step, self.workload.layers
-        own = _bytes(max(x.largest_gradient_bytes, *x.shared.values(), 0) for x in layers)
-        largest = np.zeros((self._count + 1, self._count + 1), np.int64)
+        own, moment = _bytes(layer.update_bytes for layer in layers), np.zeros_like(self._trained)
         for first in range(self._count):
-            largest[first, first + 1 :] = np.maximum.accumulate(own[first:])
-        found: Bytes = self._resident - (step.gradient_copies - 1) * self._trained
-        for ratio, sizes in (
-            (step.update_bytes_per_largest_byte, largest),
-            (step.update_bytes_per_byte, self._trained),
-        ):
-            found = found + np.ceil(ratio * sizes).astype(np.int64)
+            moment[first, first + 1 :] = np.maximum.accumulate(own[first:])
+        moment += np.ceil(step.update_bytes_per_byte * self._trained).astype(np.int64)
+        found: Bytes = self._resident - (step.gradient_copies - 1) * self._trained + moment
         return found
 
     @cached_property

@@ -21,26 +21,26 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
         name: as in the state dict.
         parameter_bytes: parameters that no other layer uses.
         gradient_bytes: those of them that are trained.
-        largest_gradient_bytes: the largest of these.
         shared: parameters that other layers use, too: bytes by name.
         input_bytes: tensors that enter.
         output_bytes: tensors that leave: what crosses a cut below this layer.
         gradient_output_bytes: gradients that come back over that cut.
         saved_bytes: what the layer keeps for its backward beside its inputs and outputs.
         workspace_bytes: what forward or backward needs for a moment beyond what is kept.
+        update_bytes: what an optimizer that takes one parameter after the other needs for a moment.
         forward, backward: seconds on each kind of device; empty where they were not measured.
     """
 
     name: str
     parameter_bytes: int = 0
     gradient_bytes: int = 0
-    largest_gradient_bytes: int = 0
     shared: dict[str, int] = msgspec.field(default_factory=dict)
     input_bytes: int = 0
     output_bytes: int = 0
     gradient_output_bytes: int = 0
     saved_bytes: int = 0
     workspace_bytes: int = 0
+    update_bytes: int = 0
     forward: tuple[float, ...] = ()
     backward: tuple[float, ...] = ()
 
@@ -60,9 +60,8 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
         fixed: seconds of every step that nothing hides, on each kind.
         update: seconds that the optimizer takes for every byte of a gradient, on each kind.
         state_bytes_per_parameter_byte: size of the optimizer's state.
-        update_bytes_per_largest_byte: what the optimizer needs for a moment for every byte of the
-            largest gradient.
-        update_bytes_per_byte: the same, for every byte of all gradients.
+        update_bytes_per_byte: what an optimizer that takes all parameters at once needs for a
+            moment, for every byte of a gradient.
         gradient_copies: 2 where the gradients of the step before are still held while those of a
             step are computed (accumulation over batches), else 1.
     """
@@ -73,7 +72,6 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     fixed: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     state_bytes_per_parameter_byte: float = 0.0
-    update_bytes_per_largest_byte: float = 0.0
     update_bytes_per_byte: float = 0.0
     gradient_copies: int = 1
 

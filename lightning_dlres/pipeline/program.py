@@ -174,9 +174,7 @@ class SplitProgram:
         deadline = monotonic() + self._seconds
 
         def time_left() -> float:
-            left = deadline - monotonic()
-            self.in_time &= left > 0
-            return max(left, 0.0)
+            return max(deadline - monotonic(), 0.0)
 
         def falls_short(step: float, chosen: Matrix) -> bool:
             length, path = self._longest((costs @ chosen).tolist(), (tails @ chosen).tolist())
@@ -189,6 +187,7 @@ class SplitProgram:
         relaxed = master.relax(time_left())
         while relaxed is not None and falls_short(relaxed.step, relaxed.chosen):
             relaxed = master.relax(time_left())
+        self.in_time &= master.in_time
         if relaxed is None:
             return None
         through = master.through()
@@ -197,7 +196,7 @@ class SplitProgram:
             below = min(1.0, relaxed.step * (1 + slack))
             for _ in range(_MOST_CUTS):
                 found = master.minimise(through <= below + _ROUNDING, below, time_left())
-                time_left()
+                self.in_time &= master.in_time
                 if found is None:
                     break
                 choice = self._choice(
@@ -251,7 +250,11 @@ class _Solution:
 class _Master:
     """The program in HiGHS: one binary per segment, and the step in units of the target, so that
     it is at most 1. A cut says that the step is no shorter than one way through the events. HiGHS
-    keeps the program, and so goes on from the solution that a cut has made impossible."""
+    keeps the relaxed program, and so goes on from the solution that a cut has made impossible.
+
+    Attributes:
+        in_time: whether HiGHS has always come to an end.
+    """
 
     def __init__(self, columns: Sequence[Segment], stages: int, layers: int, target: float) -> None:
         self.count, self._layers = len(columns), layers
@@ -263,9 +266,9 @@ class _Master:
                 rows.setdefault(("cut", column.stage, column.stop), []).append((index, 1.0))
             if column.first > 0:
                 rows.setdefault(("cut", column.stage - 1, column.first), []).append((index, -1.0))
+        self.in_time = True
         self._highs = highspy.Highs()
         self._highs.setOptionValue("output_flag", False)
-        self._highs.setOptionValue("mip_rel_gap", GAP / 4)
         self._all = np.arange(self.count + 1, dtype=np.int32)
         self._highs.addVars(len(self._all), np.zeros(len(self._all)), np.ones(len(self._all)))
         self._highs.changeColCost(self.count, 1.0)
@@ -286,27 +289,33 @@ class _Master:
 
     def relax(self, seconds: float) -> _Solution | None:
         """Return what `minimise` does, if a segment may be chosen in part."""
-        if self._run(seconds) != HighsModelStatus.kOptimal:
+        # The limit of a linear program counts from its first run.
+        status = self._run(self._highs, self._highs.getRunTime() + seconds)
+        if status != HighsModelStatus.kOptimal:
             return None
         duals = np.array(self._highs.getSolution().row_dual)[self._demands :]
         self._weights = np.maximum(duals, 0.0)
-        return self._solution(self._highs.getInfo().objective_function_value)
+        return self._solution(self._highs, self._highs.getInfo().objective_function_value)
 
     def minimise(
         self, allowed: NDArray[np.bool_], below: float, seconds: float
     ) -> _Solution | None:
         """Return the shortest step with these segments, to within the gap; None if there is none
         below this one, or none was found in this time."""
+        whole = highspy.Highs()
+        whole.setOptionValue("output_flag", False)
+        whole.passModel(self._highs.getModel())
+        whole.setOptionValue("mip_rel_gap", GAP / 4)
         kinds = np.full(len(self._all), int(HighsVarType.kInteger), dtype=np.uint8)
         kinds[-1] = int(HighsVarType.kContinuous)
-        self._highs.changeColsIntegrality(len(self._all), self._all, kinds)
+        whole.changeColsIntegrality(len(self._all), self._all, kinds)
         highest = np.append(allowed.astype(float), below)
-        self._highs.changeColsBounds(len(self._all), self._all, np.zeros(len(self._all)), highest)
-        self._run(seconds)
-        info = self._highs.getInfo()
+        whole.changeColsBounds(len(self._all), self._all, np.zeros(len(self._all)), highest)
+        self._run(whole, seconds)
+        info = whole.getInfo()
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
-        return self._solution(info.mip_dual_bound)
+        return self._solution(whole, info.mip_dual_bound)
 
     def through(self) -> Matrix:
         """Return for every segment a step that no plan with it falls short of.
@@ -330,20 +339,20 @@ class _Master:
         found: Matrix = before[stage, first] + each + after[stage + 1, stop]
         return found
 
-    def _run(self, seconds: float) -> HighsModelStatus:
-        # HiGHS compares the limit with all the time that this program has taken.
-        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + seconds)
-        self._highs.run()
-        status = self._highs.getModelStatus()
+    def _run(self, highs: highspy.Highs, time_limit: float) -> HighsModelStatus:
+        highs.setOptionValue("time_limit", time_limit)
+        highs.run()
+        status = highs.getModelStatus()
+        self.in_time &= status != HighsModelStatus.kTimeLimit
         if status not in _EXPECTED:
             raise SolverError(
-                "HiGHS could not solve the split: " + self._highs.modelStatusToString(status)
+                "HiGHS could not solve the split: " + highs.modelStatusToString(status)
             )
         return status
 
-    def _solution(self, bound: float) -> _Solution:
-        chosen = np.array(self._highs.getSolution().col_value)[: self.count]
-        return _Solution(bound, self._highs.getInfo().objective_function_value, chosen)
+    def _solution(self, highs: highspy.Highs, bound: float) -> _Solution:
+        chosen = np.array(highs.getSolution().col_value)[: self.count]
+        return _Solution(bound, highs.getInfo().objective_function_value, chosen)
 
 
 def _needed_shares(workload: Workload) -> tuple[int, ...]:

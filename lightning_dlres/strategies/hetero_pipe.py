@@ -70,8 +70,8 @@ class HeteroPipeStrategy(ParallelStrategy):
             fastest; slower ones sleep after computing.
         memory_limit: Bytes (or "8GiB") that the model may take on a device, for all ranks or a list
             with one for each: weights, gradients, optimizer state, and what micro-batches in flight
-            keep. None: nine tenths of what is free on the GPU or, divided by its ranks, on the
-            host. A limit that no plan meets is refused with the smallest that works.
+            keep. None: nine tenths of what is free, on each GPU or, for CPU ranks together, on
+            their host. A limit that no plan meets is refused with the smallest that works.
         recompute: "auto": layers run again before their backward instead of keeping what they save
             for it, where the memory limit asks for it; "never"; "always". Results are the same to
             the bit.

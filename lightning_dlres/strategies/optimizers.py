@@ -8,9 +8,11 @@ parameters stepped together must move as each does alone.
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import warnings
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ from lightning_dlres.pipeline.layers import Clock
 _STEPS = 3
 _TRIAL_RATE = 0.1
 _TRIAL_BYTES = 16 << 20
-_MOMENT_BYTES = 1 << 18  # scalars count as nothing beside it
+_MOMENT_SIDE = 256  # scalars count as nothing beside it
+_MOMENT_BYTES = 4 * _MOMENT_SIDE**2
 _NOT_OPTIONS = ("params", "initial_lr", "param_names")
 
 
@@ -170,33 +173,54 @@ def update_seconds(
     return statistics.fmean(spent) / size
 
 
-def update_bytes(optimizer: Optimizer, device: torch.device) -> tuple[float, float]:
-    """Return how many bytes a step needs for a moment for every byte of the largest gradient, and
-    for every byte of all gradients; zeros where a trial fails.
+@dataclass(frozen=True)
+class UpdateBytes:
+    """What an optimizer's step needs for a moment.
 
-    Adam on the CPU takes parameters one by one, and needs twice the largest; on a GPU it takes all
-    of them at once. Sparse gradients count as nothing: only their rows take part."""
-    found = [(0.0, 0.0)]
+    Adam on the CPU takes parameters one by one: it makes two tensors of the size of each, and one
+    of the parameter before is still there. On a GPU it takes all of them at once.
+
+    Attributes:
+        own: bytes for every byte of the parameter that is stepped.
+        before: for every byte of the one that was stepped before.
+        of_all: for every byte of all parameters.
+    """
+
+    own: float = 0.0
+    before: float = 0.0
+    of_all: float = 0.0
+
+    def of(self, sizes: Sequence[int]) -> int:
+        """Return the bytes for parameters of these sizes, stepped in this order, but for those that
+        depend on all parameters."""
+        pairs = zip(sizes, [0, *sizes], strict=False)
+        return math.ceil(max((self.own * a + self.before * b for a, b in pairs), default=0.0))
+
+
+def update_bytes(optimizer: Optimizer, device: torch.device) -> UpdateBytes:
+    """Return what a step needs for a moment; nothing where a trial fails. Sparse gradients count as
+    nothing: only their rows take part."""
     if isinstance(optimizer, SparseAdam):
-        return 0.0, 0.0
+        return UpdateBytes()
+    found = [(0.0, 0.0, 0.0)]
     try:
         with forked(device):
             for options in _settings(optimizer):
-                # Local variables of the loop over parameters outlive a turn: two are no measure.
                 one, two, three = (
                     _moment(type(optimizer), options, n, device) / _MOMENT_BYTES for n in (1, 2, 3)
                 )
-                found.append((one - (three - two), three - two))
+                of_all = three - two
+                found.append((one - of_all, two - one - of_all, of_all))
     except Exception:
         # `require_separable` says what is wrong with it.
-        return 0.0, 0.0
-    largest, of_all = zip(*found, strict=True)
-    return max(largest), max(of_all)
+        return UpdateBytes()
+    return UpdateBytes(*(max(0.0, *column) for column in zip(*found, strict=True)))
 
 
 def _moment(kind: Any, options: dict[str, Any], count: int, device: torch.device) -> int:
+    # Square: what an optimizer makes of a whole dimension would be huge for a vector.
     parameters = [
-        nn.Parameter(torch.ones(_MOMENT_BYTES // 4, 1, device=device)) for _ in range(count)
+        nn.Parameter(torch.ones(_MOMENT_SIDE, _MOMENT_SIDE, device=device)) for _ in range(count)
     ]
     trial: Optimizer = kind([{"params": parameters, **copy.deepcopy(options)}], lr=_TRIAL_RATE)
     for parameter in parameters:

@@ -12,10 +12,11 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.costs import Workload
 from lightning_dlres.pipeline.plan import PipelinePlan, arrange, even_split
 from lightning_dlres.pipeline.planner import decide
-from lightning_dlres.pipeline.profile import LayerProfile
+from lightning_dlres.pipeline.profile import Cluster, LayerProfile
 from lightning_dlres.pipeline.proportional import proportional_split
 from lightning_dlres.pipeline.simulator import step_seconds
 from lightning_dlres.strategies.capture import PipelinedModule, is_chain
+from lightning_dlres.strategies.host_limits import within_hosts
 from lightning_dlres.strategies.profiling import RunProfile
 
 Machines = tuple[tuple[int, ...], ...]
@@ -140,11 +141,21 @@ def measured_plan(
     Raises:
         ConfigError: none fits into memory, or the ranks do not divide into stages.
     """
-    world = len(profile.cluster.devices)
+    return within_hosts(
+        lambda cluster: _fastest_plan(profile, cluster, wishes, say),
+        profile.cluster,
+        profile.host_memory,
+    )
+
+
+def _fastest_plan(
+    profile: RunProfile, cluster: Cluster, wishes: Wishes, say: Callable[[str], None]
+) -> PipelinePlan:
+    world = len(cluster.devices)
     workload = Workload(
         profile.layers,
         profile.step,
-        profile.cluster,
+        cluster,
         wishes.machines or arrange(world, world if world <= len(profile.layers) else 1),
         wishes.schedule,
         profile.microbatches,
@@ -160,7 +171,7 @@ def measured_plan(
             microbatches=profile.microbatches,
             layers=profile.layers,
             step=profile.step,
-            cluster=profile.cluster,
+            cluster=cluster,
         )
     )
 

@@ -6,12 +6,11 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
@@ -34,7 +33,7 @@ from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.measuring import DeviceMeasurement, measure, typical
 from lightning_dlres.strategies.metrics import MetricStates
-from lightning_dlres.strategies.optimizers import state_ratio, update_bytes
+from lightning_dlres.strategies.optimizers import UpdateBytes, state_ratio, update_bytes
 from lightning_dlres.strategies.samples import ProfileConfig, ProfileSamples, read_samples
 from lightning_dlres.strategies.step import SplitBatch, StepContext
 from lightning_dlres.strategies.zeroing import zeroes_every_step
@@ -51,12 +50,20 @@ class NotMeasured(DlresError):
 
 @dataclass(frozen=True)
 class RunProfile:
-    """What was measured: everything that a planner needs."""
+    """What was measured: everything that a planner needs.
+
+    Attributes:
+        layers, step, cluster: see there.
+        microbatches: into how many the batch is cut.
+        host_memory: bytes that the ranks of a host may hold together, by host; for ranks on the CPU
+            without a limit of their own.
+    """
 
     layers: tuple[LayerProfile, ...]
     step: StepProfile
     cluster: Cluster
     microbatches: int
+    host_memory: dict[str, int] = field(default_factory=dict)
 
 
 class Profiler:
@@ -101,34 +108,37 @@ class Profiler:
         layers = mine.layers
         device, connection = self._context.device, self._connection
         times = connection.gather([t for layer in layers for t in (layer.forward, layer.backward)])
-        hosts = self._hosts()
-        kinds = kinds_of([name for _, name, _ in hosts], times)
+        hosts = [_RankDevice(*told) for told in self._everywhere(list(self._describe()))]
+        kinds = kinds_of([host.name for host in hosts], times)
         of_kinds = times_of_kinds(kinds, times)
         powers = powers_of(of_kinds)
-        links, message = self._probe([host for host, _, _ in hosts], layers, mine.pace)
+        links, message = self._probe([host.host for host in hosts], layers, mine.pace)
         others = times_of_kinds(kinds, connection.gather([mine.loss, mine.update, message]))
         losses, updates, messages = (tuple(column) for column in zip(*others, strict=True))
         cluster = Cluster(
-            kinds=tuple(_kind_names(kinds, [name for _, name, _ in hosts], powers)),
+            kinds=tuple(_kind_names(kinds, [host.name for host in hosts], powers)),
             devices=tuple(
-                Device(kind=kind, power=powers[kind], host=host, memory_limit=limit)
-                for kind, (host, _, limit) in zip(kinds, hosts, strict=True)
+                Device(kind=kind, power=powers[kind], host=d.host, memory_limit=d.limit)
+                for kind, d in zip(kinds, hosts, strict=True)
             ),
             links=links,
         )
+        moment = _update_bytes(optimizers, device)
         step = StepProfile(
             loss=losses,
             loss_bytes=mine.loss_bytes,
             message=messages,
             update=updates,
+            state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
+            update_bytes_per_byte=moment.of_all,
             gradient_copies=gradient_copies,
         )
-        step = _with_bytes_of(optimizers, device, step)
         return RunProfile(
-            layer_profiles(self._context.pipelined.layers, layers, of_kinds),
+            layer_profiles(self._context.pipelined.layers, layers, of_kinds, moment),
             step,
             cluster,
             samples.microbatches,
+            _host_memory(hosts),
         )
 
     def _measure_at_once(
@@ -186,26 +196,37 @@ class Profiler:
             for rank in range(connection.world_size)
         ]
 
-    def _hosts(self) -> list[tuple[str, str, int | None]]:
-        """Return host, device and memory limit of every rank."""
-        device, limit, shared = self._context.device, self._memory_limit, 0
+    def _describe(self) -> _RankDevice:
+        device, limit, free = self._context.device, self._memory_limit, None
         if limit is None and device.type == "cuda":
             limit = int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_FREE_MEMORY)
         elif limit is None:
-            shared = available_bytes() or 0
-        told = self._everywhere([_host(), _device_name(device), limit, shared, self._held()])
-        found = []
-        for host, name, own, free, held in told:
-            if own is None and free:
-                # The ranks of a host share what is left; what each has of the model it gives up.
-                frees = [each[3] for each in told if each[0] == host and each[3]]
-                own = int((min(frees) / len(frees) + held) * _SHARE_OF_FREE_MEMORY)
-            found.append((host, name, own))
-        return found
-
-    def _held(self) -> int:
+            free = available_bytes()
         tensors = chain(self._context.module.parameters(), self._context.module.buffers())
-        return sum(_bytes(tensor) for tensor in tensors if tensor.device.type == "cpu")
+        held = sum(_bytes(tensor) for tensor in tensors if tensor.device.type == "cpu")
+        return _RankDevice(_host(), _device_name(device), limit, free, held)
+
+
+class _RankDevice(NamedTuple):
+    """What a rank tells of its device; `free` is what its host has left where the rank shares that,
+    and `held` what the rank has of the model by now."""
+
+    host: str
+    name: str
+    limit: int | None
+    free: int | None
+    held: int
+
+
+def _host_memory(devices: Sequence[_RankDevice]) -> dict[str, int]:
+    found = {}
+    for host in {device.host for device in devices}:
+        sharing = [device for device in devices if device.host == host and device.free is not None]
+        if sharing:
+            free = min(device.free for device in sharing if device.free is not None)
+            # What the ranks have of the model by now, their stages take the place of.
+            found[host] = int((free + sum(d.held for d in sharing)) * _SHARE_OF_FREE_MEMORY)
+    return found
 
 
 def profile_here(
@@ -236,15 +257,17 @@ def profile_here(
     found, _ = measure(context, samples, config, precision, trainer.optimizers)
     layers = found.layers
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
+    moment = _update_bytes(trainer.optimizers, device)
     step = StepProfile(
         loss=tuple(found.loss * factor for factor in factors),
         loss_bytes=found.loss_bytes,
         update=tuple(found.update * factor for factor in factors),
+        state_bytes_per_parameter_byte=max(map(state_ratio, trainer.optimizers), default=0.0),
+        update_bytes_per_byte=moment.of_all,
         gradient_copies=1 if zeroes_every_step(trainer, module) else 2,
     )
-    step = _with_bytes_of(trainer.optimizers, device, step)
     return RunProfile(
-        layer_profiles(pipelined.layers, layers, times), step, cluster, samples.microbatches
+        layer_profiles(pipelined.layers, layers, times, moment), step, cluster, samples.microbatches
     )
 
 
@@ -252,6 +275,7 @@ def layer_profiles(
     layers: ModelLayers,
     measured: Sequence[LayerMeasurement],
     times: Sequence[Sequence[float]],
+    moment: UpdateBytes,
 ) -> tuple[LayerProfile, ...]:
     """Put together what is known of the layers.
 
@@ -260,6 +284,7 @@ def layer_profiles(
         measured: their sizes.
         times: for every kind of device the seconds of forward and backward of every layer, in
             turns.
+        moment: what the optimizer needs for a moment.
     """
     users: dict[nn.Parameter, int] = {}
     for module in layers.modules:
@@ -277,13 +302,13 @@ def layer_profiles(
                 name=name,
                 parameter_bytes=sum(_bytes(p) for p in own),
                 gradient_bytes=sum(_bytes(p) for p in own if p.requires_grad),
-                largest_gradient_bytes=max((_bytes(p) for p in own if p.requires_grad), default=0),
                 shared={names[p]: _bytes(p) for p in sorted(shared, key=names.__getitem__)},
                 input_bytes=sizes.input_bytes,
                 output_bytes=sizes.output_bytes,
                 gradient_output_bytes=sizes.gradient_output_bytes,
                 saved_bytes=sizes.saved_bytes,
                 workspace_bytes=sizes.workspace_bytes,
+                update_bytes=moment.of([_bytes(p) for p in module.parameters() if p.requires_grad]),
                 forward=tuple(row[2 * index] for row in times),
                 backward=tuple(row[2 * index + 1] for row in times),
             )
@@ -291,16 +316,9 @@ def layer_profiles(
     return tuple(found)
 
 
-def _with_bytes_of(
-    optimizers: Sequence[Optimizer], device: torch.device, step: StepProfile
-) -> StepProfile:
-    moments = [update_bytes(optimizer, device) for optimizer in optimizers]
-    return msgspec.structs.replace(
-        step,
-        state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
-        update_bytes_per_largest_byte=max((largest for largest, _ in moments), default=0.0),
-        update_bytes_per_byte=max((of_all for _, of_all in moments), default=0.0),
-    )
+def _update_bytes(optimizers: Sequence[Optimizer], device: torch.device) -> UpdateBytes:
+    # There is one, or none where nothing is trained.
+    return update_bytes(optimizers[0], device) if optimizers else UpdateBytes()
 
 
 def _bytes(tensor: torch.Tensor) -> int:

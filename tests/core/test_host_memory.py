@@ -21,7 +21,7 @@ def group(directory: str, allowed: str, used: int, cache: int) -> dict[str, str]
     return {
         f"{directory}/memory.max": f"{allowed}\n",
         f"{directory}/memory.current": f"{used}\n",
-        f"{directory}/memory.stat": f"anon 7\ninactive_file {cache}\n",
+        f"{directory}/memory.stat": f"anon 7\nactive_file 0\ninactive_file {cache}\n",
     }
 
 
@@ -64,9 +64,11 @@ def test_version_1_in_a_container(tmp_path: Path) -> None:
         "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n",
         f"{directory}/memory.limit_in_bytes": "9000\n",
         f"{directory}/memory.usage_in_bytes": "5000\n",
-        f"{directory}/memory.stat": "inactive_file 500\n",
+        f"{directory}/memory.stat": (
+            "inactive_file 1\ntotal_inactive_file 500\nactive_file 2\ntotal_active_file 300\n"
+        ),
     }
     write(tmp_path, files)
-    assert available_bytes(tmp_path) == 4500
+    assert available_bytes(tmp_path) == 4800
     (tmp_path / directory / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert available_bytes(tmp_path) == 1000 * 1024

@@ -83,7 +83,7 @@ def small_layers(random: Random, count: int, kinds: int) -> tuple[LayerProfile, 
                 name=f"layer{index}",
                 parameter_bytes=parameters,
                 gradient_bytes=trained,
-                largest_gradient_bytes=random.randint(0, trained),
+                update_bytes=random.choice([0, trained, 3 * trained]),
                 shared=shared,
                 input_bytes=layers[-1].output_bytes if layers else random.randint(0, 4),
                 output_bytes=random.randint(0, 9),
@@ -111,7 +111,6 @@ def small_step(random: Random, kinds: int) -> StepProfile:
         message=times(),
         fixed=times(),
         state_bytes_per_parameter_byte=random.choice([0.0, 0.5, 2.0]),
-        update_bytes_per_largest_byte=random.choice([0.0, 2.0]),
         update_bytes_per_byte=random.choice([0.0, 0.0, 1.5]),
     )
 

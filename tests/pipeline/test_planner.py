@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, combinations, pairwise, permutations, product
 from math import inf
 from random import Random
@@ -22,6 +22,7 @@ from lightning_dlres.pipeline.grouping import group, machines_of, stage_counts
 from lightning_dlres.pipeline.plan import arrange
 from lightning_dlres.pipeline.planner import Decision, decide, start_order, start_split
 from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link, StepProfile
+from lightning_dlres.pipeline.program import SplitProgram
 from lightning_dlres.pipeline.schedule import SCHEDULES
 from lightning_dlres.pipeline.simulator import simulate, step_seconds
 from tests.pipeline.profiles import (
@@ -445,6 +446,29 @@ class TestDegenerate:
             plain_layers([1.0] * 4), StepProfile(), plain_cluster(2), ((0, 1),), "1f1b", 1
         )
         assert decide(workload, 2).seconds == 12.0
+
+
+class TestLittleTime:
+    """What HiGHS does not finish in time is given up, and the plan says how good it may be."""
+
+    @pytest.fixture
+    def hard(self) -> Workload:
+        return large_workload(Random(5), 24, 4, 16, gpt=False, slack=2.0)
+
+    def test_no_solution_is_no_error(self, hard: Workload) -> None:
+        program = SplitProgram(hard, seconds=0.0)
+        assert program.solve(inf) is None
+        assert not program.in_time
+
+    def test_the_gap_is_not_claimed(self, hard: Workload) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner, "SplitProgram", partial(SplitProgram, seconds=0.0))
+            found = decide(hard, keep_order=True)
+        check_sound(found)
+        best = decide(hard, keep_order=True)
+        assert best.seconds <= found.seconds
+        assert best.seconds >= found.seconds * (1 - found.gap)
+        assert found.gap > best.gap
 
 
 class TestManyOrders:

@@ -376,7 +376,6 @@ class TestMemory:
         layer = {
             "parameter_bytes": 100,
             "gradient_bytes": 80,
-            "largest_gradient_bytes": 60,
             "input_bytes": 5,
             "output_bytes": 7,
             "gradient_output_bytes": 11,
@@ -408,11 +407,15 @@ class TestMemory:
         # The check of the loss: all outputs, and what the loss of all needs.
         large = replace(workload, step=msgspec.structs.replace(step, loss_bytes=170))
         assert large.peak_bytes(1, range(2, 4), ()) == static - 13 + 3 * (7 + 170)
-        # The optimizer: twice the largest gradient, and half of all.
-        ratios = {"update_bytes_per_largest_byte": 2.0, "update_bytes_per_byte": 0.5}
-        updated = replace(workload, step=msgspec.structs.replace(step, **ratios))
-        assert updated.update_bytes(range(2)) == static - 13 + 2 * 60 + 180 // 2
-        assert updated.peak_bytes(0, range(2), (0, 1)) == static - 13 + 2 * 60 + 180 // 2
+        # The optimizer: the layer that needs most, and half of all gradients.
+        needs = zip((9, 120, 9, 9), layers, strict=True)
+        updated = replace(
+            workload,
+            layers=tuple(msgspec.structs.replace(x, update_bytes=n) for n, x in needs),
+            step=msgspec.structs.replace(step, update_bytes_per_byte=0.5),
+        )
+        assert updated.update_bytes(range(2)) == static - 13 + 120 + 180 // 2
+        assert updated.peak_bytes(0, range(2), (0, 1)) == static - 13 + 120 + 180 // 2
         twice = replace(workload, step=msgspec.structs.replace(step, gradient_copies=2))
         assert twice.peak_bytes(0, range(2), ()) == workload.peak_bytes(0, range(2), ()) + 180
         assert simulate(workload, [2, 2]).peak_bytes == (

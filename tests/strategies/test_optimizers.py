@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.strategies.optimizers import require_separable, set_state_device, update_bytes
+from lightning_dlres.strategies.optimizers import (
+    UpdateBytes,
+    require_separable,
+    set_state_device,
+    update_bytes,
+)
 
 SHIPPED = sorted(
     name
@@ -191,15 +196,24 @@ def test_the_trial_leaves_the_generator_alone() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "expected"),
     [
-        (torch.optim.SGD, {}, (0.0, 0.0)),
-        (torch.optim.AdamW, {"foreach": False}, (2.0, 0.0)),
-        (torch.optim.AdamW, {"foreach": True}, (0.0, 1.0)),
-        (torch.optim.AdamW, {"fused": True}, (0.0, 0.0)),
-        (torch.optim.SparseAdam, {}, (0.0, 0.0)),
+        (torch.optim.SGD, {}, (0.0, 0.0, 0.0)),
+        (torch.optim.AdamW, {"foreach": False}, (2.0, 1.0, 0.0)),
+        (torch.optim.AdamW, {"foreach": True}, (0.0, 0.0, 1.0)),
+        (torch.optim.AdamW, {"fused": True}, (0.0, 0.0, 0.0)),
+        (torch.optim.SparseAdam, {}, (0.0, 0.0, 0.0)),
     ],
 )
 def test_bytes_that_a_step_needs_for_a_moment(
-    kind: type[Optimizer], options: dict[str, Any], expected: tuple[float, float]
+    kind: type[Optimizer], options: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
     optimizer = kind(parameters(), lr=0.01, **options)
-    assert update_bytes(optimizer, torch.device("cpu")) == pytest.approx(expected, abs=0.01)
+    found = update_bytes(optimizer, torch.device("cpu"))
+    assert (found.own, found.before, found.of_all) == pytest.approx(expected, abs=0.01)
+
+
+def test_bytes_that_a_step_needs_for_parameters_in_order() -> None:
+    adam = UpdateBytes(own=2.0, before=1.0)
+    assert adam.of([]) == 0
+    assert adam.of([10]) == 20
+    assert adam.of([10, 4, 10]) == 24
+    assert adam.of([4, 10, 10]) == 30
