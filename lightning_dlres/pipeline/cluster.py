@@ -12,12 +12,14 @@ from itertools import combinations_with_replacement
 import torch
 
 from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.caches import Caches
 from lightning_dlres.pipeline.mailbox import Channel, Mailbox
 from lightning_dlres.pipeline.profile import Link
 
 # Two devices are of one kind if their times differ by no more than noise does.
 _ALIKE = 1.15
 _ROUNDS = 8
+_MESSAGES_OF_A_TRIP = 3
 _FIRST_PROBE, _LARGEST_PROBE = 1 << 18, 1 << 24
 _LONG_ENOUGH = 0.05
 
@@ -97,7 +99,7 @@ class Probe:
 
     Attributes:
         link: the way.
-        message: seconds that sending and receiving one message took from this process.
+        message: seconds that sending or receiving a message took from this process.
     """
 
     link: Link
@@ -121,15 +123,18 @@ def probe(mailbox: Mailbox, a: int, b: int, nbytes: int) -> Probe | None:
         size *= 4
     seconds = statistics.median([seconds, pings.trip(size) / 2, pings.trip(size) / 2])
     bandwidth = size / max(seconds - latency, 1e-9)
-    busy, start = time.process_time(), time.thread_time()
-    for _ in range(_ROUNDS):
-        pings.trip(max(nbytes, 1))
     # Other threads carry the messages. Where the processor is a fraction of a core, they take it
     # from the computing.
-    shared = torch.get_num_threads() == 1
-    spent = (time.process_time() - busy) if shared else (time.thread_time() - start)
+    now = time.process_time if torch.get_num_threads() == 1 else time.thread_time
+    caches, spent = Caches(torch.device("cpu")), 0.0
+    for _ in range(_ROUNDS):
+        caches.overwrite()
+        start = now()
+        pings.trip(max(nbytes, 1))
+        spent += now() - start
     return Probe(
-        Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth), spent / (2 * _ROUNDS)
+        Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth),
+        spent / (_MESSAGES_OF_A_TRIP * _ROUNDS),
     )
 
 

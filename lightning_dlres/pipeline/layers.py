@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +22,12 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.caches import COLD_BYTES
 from lightning_dlres.pipeline.partition import initialise
 from lightning_dlres.pipeline.stage import GradientBuffer, Stage, memory_of
 
 Bind = Callable[[int, nn.Module], Callable[[Tree], Tree]]
 Context = Callable[[], AbstractContextManager[Any]]
-
-
-# Copies of a layer are made until they take so much: more than a core's share of the caches.
-_COLD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,8 @@ def measure_layers(
             order.append(kinds[key])
             activation = kinds[key].output
         for kind in kinds.values():
-            copies = max(min(order.count(kind), _COLD_BYTES // max(kind.held_bytes, 1)), 1)
+            # As many copies as a core's caches do not hold.
+            copies = max(min(order.count(kind), COLD_BYTES // max(kind.held_bytes, 1)), 1)
             runners = [
                 _Runner(modules[kind.index], bind, kind.index, kind.inputs, device, context)
                 for _ in range(copies)
@@ -123,31 +121,35 @@ class _Kind:
 class Clock:
     """Seconds of computing. On a CPU that is shared or throttled, a short run may see no pause at
     all and a long one several: processor time is measured for each layer, and stretched by how much
-    longer all took together, if `paced`."""
+    longer all took together, if `paced`. Linux lets a throttled process pause when it asks for its
+    processor time, that is, between what is measured; so this takes a clock of its own."""
 
     def __init__(self, device: torch.device, paced: bool = True) -> None:
         self.device = device
         self._paced = paced
         self._by_processor = device.type == "cpu" and torch.get_num_threads() == 1
-        self._wall = self._counted = 0.0
+        self._wall = self._busy = 0.0
 
-    def now(self) -> tuple[float, float]:
-        """Return the time on the wall, and the time that counts."""
+    def now(self) -> float:
+        """Return the time that counts."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        wall = time.perf_counter()
-        return wall, time.process_time() if self._by_processor else wall
+        return time.process_time() if self._by_processor else time.perf_counter()
 
-    def between(self, start: tuple[float, float], end: tuple[float, float]) -> float:
-        """Return the counted seconds between two times, and add them up for the pace."""
-        self._wall += end[0] - start[0]
-        self._counted += end[1] - start[1]
-        return end[1] - start[1]
+    @contextmanager
+    def pacing(self) -> Iterator[None]:
+        """Compare processor time with time on the wall; nothing may be waited for inside."""
+        wall, busy = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self._wall += time.perf_counter() - wall
+            self._busy += time.process_time() - busy
 
     def pace(self) -> float:
         """Return by how much the counted seconds must be stretched."""
-        known = self._paced and self._counted > 0
-        return max(self._wall / self._counted, 1.0) if known else 1.0
+        known = self._paced and self._by_processor and self._busy > 0
+        return max(self._wall / self._busy, 1.0) if known else 1.0
 
 
 class _Runner:
@@ -174,7 +176,7 @@ class _Runner:
         inputs = map_tensors(_copy, self._inputs)
         begin = clock.now()
         output = self._stage.forward(0, inputs, 0)
-        spent = clock.between(begin, clock.now())
+        spent = clock.now() - begin
         self._gradients = _ones(output)
         return spent
 
@@ -182,7 +184,7 @@ class _Runner:
         """Run it backward, adding to the gradients of before; return the seconds."""
         begin = clock.now()
         self._stage.backward(0, self._gradients, self._buffer)
-        return clock.between(begin, clock.now())
+        return clock.now() - begin
 
     def sizes(self) -> tuple[Tree, tuple[int, int, int, int, int], int]:
         """Run once, and return the output, detached; the sizes of a `LayerMeasurement`; and what a
@@ -245,10 +247,11 @@ def _time(
 
     turn(Clock(clock.device))  # to warm up
     forward, backward, start = list[float](), list[float](), time.perf_counter()
-    while len(forward) < repeats or time.perf_counter() - start < seconds:
-        there, back = turn(clock)
-        forward += there
-        backward += back
+    with clock.pacing():
+        while len(forward) < repeats or time.perf_counter() - start < seconds:
+            there, back = turn(clock)
+            forward += there
+            backward += back
     # Not medians: what a throttled processor loses with every pause is in the longest runs only.
     return statistics.fmean(forward), statistics.fmean(backward)
 
