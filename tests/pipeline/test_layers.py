@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.testbed import Command, Host, Testbed, reason_unavailable
 from lightning_dlres.pipeline import layers
 from lightning_dlres.pipeline.layers import LayerMeasurement, measure_layers
+from tests.pool import ROOT
 
 CPU = torch.device("cpu")
 
@@ -60,10 +65,10 @@ def test_a_slower_device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_throttled_processor_shows_its_sustained_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wall, busy = iter(range(0, 100_000, 5)), iter(range(10_000))
+    done = count()
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(wall)))
-    monkeypatch.setattr("time.process_time", lambda: float(next(busy)))
+    monkeypatch.setattr("time.perf_counter", lambda: 5.0 * next(done))
+    monkeypatch.setattr("time.process_time", lambda: float(next(done)))
     (layer,) = measure([nn.Linear(2, 2)], torch.ones(2, 2), repeats=3)
     assert (layer.forward, layer.backward) == (5.0, 5.0), "a fifth of a processor"
 
@@ -112,7 +117,7 @@ def test_large_layers_are_not_copied_often(monkeypatch: pytest.MonkeyPatch) -> N
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
     assert len(made) == 1 + 6, "one for its sizes, and as many as a stage may have"
     made.clear()
-    monkeypatch.setattr(layers, "_COLD_BYTES", 100_000)
+    monkeypatch.setattr(layers, "COLD_BYTES", 100_000)
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
     # Weights, their gradients, input and output: some 34 KB.
     assert len(made) == 1 + 2
@@ -172,3 +177,33 @@ def test_numpy_arrays_beside_the_activations() -> None:
             return super().forward(inputs[0]) + torch.from_numpy(inputs[1])
 
     measure([Shifted(4, 4)], (torch.ones(1, 4), np.ones(4, dtype=np.float32)))
+
+
+THROTTLED = """
+import json
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from lightning_dlres.pipeline.layers import Clock, measure_layers
+
+torch.set_num_threads(1)
+clock = Clock(torch.device("cpu"))
+layers, inputs = [nn.Linear(256, 256) for _ in range(4)], torch.randn(64, 256)
+measure_layers(
+    layers, lambda _, layer: layer, inputs, clock.device, nullcontext, seconds=0.6, clock=clock
+)
+print(json.dumps(clock.pace()))
+"""
+
+
+@pytest.mark.root
+def test_pauses_between_what_is_measured_count_too() -> None:
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    command = Command(0, [sys.executable, "-c", THROTTLED], {"PYTHONPATH": str(ROOT)})
+    with Testbed([Host(share=0.2)]) as bed:
+        (said,) = bed.run([command], timeout=120.0)
+    # Five times as long, or more where the machine has other things to do.
+    assert json.loads(said) > 4.0
