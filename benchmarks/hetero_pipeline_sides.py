@@ -170,10 +170,7 @@ def ready(*sides: Ours | Peer) -> None:
 
 def cores(hosts: int) -> list[list[int]]:
     """Return which cores each host may use: one of its own; where there are fewer, the last ones
-    have one together.
-
-    A host that may use several cores gets less than its share: the kernel gives out a period's
-    time to cores in pieces, and what a thread that wakes for a moment leaves unused is lost.
+    have one together. On any core, hosts of equal shares were measured at unlike speeds at times.
     """
     available = sorted(os.sched_getaffinity(0))
     return [[available[min(host, len(available) - 1)]] for host in range(hosts)]

@@ -1,6 +1,6 @@
 """What recomputation in idle time costs: the same plan with and without it, in turns.
 
-    python -m benchmarks.recompute           about 4 minutes
+    python -m benchmarks.recompute           about 8 minutes
     python -m benchmarks.recompute --quick   tiny sizes: the figures mean nothing
 
 Two hosts of unlike speed with as many layers each: the fast one waits for gradients, and recomputes
