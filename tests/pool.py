@@ -189,7 +189,7 @@ class RankPool:
         self._directory = directory
         self._max_ranks = max_ranks
         self._ranks: list[_Rank] = []
-        self._nurseries: list[Nursery] = []
+        self._nurseries: dict[int, Nursery] = {}
         self._jobs = 0
         self._environ = python_environ(directory / "site")
         if sys.platform == "linux":
@@ -198,10 +198,11 @@ class RankPool:
 
     def start(self) -> None:
         """Begin to import what ranks need, without waiting for it."""
-        self._nurseries = [nursery for nursery in self._nurseries if nursery.alive()]
-        while len(self._nurseries) < NURSERIES:
-            log = self._directory / f"nursery{len(self._nurseries)}.log"
-            self._nurseries.append(Nursery(log, self._environ, ROOT))
+        for number in range(NURSERIES):
+            nursery = self._nurseries.get(number)
+            if nursery is None or not nursery.alive():
+                log = self._directory / f"nursery{number}.log"
+                self._nurseries[number] = Nursery(log, self._environ, ROOT)
 
     def run(
         self,
@@ -247,7 +248,7 @@ class RankPool:
         for rank in self._ranks:
             rank.kill()
         self._ranks.clear()
-        for nursery in self._nurseries:
+        for nursery in self._nurseries.values():
             nursery.close()
         self._nurseries.clear()
 

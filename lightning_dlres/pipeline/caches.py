@@ -1,5 +1,5 @@
 """What a step does once for every micro-batch or batch finds the processor's caches full of layers.
-Repeated on its own it would look twice as fast as it is in training."""
+Repeated on its own it would look faster than it is in training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COLD_BYTES = 32 << 20
 
 
 class Caches:
-    """The caches of a CPU; nothing where the device is another, which runs no Python."""
+    """The caches of a CPU; nothing where the device is another."""
 
     def __init__(self, device: torch.device) -> None:
         size = COLD_BYTES if device.type == "cpu" else 0

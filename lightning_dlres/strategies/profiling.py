@@ -108,18 +108,18 @@ class Profiler:
         layers = mine.layers
         device, connection = self._context.device, self._connection
         times = connection.gather([t for layer in layers for t in (layer.forward, layer.backward)])
-        hosts = [_RankDevice(*told) for told in self._everywhere(list(self._describe()))]
-        kinds = kinds_of([host.name for host in hosts], times)
+        ranks = [_RankDevice(*told) for told in self._everywhere(list(self._describe()))]
+        kinds = kinds_of([rank.name for rank in ranks], times)
         of_kinds = times_of_kinds(kinds, times)
         powers = powers_of(of_kinds)
-        links, message = self._probe([host.host for host in hosts], layers, mine.pace)
+        links, message = self._probe([rank.host for rank in ranks], layers, mine.pace)
         others = times_of_kinds(kinds, connection.gather([mine.loss, mine.update, message]))
         losses, updates, messages = (tuple(column) for column in zip(*others, strict=True))
         cluster = Cluster(
-            kinds=tuple(_kind_names(kinds, [host.name for host in hosts], powers)),
+            kinds=tuple(_kind_names(kinds, [rank.name for rank in ranks], powers)),
             devices=tuple(
-                Device(kind=kind, power=powers[kind], host=d.host, memory_limit=d.limit)
-                for kind, d in zip(kinds, hosts, strict=True)
+                Device(kind=kind, power=powers[kind], host=rank.host, memory_limit=rank.limit)
+                for kind, rank in zip(kinds, ranks, strict=True)
             ),
             links=links,
         )
@@ -138,7 +138,7 @@ class Profiler:
             step,
             cluster,
             samples.microbatches,
-            _host_memory(hosts),
+            _host_memory(ranks),
         )
 
     def _measure_at_once(
