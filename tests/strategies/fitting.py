@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from tests.parity.harness import relative
 from tests.pool import RankContext
-from tests.zoo import QUIET, Samples
-
-QUICK = ProfileConfig(repeats=1, seconds=0.0)
+from tests.zoo import QUICK, QUIET, Samples
 
 
 class Classifier(LightningModule):

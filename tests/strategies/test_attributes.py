@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
 from lightning_dlres.strategies.attributes import PlainAttributes
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUIET, Samples
+from tests.zoo import QUICK, QUIET, Samples
 
 
 class Counts(LightningModule):
@@ -52,7 +52,7 @@ def fit(context: RankContext | None, keeps: bool, schedule: str = "gpipe") -> An
     model = Counts(keeps)
     options: dict[str, Any] = {"strategy": "auto", "devices": 1}
     if context is not None:
-        strategy = HeteroPipeStrategy(microbatches=3, schedule=schedule)  # type: ignore[arg-type]
+        strategy = HeteroPipeStrategy(microbatches=3, schedule=schedule, profile=QUICK)  # type: ignore[arg-type]
         options = {
             "strategy": strategy,
             "devices": context.world_size,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_dlres import HeteroPipeStrategy
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUIET, Samples
+from tests.zoo import QUICK, QUIET, Samples
 
 
 @dataclass
@@ -110,7 +110,12 @@ def fit(context: RankContext | None, kind: str, schedule: str = "gpipe") -> Any:
     options: dict[str, Any] = {"strategy": "auto", "devices": 1}
     if context is not None:
         split = split_flat if kind == "flat" else None
-        strategy = HeteroPipeStrategy(microbatches=3, schedule=schedule, split_batch=split)  # type: ignore[arg-type]
+        strategy = HeteroPipeStrategy(
+            microbatches=3,
+            schedule=schedule,
+            split_batch=split,
+            profile=QUICK,  # type: ignore[arg-type]
+        )
         options = {
             "strategy": strategy,
             "devices": context.world_size,

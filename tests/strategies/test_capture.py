@@ -19,7 +19,7 @@ from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.microbatch import cut
 from lightning_dlres.strategies.capture import PipelinedModule, find_pipelined_module
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUIET
+from tests.zoo import QUICK, QUIET
 
 
 def linear() -> nn.Linear:
@@ -383,7 +383,7 @@ class Outside(LightningModule):
 
 def train_outside(context: RankContext, second_name: bool) -> list[float]:
     model, world = Outside(second_name), context.world_size
-    options = HeteroPipeStrategy(module="net", schedule="gpipe", microbatches=2)
+    options = HeteroPipeStrategy(module="net", schedule="gpipe", microbatches=2, profile=QUICK)
     trainer = Trainer(
         accelerator="cpu",
         devices=world,

@@ -22,7 +22,7 @@ from lightning_dlres import (
     UnsupportedStepError,
 )
 from tests.pool import RankContext, RankOutcome, RankPool
-from tests.zoo import Samples, mlp
+from tests.zoo import QUICK, Samples, mlp
 
 
 class Simple(LightningModule):
@@ -137,7 +137,13 @@ def fit(
     seed_everything(3, verbose=False)
     trainer = Trainer(
         strategy=HeteroPipeStrategy(
-            **{"microbatches": 2, "timeout": patience, "schedule": "gpipe", **options}
+            **{
+                "microbatches": 2,
+                "timeout": patience,
+                "schedule": "gpipe",
+                "profile": QUICK,
+                **options,
+            }
         ),
         accelerator="cpu",
         devices=context.world_size,

@@ -86,6 +86,8 @@ def test_a_stage_killed_in_mid_step_ends_the_others(pool: RankPool, victim: int)
 
 
 SCRIPT = """
+import sys
+
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -100,7 +102,8 @@ class Model(BoringModel):
         self.layer = torch.nn.Sequential(*layers, torch.nn.Linear(32, 2))
 
     def on_train_batch_end(self, *args):
-        print("rank", self.global_rank, "step", self.trainer.global_step, flush=True)
+        # Written at once: ranks share the file.
+        sys.stdout.write(f"rank {self.global_rank} step {self.trainer.global_step}\\n")
 
 
 if __name__ == "__main__":

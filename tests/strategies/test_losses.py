@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUIET
+from tests.zoo import QUICK, QUIET
 
 KINDS = ["padded", "padded_later", "sum", "contrastive", "noise", "perplexity", "unmergeable"]
 
@@ -93,8 +93,10 @@ def fit(
     seed_everything(3, verbose=False)
     model = WithUnmergeableMetric(kind) if kind == "unmergeable" else Losses(kind)
     strategy = (
-        HeteroPipeStrategy(stages=stages, schedule=schedule, microbatches=4) if context else "auto"
-    )  # type: ignore[arg-type]
+        HeteroPipeStrategy(stages, schedule=schedule, microbatches=4, profile=QUICK)  # type: ignore[arg-type]
+        if context
+        else "auto"
+    )
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",

@@ -16,9 +16,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan, ProfileConfig
 from lightning_dlres.pipeline.simulator import simulate
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUIET, Task, loaders
-
-QUICK = ProfileConfig(repeats=2, seconds=0.0)
+from tests.zoo import QUICK, QUIET, Task, loaders
 
 
 class Losses(Callback):

@@ -14,10 +14,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dlres import HeteroPipeStrategy, PipelinePlan
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUIET, Samples, Task, loaders
+from tests.zoo import QUICK, QUIET, Samples, Task, loaders
 
 
 def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:
     stages = context.world_size if options.get("device_map") is None else "auto"
     return {
         "strategy": HeteroPipeStrategy(
-            **{"microbatches": 4, "timeout": 60, "stages": stages, **options}
+            **{"microbatches": 4, "timeout": 60, "stages": stages, "profile": QUICK, **options}
         ),
         "accelerator": "cpu",
         "devices": context.world_size,
@@ -209,7 +209,10 @@ def fast_dev_run(context: RankContext) -> Any:
     task, see = Extra("gpt"), SeeOutputs()
     train, validation = loaders(task, 24, 8, True, 0, torch.float32)
     trainer = Trainer(
-        **strategy_for(context, schedule="gpipe"), fast_dev_run=True, callbacks=[see], **QUIET
+        **strategy_for(context, schedule="gpipe", profile=ProfileConfig()),
+        fast_dev_run=True,
+        callbacks=[see],
+        **QUIET,
     )
     trainer.fit(task, train, validation)
     plan = trainer.strategy.plan
@@ -231,7 +234,7 @@ def fit_measured(context: RankContext, measured: bool) -> dict[str, Tensor]:
     """Train with or without profiling beforehand."""
     seed_everything(3, verbose=False)
     task = Task("cnn")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"profile": ProfileConfig()}
     if not measured:
         options = {"plan": PipelinePlan(machines=((0, 1),), split=(5, 6))}
     trainer = Trainer(
