@@ -8,6 +8,7 @@ of them leaves a process behind.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -32,6 +33,17 @@ LINE_POLL_SECONDS = 0.05
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and whatever these start inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Collect tests, and so import, without the garbage collector: it would take a fifth of the
+    time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,6 +13,9 @@ from multiprocessing.connection import Connection
 
 from tests.rank_process import die_with, serve
 
+# Of a Python that was not told to import quickly, as this one was.
+_USUAL_THRESHOLDS = 700, 10, 10
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -47,6 +50,7 @@ def _import() -> None:
     # Pages with what is imported by now are never written to, and so stay shared.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_USUAL_THRESHOLDS)
 
 
 def _fork(connection: Connection, end: int, log: str) -> int:

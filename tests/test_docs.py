@@ -1,23 +1,24 @@
 """What the documentation says is run: code blocks, named paths, links, configs, changelog.
 
 Every fenced ``python`` block of README.md and docs/*.md is a script of its own and runs in an empty
-directory, as a reader would run it. A block that cannot run here carries
+directory: those of the README as a reader would start them, the others as on ranks that torchrun
+has started, for which the pool has them at hand. A block that cannot run here carries
 ``<!-- no-test: reason -->`` on the line above its fence.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
-import subprocess
-import sys
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.conftest import RunScript
+from tests.pool import RankContext, RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("**/*.md")])
@@ -93,48 +94,57 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill whatever is left of the process's group: a script's ranks must not outlive its test."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
-
-
 BLOCKS = [block for page in PAGES for block in split_page(page)[0]]
 PYTHON_BLOCKS = [block for block in BLOCKS if block.language in {"python", "py"}]
+README_BLOCKS = [block for block in PYTHON_BLOCKS if block.page.name == "README.md"]
+DOCS_BLOCKS = [block for block in PYTHON_BLOCKS if block not in README_BLOCKS]
 SHELL_BLOCKS = [block for block in BLOCKS if block.language in SHELL_LANGUAGES]
 
 
-@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=str)
-def test_python_block_runs(block: Block, tmp_path: Path) -> None:
+def skip_if_it_cannot_run(block: Block) -> None:
     if block.no_test is not None:
         assert block.no_test, f"{block}: `no-test` needs a reason"
         pytest.skip(block.no_test)
-    script, output = tmp_path / "script.py", tmp_path / "output.txt"
-    # Blank lines first, so that line numbers in a traceback are those of the page.
+
+
+def write_script(block: Block, directory: Path) -> Path:
+    """Write a block to a file, with blank lines first: line numbers in a traceback are those of the
+    page."""
+    script = directory / "script.py"
     script.write_text("\n" * (block.line - 1) + block.code, encoding="utf-8")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    # Output goes to a file: a pipe would stay open as long as any rank lives.
-    with output.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status: int | None = process.wait(timeout=DEADLINE_SECONDS)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            stop_group(process)
-    tail = output.read_text(encoding="utf-8", errors="replace")[-4000:]
-    assert status is not None, f"{block} ran past {DEADLINE_SECONDS} s; its last output:\n{tail}"
-    assert status == 0, f"{block} exited with {status}; its last output:\n{tail}"
+    return script
+
+
+def run_under_torchrun(context: RankContext, script: str) -> None:
+    """Run a script on one of the ranks that torchrun would have started."""
+    os.environ.update(
+        RANK=str(context.rank),
+        LOCAL_RANK=str(context.rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(context.world_size),
+        LOCAL_WORLD_SIZE=str(context.world_size),
+        MASTER_ADDR=context.environment.main_address,
+        MASTER_PORT=str(context.environment.main_port),
+        TORCHELASTIC_RUN_ID="docs",
+    )
+    runpy.run_path(script, run_name="__main__")
+
+
+@pytest.mark.parametrize("block", README_BLOCKS, ids=str)
+def test_block_of_the_readme_runs(block: Block, run_script: RunScript, tmp_path: Path) -> None:
+    skip_if_it_cannot_run(block)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = run_script(write_script(block, tmp_path), cwd=empty, timeout=DEADLINE_SECONDS)
+    assert result.returncode == 0, f"{block} exited with {result.returncode}:\n{result.output}"
+
+
+@pytest.mark.parametrize("block", DOCS_BLOCKS, ids=str)
+def test_block_of_a_page_runs(block: Block, pool: RankPool, tmp_path: Path) -> None:
+    skip_if_it_cannot_run(block)
+    ranks = max(map(int, re.findall(r"\bdevices=(\d+)", block.code)), default=1)
+    script = str(write_script(block, tmp_path))
+    pool.run(run_under_torchrun, ranks, script, timeout=DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=str)
@@ -173,5 +183,6 @@ def test_changelog_has_an_unreleased_section_with_entries() -> None:
 
 
 def test_readme_has_a_script_to_copy() -> None:
-    blocks = [block for block in PYTHON_BLOCKS if block.page.name == "README.md"]
-    assert any("dlres_hetero_pipe" in block.code and block.no_test is None for block in blocks)
+    assert any(
+        "dlres_hetero_pipe" in block.code and block.no_test is None for block in README_BLOCKS
+    )

@@ -241,8 +241,8 @@ def test_ranks_end_with_their_parent(start_script: StartScript, thread: str) -> 
         thread,
     )
     script.wait_for_line("started")
-    nurseries_and_rank = 3
-    assert len(script.children()) == nurseries_and_rank
+    nursery_and_rank = 2
+    assert len(script.children()) == nursery_and_rank
     os.kill(script.pid, signal.SIGKILL)
     script.wait_for_no_children(timeout=20.0)
 

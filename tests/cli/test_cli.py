@@ -1,4 +1,4 @@
-"""The command `dlres`: what it says, and that `fit` trains the example config on two ranks."""
+"""The command `dlres`: what it says, and that `fit` trains the example config under torchrun."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import lightning_dlres
 from lightning_dlres.cli.main import COMMANDS, main
 from lightning_dlres.core.errors import ConfigError
-from tests.conftest import RunScript
+from tests.conftest import RunScript, ScriptResult
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "configs" / "hetero_pipe.yaml"
 TINY = (
@@ -23,14 +23,19 @@ TINY = (
     "--data.init_args.batch_size=8",
     "--data.init_args.max_bytes=600kB",
 )
-LAUNCHERS = {
-    "by itself": ("-m", "lightning_dlres"),
-    "torchrun": (
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "lightning_dlres"),
-    ),
-}
-STRATEGIES = {"by itself": (), "torchrun": ("--trainer.strategy=dlres_hetero_pipe",)}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def assert_trained(result: ScriptResult, directory: Path) -> None:
+    """Assert that `fit` has said what it did and left its files."""
+    assert result.returncode == 0, result.output
+    assert "Pipeline plan" in result.output, result.output
+    assert "Predicted step" in result.output
+    (checkpoint,) = directory.glob("lightning_logs/version_0/checkpoints/last.ckpt")
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert {name.split(".")[1] for name in state} == {"0", "1", "2", "3"}
+    metrics = (directory / "lightning_logs/version_0/metrics.csv").read_text()
+    assert "val_bits_per_byte" in metrics.splitlines()[0]
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
@@ -66,15 +71,9 @@ def test_a_bad_value_is_said_by_rank_zero(
     assert said == ("dlres: fit: got ['--bad'], expected others. Try them.\n" if rank == 0 else "")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_fit_trains_the_example(launcher: str, run_script: RunScript, tmp_path: Path) -> None:
-    options = (f"--config={CONFIG}", *TINY, *STRATEGIES[launcher])
-    result = run_script(Path("fit"), *options, launcher=LAUNCHERS[launcher])
-    assert result.returncode == 0, result.output
-    assert "Pipeline plan" in result.output, result.output
-    assert "Predicted step" in result.output
-    (checkpoint,) = tmp_path.glob("lightning_logs/version_0/checkpoints/last.ckpt")
-    state = torch.load(checkpoint, weights_only=True)["state_dict"]
-    assert {name.split(".")[1] for name in state} == {"0", "1", "2", "3"}
-    metrics = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
-    assert "val_bits_per_byte" in metrics.splitlines()[0]
+# By itself it trains in test_plan.py, with the plan that is made there.
+def test_fit_trains_the_example_under_torchrun(run_script: RunScript, tmp_path: Path) -> None:
+    options = (f"--config={CONFIG}", *TINY, "--trainer.strategy=dlres_hetero_pipe")
+    result = run_script(Path("fit"), *options, launcher=(*TORCHRUN, "-m", "lightning_dlres"))
+    assert_trained(result, tmp_path)
+    assert "profiling" in result.output

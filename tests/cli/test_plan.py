@@ -1,4 +1,5 @@
-"""`dlres plan`: on ranks that it starts, and for a cluster that is only described."""
+"""`dlres plan`: on ranks that it starts, with `dlres fit` after it, and for a cluster that is only
+described."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 
 from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan import PipelinePlan
-from tests.cli.test_cli import CONFIG, TINY
+from tests.cli.test_cli import CONFIG, TINY, assert_trained
 from tests.conftest import RunScript
 
 CLUSTER = """
@@ -50,7 +51,7 @@ def test_a_plan_on_ranks_and_training_with_it(run_script: RunScript, tmp_path: P
     assert plan.world_size == 2
     again = ("--trainer.strategy.init_args.plan=p.json",)
     result = run_script(Path("fit"), *given, *again, launcher=launcher, cwd=tmp_path)
-    assert result.returncode == 0, result.output
+    assert_trained(result, tmp_path)
     assert "profiling" not in result.output
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
@@ -13,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.testbed import Command, Host, Testbed, reason_unavailable
+from benchmarks.ranks import Ranks, limit
+from benchmarks.testbed import Host, Testbed, reason_unavailable
 from lightning_dlres.pipeline import layers
 from lightning_dlres.pipeline.layers import LayerMeasurement, measure_layers
-from tests.pool import ROOT
 
 CPU = torch.device("cpu")
 
@@ -179,31 +177,14 @@ def test_numpy_arrays_beside_the_activations() -> None:
     measure([Shifted(4, 4)], (torch.ones(1, 4), np.ones(4, dtype=np.float32)))
 
 
-THROTTLED = """
-import json
-from contextlib import nullcontext
-
-import torch
-from torch import nn
-
-from lightning_dlres.pipeline.layers import Clock, measure_layers
-
-torch.set_num_threads(1)
-clock = Clock(torch.device("cpu"))
-layers, inputs = [nn.Linear(256, 256) for _ in range(4)], torch.randn(64, 256)
-measure_layers(
-    layers, lambda _, layer: layer, inputs, clock.device, nullcontext, seconds=0.6, clock=clock
-)
-print(json.dumps(clock.pace()))
-"""
-
-
 @pytest.mark.root
 def test_pauses_between_what_is_measured_count_too() -> None:
     if reason := reason_unavailable():
         pytest.skip(reason)
-    command = Command(0, [sys.executable, "-c", THROTTLED], {"PYTHONPATH": str(ROOT)})
-    with Testbed([Host(share=0.2)]) as bed:
-        (said,) = bed.run([command], timeout=120.0)
+    with Testbed([Host()]) as bed:
+        ranks = Ranks(bed, "tests.pipeline.pace", world_size=1, port=0, timeout=120.0)
+        ranks.hear()
+        limit(bed.hosts[0], 0.2)
+        (answer,) = ranks.ask({})
     # Five times as long, or more where the machine has other things to do.
-    assert json.loads(said) > 4.0
+    assert answer["pace"] > 4.0
