@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dlres import ProfileConfig
-
 # Options of a Trainer that writes nothing and prints little.
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -22,8 +20,6 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-# Measures no longer than it must: for tests to which the plan does not matter.
-QUICK = ProfileConfig(repeats=1, seconds=0.0)
 CLASSES = 5
 VOCABULARY = 11
 

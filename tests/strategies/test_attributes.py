@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
 from lightning_dlres.strategies.attributes import PlainAttributes
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUICK, QUIET, Samples
+from tests.strategies.fitting import QUICK
+from tests.zoo import QUIET, Samples
 
 
 class Counts(LightningModule):

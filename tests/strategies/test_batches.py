@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_dlres import HeteroPipeStrategy
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUICK, QUIET, Samples
+from tests.strategies.fitting import QUICK
+from tests.zoo import QUIET, Samples
 
 
 @dataclass

@@ -19,7 +19,8 @@ from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.microbatch import cut
 from lightning_dlres.strategies.capture import PipelinedModule, find_pipelined_module
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUICK, QUIET
+from tests.strategies.fitting import QUICK
+from tests.zoo import QUIET
 
 
 def linear() -> nn.Linear:

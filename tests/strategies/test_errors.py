@@ -22,7 +22,8 @@ from lightning_dlres import (
     UnsupportedStepError,
 )
 from tests.pool import RankContext, RankOutcome, RankPool
-from tests.zoo import QUICK, Samples, mlp
+from tests.strategies.fitting import QUICK
+from tests.zoo import Samples, mlp
 
 
 class Simple(LightningModule):

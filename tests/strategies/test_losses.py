@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUICK, QUIET
+from tests.strategies.fitting import QUICK
+from tests.zoo import QUIET
 
 KINDS = ["padded", "padded_later", "sum", "contrastive", "noise", "perplexity", "unmergeable"]
 

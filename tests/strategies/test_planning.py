@@ -16,7 +16,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan, ProfileConfig
 from lightning_dlres.pipeline.simulator import simulate
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUICK, QUIET, Task, loaders
+from tests.strategies.fitting import QUICK
+from tests.zoo import QUIET, Task, loaders
 
 
 class Losses(Callback):

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
-from tests.zoo import QUICK, QUIET, Samples, Task, loaders
+from tests.strategies.fitting import QUICK
+from tests.zoo import QUIET, Samples, Task, loaders
 
 
 def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:
