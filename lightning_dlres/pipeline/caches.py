@@ -10,11 +10,10 @@ COLD_BYTES = 32 << 20
 
 
 class Caches:
-    """The caches of a CPU; nothing where the device is another."""
+    """The caches of the CPU, and as much memory as it takes to fill them."""
 
-    def __init__(self, device: torch.device) -> None:
-        size = COLD_BYTES if device.type == "cpu" else 0
-        self._other = torch.zeros(size, dtype=torch.uint8)
+    def __init__(self) -> None:
+        self._other = torch.zeros(COLD_BYTES, dtype=torch.uint8)
 
     def overwrite(self) -> None:
         """Fill them with something else, as layers do."""

@@ -106,12 +106,13 @@ class Probe:
     message: float
 
 
-def probe(mailbox: Mailbox, a: int, b: int, nbytes: int) -> Probe | None:
+def probe(mailbox: Mailbox, a: int, b: int, nbytes: int, caches: Caches) -> Probe | None:
     """Measure the way between two ranks; called by all, and None for those that it does not
     concern.
 
     Args:
         nbytes: size of a typical message, for what a message takes from the process.
+        caches: they are cold when a message comes.
     """
     if mailbox.rank not in (a, b):
         return None
@@ -126,7 +127,7 @@ def probe(mailbox: Mailbox, a: int, b: int, nbytes: int) -> Probe | None:
     # Other threads carry the messages. Where the processor is a fraction of a core, they take it
     # from the computing.
     now = time.process_time if torch.get_num_threads() == 1 else time.thread_time
-    caches, spent = Caches(torch.device("cpu")), 0.0
+    spent = 0.0
     for _ in range(_ROUNDS):
         caches.overwrite()
         start = now()

@@ -53,12 +53,13 @@ def measure(
     layer_context: Callable[[], AbstractContextManager[Any]],
     optimizers: Sequence[Optimizer] = (),
     slowdown: float | None = None,
+    caches: Caches | None = None,
 ) -> tuple[DeviceMeasurement, Callable[[], None]]:
     """Return what the layers, the loss and the optimizer cost on this device, and what keeps it
     busy afterwards; `slowdown` where speeds are emulated, with one rank for each core or not: then
     processor time counts alone."""
     clock, runs, losses = Clock(context.device, paced=slowdown is None), [], []
-    slowdown = slowdown or 1.0
+    slowdown, caches = slowdown or 1.0, caches or Caches()
     count = len(samples.inputs)
     for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
         layers, output, again = measure_layers(
@@ -73,11 +74,11 @@ def measure(
             clock,
         )
         runs.append(layers)
-        losses.append(_measure_loss(context, batch, output, config.repeats))
+        losses.append(_measure_loss(context, batch, output, config.repeats, caches))
     pace = clock.pace()
     weights = [p for module in context.pipelined.layers.modules for p in module.parameters()]
     update = max(
-        (update_seconds(optimizer, weights, clock, config.repeats) for optimizer in optimizers),
+        (update_seconds(each, weights, clock, config.repeats, caches) for each in optimizers),
         default=0.0,
     )
     found = DeviceMeasurement(
@@ -110,7 +111,7 @@ def typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
 
 
 def _measure_loss(
-    context: StepContext, batch: Any, output: Tree, repeats: int
+    context: StepContext, batch: Any, output: Tree, repeats: int, caches: Caches
 ) -> tuple[float, int]:
     """Return the counted seconds of the step from the module's call on, forward and backward, and
     the bytes that it needs; zeros where user code cannot be run outside of training."""
@@ -120,7 +121,7 @@ def _measure_loss(
     leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
     wanted = [t for t in tensors_of(leaves) if t.requires_grad]
     wanted += [p for p in context.pipelined.layers.outer() if p.device == context.device]
-    spent, live, caches = [], LiveBytes(), Caches(context.device)
+    spent, live = [], LiveBytes()
     try:
         with torch.enable_grad():
             for run in range(repeats + 1):

@@ -137,7 +137,11 @@ def state_ratio(optimizer: Optimizer) -> float:
 
 
 def update_seconds(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], clock: Clock, repeats: int
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    clock: Clock,
+    repeats: int,
+    caches: Caches,
 ) -> float:
     """Return the counted seconds that a step takes for every byte of a gradient; 0 where a trial
     fails.
@@ -147,6 +151,7 @@ def update_seconds(
         parameters: of whose shapes some are taken, as parameters on the clock's device.
         clock: what to count with.
         repeats: number of steps that count.
+        caches: they are cold when a step begins.
     """
     trial_parameters, size = list[nn.Parameter](), 0
     for parameter in parameters:
@@ -164,7 +169,6 @@ def update_seconds(
         for parameter in trial_parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
         trial.step()  # makes the state
-        caches = Caches(clock.device)
         for _ in range(repeats):
             caches.overwrite()
             start = clock.now()

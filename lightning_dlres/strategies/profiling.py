@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_dlres.core.errors import DlresError
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.tree import Tree
+from lightning_dlres.pipeline.caches import Caches
 from lightning_dlres.pipeline.cluster import (
     kinds_of,
     pairs_to_measure,
@@ -104,7 +105,8 @@ class Profiler:
             optimizers: the run's, for the size of their state and their time.
             gradient_copies: see `StepProfile`.
         """
-        mine = self._measure_at_once(samples, config, optimizers)
+        caches = Caches()
+        mine = self._measure_at_once(samples, config, optimizers, caches)
         layers = mine.layers
         device, connection = self._context.device, self._connection
         times = connection.gather([t for layer in layers for t in (layer.forward, layer.backward)])
@@ -112,7 +114,7 @@ class Profiler:
         kinds = kinds_of([rank.name for rank in ranks], times)
         of_kinds = times_of_kinds(kinds, times)
         powers = powers_of(of_kinds)
-        links, message = self._probe([rank.host for rank in ranks], layers, mine.pace)
+        links, message = self._probe([rank.host for rank in ranks], mine, caches)
         others = times_of_kinds(kinds, connection.gather([mine.loss, mine.update, message]))
         losses, updates, messages = (tuple(column) for column in zip(*others, strict=True))
         cluster = Cluster(
@@ -142,7 +144,11 @@ class Profiler:
         )
 
     def _measure_at_once(
-        self, samples: ProfileSamples, config: ProfileConfig, optimizers: Sequence[Optimizer]
+        self,
+        samples: ProfileSamples,
+        config: ProfileConfig,
+        optimizers: Sequence[Optimizer],
+        caches: Caches,
     ) -> DeviceMeasurement:
         connection = self._connection
         rounds = min(_ROUNDS, config.repeats)
@@ -163,6 +169,7 @@ class Profiler:
                         self._layer_context,
                         optimizers,
                         self._slowdown,
+                        caches,
                     )
                     found.append(mine)
                 except Exception as error:
@@ -175,15 +182,15 @@ class Profiler:
         return typical(found)
 
     def _probe(
-        self, hosts: list[str], layers: Sequence[LayerMeasurement], pace: float
+        self, hosts: list[str], mine: DeviceMeasurement, caches: Caches
     ) -> tuple[tuple[Link, ...], float]:
         mailbox = self._connection.mailbox
-        size = sorted(layer.output_bytes for layer in layers)[len(layers) // 2]
+        size = sorted(layer.output_bytes for layer in mine.layers)[len(mine.layers) // 2]
         links, message = [], 0.0
         for a, b in pairs_to_measure(hosts):
-            found = probe(mailbox, a, b, size)
+            found = probe(mailbox, a, b, size, caches)
             if found is not None:
-                message = max(message, found.message * pace)
+                message = max(message, found.message * mine.pace)
             told = [found.link.latency, found.link.bytes_per_second] if found is not None else None
             latency, bandwidth = self._connection.broadcast(told, a)
             links.append(Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth))
