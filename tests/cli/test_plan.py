@@ -3,6 +3,7 @@ described."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan import PipelinePlan
 from tests.cli.test_cli import CONFIG, TINY, assert_trained
 from tests.conftest import RunScript
+from tests.pool import RankContext, RankPool
 
 CLUSTER = """
 kinds:
@@ -25,14 +27,19 @@ measured_on: fast
 """
 
 
-def test_a_plan_for_a_cluster_that_is_not_at_hand(run_script: RunScript, tmp_path: Path) -> None:
+def run_in(context: RankContext, directory: str, *options: str) -> int:
+    """Run `dlres` in a directory, in a process of its own."""
+    os.chdir(directory)
+    return main(options)
+
+
+def test_a_plan_for_a_cluster_that_is_not_at_hand(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    options = (f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY)
-    launcher = ("-m", "lightning_dlres")
-    result = run_script(Path("plan"), *options, launcher=launcher, cwd=tmp_path)
-    assert result.returncode == 0, result.output
-    assert "Pipeline plan" in result.output
-    assert "Predicted step" in result.output
+    options = ("plan", f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY)
+    (outcome,) = pool.run_expecting_errors(run_in, 1, str(tmp_path), *options)
+    assert outcome.value == 0, outcome
+    assert "Pipeline plan" in outcome.output
+    assert "Predicted step" in outcome.output
     plan = PipelinePlan.load(tmp_path / "plan.json")
     assert plan.is_measured
     assert plan.powers == (1.0, 0.25)
