@@ -38,7 +38,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from lightning_dlres import HeteroPipeStrategy, ProfileConfig  # noqa: E402
+from lightning_dlres import HeteroPipeStrategy  # noqa: E402
 
 WORDS, WIDTH, BLOCKS = 60_000, 64, 8
 MICROBATCHES, SAMPLES, LENGTH = 6, 96, 256
@@ -118,9 +118,7 @@ def main(out: Path, options: dict[str, Any]) -> None:
     net = Net()
     tokens = torch.randint(WORDS, (SAMPLES, LENGTH))
     data = DataLoader(TensorDataset(tokens, tokens % 64), batch_size=SAMPLES)
-    # Sizes need no repetition.
-    quick = ProfileConfig(repeats=1, seconds=0.0)
-    strategy = HeteroPipeStrategy(stages=3, microbatches=MICROBATCHES, profile=quick, **options)
+    strategy = HeteroPipeStrategy(stages=3, microbatches=MICROBATCHES, **options)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
