@@ -85,13 +85,13 @@ class Plan:
 class Ours:
     """Our ranks, stopped between two steps of a training run."""
 
-    def __init__(self, bed: Testbed, world_size: int, settings: Settings, port: int = 0) -> None:
+    def __init__(self, bed: Testbed, world_size: int, settings: Settings) -> None:
         self._settings = settings
         self.ranks = Ranks(
             bed,
             "benchmarks.hetero_pipeline_ours",
             world_size,
-            _OURS_PORT + world_size + port,
+            _OURS_PORT + world_size,
             settings.timeout + _PLAN_SECONDS,
         )
         self.losses: list[float] = []

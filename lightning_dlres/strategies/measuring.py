@@ -51,15 +51,15 @@ def measure(
     samples: ProfileSamples,
     config: ProfileConfig,
     layer_context: Callable[[], AbstractContextManager[Any]],
-    optimizers: Sequence[Optimizer] = (),
+    optimizers: Sequence[Optimizer],
+    caches: Caches,
     slowdown: float | None = None,
-    caches: Caches | None = None,
 ) -> tuple[DeviceMeasurement, Callable[[], None]]:
     """Return what the layers, the loss and the optimizer cost on this device, and what keeps it
     busy afterwards; `slowdown` where speeds are emulated, with one rank for each core or not: then
     processor time counts alone."""
     clock, runs, losses = Clock(context.device, paced=slowdown is None), [], []
-    slowdown, caches = slowdown or 1.0, caches or Caches()
+    slowdown = slowdown or 1.0
     count = len(samples.inputs)
     for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
         layers, output, again = measure_layers(

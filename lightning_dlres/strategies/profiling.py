@@ -168,8 +168,8 @@ class Profiler:
                         share,
                         self._layer_context,
                         optimizers,
-                        self._slowdown,
                         caches,
+                        self._slowdown,
                     )
                     found.append(mine)
                 except Exception as error:
@@ -261,7 +261,7 @@ def profile_here(
     precision = trainer.precision_plugin.train_step_context
     context = StepContext(module, pipelined, MetricStates(module), device, precision, split_batch)
     samples = read_samples(trainer, context, config, microbatches)
-    found, _ = measure(context, samples, config, precision, trainer.optimizers)
+    found, _ = measure(context, samples, config, precision, trainer.optimizers, Caches())
     layers = found.layers
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
     moment = _update_bytes(trainer.optimizers, device)

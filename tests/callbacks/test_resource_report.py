@@ -24,8 +24,8 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.strategies import HeteroPipeStrategy
-from lightning_dlres.strategies.samples import ProfileConfig
 from tests.pool import RankContext, RankPool
+from tests.strategies.fitting import QUICK
 from tests.zoo import Task, loaders
 
 QUIET: dict[str, Any] = {
@@ -183,8 +183,7 @@ def fit_pipeline(
     **options: Any,
 ) -> Trainer:
     """Train as a pipeline of two stages over the job's ranks."""
-    profile = ProfileConfig(repeats=1, seconds=0.0)
-    strategy = HeteroPipeStrategy(2, microbatches=4, timeout=60, plan=plan, profile=profile)
+    strategy = HeteroPipeStrategy(2, microbatches=4, timeout=60, plan=plan, profile=QUICK)
     arguments = {"logger": False, "max_epochs": 1, **QUIET, "devices": context.world_size}
     trainer = Trainer(
         **{**arguments, **options},

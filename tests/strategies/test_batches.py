@@ -113,9 +113,9 @@ def fit(context: RankContext | None, kind: str, schedule: str = "gpipe") -> Any:
         split = split_flat if kind == "flat" else None
         strategy = HeteroPipeStrategy(
             microbatches=3,
-            schedule=schedule,
+            schedule=schedule,  # type: ignore[arg-type]
             split_batch=split,
-            profile=QUICK,  # type: ignore[arg-type]
+            profile=QUICK,
         )
         options = {
             "strategy": strategy,
