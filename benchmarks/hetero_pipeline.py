@@ -4,7 +4,8 @@
     python -m benchmarks.hetero_pipeline --matrix   how good predictions are, about 8 minutes
 
 Both sides train the same model on the same hosts and take turns of a few steps, so that whatever
-else the machine does hits both; figures are medians over neighbouring turns. Needs root (see
+else the machine does hits both; figures are medians over neighbouring turns. Both are started anew
+several times, since processes that do the same differ by some percent. Needs root (see
 benchmarks/testbed.py).
 """
 
@@ -14,21 +15,25 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 
 from benchmarks.command import Figures, conclude_on_testbed, flags
 from benchmarks.hetero_pipeline_matrix import matrix
 from benchmarks.hetero_pipeline_sides import (
+    OURS,
+    PEER,
     QUICK,
     Ours,
     Peer,
     Plan,
+    Setting,
     Settings,
     cores,
-    ready,
     require_same_losses,
     set_shares,
     shown,
 )
+from benchmarks.preloaded import Preloaded
 from benchmarks.report import at_least, at_most, table
 from benchmarks.testbed import Host, Testbed
 
@@ -53,46 +58,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(settings: Settings) -> Figures:
     """Compare with the peer on two unequal hosts, then on two equal ones."""
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
-        ours, peer = Ours(bed, 2, settings), Peer(bed, 2, settings)
-        ready(ours, peer)
+        hosts = Preloaded(bed, 2, [OURS, PEER])
         set_shares(bed, UNEQUAL)
-        unequal = on_unequal(ours, peer, settings)
+        unequal = on_unequal(hosts, settings)
         set_shares(bed, EQUAL)
-        equal = on_equal(ours, peer, settings)
+        equal = on_equal(hosts, settings)
     return {**unequal[0], **equal[0]}, {"unequal": unequal[1], "equal": equal[1]}
 
 
-def on_unequal(ours: Ours, peer: Peer, settings: Settings) -> Figures:
+def on_unequal(hosts: Preloaded, settings: Settings) -> Figures:
     """Ours, the peer's even split and the peer with our split, in turns."""
     count = settings.microbatches
     print(f"CPU shares {shown(UNEQUAL)}, {count} micro-batches", flush=True)
-    plan, promised = planned(ours, count, settings, settings.rounds)
-    swept, threads = sweep(peer, plan, settings)
-    even = peer.make("even", even_split(plan), (0, 1), count, threads)
-    same = peer.make("same", plan.split, plan.ranks, count, threads)
-    rows = in_turns(ours, peer, (even, same), settings.rounds, settings)
-    step, evens, sames = (statistics.median(column) for column in zip(*rows, strict=True))
-    over_even = [row[1] / row[0] for row in rows]
-    over_same = [row[2] / row[0] for row in rows]
-    bound, noise, best = bound_on_ratio(UNEQUAL, count), noise_of(over_same), min(swept.values())
+    plan, promised = planned(hosts, count, settings)
+    swept, threads = sweep(hosts, plan, settings)
+    even = Setting("even", even_split(plan), (0, 1), count, threads)
+    same = Setting("same", plan.split, plan.ranks, count, threads)
+    starts = in_turns(hosts, plan, (even, same), settings.rounds, settings)
+    step, evens, sames = medians(starts)
+    over_even, over_same = ratios(starts, 1), ratios(starts, 2)
+    bound, noise = bound_on_ratio(UNEQUAL, count), noise_of(over_same)
     print(
         f"step: ours {step:.3f} s, the peer's with an even split {evens:.3f} s, with our split "
         f"{sames:.3f} s\n"
-        f"ours over the peer's even split: {statistics.median(over_even):.3f} times as fast; the "
+        f"ours over the peer's even split: {middle(over_even):.3f} times as fast; the "
         f"bound is {bound:.3f} (slowest stage and fill, {count} micro-batches)\n"
-        f"ours over the best of the peer's even splits: {best / step:.3f}\n"
-        f"ours over the peer with our split: {statistics.median(over_same):.3f} +- {noise:.3f}",
+        f"ours over the best of the peer's even splits: {min(swept.values()) / step:.3f}\n"
+        f"ours over the peer with our split: {middle(over_same):.3f} +- {noise:.3f}, "
+        f"{len(starts)} starts: {shown_ratios(over_same)}",
         flush=True,
     )
     error = abs(promised - plan.predicted_seconds) / promised
     checks = {
-        "over the peer's even split, part of the bound": at_least(
-            statistics.median(over_even) / bound, 0.92
-        ),
+        "over the peer's even split, part of the bound": at_least(middle(over_even) / bound, 0.92),
         "prediction error": at_most(error, 0.10),
-        "over the peer with our split, within noise": at_least(
-            statistics.median(over_same), 1.0, noise=noise
-        ),
+        "over the peer with our split, within noise": at_least(middle(over_same), 1.0, noise=noise),
     }
     raw = {
         "shares": UNEQUAL,
@@ -101,7 +101,7 @@ def on_unequal(ours: Ours, peer: Peer, settings: Settings) -> Figures:
         "ranks": plan.ranks,
         "predicted_seconds": plan.predicted_seconds,
         "seconds_after_planning": promised,
-        "seconds": [dict(zip(("ours", "even", "same"), row, strict=True)) for row in rows],
+        "seconds": starts,
         "over_even": over_even,
         "over_same": over_same,
         "noise_over_same": noise,
@@ -111,40 +111,42 @@ def on_unequal(ours: Ours, peer: Peer, settings: Settings) -> Figures:
     return checks, raw
 
 
-def on_equal(ours: Ours, peer: Peer, settings: Settings) -> Figures:
+def on_equal(hosts: Preloaded, settings: Settings) -> Figures:
     """Ours and the peer's even split on devices of one speed, in turns."""
     count = settings.microbatches
     print(f"\nCPU shares {shown(EQUAL)}, {count} micro-batches", flush=True)
-    plan, promised = planned(ours, count, settings, settings.pairs)
-    even = peer.make("equal", even_split(plan), (0, 1), count, 1)
-    rows = in_turns(ours, peer, (even,), settings.pairs, settings)
-    step, evens = (statistics.median(column) for column in zip(*rows, strict=True))
-    over_even = [row[1] / row[0] for row in rows]
+    plan, promised = planned(hosts, count, settings)
+    even = Setting("even", even_split(plan), (0, 1), count, 1)
+    starts = in_turns(hosts, plan, (even,), settings.pairs, settings)
+    step, evens = medians(starts)
+    over_even = ratios(starts, 1)
     print(
         f"step: ours {step:.3f} s, the peer's {evens:.3f} s\n"
-        f"ours over the peer: {statistics.median(over_even):.3f} +- {noise_of(over_even):.3f}, "
-        f"{len(rows)} pairs",
+        f"ours over the peer: {middle(over_even):.3f} +- {noise_of(over_even):.3f}, "
+        f"{sum(map(len, starts))} pairs, {len(starts)} starts: {shown_ratios(over_even)}",
         flush=True,
     )
-    checks = {"equal devices, over the peer": at_least(statistics.median(over_even), 0.97)}
+    checks = {"equal devices, over the peer": at_least(middle(over_even), 0.97)}
     raw = {
         "shares": EQUAL,
         "split": plan.split,
         "ranks": plan.ranks,
         "predicted_seconds": plan.predicted_seconds,
         "seconds_after_planning": promised,
-        "seconds": [dict(zip(("ours", "even"), row, strict=True)) for row in rows],
+        "seconds": starts,
         "over_even": over_even,
         "noise": noise_of(over_even),
     }
     return checks, raw
 
 
-def planned(ours: Ours, count: int, settings: Settings, turns: int) -> tuple[Plan, float]:
+def planned(hosts: Preloaded, count: int, settings: Settings) -> tuple[Plan, float]:
     """Plan, and run the first steps; return the plan, and the median step right after it."""
-    plan = ours.start(count, settings.turns_after_planning(turns))
+    ours = Ours(hosts, 2, settings)
+    plan = ours.start(count, [settings.first, 1 + settings.promised])
     ours.turn()
     seconds = statistics.median(ours.turn()[1:])
+    ours.close()
     print(
         f"{plan.text}\nright after planning: {seconds:.3f} s, predicted "
         f"{plan.predicted_seconds:.3f} s",
@@ -154,51 +156,78 @@ def planned(ours: Ours, count: int, settings: Settings, turns: int) -> tuple[Pla
 
 
 def in_turns(
-    ours: Ours, peer: Peer, names: Sequence[str], rounds: int, settings: Settings
-) -> list[list[float]]:
-    """Return the mean step of every turn: ours, then the peer's under each setting."""
-    for name in names:
-        peer.run(name, settings.first)
-    rows = []
-    for number in range(rounds):
-        row = [0.0] * (1 + len(names))
-        # Who goes first changes, so that a drift of the machine favours nobody.
-        order = range(len(row)) if number % 2 == 0 else reversed(range(len(row)))
-        for place in order:
-            steps = 1 + settings.counted
-            seconds = peer.run(names[place - 1], steps) if place else ours.turn()
-            # Nothing is under way when a turn begins, which its first step pays for.
-            row[place] = statistics.fmean(seconds[1:])
-        rows.append(row)
-    ours.end()
-    require_same_losses(ours.losses, *(peer.losses[name] for name in names))
-    return rows
+    hosts: Preloaded, plan: Plan, tried: Sequence[Setting], rounds: int, settings: Settings
+) -> list[list[list[float]]]:
+    """Return the mean step of every turn of every start: ours, then the peer's under each
+    setting."""
+    starts = []
+    for number in range(settings.starts):
+        turns = -(-rounds // settings.starts)
+        ours, peer = Ours(hosts, 2, settings), Peer(hosts, 2, settings)
+        ours.start(settings.microbatches, settings.turns(turns), plan.json)
+        ours.turn()
+        for setting in tried:
+            peer.make(setting)
+            peer.run(setting, 1)
+        rows = []
+        for turn in range(turns):
+            row = [0.0] * (1 + len(tried))
+            # Who goes first changes, so that a drift of the machine favours nobody.
+            order = range(len(row)) if (number + turn) % 2 == 0 else reversed(range(len(row)))
+            for place in order:
+                steps = 1 + settings.counted
+                seconds = peer.run(tried[place - 1], steps) if place else ours.turn()
+                # Nothing is under way when a turn begins, which its first step pays for.
+                row[place] = statistics.fmean(seconds[1:])
+            rows.append(row)
+        ours.end()
+        require_same_losses(ours.losses, *(peer.losses[setting] for setting in tried))
+        ours.close()
+        peer.close()
+        starts.append(rows)
+    return starts
 
 
-def sweep(peer: Peer, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
+def sweep(hosts: Preloaded, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
     """Try the peer's settings with an even split; return its step times, and the better number of
     threads for the comparison."""
-    tried = [(settings.microbatches, 1), *settings.swept]
-    spent: dict[tuple[int, int], list[float]] = {setting: [] for setting in tried}
-    names = {
-        (count, threads): peer.make(
-            f"{count} micro-batches, {threads} threads", even_split(plan), (0, 1), count, threads
-        )
-        for count, threads in tried
-    }
+    peer, split = Peer(hosts, 2, settings), even_split(plan)
+    tried = [
+        Setting(f"{count} micro-batches, {threads} threads", split, (0, 1), count, threads)
+        for count, threads in [(settings.microbatches, 1), *settings.swept]
+    ]
+    spent: dict[str, list[float]] = {}
     for setting in tried:
-        spent[setting] += peer.run(names[setting], 2)[1:]
+        peer.make(setting)
+        spent[setting.name] = peer.run(setting, 2)[1:]
     # What is far off at once is not worth minutes of more steps.
     best = min(min(seconds) for seconds in spent.values())
     for setting in tried:
-        if min(spent[setting]) < _FAR_OFF * best:
-            spent[setting] += peer.run(names[setting], 1 + settings.counted)[1:]
-    found = {setting: statistics.median(seconds) for setting, seconds in spent.items()}
-    rows = [[*setting, seconds] for setting, seconds in found.items()]
+        if min(spent[setting.name]) < _FAR_OFF * best:
+            spent[setting.name] += peer.run(setting, 1 + settings.counted)[1:]
+    peer.close()
+    found = {name: statistics.median(seconds) for name, seconds in spent.items()}
+    rows = [[setting.microbatches, setting.threads, found[setting.name]] for setting in tried]
     columns = ("micro-batches", "threads", "step in s")
     print(f"The peer's even split under other settings\n{table(columns, rows)}", flush=True)
-    alike = [(found[setting], setting[1]) for setting in tried if setting[0] == tried[0][0]]
-    return {names[setting]: seconds for setting, seconds in found.items()}, min(alike)[1]
+    alike = [setting for setting in tried if setting.microbatches == settings.microbatches]
+    return found, min(alike, key=lambda setting: found[setting.name]).threads
+
+
+def medians(starts: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """Return the median step of every side."""
+    rows = chain.from_iterable(starts)
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def ratios(starts: Sequence[Sequence[Sequence[float]]], place: int) -> list[list[float]]:
+    """Return by what factor ours was faster than the other, in every turn of every start."""
+    return [[row[place] / row[0] for row in rows] for rows in starts]
+
+
+def middle(found: Sequence[Sequence[float]]) -> float:
+    """Return the median over all turns."""
+    return statistics.median(chain.from_iterable(found))
 
 
 def even_split(plan: Plan) -> tuple[int, int]:
@@ -220,12 +249,19 @@ def bound_on_ratio(shares: Sequence[float], microbatches: int) -> float:
     return step([1 / count] * count) / step([share / sum(shares) for share in shares])
 
 
-def noise_of(ratios: Sequence[float]) -> float:
-    """Return the standard error of the median: 1.4826 median absolute deviations are a normal
-    standard deviation, and a median's error is 1.2533 times a mean's."""
-    middle = statistics.median(ratios)
-    deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
-    return 1.2533 * deviation / math.sqrt(len(ratios))
+def noise_of(found: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the median over starts, as turns of one start are alike: 1.4826
+    median absolute deviations are a normal standard deviation, and a median's error is 1.2533 times
+    a mean's."""
+    of_starts = [statistics.median(turns) for turns in found]
+    centre = statistics.median(of_starts)
+    deviation = 1.4826 * statistics.median(abs(ratio - centre) for ratio in of_starts)
+    return 1.2533 * deviation / math.sqrt(len(of_starts))
+
+
+def shown_ratios(found: Sequence[Sequence[float]]) -> str:
+    """Return the median of every start, as it is printed."""
+    return ", ".join(f"{statistics.median(turns):.3f}" for turns in found)
 
 
 if __name__ == "__main__":

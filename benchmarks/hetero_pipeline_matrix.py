@@ -7,7 +7,8 @@ import statistics
 from typing import Any
 
 from benchmarks.command import Figures
-from benchmarks.hetero_pipeline_sides import Ours, Settings, cores, ready, set_shares, shown
+from benchmarks.hetero_pipeline_sides import OURS, Ours, Settings, cores, set_shares, shown
+from benchmarks.preloaded import Preloaded
 from benchmarks.report import at_most, table
 from benchmarks.testbed import Host, Testbed
 
@@ -22,8 +23,8 @@ def matrix(settings: Settings) -> Figures:
     sizes = sorted({len(shares) for shares in SHARES})
     for rate in RATES:
         with Testbed([Host(rate=rate, cpus=core) for core in cores(max(sizes))]) as bed:
-            ours = {size: Ours(bed, size, settings) for size in sizes}
-            ready(*ours.values())
+            hosts = Preloaded(bed, max(sizes), [OURS])
+            ours = {size: Ours(hosts, size, settings) for size in sizes}
             for shares in SHARES:
                 set_shares(bed, shares)
                 for count in settings.matrix:

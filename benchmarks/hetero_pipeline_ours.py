@@ -19,7 +19,7 @@ from benchmarks.hetero_pipeline_model import (
     parameter_bytes,
     task_of,
 )
-from benchmarks.ranks import Answer, Talk
+from benchmarks.talk import Answer, Talk
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 
 

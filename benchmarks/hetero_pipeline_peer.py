@@ -21,7 +21,7 @@ from benchmarks.hetero_pipeline_model import (
     make_optimizer,
     task_of,
 )
-from benchmarks.ranks import Answer, Talk
+from benchmarks.talk import Answer, Talk
 
 
 class Setting:
@@ -66,7 +66,7 @@ def main(talk: Talk) -> None:
     for order in talk.orders():
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        name = order["setting"]
+        name = order["name"]
         if "split" in order:
             settings[name] = Setting(order, talk.rank)
             talk.say({})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from benchmarks.command import FairnessError
-from benchmarks.ranks import Answer, Ranks, limit
+from benchmarks.preloaded import Preloaded
+from benchmarks.ranks import Ranks, limit
 from benchmarks.testbed import Testbed
 
-_OURS_PORT, _PEER_PORT = 29500, 29600
+OURS, PEER = "benchmarks.hetero_pipeline_ours", "benchmarks.hetero_pipeline_peer"
 _PLAN_SECONDS = 60.0
 _LOSS_TOLERANCE = 1e-3  # float32 sums in another order, over some steps
 
@@ -27,12 +28,14 @@ class Settings:
         microbatches: of the comparison.
         swept: numbers of micro-batches, and of threads, that the peer is tried with beside it.
         matrix: numbers of micro-batches.
-        first: steps before anything counts.
+        first: steps of ours before anything counts.
         promised: steps right after planning, which are compared with the prediction. The speed of a
             machine that is shared with others may differ by a fifth some minutes later.
         counted: steps of a turn that count; one more comes before them.
         rounds: turns on unequal devices.
         pairs: turns on equal devices.
+        starts: how often both sides are started anew for these turns: what differs from process to
+            process is noise, too.
         timeout: seconds that a turn may take.
     """
 
@@ -43,18 +46,14 @@ class Settings:
     first: int = 5
     promised: int = 10
     counted: int = 2
-    rounds: int = 5
+    rounds: int = 10
     pairs: int = 15
+    starts: int = 5
     timeout: float = 180.0
 
     def turns(self, count: int) -> list[int]:
-        """Return the numbers of steps of so many turns, after the first steps."""
+        """Return the numbers of steps of so many turns of ours, after the first steps."""
         return [self.first, *[1 + self.counted] * count]
-
-    def turns_after_planning(self, count: int) -> list[int]:
-        """Return the same with a turn for the prediction before them."""
-        first, *others = self.turns(count)
-        return [first, 1 + self.promised, *others]
 
 
 QUICK = Settings(
@@ -67,6 +66,7 @@ QUICK = Settings(
     counted=1,
     rounds=2,
     pairs=2,
+    starts=2,
     timeout=60.0,
 )
 
@@ -75,25 +75,30 @@ QUICK = Settings(
 class Plan:
     """What our planner decided, and what it promises; `text` is how it prints, `json` all of it."""
 
-    split: list[int]
-    ranks: list[int]
+    split: tuple[int, ...]
+    ranks: tuple[int, ...]
     predicted_seconds: float
     text: str
     json: str
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One way in which the peer trains; `ranks` are in stage order."""
+
+    name: str
+    split: tuple[int, ...]
+    ranks: tuple[int, ...]
+    microbatches: int
+    threads: int
+
+
 class Ours:
     """Our ranks, stopped between two steps of a training run."""
 
-    def __init__(self, bed: Testbed, world_size: int, settings: Settings) -> None:
+    def __init__(self, hosts: Preloaded, world_size: int, settings: Settings) -> None:
         self._settings = settings
-        self.ranks = Ranks(
-            bed,
-            "benchmarks.hetero_pipeline_ours",
-            world_size,
-            _OURS_PORT + world_size,
-            settings.timeout + _PLAN_SECONDS,
-        )
+        self.ranks = Ranks(hosts, OURS, world_size, settings.timeout + _PLAN_SECONDS)
         self.losses: list[float] = []
         self._bytes = 0
 
@@ -109,7 +114,8 @@ class Ours:
         answers = self.ranks.ask(order)
         self._bytes = sum(answer.pop("bytes") for answer in answers)
         self.losses = []
-        return Plan(**answers[0])
+        split, ranks = (tuple(answers[0].pop(name)) for name in ("split", "ranks"))
+        return Plan(split, ranks, **answers[0])
 
     def turn(self) -> list[float]:
         """Run the next turn; return the seconds of its steps."""
@@ -127,45 +133,33 @@ class Ours:
                 f"our ranks hold {self._bytes} bytes of parameters, the model has {whole}"
             )
 
+    def close(self) -> None:
+        """End the ranks."""
+        self.ranks.close()
+
 
 class Peer:
     """The peer's ranks, and the settings that they hold."""
 
-    def __init__(self, bed: Testbed, world_size: int, settings: Settings) -> None:
+    def __init__(self, hosts: Preloaded, world_size: int, settings: Settings) -> None:
         self._settings = settings
-        self.ranks = Ranks(
-            bed, "benchmarks.hetero_pipeline_peer", world_size, _PEER_PORT, settings.timeout
-        )
-        self.losses: dict[str, list[float]] = {}
-        self._last: dict[str, int] = {}
+        self.ranks = Ranks(hosts, PEER, world_size, settings.timeout)
+        self.losses: dict[Setting, list[float]] = {}
 
-    def make(
-        self, name: str, split: Sequence[int], ranks: Sequence[int], microbatches: int, threads: int
-    ) -> str:
-        """Make a setting, and return its name; `ranks` are in stage order."""
-        order: Answer = {
-            "setting": name,
-            "task": self._settings.task,
-            "split": list(split),
-            "ranks": list(ranks),
-            "microbatches": microbatches,
-            "threads": threads,
-        }
-        self.ranks.ask(order)
-        self.losses[name], self._last[name] = [], ranks[-1]
-        return name
+    def make(self, setting: Setting) -> None:
+        """Make ready to train in this way."""
+        self.ranks.ask({"task": self._settings.task, **asdict(setting)})
+        self.losses[setting] = []
 
-    def run(self, name: str, steps: int) -> list[float]:
+    def run(self, setting: Setting, steps: int) -> list[float]:
         """Run steps of a setting; return their seconds on rank 0."""
-        answers = self.ranks.ask({"setting": name, "steps": steps})
-        self.losses[name] += answers[self._last[name]]["losses"]
+        answers = self.ranks.ask({"name": setting.name, "steps": steps})
+        self.losses[setting] += answers[setting.ranks[-1]]["losses"]
         return list(answers[0]["seconds"])
 
-
-def ready(*sides: Ours | Peer) -> None:
-    """Wait until all ranks have imported what they need."""
-    for side in sides:
-        side.ranks.hear()
+    def close(self) -> None:
+        """End the ranks."""
+        self.ranks.close()
 
 
 def cores(hosts: int) -> list[list[int]]:

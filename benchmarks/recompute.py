@@ -19,14 +19,15 @@ import msgspec
 
 from benchmarks.command import FairnessError, Figures, conclude_on_testbed, flags
 from benchmarks.hetero_pipeline_sides import (
+    OURS,
     QUICK,
     Ours,
     Settings,
     cores,
-    ready,
     set_shares,
     shown,
 )
+from benchmarks.preloaded import Preloaded
 from benchmarks.report import at_most
 from benchmarks.testbed import Host, Testbed
 from lightning_dlres import PipelinePlan
@@ -47,8 +48,7 @@ def compare(settings: Settings) -> Figures:
     """Train with and without recomputation in turns."""
     count = settings.microbatches
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
-        ours = Ours(bed, 2, settings)
-        ready(ours)
+        ours = Ours(Preloaded(bed, 2, [OURS]), 2, settings)
         set_shares(bed, SHARES)
         kept, recomputed = plans(ours.start(count, [settings.first]).json)
         ours.turn()

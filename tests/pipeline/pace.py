@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from benchmarks.ranks import Talk
+from benchmarks.talk import Talk
 from lightning_dlres.pipeline.layers import Clock, measure_layers
 
 

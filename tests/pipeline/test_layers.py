@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.preloaded import Preloaded
 from benchmarks.ranks import Ranks, limit
 from benchmarks.testbed import Host, Testbed, reason_unavailable
 from lightning_dlres.pipeline import layers
 from lightning_dlres.pipeline.layers import LayerMeasurement, measure_layers
+from tests.pipeline import pace
 
 CPU = torch.device("cpu")
 
@@ -182,8 +184,8 @@ def test_pauses_between_what_is_measured_count_too() -> None:
     if reason := reason_unavailable():
         pytest.skip(reason)
     with Testbed([Host()]) as bed:
-        ranks = Ranks(bed, "tests.pipeline.pace", world_size=1, port=0, timeout=120.0)
-        ranks.hear()
+        hosts = Preloaded(bed, 1, [pace.__name__])
+        ranks = Ranks(hosts, pace.__name__, world_size=1, timeout=120.0)
         limit(bed.hosts[0], 0.2)
         (answer,) = ranks.ask({})
     # Five times as long, or more where the machine has other things to do.

@@ -1,0 +1,190 @@
+"""A process on each host of a testbed that has imported what ranks need, and forks them.
+
+Importing torch and Lightning takes seconds of processor time, a fork milliseconds: so a benchmark
+can afford to start its ranks several times. That it must, where it compares processes: the steps of
+two groups of them with the same plan were seen to differ by 14 %.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from benchmarks.talk import Talk
+from benchmarks.testbed import HostError, HostTimeoutError, Testbed
+
+_ROOT = Path(__file__).parents[1]
+_ORDER_BYTES, _STREAMS = 1 << 16, 3
+_START_SECONDS, _FIRST_PORT = 120.0, 29500
+
+
+class Preloaded:
+    """The starting processes on the first hosts of a testbed; they end with it.
+
+    Args:
+        bed: the testbed, open.
+        hosts: number of hosts.
+        modules: what to import; each has a function `main` that takes a `Talk`.
+
+    Raises:
+        HostError: one of them could not import that.
+        HostTimeoutError: one of them is late.
+    """
+
+    def __init__(self, bed: Testbed, hosts: int, modules: Sequence[str]) -> None:
+        self._bed = bed
+        self._errors = [TemporaryFile() for _ in range(hosts)]  # noqa: SIM115
+        self._sockets = [self._start(host, modules) for host in range(hosts)]
+        for host in range(hosts):
+            self._hear(host)
+        # The hosts' namespaces have no other user.
+        self._ports = itertools.count(_FIRST_PORT)
+
+    def meeting(self) -> dict[str, str]:
+        """Return the variables that tell a new group of ranks where to meet."""
+        return {
+            "MASTER_ADDR": self._bed.hosts[0].address,
+            "MASTER_PORT": str(next(self._ports)),
+            "GLOO_SOCKET_IFNAME": self._bed.interface,
+        }
+
+    def fork(
+        self, host: int, module: str, variables: Mapping[str, str], stderr: IO[bytes]
+    ) -> Forked:
+        """Run a module's `main` in a new process on a host, with more environment variables.
+
+        Raises:
+            HostError: the starting process has ended.
+            HostTimeoutError: it does not answer in time.
+        """
+        read, stdin = os.pipe()
+        stdout, write = os.pipe()
+        order = json.dumps({"module": module, "variables": dict(variables)}).encode()
+        try:
+            streams = [read, write, stderr.fileno()]
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._sockets[host], [order], streams)
+            pid = int(self._hear(host))
+        finally:
+            os.close(read)
+            os.close(write)
+        return Forked(pid, stdin, stdout)
+
+    def _start(self, host: int, modules: Sequence[str]) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_START_SECONDS)
+        # Without the collector, which takes a fifth of the time of these imports.
+        program = "import gc; gc.disable(); from benchmarks.preloaded import serve; serve()"
+        self._bed.popen(
+            host,
+            [sys.executable, "-c", program, str(theirs.fileno()), *modules],
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors[host],
+            stderr=self._errors[host],
+            cwd=_ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        return ours
+
+    def _hear(self, host: int) -> bytes:
+        try:
+            said = self._sockets[host].recv(_ORDER_BYTES)
+        except TimeoutError:
+            what = f"host {host}: the ranks' parent was silent for {_START_SECONDS:g} s"
+            raise HostTimeoutError(f"{what}:\n{self._said(host)}") from None
+        if not said:
+            raise HostError(f"host {host}: the ranks' parent has ended:\n{self._said(host)}")
+        return said
+
+    def _said(self, host: int) -> str:
+        file = self._errors[host]
+        return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+class Forked:
+    """A rank's process: the ends of its stdin and stdout that are here."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
+        self.stdin, self.stdout = stdin, stdout
+        # Its parent reaps it at once: by its number, another process might be killed.
+        try:
+            self._process: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._process = None
+
+    def kill(self) -> None:
+        """Kill it, and wait for its end."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            wait([self._process])
+            os.close(self._process)
+        os.close(self.stdin)
+        os.close(self.stdout)
+        self._process = None
+
+
+def serve() -> None:
+    """Be a starting process: import, and fork whenever asked to."""
+    parent = socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise RuntimeError(f"imports have started {threads - 1} threads, and forks have none")
+    # What is imported by now is never looked at again, and its pages stay shared.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    parent.sendall(b"ready")
+    while True:
+        order, streams, _, _ = socket.recv_fds(parent, _ORDER_BYTES, _STREAMS)
+        if not order:
+            return
+        pid = os.fork()
+        if not pid:
+            _become(parent, order, streams)
+        for stream in streams:
+            os.close(stream)
+        parent.sendall(str(pid).encode())
+
+
+def _become(parent: socket.socket, order: bytes, streams: Sequence[int]) -> None:
+    """Be a rank, and end as one."""
+    status = 1
+    try:
+        os.setsid()
+        parent.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        what = json.loads(order)
+        os.environ.update(what["variables"])
+        sys.modules[what["module"]].main(Talk())
+        status = 0
+    except SystemExit:
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,58 @@
+"""Ranks are forked of processes that have imported what they need, and say why they failed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.preloaded import Preloaded
+from benchmarks.ranks import Ranks
+from benchmarks.talk import Talk
+from benchmarks.testbed import Host, HostError, Testbed, reason_unavailable
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Testbed]:
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    with Testbed([Host(), Host()]) as bed:
+        yield bed
+
+
+def main(talk: Talk) -> None:
+    for order in talk.orders():
+        if order.get("fail"):
+            raise RuntimeError("as ordered")
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        talk.say({"pid": os.getpid(), **{name: os.environ[name] for name in names}})
+
+
+def test_groups_of_ranks_come_and_go(bed: Testbed) -> None:
+    hosts = Preloaded(bed, 2, [__name__])
+    groups = [Ranks(hosts, __name__, 2, timeout=60.0) for _ in range(2)]
+    first, second = (group.ask({}) for group in groups)
+    assert [answer["RANK"] for answer in first] == ["0", "1"]
+    assert {answer["WORLD_SIZE"] for answer in first} == {"2"}
+    assert {answer["MASTER_ADDR"] for answer in first + second} == {bed.hosts[0].address}
+    assert len({answer["MASTER_PORT"] for answer in first + second}) == 2
+    groups[0].close()
+    for answer in first:
+        wait_until(lambda pid=answer["pid"]: not Path(f"/proc/{pid}").exists(), "it is gone")
+    assert groups[1].ask({}) == second
+
+
+def test_a_rank_that_fails_is_reported(bed: Testbed) -> None:
+    ranks = Ranks(Preloaded(bed, 1, [__name__]), __name__, 1, timeout=60.0)
+    with pytest.raises(HostError, match=r"(?s)rank 0 ended.*RuntimeError: as ordered"):
+        ranks.ask({"fail": True})
+
+
+def test_what_cannot_be_imported_is_reported(bed: Testbed) -> None:
+    with pytest.raises(HostError, match=r"(?s)host 0.*No module named 'no_such_module'"):
+        Preloaded(bed, 1, ["no_such_module"])
