@@ -1,15 +1,19 @@
-"""One rank of benchmarks/pipeline_memory.py: trains a few steps, and writes what its stage was
-planned to hold beside what the C library's allocator gave out.
+"""The ranks of benchmarks/pipeline_memory.py: each trains a few steps, and writes what its stage
+was planned to hold beside what the C library's allocator gave out.
 
-Run as a script of its own, since the allocator must be set up before torch holds anything.
-Lightning launches the other ranks.
+Run as a script of its own, since the allocator must be set up before torch holds anything; ranks
+are forked of it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
+import socket
 import sys
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +36,16 @@ class _Mallinfo(ctypes.Structure):
 
 _libc.mallinfo2.restype = _Mallinfo
 
+import msgspec  # noqa: E402
 import torch  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from lightning_dlres import HeteroPipeStrategy  # noqa: E402
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan  # noqa: E402
 
-WORDS, WIDTH, BLOCKS = 60_000, 64, 8
+RANKS, WORDS, WIDTH, BLOCKS = 3, 60_000, 64, 8
 MICROBATCHES, SAMPLES, LENGTH = 6, 96, 256
 # The optimizer's state exists after the first step; the loss is checked up to the third.
 STEPS = 6
@@ -110,19 +115,23 @@ def warm_up() -> None:
     optimizer.step()
 
 
-def main(out: Path, options: dict[str, Any]) -> None:
-    """Train, and write `rank.json` for this rank into `out`."""
+def train(out: Path, case: Mapping[str, Any]) -> None:
+    """Train in the way of a case, and write `rank.json` for this rank into `out`."""
     torch.set_num_threads(1)
     warm_up()
-    before, peak = allocated(), Peak()
+    options = dict(case)
+    if split := options.pop("split", None):
+        before = PipelinePlan.load(out / "plan.json")
+        options["plan"] = msgspec.structs.replace(before, split=tuple(split))
+    at_start, peak = allocated(), Peak()
     net = Net()
     tokens = torch.randint(WORDS, (SAMPLES, LENGTH))
     data = DataLoader(TensorDataset(tokens, tokens % 64), batch_size=SAMPLES)
-    strategy = HeteroPipeStrategy(stages=3, microbatches=MICROBATCHES, **options)
+    strategy = HeteroPipeStrategy(stages=RANKS, microbatches=MICROBATCHES, **options)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=3,
+        devices=RANKS,
         max_epochs=STEPS,
         callbacks=[peak],
         logger=False,
@@ -142,10 +151,49 @@ def main(out: Path, options: dict[str, Any]) -> None:
         "layers": plan.split[stage],
         "recomputed": sum(index in plan.recompute for index in plan.layers_of(stage)),
         "planned": planned,
-        "measured": sorted(peak.found)[len(peak.found) // 2] - before - held,
-        "all": [found - before - held for found in peak.found],
+        "measured": sorted(peak.found)[len(peak.found) // 2] - at_start - held,
+        "all": [found - at_start - held for found in peak.found],
     }
+    if trainer.is_global_zero:
+        (out / "plan.json").write_text(plan.to_json())
     (out / f"{trainer.global_rank}.json").write_text(json.dumps(row))
+
+
+def fork(out: Path, case: Mapping[str, Any]) -> None:
+    """Train on ranks of which each is told what torchrun would tell it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid:
+            ranks.append(pid)
+            continue
+        status = 1
+        try:
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0}
+            numbers = {"RANK": rank, "LOCAL_RANK": rank}
+            sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "TORCHELASTIC_RUN_ID": 0}
+            os.environ.update({k: str(v) for k, v in {**meeting, **numbers, **sizes}.items()})
+            train(out, case)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    statuses = [os.waitpid(pid, 0)[1] for pid in ranks]
+    if any(statuses):
+        raise SystemExit(f"case {dict(case)}: a rank has failed")
+
+
+def main(out: Path, cases: list[dict[str, Any]]) -> None:
+    """Train in the way of every case, one after the other, into directories of their own."""
+    for number, case in enumerate(cases):
+        directory = out / str(number)
+        directory.mkdir()
+        if "split" in case:
+            (directory / "plan.json").write_text((out / str(number - 1) / "plan.json").read_text())
+        fork(directory, case)
 
 
 if __name__ == "__main__":

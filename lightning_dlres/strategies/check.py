@@ -7,6 +7,7 @@ what is logged are computed both ways, and a difference is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def why_not_by_parts(
         whole.undo_metrics()
         parts = make_step()
         try:
-            part_loss, part_gradients, part_logs = _parts(parts, output, sizes)
+            part_loss, unlike_gradient, part_logs = _parts(parts, output, sizes, gradients)
         except Exception as error:
             return f"training_step fails on a micro-batch ({type(error).__name__}: {error})"
         part_drawn, part_measured = digest(rng.snapshot(whole.context.device)), metrics.part()
@@ -63,7 +64,7 @@ def why_not_by_parts(
     finally:
         whole.undo_metrics()
         rng.restore(state, whole.context.device)
-    reason = _difference(loss, part_loss, gradients, part_gradients)
+    reason = _loss_difference(loss, part_loss) or unlike_gradient
     reason = reason or _log_difference(logs, part_logs)
     if reason is None and unlike is not None:
         return f"the metric {unlike!r} is another one for the batch than from its micro-batches"
@@ -118,19 +119,53 @@ def _whole(
 
 
 def _parts(
-    step: LightningStep, output: Tree, sizes: Sequence[int]
-) -> tuple[Tensor, list[Tensor | None], list[LogRecord]]:
-    losses, columns = [], []
+    step: LightningStep, output: Tree, sizes: Sequence[int], whole: Sequence[Tensor | None]
+) -> tuple[Tensor, str | None, list[LogRecord]]:
+    """Return the loss, how its gradient differs from that of the whole batch, and the logs.
+
+    Gradients are compared piece by piece, so that no second whole one is held."""
+    losses, comparison = [], _Comparison(whole, sizes)
     for m, piece in enumerate(cut(output, sizes)):
         leaves = _leaves(piece)
         loss = step.finish(_used(leaves), m, sizes) * (sizes[m] / sum(sizes))
         losses.append(loss.detach())
-        columns.append(_gradients(loss, leaves))
-    joined = [
-        None if any(g is None for g in c) else torch.cat(list(c))
-        for c in zip(*columns, strict=True)
-    ]
-    return torch.stack(losses).sum(), joined, merge_parts(step.logs, sizes)
+        comparison.add(m, _gradients(loss, leaves))
+    total = torch.stack(losses).sum()
+    return total, comparison.difference(total), merge_parts(step.logs, sizes)
+
+
+class _Comparison:
+    """Compares the gradient of a batch's loss with those of its micro-batches as they come."""
+
+    def __init__(self, whole: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+        self._whole = whole
+        self._pieces = cut(list(whole), sizes)
+        self._squared_errors: list[float | Tensor] = [0.0] * len(whole)
+        self._reaches_alike = True
+
+    def add(self, m: int, parts: Sequence[Tensor | None]) -> None:
+        """Take in the gradients of micro-batch m."""
+        for index, (piece, part) in enumerate(zip_longest(self._pieces[m], parts)):
+            if piece is not None and part is not None:
+                error = torch.linalg.vector_norm(piece - part).double()
+                self._squared_errors[index] += error.square()
+            elif piece is not None or part is not None:
+                self._reaches_alike = False
+
+    def difference(self, loss: Tensor) -> str | None:
+        """Return how they differ; None if they do not."""
+        if not self._reaches_alike:
+            return (
+                "its gradient reaches other outputs for the whole batch than for its micro-batches"
+            )
+        tolerance = _TOLERANCE.get(loss.dtype, _COARSE)
+        for gradient, squared_error in zip(self._whole, self._squared_errors, strict=True):
+            if gradient is None:
+                continue
+            limit = 10 * max(tolerance, _TOLERANCE.get(gradient.dtype, _COARSE))
+            if float(squared_error) ** 0.5 > limit * float(torch.linalg.vector_norm(gradient)):
+                return "its gradient for the whole batch is not that of its micro-batches"
+        return None
 
 
 def _leaves(output: Tree) -> Tree:
@@ -149,30 +184,13 @@ def _gradients(loss: Tensor, leaves: Tree) -> list[Tensor | None]:
     return list(torch.autograd.grad(loss, wanted, allow_unused=True))
 
 
-def _difference(
-    loss: Tensor,
-    part_loss: Tensor,
-    gradients: Sequence[Tensor | None],
-    part_gradients: Sequence[Tensor | None],
-) -> str | None:
-    tolerance = _TOLERANCE.get(loss.dtype, _COARSE)
-    if not _close(loss, part_loss, tolerance):
-        return (
-            f"the loss is {float(loss):.6g} for the whole batch, but {float(part_loss):.6g} as "
-            "the mean of its micro-batches weighted by samples: it is not a mean over samples"
-        )
-    for gradient, part in zip(gradients, part_gradients, strict=False):
-        if (gradient is None) != (part is None):
-            return (
-                "its gradient reaches other outputs for the whole batch than for its micro-batches"
-            )
-        if gradient is not None and part is not None:
-            error = torch.linalg.vector_norm(gradient - part)
-            if error > 10 * max(
-                tolerance, _TOLERANCE.get(gradient.dtype, _COARSE)
-            ) * torch.linalg.vector_norm(gradient):
-                return "its gradient for the whole batch is not that of its micro-batches"
-    return None
+def _loss_difference(loss: Tensor, part_loss: Tensor) -> str | None:
+    if _close(loss, part_loss, _TOLERANCE.get(loss.dtype, _COARSE)):
+        return None
+    return (
+        f"the loss is {float(loss):.6g} for the whole batch, but {float(part_loss):.6g} as "
+        "the mean of its micro-batches weighted by samples: it is not a mean over samples"
+    )
 
 
 def _log_difference(logs: Sequence[LogRecord], part_logs: Sequence[LogRecord]) -> str | None:
