@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch.utils import _python_dispatch
 
 
@@ -43,14 +44,15 @@ def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
 
 class LiveBytes(_python_dispatch.TorchDispatchMode):
     """Inside of it, `now` and `peak` are the bytes of the tensors that were made since and still
-    live.
+    live. More than `limit` of them are a MemoryError.
 
     torch counts the memory of accelerators, and not that of the CPU. The dispatch mode sees every
     operation, also those of backward, and has no public name."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self._limit = limit
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -62,6 +64,8 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _storages((result,)):
             self._count(storage, storage.nbytes())
+        if self._limit is not None and self.now > self._limit:
+            raise MemoryError(f"{self.now} bytes are needed, and there are {self._limit}")
         return result
 
     def _count(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -83,6 +87,18 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
             yield from _storages(value)
         elif isinstance(value, Tensor) and value.layout is torch.strided:
             yield value.untyped_storage()
+
+
+def without_storage() -> AbstractContextManager[Any]:
+    """Inside of it, operations yield tensors that have all but storage and values; torch documents
+    FakeTensor, and has no public name for the mode."""
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors share which lie in the same memory, also without storage, where
+    all addresses are alike."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def without_subclasses() -> AbstractContextManager[Any]:

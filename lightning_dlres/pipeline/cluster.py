@@ -3,6 +3,7 @@ power, and the links between them."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,31 @@ _ROUNDS = 8
 _MESSAGES_OF_A_TRIP = 3
 _FIRST_PROBE, _LARGEST_PROBE = 1 << 18, 1 << 24
 _LONG_ENOUGH = 0.05
+
+
+def completed(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return each rank's times of all layers without NaN.
+
+    A rank has no time (NaN) for a layer for which it has no room, and which no plan puts there.
+    It is taken to need what the others do, times the factor by which the layers take longer on it
+    that both could run. Where no rank has room, a layer takes as long as the rank's longest one.
+    """
+    rows = []
+    for row in seconds:
+        known = [i for i, value in enumerate(row) if not math.isnan(value)]
+        filled = list(row)
+        for index in set(range(len(row))).difference(known):
+            guesses = []
+            for other in seconds:
+                if not math.isnan(other[index]):
+                    both = [i for i in known if not math.isnan(other[i])]
+                    of_other = sum(other[i] for i in both)
+                    factor = sum(row[i] for i in both) / of_other if of_other > 0 else 1.0
+                    guesses.append(other[index] * factor)
+            longest = max((row[i] for i in known), default=1.0)
+            filled[index] = statistics.median(guesses) if guesses else longest
+        rows.append(filled)
+    return rows
 
 
 def kinds_of(names: Sequence[str], seconds: Sequence[Sequence[float]]) -> list[int]:

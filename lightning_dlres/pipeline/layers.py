@@ -2,17 +2,19 @@
 bytes in, out, kept, and needed for a moment.
 
 Layers are run one by one on copies, by the very code that runs them in training, so that weights,
-buffers and random state stay as they were, and no device needs room for more than one layer. Layers
-that are alike are measured once: on several copies in turn if they are small, since a single one
-would find its weights in the cache, and those of a whole stage are not there."""
+buffers and random state stay as they were, and no device needs room for more than one layer; of one
+for which there is no room either, the sizes are found without running it. Layers that are alike are
+measured once: on several copies in turn if they are small, since a single one would find its
+weights in the cache, and those of a whole stage are not there."""
 
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +25,30 @@ from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.caches import COLD_BYTES
+from lightning_dlres.pipeline.layer_sizes import (
+    Bind,
+    Context,
+    Sizes,
+    bytes_of,
+    distinct_bytes,
+    sizes_without_storage,
+    storage_bytes,
+)
 from lightning_dlres.pipeline.partition import initialise
 from lightning_dlres.pipeline.stage import GradientBuffer, Stage, memory_of
 
-Bind = Callable[[int, nn.Module], Callable[[Tree], Tree]]
-Context = Callable[[], AbstractContextManager[Any]]
+# Of a RuntimeError, as torch has no class for it where the CPU's memory is not enough.
+_ALLOCATOR_OF_THE_CPU = "DefaultCPUAllocator"
 
 
 @dataclass(frozen=True)
 class LayerMeasurement:
-    """One layer on one device, under one micro-batch; see `LayerProfile` for the sizes."""
+    """One layer on one device, under one micro-batch. The seconds are NaN where there is no room
+    for the layer."""
 
     forward: float
     backward: float
-    input_bytes: int
-    output_bytes: int
-    gradient_output_bytes: int
-    saved_bytes: int
-    workspace_bytes: int
+    sizes: Sizes
 
 
 def measure_layers(
@@ -53,6 +61,7 @@ def measure_layers(
     repeats: int = 5,
     seconds: float = 0.0,
     clock: Clock | None = None,
+    limit: int | None = None,
 ) -> tuple[list[LayerMeasurement], Tree, Callable[[], None]]:
     """Measure every layer on this device.
 
@@ -67,10 +76,14 @@ def measure_layers(
         seconds: least time over which all layers together are measured. A device that is throttled
             shows its sustained speed only over a while.
         clock: adds up what is spent; None: one of its own.
+        limit: bytes that the device has; a layer that needs more is not run.
 
     Returns:
         The measurements; the output of the last layer (detached); and what runs the costliest kind
         of layer once more, to keep the device as busy as in training.
+
+    Raises:
+        MemoryError: there is no room for a layer, and its sizes cannot be known without it.
     """
     kinds: dict[Any, _Kind] = {}
     order, clock = [], clock or Clock(device)
@@ -79,11 +92,10 @@ def measure_layers(
         for index, module in enumerate(modules):
             key = _likeness(module, activation)
             if key not in kinds:
-                runner = _Runner(module, bind, index, activation, device, context)
-                kinds[key] = _Kind(index, activation, *runner.sizes())
+                kinds[key] = _sized(module, bind, index, activation, device, context, limit)
             order.append(kinds[key])
             activation = kinds[key].output
-        for kind in kinds.values():
+        for kind in filter(lambda kind: kind.fits, kinds.values()):
             # As many copies as a core's caches do not hold.
             copies = max(min(order.count(kind), COLD_BYTES // max(kind.held_bytes, 1)), 1)
             runners = [
@@ -93,9 +105,14 @@ def measure_layers(
             share = seconds * order.count(kind) / len(modules)
             kind.forward, kind.backward = _time(runners, clock, repeats, share)
     pace = clock.pace() * slowdown
-    costliest = max(order, key=lambda kind: (kind.forward + kind.backward) * order.count(kind))
+    fitting = [kind for kind in order if kind.fits]
+    costliest = max(
+        fitting, key=lambda kind: (kind.forward + kind.backward) * order.count(kind), default=None
+    )
 
-    def make() -> _Runner:
+    def make() -> _Runner | None:
+        if costliest is None:
+            return None
         index, given = costliest.index, costliest.inputs
         return _Runner(modules[index], bind, index, given, device, context)
 
@@ -104,18 +121,52 @@ def measure_layers(
 
 @dataclass(eq=False)
 class _Kind:
-    """Layers that are alike: the first one's index, what it gets and returns, and what it costs."""
+    """Layers that are alike: the first one's index, what it gets and returns, and what it costs.
+    `held_bytes` is what a copy takes while it is measured."""
 
     index: int
     inputs: Tree
     output: Tree
-    sizes: tuple[int, int, int, int, int]
-    held_bytes: int
-    forward: float = 0.0
-    backward: float = 0.0
+    sizes: Sizes
+    fits: bool
+    held_bytes: int = 0
+    forward: float = math.nan
+    backward: float = math.nan
 
     def measurement(self, pace: float) -> LayerMeasurement:
-        return LayerMeasurement(self.forward * pace, self.backward * pace, *self.sizes)
+        return LayerMeasurement(self.forward * pace, self.backward * pace, self.sizes)
+
+
+def _sized(
+    module: nn.Module,
+    bind: Bind,
+    index: int,
+    inputs: Tree,
+    device: torch.device,
+    context: Context,
+    limit: int | None,
+) -> _Kind:
+    """Run a layer once for its sizes, or find them without running it."""
+    try:
+        weights = bytes_of({*module.parameters(), *module.buffers()})
+        if limit is not None and weights > limit:
+            raise MemoryError(f"{weights} bytes of weights, and there are {limit}")
+        runner = _Runner(module, bind, index, inputs, device, context)
+        output, sizes, held = runner.sizes(None if limit is None else limit - weights)
+        return _Kind(index, inputs, output, sizes, True, held)
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and _ALLOCATOR_OF_THE_CPU not in str(error):
+            raise
+        too_large = str(error)
+    try:
+        output, sizes = sizes_without_storage(module, bind, index, inputs, device, context)
+    except Exception as error:
+        raise MemoryError(
+            f"there is no room to run layer {index}, a {type(module).__name__}, for one "
+            f"micro-batch ({too_large}), and its sizes cannot be known without running it "
+            f"({type(error).__name__}: {error}). Try more micro-batches, or more memory."
+        ) from error
+    return _Kind(index, inputs, output, sizes, False)
 
 
 class Clock:
@@ -186,16 +237,20 @@ class _Runner:
         self._stage.backward(0, self._gradients, self._buffer)
         return clock.now() - begin
 
-    def sizes(self) -> tuple[Tree, tuple[int, int, int, int, int], int]:
-        """Run once, and return the output, detached; the sizes of a `LayerMeasurement`; and what a
-        copy of the layer takes while it is measured."""
+    def sizes(self, limit: int | None) -> tuple[Tree, Sizes, int]:
+        """Run once, and return the output, detached; the sizes; and what a copy of the layer takes
+        while it is measured.
+
+        Raises:
+            MemoryError: it needs more than `limit` bytes beside its weights.
+        """
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            saved[memory_of(tensor)] = _storage_bytes(tensor)
+            saved[memory_of(tensor)] = storage_bytes(tensor)
             return tensor
 
-        live = LiveBytes()
+        live = LiveBytes(limit)
         inputs = map_tensors(_copy, self._inputs)
         with live:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -206,24 +261,23 @@ class _Runner:
         entered, left = tensors_of(inputs), tensors_of(output)
         known = {memory_of(t) for t in (*self._held, *entered, *left)}
         own = sum(size for storage, size in saved.items() if storage not in known)
-        gradient_bytes = sum(_bytes(g) for g in buffer.gradients.values())
-        # What backward leaves behind is counted elsewhere: the parameters' gradients.
-        sizes = (
-            _distinct_bytes(entered),
-            _distinct_bytes(left),
-            _distinct_bytes([t for t in left if t.requires_grad]),
+        gradient_bytes = bytes_of(buffer.gradients.values())
+        sizes = Sizes(
+            distinct_bytes(entered, memory_of),
+            distinct_bytes(left, memory_of),
+            distinct_bytes([t for t in left if t.requires_grad], memory_of),
             own,
+            # What backward leaves behind is counted elsewhere: the parameters' gradients.
             max(live.peak - kept, gradient_bytes),
         )
-        weights = sum(_bytes(t) for t in self._held)
-        held = weights + gradient_bytes + sum(sizes[:4])
+        held = bytes_of(self._held) + gradient_bytes + sum(sizes[:4])
         return map_tensors(_detached, output), sizes, held
 
 
 class _Load:
     """Runs a layer forward and backward, which is made only if it is called at all."""
 
-    def __init__(self, make: Callable[[], _Runner], device: torch.device) -> None:
+    def __init__(self, make: Callable[[], _Runner | None], device: torch.device) -> None:
         self._make, self._device = make, device
         self._runner: _Runner | None = None
 
@@ -231,8 +285,9 @@ class _Load:
         clock = Clock(self._device)
         with torch.enable_grad(), forked(self._device):
             self._runner = self._runner or self._make()
-            self._runner.forward(clock)
-            self._runner.backward(clock)
+            if self._runner is not None:
+                self._runner.forward(clock)
+                self._runner.backward(clock)
 
 
 def _time(
@@ -290,15 +345,3 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _ones(output: Tree) -> list[Tensor | None]:
     return [torch.ones_like(t) if t.requires_grad else None for t in tensors_of(output)]
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else _bytes(tensor)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum({memory_of(t): _bytes(t) for t in tensors}.values())

@@ -5,8 +5,9 @@ Weights, buffers, metrics and logs stay as they were."""
 from __future__ import annotations
 
 import inspect
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_dlres.core import rng
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.caches import Caches
+from lightning_dlres.pipeline.layer_sizes import Sizes
 from lightning_dlres.pipeline.layers import Clock, LayerMeasurement, measure_layers
 from lightning_dlres.pipeline.microbatch import samples_in
 from lightning_dlres.strategies.optimizers import update_seconds
@@ -53,11 +55,22 @@ def measure(
     layer_context: Callable[[], AbstractContextManager[Any]],
     optimizers: Sequence[Optimizer],
     caches: Caches,
+    limit: int | None,
     slowdown: float | None = None,
 ) -> tuple[DeviceMeasurement, Callable[[], None]]:
     """Return what the layers, the loss and the optimizer cost on this device, and what keeps it
-    busy afterwards; `slowdown` where speeds are emulated, with one rank for each core or not: then
-    processor time counts alone."""
+    busy afterwards.
+
+    Args:
+        context, samples, config, layer_context, optimizers: see `Profiler`.
+        caches: they are cold where training finds them so.
+        limit: bytes that the device has.
+        slowdown: where speeds are emulated, with one rank for each core or not: then processor time
+            counts alone.
+
+    Raises:
+        MemoryError: there is no room for a layer, and its sizes cannot be known without it.
+    """
     clock, runs, losses = Clock(context.device, paced=slowdown is None), [], []
     slowdown = slowdown or 1.0
     count = len(samples.inputs)
@@ -72,6 +85,7 @@ def measure(
             -(-config.repeats // count),
             config.seconds / count,
             clock,
+            limit,
         )
         runs.append(layers)
         losses.append(_measure_loss(context, batch, output, config.repeats, caches))
@@ -96,8 +110,8 @@ def typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
     layers = [
         replace(
             alike[0],
-            forward=statistics.median(layer.forward for layer in alike),
-            backward=statistics.median(layer.backward for layer in alike),
+            forward=_median(layer.forward for layer in alike),
+            backward=_median(layer.backward for layer in alike),
         )
         for alike in zip(*(found.layers for found in rounds), strict=True)
     ]
@@ -151,11 +165,13 @@ def _measure_loss(
 
 def _mean(runs: list[LayerMeasurement]) -> LayerMeasurement:
     return LayerMeasurement(
-        sum(run.forward for run in runs) / len(runs),
-        sum(run.backward for run in runs) / len(runs),
-        max(run.input_bytes for run in runs),
-        max(run.output_bytes for run in runs),
-        max(run.gradient_output_bytes for run in runs),
-        max(run.saved_bytes for run in runs),
-        max(run.workspace_bytes for run in runs),
+        statistics.fmean(run.forward for run in runs),
+        statistics.fmean(run.backward for run in runs),
+        Sizes(*(max(column) for column in zip(*(run.sizes for run in runs), strict=True))),
     )
+
+
+def _median(seconds: Iterable[float]) -> float:
+    """Return the median; NaN if some are, as of a layer for which there was no room at a time."""
+    found = list(seconds)
+    return math.nan if any(map(math.isnan, found)) else statistics.median(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_dlres.core.errors import DlresError
+from lightning_dlres.core.errors import ConfigError, DlresError
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.units import format_bytes
 from lightning_dlres.pipeline.caches import Caches
 from lightning_dlres.pipeline.cluster import (
+    completed,
     kinds_of,
     pairs_to_measure,
     powers_of,
@@ -109,7 +112,8 @@ class Profiler:
         mine = self._measure_at_once(samples, config, optimizers, caches)
         layers = mine.layers
         device, connection = self._context.device, self._connection
-        times = connection.gather([t for layer in layers for t in (layer.forward, layer.backward)])
+        own = [t for layer in layers for t in (layer.forward, layer.backward)]
+        times = completed(connection.gather(own))
         ranks = [_RankDevice(*told) for told in self._everywhere(list(self._describe()))]
         kinds = kinds_of([rank.name for rank in ranks], times)
         of_kinds = times_of_kinds(kinds, times)
@@ -169,6 +173,7 @@ class Profiler:
                         self._layer_context,
                         optimizers,
                         caches,
+                        self._memory_limit or _room(self._context.device),
                         self._slowdown,
                     )
                     found.append(mine)
@@ -185,7 +190,7 @@ class Profiler:
         self, hosts: list[str], mine: DeviceMeasurement, caches: Caches
     ) -> tuple[tuple[Link, ...], float]:
         mailbox = self._connection.mailbox
-        size = sorted(layer.output_bytes for layer in mine.layers)[len(mine.layers) // 2]
+        size = sorted(layer.sizes.output_bytes for layer in mine.layers)[len(mine.layers) // 2]
         links, message = [], 0.0
         for a, b in pairs_to_measure(hosts):
             found = probe(mailbox, a, b, size, caches)
@@ -206,7 +211,7 @@ class Profiler:
     def _describe(self) -> _RankDevice:
         device, limit, free = self._context.device, self._memory_limit, None
         if limit is None and device.type == "cuda":
-            limit = int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_FREE_MEMORY)
+            limit = _room(device)
         elif limit is None:
             free = available_bytes()
         tensors = chain(self._context.module.parameters(), self._context.module.buffers())
@@ -261,8 +266,17 @@ def profile_here(
     precision = trainer.precision_plugin.train_step_context
     context = StepContext(module, pipelined, MetricStates(module), device, precision, split_batch)
     samples = read_samples(trainer, context, config, microbatches)
-    found, _ = measure(context, samples, config, precision, trainer.optimizers, Caches())
+    room = _room(device)
+    found, _ = measure(context, samples, config, precision, trainer.optimizers, Caches(), room)
     layers = found.layers
+    for name, layer in zip(pipelined.layers.names, layers, strict=True):
+        if math.isnan(layer.forward):
+            raise ConfigError(
+                f"layer {name!r} cannot be measured here: for one micro-batch it needs "
+                f"{format_bytes(layer.sizes.saved_bytes + layer.sizes.workspace_bytes)} beside its "
+                f"weights, and there are {format_bytes(room or 0)}. Plan on a machine with more "
+                "memory, or with more micro-batches."
+            )
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
     moment = _update_bytes(trainer.optimizers, device)
     step = StepProfile(
@@ -299,7 +313,7 @@ def layer_profiles(
             users[parameter] = users.get(parameter, 0) + 1
     names = {parameter: name for name, parameter in layers.root.named_parameters()}
     found = []
-    for index, (name, module, sizes) in enumerate(
+    for index, (name, module, layer) in enumerate(
         zip(layers.names, layers.modules, measured, strict=True)
     ):
         own = [p for p in set(module.parameters()) if users[p] == 1]
@@ -310,11 +324,11 @@ def layer_profiles(
                 parameter_bytes=sum(_bytes(p) for p in own),
                 gradient_bytes=sum(_bytes(p) for p in own if p.requires_grad),
                 shared={names[p]: _bytes(p) for p in sorted(shared, key=names.__getitem__)},
-                input_bytes=sizes.input_bytes,
-                output_bytes=sizes.output_bytes,
-                gradient_output_bytes=sizes.gradient_output_bytes,
-                saved_bytes=sizes.saved_bytes,
-                workspace_bytes=sizes.workspace_bytes,
+                input_bytes=layer.sizes.input_bytes,
+                output_bytes=layer.sizes.output_bytes,
+                gradient_output_bytes=layer.sizes.gradient_output_bytes,
+                saved_bytes=layer.sizes.saved_bytes,
+                workspace_bytes=layer.sizes.workspace_bytes,
                 update_bytes=moment.of([_bytes(p) for p in module.parameters() if p.requires_grad]),
                 forward=tuple(row[2 * index] for row in times),
                 backward=tuple(row[2 * index + 1] for row in times),
@@ -326,6 +340,13 @@ def layer_profiles(
 def _update_bytes(optimizers: Sequence[Optimizer], device: torch.device) -> UpdateBytes:
     # There is one, or none where nothing is trained.
     return update_bytes(optimizers[0], device) if optimizers else UpdateBytes()
+
+
+def _room(device: torch.device) -> int | None:
+    """Return the bytes that may be taken of a device's memory; None where that is not known."""
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else available_bytes()
+    return int(free * _SHARE_OF_FREE_MEMORY) if free is not None else None
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan import PipelinePlan
+from lightning_dlres.strategies import profiling
 from tests.cli.test_cli import CONFIG, TINY, assert_trained
 from tests.conftest import RunScript
 from tests.pool import RankContext, RankPool
@@ -46,6 +47,25 @@ def test_a_plan_for_a_cluster_that_is_not_at_hand(pool: RankPool, tmp_path: Path
     assert plan.cluster is not None
     assert plan.cluster.devices[1].memory_limit == 8 << 30
     assert plan.cluster.link(0, 1).bytes_per_second == 500e6 / 8
+
+
+def run_with_little_room(context: RankContext, directory: str, *options: str) -> int:
+    """Run `dlres` in a directory, on a machine whose memory is full."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "available_bytes", lambda: 1000)
+        return run_in(context, directory, *options)
+
+
+def test_a_machine_without_room_for_a_layer_is_no_place_to_plan(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    options = ("plan", f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY)
+    (outcome,) = pool.run_expecting_errors(run_with_little_room, 1, str(tmp_path), *options)
+    assert outcome.value == 2, outcome
+    assert "layer 'net.0' cannot be measured here" in outcome.output
+    assert "more micro-batches" in outcome.output
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_a_plan_on_ranks_and_training_with_it(run_script: RunScript, tmp_path: Path) -> None:

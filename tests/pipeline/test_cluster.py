@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlres.pipeline.cluster import kinds_of, pairs_to_measure, powers_of, times_of_kinds
+from lightning_dlres.pipeline.cluster import (
+    completed,
+    kinds_of,
+    pairs_to_measure,
+    powers_of,
+    times_of_kinds,
+)
 
 
 def test_a_rank_of_half_the_speed() -> None:
@@ -34,6 +40,15 @@ def test_powers_are_the_inverse_of_slowdowns(layers: list[float], slowdowns: lis
     found = powers_of([[seconds * s for seconds in layers] for s in slowdowns])
     assert found == pytest.approx([fastest / s for s in slowdowns])
     assert max(found) == 1.0
+
+
+def test_a_layer_without_room_takes_what_others_need_times_the_slowdown() -> None:
+    nan = float("nan")
+    assert completed([[1.0, 2.0, 8.0], [2.0, 4.0, nan]]) == [[1.0, 2.0, 8.0], [2.0, 4.0, 16.0]]
+    assert completed([[1.0, nan], [nan, 3.0]]) == [[1.0, 3.0], [1.0, 3.0]]
+    rows = [[1.0, 10.0], [1.0, 12.0], [1.0, 11.0], [3.0, nan]]
+    assert completed(rows)[3] == [3.0, 33.0]
+    assert completed([[1.0, 2.0, nan], [nan, nan, nan]]) == [[1.0, 2.0, 2.0], [1.0, 2.0, 1.0]]
 
 
 def test_noise_invents_no_kinds() -> None:

@@ -74,7 +74,8 @@ def test_a_throttled_processor_shows_its_sustained_speed(monkeypatch: pytest.Mon
 
 
 def test_sizes_are_those_of_one_microbatch() -> None:
-    first, relu, last = measure([nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)], torch.randn(16, 4))
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)]
+    first, relu, last = (layer.sizes for layer in measure(layers, torch.randn(16, 4)))
     assert (first.input_bytes, first.output_bytes) == (16 * 4 * 4, 16 * 8 * 4)
     assert first.saved_bytes == relu.saved_bytes == 0, "inputs and outputs are counted apart"
     assert last.gradient_output_bytes == last.output_bytes == 16 * 2 * 4
@@ -86,9 +87,9 @@ def test_sizes_are_those_of_one_microbatch() -> None:
             return x * torch.sigmoid(x)
 
     (gated,) = measure([Gated()], torch.randn(16, 4).requires_grad_())
-    assert gated.saved_bytes == 16 * 4 * 4, "what sigmoid returned"
+    assert gated.sizes.saved_bytes == 16 * 4 * 4, "what sigmoid returned"
     (tokens,) = measure([nn.Embedding(5, 3)], torch.tensor([1, 4]))
-    assert (tokens.input_bytes, tokens.gradient_output_bytes) == (16, 24)
+    assert (tokens.sizes.input_bytes, tokens.sizes.gradient_output_bytes) == (16, 24)
 
 
 def test_layers_that_are_alike_are_measured_once() -> None:

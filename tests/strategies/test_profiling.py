@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_dlres import HeteroPipeStrategy
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import Case, Classifier, batches, differences_in
 from tests.zoo import Samples
@@ -53,6 +54,26 @@ class Observes(Classifier):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.observed.append(float(batch[0].sum()))
+
+
+class Wide(Classifier):
+    """Two of its layers do not fit on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5000), nn.Tanh(), nn.Linear(5000, 5)
+        )
+
+    def on_train_start(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, HeteroPipeStrategy):
+            assert strategy.plan is not None
+            assert strategy.plan.is_measured
+            (machine,) = strategy.plan.machines
+            assert {2, 4} <= set(strategy.plan.layers_of(machine.index(1)))
+            assert strategy.plan.layers[2].parameter_bytes == 17 * 5000 * 4
+            assert strategy.plan.layers[2].output_bytes == 3 * 5000 * 4
 
 
 MEASURED = {"plan": None}
@@ -104,6 +125,11 @@ def compare_measured(context: RankContext) -> dict[str, list[str]]:
     return differences_in(context, CASES)
 
 
+def compare_wide(context: RankContext) -> dict[str, list[str]]:
+    limits = {**MEASURED, "memory_limit": ["200KiB", "64MiB"]}
+    return differences_in(context, {"wide": Case(Wide, options=limits)})
+
+
 def compare_uncopied(context: RankContext) -> dict[str, list[str]]:
     return differences_in(context, UNCOPIED)
 
@@ -120,6 +146,13 @@ def test_training_sees_the_same_samples(pool: RankPool) -> None:
     for outcome in outcomes:
         assert outcome.value == {name: [] for name in CASES}, outcome.traceback
     assert outcomes[0].output.count("profiling 5 layers") == len(CASES)
+    assert "could not be profiled" not in outcomes[0].output
+
+
+def test_a_device_without_room_for_some_layers(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(compare_wide, 2)
+    for outcome in outcomes:
+        assert outcome.value == {"wide": []}, outcome.traceback
     assert "could not be profiled" not in outcomes[0].output
 
 
