@@ -148,7 +148,8 @@ def update_seconds(
 
     Args:
         optimizer: its kind and the options of its first group are tried.
-        parameters: of whose shapes some are taken, as parameters on the clock's device.
+        parameters: of whose shapes some are taken, as parameters on the clock's device; of large
+            ones, a part.
         clock: what to count with.
         repeats: number of steps that count.
         caches: they are cold when a step begins.
@@ -156,7 +157,8 @@ def update_seconds(
     trial_parameters, size = list[nn.Parameter](), 0
     for parameter in parameters:
         if size < _TRIAL_BYTES and parameter.requires_grad:
-            made = torch.full(parameter.shape, 1e-3, dtype=parameter.dtype, device=clock.device)
+            shape = _at_most(parameter, _TRIAL_BYTES)
+            made = torch.full(shape, 1e-3, dtype=parameter.dtype, device=clock.device)
             trial_parameters.append(nn.Parameter(made))
             size += made.numel() * made.element_size()
     if not size:
@@ -178,6 +180,15 @@ def update_seconds(
         # It is no part of what is planned; `require_separable` says what is wrong with it.
         return 0.0
     return statistics.fmean(spent) / size
+
+
+def _at_most(parameter: nn.Parameter, nbytes: int) -> list[int]:
+    """Return the shape of a parameter, or of as many of its rows as there are bytes for."""
+    shape = list(parameter.shape)
+    if shape and shape[0]:
+        row = parameter.numel() // shape[0] * parameter.element_size()
+        shape[0] = max(1, min(shape[0], nbytes // max(row, 1)))
+    return shape
 
 
 @dataclass(frozen=True)
