@@ -119,7 +119,7 @@ class Workload:
         """Return the seconds that a stage still needs when its last backward has ended."""
         kind = self.kind(machine, stage)
         update = _of(self.step.update, kind) * self.trained_bytes(layers)
-        return self.sync_tail(machine, stage, layers) + _of(self.step.fixed, kind) + update
+        return self.sync_tail(machine, stage, layers) + update
 
     def sync_tail(self, machine: int, stage: int, layers: range) -> float:
         """Return the seconds of the gradient synchronisation that are left when the stage's last

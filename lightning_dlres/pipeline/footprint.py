@@ -102,11 +102,11 @@ class Footprint:
     def _update(self) -> Bytes:
         """`Workload.update_bytes` of every run."""
         step, layers = self.workload.step, self.workload.layers
-        own, moment = _bytes(layer.update_bytes for layer in layers), np.zeros_like(self._trained)
+        own, moment = _bytes(layer.update_bytes for layer in layers), np.zeros_like(self.trained)
         for first in range(self._count):
             moment[first, first + 1 :] = np.maximum.accumulate(own[first:])
-        moment += np.ceil(step.update_bytes_per_byte * self._trained).astype(np.int64)
-        found: Bytes = self._resident - (step.gradient_copies - 1) * self._trained + moment
+        moment += np.ceil(step.update_bytes_per_byte * self.trained).astype(np.int64)
+        found: Bytes = self._resident - (step.gradient_copies - 1) * self.trained + moment
         return found
 
     @cached_property
@@ -127,7 +127,7 @@ class Footprint:
     @cached_property
     def _resident(self) -> Bytes:
         workload, layers = self.workload, self.workload.layers
-        trained = self._trained
+        trained = self.trained
         weights = _sums(_bytes(layer.parameter_bytes for layer in layers)) + self._shared
         state = np.ceil(trained * workload.step.state_bytes_per_parameter_byte).astype(np.int64)
         batch = workload.microbatches * layers[0].input_bytes
@@ -135,7 +135,8 @@ class Footprint:
         return found
 
     @cached_property
-    def _trained(self) -> Bytes:
+    def trained(self) -> Bytes:
+        """`Workload.trained_bytes` of every run."""
         gradients = _bytes(layer.gradient_bytes for layer in self.workload.layers)
         found: Bytes = _sums(gradients) + self._shared
         return found

@@ -233,7 +233,7 @@ class Segments:
             exists &= stop == self.count
         return exists
 
-    def _own(self, machine: int, stage: int) -> tuple[Matrix, Matrix, float, float]:
+    def _own(self, machine: int, stage: int) -> tuple[Matrix, Matrix, float, Matrix]:
         """Seconds of forward and backward over (first, stop), of the loss, and the least tail."""
         workload = self.workload
         kind = workload.kind(machine, stage)
@@ -250,8 +250,8 @@ class Segments:
         if stage == workload.stages - 1 and workload.step.loss:
             whole = workload.microbatches if workload.schedule == "gpipe" else 1
             loss = workload.step.loss[kind] * whole
-        tail = workload.step.fixed[kind] if workload.step.fixed else 0.0
-        return sums[0], sums[1], loss, tail
+        update = workload.step.update[kind] if workload.step.update else 0.0
+        return sums[0], sums[1], loss, self._footprint.trained.astype(np.float64) * update
 
     @cached_property
     def _crossing(self) -> list[list[tuple[Matrix, Matrix]]]:

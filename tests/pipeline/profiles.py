@@ -109,7 +109,7 @@ def small_step(random: Random, kinds: int) -> StepProfile:
         loss=times(),
         loss_bytes=random.randint(0, 20),
         message=times(),
-        fixed=times(),
+        update=times(),
         state_bytes_per_parameter_byte=random.choice([0.0, 0.5, 2.0]),
         update_bytes_per_byte=random.choice([0.0, 0.0, 1.5]),
     )
@@ -266,7 +266,7 @@ def large_workload(
             loss=tuple(1e-3 / speed for speed in speeds),
             loss_bytes=16 * MIB,
             message=(1e-4,) * stages,
-            fixed=tuple(5e-3 / speed for speed in speeds),
+            update=tuple(5e-12 / speed for speed in speeds),
             state_bytes_per_parameter_byte=2.0,
         ),
         unlike_cluster(random, speeds),

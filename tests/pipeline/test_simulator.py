@@ -235,8 +235,9 @@ class TestOneMachine:
         assert found.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
     def test_what_a_message_takes_from_computing(self) -> None:
-        step = StepProfile(message=(0.25,), fixed=(3.0,))
-        found = simulate(pipeline(plain_layers([1.0] * 3), 1, step=step), [1, 1, 1])
+        step = StepProfile(message=(0.25,), update=(0.5,))
+        layers = plain_layers([1.0] * 3, gradient_bytes=6)
+        found = simulate(pipeline(layers, 1, step=step), [1, 1, 1])
         assert times(found, "forward", 0) == [(0, 1.25)]
         assert times(found, "forward", 1) == [(1.25, 2.75)], "it receives and sends"
         assert times(found, "forward", 2) == [(2.75, 4)]
@@ -322,7 +323,7 @@ class TestTwoMachines:
     def test_gradients_travel_after_the_last_backward(self) -> None:
         layers = plain_layers([1.0], gradient_bytes=6)
         links = [Link(ranks=(0, 1), latency=0.25, bytes_per_second=4.0)]
-        step = StepProfile(fixed=(1.0, 1.0))
+        step = StepProfile(update=(1 / 6, 1 / 6))
         found = simulate(two_machines(2, layers=layers, links=links, step=step), [1])
         # In a ring of two: half of it to the other and back, each after a latency.
         assert times(found, "sync", 0) == [(3, 5)]
