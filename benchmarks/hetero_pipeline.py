@@ -1,6 +1,6 @@
 """`dlres_hetero_pipe` beside torch.distributed.pipelining, on hosts of unlike speed.
 
-    python -m benchmarks.hetero_pipeline            the comparison, about 10 minutes
+    python -m benchmarks.hetero_pipeline            the comparison, about 15 minutes
     python -m benchmarks.hetero_pipeline --matrix   how good predictions are, about 8 minutes
 
 Both sides train the same model on the same hosts and take turns of a few steps, so that whatever
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 
@@ -58,23 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(settings: Settings) -> Figures:
     """Compare with the peer on two unequal hosts, then on two equal ones."""
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
-        hosts = Preloaded(bed, 2, [OURS, PEER])
-        set_shares(bed, UNEQUAL)
-        unequal = on_unequal(hosts, settings)
-        set_shares(bed, EQUAL)
-        equal = on_equal(hosts, settings)
+        starters = Starters(bed, settings.anew)
+        unequal = on_unequal(starters, settings)
+        equal = on_equal(starters, settings)
     return {**unequal[0], **equal[0]}, {"unequal": unequal[1], "equal": equal[1]}
 
 
-def on_unequal(hosts: Preloaded, settings: Settings) -> Figures:
+def on_unequal(starters: Starters, settings: Settings) -> Figures:
     """Ours, the peer's even split and the peer with our split, in turns."""
     count = settings.microbatches
     print(f"CPU shares {shown(UNEQUAL)}, {count} micro-batches", flush=True)
-    plan, promised = planned(hosts, count, settings)
-    swept, threads = sweep(hosts, plan, settings)
+    with starters.on(UNEQUAL) as hosts:
+        plan, promised = planned(hosts, count, settings)
+        swept, threads = sweep(hosts, plan, settings)
     even = Setting("even", even_split(plan), (0, 1), count, threads)
     same = Setting("same", plan.split, plan.ranks, count, threads)
-    starts = in_turns(hosts, plan, (even, same), settings.rounds, settings)
+    starts = in_turns(starters, UNEQUAL, plan, (even, same), settings.rounds, settings)
     step, evens, sames = medians(starts)
     over_even, over_same = ratios(starts, 1), ratios(starts, 2)
     bound, noise = bound_on_ratio(UNEQUAL, count), noise_of(over_same)
@@ -111,13 +111,14 @@ def on_unequal(hosts: Preloaded, settings: Settings) -> Figures:
     return checks, raw
 
 
-def on_equal(hosts: Preloaded, settings: Settings) -> Figures:
+def on_equal(starters: Starters, settings: Settings) -> Figures:
     """Ours and the peer's even split on devices of one speed, in turns."""
     count = settings.microbatches
     print(f"\nCPU shares {shown(EQUAL)}, {count} micro-batches", flush=True)
-    plan, promised = planned(hosts, count, settings)
+    with starters.on(EQUAL) as hosts:
+        plan, promised = planned(hosts, count, settings)
     even = Setting("even", even_split(plan), (0, 1), count, 1)
-    starts = in_turns(hosts, plan, (even,), settings.pairs, settings)
+    starts = in_turns(starters, EQUAL, plan, (even,), settings.pairs, settings)
     step, evens = medians(starts)
     over_even = ratios(starts, 1)
     print(
@@ -140,6 +141,27 @@ def on_equal(hosts: Preloaded, settings: Settings) -> Figures:
     return checks, raw
 
 
+class Starters:
+    """What ranks are forked of: other processes every time, if `anew`."""
+
+    def __init__(self, bed: Testbed, anew: bool) -> None:
+        self._bed = bed
+        self._same = None if anew else self._make()
+
+    @contextmanager
+    def on(self, shares: Sequence[float]) -> Iterator[Preloaded]:
+        """Give the hosts these shares, once all that is needed is imported."""
+        set_shares(self._bed, ())
+        hosts = self._same or self._make()
+        set_shares(self._bed, shares)
+        yield hosts
+        if hosts is not self._same:
+            hosts.close()
+
+    def _make(self) -> Preloaded:
+        return Preloaded(self._bed, 2, [OURS, PEER])
+
+
 def planned(hosts: Preloaded, count: int, settings: Settings) -> tuple[Plan, float]:
     """Plan, and run the first steps; return the plan, and the median step right after it."""
     ours = Ours(hosts, 2, settings)
@@ -156,36 +178,44 @@ def planned(hosts: Preloaded, count: int, settings: Settings) -> tuple[Plan, flo
 
 
 def in_turns(
-    hosts: Preloaded, plan: Plan, tried: Sequence[Setting], rounds: int, settings: Settings
+    starters: Starters,
+    shares: Sequence[float],
+    plan: Plan,
+    tried: Sequence[Setting],
+    rounds: int,
+    settings: Settings,
 ) -> list[list[list[float]]]:
     """Return the mean step of every turn of every start: ours, then the peer's under each
     setting."""
-    starts = []
+    starts, turns = [], -(-rounds // settings.starts)
     for number in range(settings.starts):
-        turns = -(-rounds // settings.starts)
-        ours, peer = Ours(hosts, 2, settings), Peer(hosts, 2, settings)
-        ours.start(settings.microbatches, settings.turns(turns), plan.json)
-        ours.turn()
-        for setting in tried:
-            peer.make(setting)
-            peer.run(setting, 1)
-        rows = []
-        for turn in range(turns):
-            row = [0.0] * (1 + len(tried))
-            # Who goes first changes, so that a drift of the machine favours nobody.
-            order = range(len(row)) if (number + turn) % 2 == 0 else reversed(range(len(row)))
-            for place in order:
-                steps = 1 + settings.counted
-                seconds = peer.run(tried[place - 1], steps) if place else ours.turn()
-                # Nothing is under way when a turn begins, which its first step pays for.
-                row[place] = statistics.fmean(seconds[1:])
-            rows.append(row)
-        ours.end()
-        require_same_losses(ours.losses, *(peer.losses[setting] for setting in tried))
-        ours.close()
-        peer.close()
+        with starters.on(shares) as hosts:
+            ours, peer = Ours(hosts, 2, settings), Peer(hosts, 2, settings)
+            ours.start(settings.microbatches, settings.turns(turns), plan.json)
+            ours.turn()
+            for setting in tried:
+                peer.make(setting)
+                peer.run(setting, settings.first)
+            rows = [one_turn(ours, peer, tried, number + turn, settings) for turn in range(turns)]
+            ours.end()
+            require_same_losses(ours.losses, *(peer.losses[setting] for setting in tried))
+            ours.close()
+            peer.close()
         starts.append(rows)
     return starts
+
+
+def one_turn(
+    ours: Ours, peer: Peer, tried: Sequence[Setting], number: int, settings: Settings
+) -> list[float]:
+    """Return the mean step of ours, then of the peer's under each setting."""
+    row = [0.0] * (1 + len(tried))
+    # Who goes first changes, so that a drift of the machine favours nobody.
+    for place in range(len(row)) if number % 2 == 0 else reversed(range(len(row))):
+        seconds = peer.run(tried[place - 1], 1 + settings.counted) if place else ours.turn()
+        # Nothing is under way when a turn begins, which its first step pays for.
+        row[place] = statistics.fmean(seconds[1:])
+    return row
 
 
 def sweep(hosts: Preloaded, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
@@ -250,13 +280,10 @@ def bound_on_ratio(shares: Sequence[float], microbatches: int) -> float:
 
 
 def noise_of(found: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the median over starts, as turns of one start are alike: 1.4826
-    median absolute deviations are a normal standard deviation, and a median's error is 1.2533 times
-    a mean's."""
+    """Return an estimate of the median's standard error from the starts' medians, as turns of one
+    start are alike: 1.2533 times a mean's. From five starts it is off by a third itself."""
     of_starts = [statistics.median(turns) for turns in found]
-    centre = statistics.median(of_starts)
-    deviation = 1.4826 * statistics.median(abs(ratio - centre) for ratio in of_starts)
-    return 1.2533 * deviation / math.sqrt(len(of_starts))
+    return 1.2533 * statistics.stdev(of_starts) / math.sqrt(len(of_starts))
 
 
 def shown_ratios(found: Sequence[Sequence[float]]) -> str:

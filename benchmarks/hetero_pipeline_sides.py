@@ -21,21 +21,22 @@ class Settings:
     """How much is measured.
 
     Ours checks its loss before steps 0, 1, 2, 4, 8 and so on: the first steps are not counted, and
-    a median passes over the later ones.
+    the first of a turn, which is step 8 at times, neither.
 
     Attributes:
         task: sizes other than the defaults of the model's `Task`.
         microbatches: of the comparison.
         swept: numbers of micro-batches, and of threads, that the peer is tried with beside it.
         matrix: numbers of micro-batches.
-        first: steps of ours before anything counts.
+        first: steps before anything counts.
         promised: steps right after planning, which are compared with the prediction. The speed of a
             machine that is shared with others may differ by a fifth some minutes later.
         counted: steps of a turn that count; one more comes before them.
         rounds: turns on unequal devices.
         pairs: turns on equal devices.
-        starts: how often both sides are started anew for these turns: what differs from process to
+        starts: how often both sides are started for these turns: what differs from process to
             process is noise, too.
+        anew: whether they are forked of other processes every time.
         timeout: seconds that a turn may take.
     """
 
@@ -49,6 +50,7 @@ class Settings:
     rounds: int = 10
     pairs: int = 15
     starts: int = 5
+    anew: bool = True
     timeout: float = 180.0
 
     def turns(self, count: int) -> list[int]:
@@ -67,6 +69,7 @@ QUICK = Settings(
     rounds=2,
     pairs=2,
     starts=2,
+    anew=False,
     timeout=60.0,
 )
 

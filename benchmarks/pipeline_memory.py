@@ -10,6 +10,8 @@ that is large enough to be a mapping of its own, of whatever thread: tensors, me
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,15 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(cases: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Train with the options of the strategy of each case; return what each stage reports."""
     with TemporaryDirectory() as out:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.pipeline_memory_rank", out, json.dumps(cases)],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             cwd=Path(__file__).parents[1],
-            timeout=_DEADLINE_SECONDS * len(cases),
+            start_new_session=True,
         )
-        if done.returncode:
-            raise RuntimeError(f"the ranks could not train:\n{done.stderr}")
+        try:
+            said, _ = process.communicate(timeout=_DEADLINE_SECONDS * len(cases))
+        except BaseException:
+            # The ranks that it has forked, too.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if process.returncode:
+            raise RuntimeError(f"the ranks could not train:\n{said}")
         found = [
             [json.loads(file.read_text()) for file in Path(out, str(number)).glob("[0-9].json")]
             for number in range(len(cases))

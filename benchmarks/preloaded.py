@@ -1,8 +1,8 @@
 """A process on each host of a testbed that has imported what ranks need, and forks them.
 
-Importing torch and Lightning takes seconds of processor time, a fork milliseconds: so a benchmark
-can afford to start its ranks several times. That it must, where it compares processes: the steps of
-two groups of them with the same plan were seen to differ by 14 %.
+Importing torch and Lightning takes seconds of processor time, a fork milliseconds. Forks of one
+process lay out their memory alike: where processes are compared, the starting ones are made anew,
+too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -29,11 +30,14 @@ from benchmarks.testbed import HostError, HostTimeoutError, Testbed
 
 _ROOT = Path(__file__).parents[1]
 _ORDER_BYTES, _STREAMS = 1 << 16, 3
-_START_SECONDS, _FIRST_PORT = 120.0, 29500
+_START_SECONDS = 120.0
+# The hosts' namespaces have no other user.
+_ports = itertools.count(29500)
 
 
 class Preloaded:
-    """The starting processes on the first hosts of a testbed; they end with it.
+    """The starting processes on the first hosts of a testbed; what they have forked ends on its
+    own.
 
     Args:
         bed: the testbed, open.
@@ -51,14 +55,12 @@ class Preloaded:
         self._sockets = [self._start(host, modules) for host in range(hosts)]
         for host in range(hosts):
             self._hear(host)
-        # The hosts' namespaces have no other user.
-        self._ports = itertools.count(_FIRST_PORT)
 
     def meeting(self) -> dict[str, str]:
         """Return the variables that tell a new group of ranks where to meet."""
         return {
             "MASTER_ADDR": self._bed.hosts[0].address,
-            "MASTER_PORT": str(next(self._ports)),
+            "MASTER_PORT": str(next(_ports)),
             "GLOO_SOCKET_IFNAME": self._bed.interface,
         }
 
@@ -71,18 +73,19 @@ class Preloaded:
             HostError: the starting process has ended.
             HostTimeoutError: it does not answer in time.
         """
-        read, stdin = os.pipe()
-        stdout, write = os.pipe()
         order = json.dumps({"module": module, "variables": dict(variables)}).encode()
-        try:
-            streams = [read, write, stderr.fileno()]
+        with contextlib.ExitStack() as stack:
+            (read, stdin), (stdout, write) = pipes = os.pipe(), os.pipe()
+            for end in chain(*pipes):
+                stack.callback(os.close, end)
             with contextlib.suppress(OSError):
-                socket.send_fds(self._sockets[host], [order], streams)
-            pid = int(self._hear(host))
-        finally:
-            os.close(read)
-            os.close(write)
-        return Forked(pid, stdin, stdout)
+                socket.send_fds(self._sockets[host], [order], [read, write, stderr.fileno()])
+            return Forked(int(self._hear(host)), os.dup(stdin), os.dup(stdout))
+
+    def close(self) -> None:
+        """End the starting processes."""
+        for end in self._sockets:
+            end.close()
 
     def _start(self, host: int, modules: Sequence[str]) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -106,6 +109,8 @@ class Preloaded:
         try:
             said = self._sockets[host].recv(_ORDER_BYTES)
         except TimeoutError:
+            # Its answer may come yet, and must not be taken for that to another order.
+            self._sockets[host].close()
             what = f"host {host}: the ranks' parent was silent for {_START_SECONDS:g} s"
             raise HostTimeoutError(f"{what}:\n{self._said(host)}") from None
         if not said:
@@ -129,15 +134,16 @@ class Forked:
             self._process = None
 
     def kill(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill it, and wait for its end; may be called again."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
             wait([self._process])
             os.close(self._process)
-        os.close(self.stdin)
-        os.close(self.stdout)
-        self._process = None
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            os.close(self.stdout)
+        self._process, self.stdin, self.stdout = None, -1, -1
 
 
 def serve() -> None:
@@ -168,7 +174,6 @@ def serve() -> None:
 
 def _become(parent: socket.socket, order: bytes, streams: Sequence[int]) -> None:
     """Be a rank, and end as one."""
-    status = 1
     try:
         os.setsid()
         parent.close()
@@ -179,12 +184,13 @@ def _become(parent: socket.socket, order: bytes, streams: Sequence[int]) -> None
         what = json.loads(order)
         os.environ.update(what["variables"])
         sys.modules[what["module"]].main(Talk())
-        status = 0
-    except SystemExit:
-        status = 0
+    except SystemExit as end:
+        if end.code:
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        # Whoever waits for it hears of its end, not of a status.
+        os._exit(0)

@@ -44,15 +44,14 @@ def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
 
 class LiveBytes(_python_dispatch.TorchDispatchMode):
     """Inside of it, `now` and `peak` are the bytes of the tensors that were made since and still
-    live. More than `limit` of them are a MemoryError.
+    live.
 
     torch counts the memory of accelerators, and not that of the CPU. The dispatch mode sees every
     operation, also those of backward, and has no public name."""
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._limit = limit
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -64,8 +63,6 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _storages((result,)):
             self._count(storage, storage.nbytes())
-        if self._limit is not None and self.now > self._limit:
-            raise MemoryError(f"{self.now} bytes are needed, and there are {self._limit}")
         return result
 
     def _count(self, storage: torch.UntypedStorage, size: int) -> None:

@@ -30,7 +30,8 @@ def completed(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
 
     A rank has no time (NaN) for a layer for which it has no room, and which no plan puts there.
     It is taken to need what the others do, times the factor by which the layers take longer on it
-    that both could run. Where no rank has room, a layer takes as long as the rank's longest one.
+    that both could run; as long as them where there are none of these. Where no rank has room, a
+    layer takes as long as the rank's longest one.
     """
     rows = []
     for row in seconds:

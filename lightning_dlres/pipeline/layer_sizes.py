@@ -1,7 +1,7 @@
 """The sizes of a layer: what enters, leaves, is kept for backward, and is needed for a moment.
 
-Where a device has no room for the layer, they are found without running it: under FakeTensor, which
-follows shapes and dtypes through every operation, and makes no storage.
+Whether a device has room for a layer is found without running it: under FakeTensor, which follows
+shapes and dtypes through every operation, and makes no storage.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def sizes_without_storage(
     inputs: Tree,
     device: torch.device,
     context: Context,
-) -> tuple[Tree, Sizes]:
-    """Return the output of a layer, as zeros on the device, and its sizes.
+) -> tuple[Callable[[], Tree], Sizes, int]:
+    """Return what makes the output of a layer, as zeros on the device; its sizes; and the bytes
+    that it takes to run it forward and backward, the gradients of a run before among them.
 
     Args:
         module: the layer; on the CPU or the meta device.
@@ -59,8 +60,13 @@ def sizes_without_storage(
         saved[storage_key(tensor)] = storage_bytes(tensor)
         return tensor
 
-    with without_storage():
-        replica = _like(module, device)
+    made: dict[int, Any] = {}
+    with without_storage() as mode:
+        for tensor in (*module.parameters(), *module.buffers()):
+            made[id(tensor)] = _of_its_kind(tensor, _empty_like(tensor, device))
+    # Outside: plain tensors that a layer holds are copied with their values.
+    replica = copy.deepcopy(module, made).train()
+    with mode:
         weights = [p for p in replica.parameters() if p.requires_grad]
         given = map_tensors(
             lambda t: _empty_like(t, device).requires_grad_(t.requires_grad), inputs
@@ -93,13 +99,18 @@ def sizes_without_storage(
             sum(size for key, size in saved.items() if key not in known),
             max(live.peak - kept, bytes_of(g for g in of_weights if g is not None)),
         )
-    zeros = map_tensors(
-        lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device).requires_grad_(
-            t.requires_grad
-        ),
-        output,
-    )
-    return zeros, sizes
+        twice = bytes_of(g for g in of_weights if g is not None)
+        need = bytes_of(held) + sizes.input_bytes + live.peak + twice
+
+    def zeros() -> Tree:
+        return map_tensors(
+            lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device).requires_grad_(
+                t.requires_grad
+            ),
+            output,
+        )
+
+    return zeros, sizes, need
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -118,14 +129,9 @@ def storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if strided else bytes_of([tensor])
 
 
-def _like(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy whose parameters and buffers have no storage."""
-    known: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        made = _empty_like(tensor, device)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-    return copy.deepcopy(module, known).train()
+def _of_its_kind(tensor: Tensor, made: Tensor) -> Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:

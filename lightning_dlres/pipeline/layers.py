@@ -10,6 +10,7 @@ weights in the cache, and those of a whole stage are not there."""
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import statistics
 import time
@@ -37,8 +38,13 @@ from lightning_dlres.pipeline.layer_sizes import (
 from lightning_dlres.pipeline.partition import initialise
 from lightning_dlres.pipeline.stage import GradientBuffer, Stage, memory_of
 
+_log = logging.getLogger(__name__)
+
 # Of a RuntimeError, as torch has no class for it where the CPU's memory is not enough.
 _ALLOCATOR_OF_THE_CPU = "DefaultCPUAllocator"
+# Weights and inputs of which a layer makes more than so many times their bytes are not expected:
+# where there is room for that, it is not looked at more closely.
+_AMPLE = 32
 
 
 @dataclass(frozen=True)
@@ -76,14 +82,12 @@ def measure_layers(
         seconds: least time over which all layers together are measured. A device that is throttled
             shows its sustained speed only over a while.
         clock: adds up what is spent; None: one of its own.
-        limit: bytes that the device has; a layer that needs more is not run.
+        limit: bytes that the device has. A layer that needs more is not run, if that can be known
+            without its values; it has no times then.
 
     Returns:
         The measurements; the output of the last layer (detached); and what runs the costliest kind
         of layer once more, to keep the device as busy as in training.
-
-    Raises:
-        MemoryError: there is no room for a layer, and its sizes cannot be known without it.
     """
     kinds: dict[Any, _Kind] = {}
     order, clock = [], clock or Clock(device)
@@ -92,18 +96,25 @@ def measure_layers(
         for index, module in enumerate(modules):
             key = _likeness(module, activation)
             if key not in kinds:
-                kinds[key] = _sized(module, bind, index, activation, device, context, limit)
+                held = sum(kind.sizes.output_bytes for kind in kinds.values())
+                room = None if limit is None else limit - held
+                kinds[key] = _sized(module, bind, index, activation, device, context, room)
             order.append(kinds[key])
             activation = kinds[key].output
         for kind in filter(lambda kind: kind.fits, kinds.values()):
             # As many copies as a core's caches do not hold.
             copies = max(min(order.count(kind), COLD_BYTES // max(kind.held_bytes, 1)), 1)
-            runners = [
-                _Runner(modules[kind.index], bind, kind.index, kind.inputs, device, context)
-                for _ in range(copies)
-            ]
             share = seconds * order.count(kind) / len(modules)
-            kind.forward, kind.backward = _time(runners, clock, repeats, share)
+            try:
+                runners = [
+                    _Runner(modules[kind.index], bind, kind.index, kind.inputs, device, context)
+                    for _ in range(copies)
+                ]
+                kind.forward, kind.backward = _time(runners, clock, repeats, share)
+            except RuntimeError as error:
+                if not _is_lack_of_memory(error):
+                    raise
+                kind.fits = False
     pace = clock.pace() * slowdown
     fitting = [kind for kind in order if kind.fits]
     costliest = max(
@@ -146,27 +157,35 @@ def _sized(
     context: Context,
     limit: int | None,
 ) -> _Kind:
-    """Run a layer once for its sizes, or find them without running it."""
+    """Run a layer once for its sizes, or, where there is no room, find them without running it."""
+
+    def without_storage() -> tuple[Callable[[], Tree], Sizes, int]:
+        return sizes_without_storage(module, bind, index, inputs, device, context)
+
+    weights = bytes_of({*module.parameters(), *module.buffers()})
+    if limit is not None and _AMPLE * (weights + bytes_of(tensors_of(inputs))) > limit:
+        try:
+            zeros, sizes, need = without_storage()
+        except Exception as error:
+            # It asks for values, or does what FakeTensor does not know: running it will tell.
+            _log.debug("layer %d is run without knowing what it needs: %s", index, error)
+        else:
+            if need > limit:
+                return _Kind(index, inputs, zeros(), sizes, False)
     try:
-        weights = bytes_of({*module.parameters(), *module.buffers()})
-        if limit is not None and weights > limit:
-            raise MemoryError(f"{weights} bytes of weights, and there are {limit}")
         runner = _Runner(module, bind, index, inputs, device, context)
-        output, sizes, held = runner.sizes(None if limit is None else limit - weights)
-        return _Kind(index, inputs, output, sizes, True, held)
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and _ALLOCATOR_OF_THE_CPU not in str(error):
+        return _Kind(index, inputs, *runner.sizes())
+    except RuntimeError as error:
+        if not _is_lack_of_memory(error):
             raise
-        too_large = str(error)
-    try:
-        output, sizes = sizes_without_storage(module, bind, index, inputs, device, context)
-    except Exception as error:
-        raise MemoryError(
-            f"there is no room to run layer {index}, a {type(module).__name__}, for one "
-            f"micro-batch ({too_large}), and its sizes cannot be known without running it "
-            f"({type(error).__name__}: {error}). Try more micro-batches, or more memory."
-        ) from error
-    return _Kind(index, inputs, output, sizes, False)
+    zeros, sizes, _ = without_storage()
+    return _Kind(index, inputs, zeros(), sizes, False)
+
+
+def _is_lack_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or (
+        type(error) is RuntimeError and _ALLOCATOR_OF_THE_CPU in str(error)
+    )
 
 
 class Clock:
@@ -237,20 +256,16 @@ class _Runner:
         self._stage.backward(0, self._gradients, self._buffer)
         return clock.now() - begin
 
-    def sizes(self, limit: int | None) -> tuple[Tree, Sizes, int]:
-        """Run once, and return the output, detached; the sizes; and what a copy of the layer takes
-        while it is measured.
-
-        Raises:
-            MemoryError: it needs more than `limit` bytes beside its weights.
-        """
+    def sizes(self) -> tuple[Tree, Sizes, bool, int]:
+        """Run once, and return the output, detached; the sizes; that there is room; and what a copy
+        of the layer takes while it is measured."""
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             saved[memory_of(tensor)] = storage_bytes(tensor)
             return tensor
 
-        live = LiveBytes(limit)
+        live = LiveBytes()
         inputs = map_tensors(_copy, self._inputs)
         with live:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -271,7 +286,7 @@ class _Runner:
             max(live.peak - kept, gradient_bytes),
         )
         held = bytes_of(self._held) + gradient_bytes + sum(sizes[:4])
-        return map_tensors(_detached, output), sizes, held
+        return map_tensors(_detached, output), sizes, True, held
 
 
 class _Load:

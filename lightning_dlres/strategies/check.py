@@ -6,6 +6,7 @@ what is logged are computed both ways, and a difference is named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -163,7 +164,10 @@ class _Comparison:
             if gradient is None:
                 continue
             limit = 10 * max(tolerance, _TOLERANCE.get(gradient.dtype, _COARSE))
-            if float(squared_error) ** 0.5 > limit * float(torch.linalg.vector_norm(gradient)):
+            norm = float(torch.linalg.vector_norm(gradient))
+            # Of what is not finite (a loss scaled too far) nothing can be said; a part that is not,
+            # of a gradient that is, differs.
+            if math.isfinite(norm) and not float(squared_error) ** 0.5 <= limit * norm:
                 return "its gradient for the whole batch is not that of its micro-batches"
         return None
 

@@ -67,9 +67,6 @@ def measure(
         limit: bytes that the device has.
         slowdown: where speeds are emulated, with one rank for each core or not: then processor time
             counts alone.
-
-    Raises:
-        MemoryError: there is no room for a layer, and its sizes cannot be known without it.
     """
     clock, runs, losses = Clock(context.device, paced=slowdown is None), [], []
     slowdown = slowdown or 1.0

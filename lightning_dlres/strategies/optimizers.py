@@ -183,11 +183,12 @@ def update_seconds(
 
 
 def _at_most(parameter: nn.Parameter, nbytes: int) -> list[int]:
-    """Return the shape of a parameter, or of as many of its rows as there are bytes for."""
+    """Return the shape of a parameter, cut down until it has no more bytes than that."""
     shape = list(parameter.shape)
-    if shape and shape[0]:
-        row = parameter.numel() // shape[0] * parameter.element_size()
-        shape[0] = max(1, min(shape[0], nbytes // max(row, 1)))
+    for dimension in range(len(shape)):
+        size = math.prod(shape) * parameter.element_size()
+        if size > nbytes:
+            shape[dimension] = max(1, shape[dimension] * nbytes // size)
     return shape
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -109,12 +110,15 @@ class Profiler:
             gradient_copies: see `StepProfile`.
         """
         caches = Caches()
-        mine = self._measure_at_once(samples, config, optimizers, caches)
-        layers = mine.layers
         device, connection = self._context.device, self._connection
-        own = [t for layer in layers for t in (layer.forward, layer.backward)]
-        times = completed(connection.gather(own))
         ranks = [_RankDevice(*told) for told in self._everywhere(list(self._describe()))]
+        room = _room_for(ranks, connection.rank)
+        mine = self._measure_at_once(samples, config, optimizers, caches, room)
+        layers = mine.layers
+        own = [t for layer in layers for t in (layer.forward, layer.backward)]
+        found = connection.gather(own)
+        _tell_guesses(found, self._context.pipelined.layers.names)
+        times = completed(found)
         kinds = kinds_of([rank.name for rank in ranks], times)
         of_kinds = times_of_kinds(kinds, times)
         powers = powers_of(of_kinds)
@@ -153,6 +157,7 @@ class Profiler:
         config: ProfileConfig,
         optimizers: Sequence[Optimizer],
         caches: Caches,
+        room: int | None,
     ) -> DeviceMeasurement:
         connection = self._connection
         rounds = min(_ROUNDS, config.repeats)
@@ -173,7 +178,7 @@ class Profiler:
                         self._layer_context,
                         optimizers,
                         caches,
-                        self._memory_limit or _room(self._context.device),
+                        room,
                         self._slowdown,
                     )
                     found.append(mine)
@@ -209,31 +214,54 @@ class Profiler:
         ]
 
     def _describe(self) -> _RankDevice:
-        device, limit, free = self._context.device, self._memory_limit, None
-        if limit is None and device.type == "cuda":
-            limit = _room(device)
-        elif limit is None:
-            free = available_bytes()
+        device, limit = self._context.device, self._memory_limit
+        is_cuda = device.type == "cuda"
+        free = _free_bytes(device)
+        if limit is None and is_cuda:
+            limit = int((free or 0) * _SHARE_OF_FREE_MEMORY)
         tensors = chain(self._context.module.parameters(), self._context.module.buffers())
         held = sum(_bytes(tensor) for tensor in tensors if tensor.device.type == "cpu")
-        return _RankDevice(_host(), _device_name(device), limit, free, held)
+        return _RankDevice(_host(), _device_name(device), is_cuda, limit, free, held)
 
 
 class _RankDevice(NamedTuple):
-    """What a rank tells of its device; `free` is what its host has left where the rank shares that,
-    and `held` what the rank has of the model by now."""
+    """What a rank tells of its device; `free` is what the device has left, or the rank's host where
+    the ranks there share its memory, and `held` what the rank has of the model by now."""
 
     host: str
     name: str
+    is_cuda: bool
     limit: int | None
     free: int | None
     held: int
 
 
+def _room_for(devices: Sequence[_RankDevice], rank: int) -> int | None:
+    """Return the bytes that a rank may take while all of them measure; None: not known."""
+    mine = devices[rank]
+    beside = [d for d in devices if d.host == mine.host and not d.is_cuda and not mine.is_cuda]
+    free = [device.free for device in beside or [mine] if device.free is not None]
+    limits = [mine.limit] if mine.limit is not None else []
+    if free:
+        limits.append(int(min(free) * _SHARE_OF_FREE_MEMORY / max(len(beside), 1)))
+    return min(limits, default=None)
+
+
+def _tell_guesses(seconds: Sequence[Sequence[float]], names: Sequence[str]) -> None:
+    for rank, row in enumerate(seconds):
+        without = [name for name, value in zip(names, row[::2], strict=True) if math.isnan(value)]
+        if without:
+            rank_zero_info(
+                f"dlres: rank {rank} has no room to run {', '.join(without)} for one micro-batch: "
+                "their times there are guessed from those of other ranks."
+            )
+
+
 def _host_memory(devices: Sequence[_RankDevice]) -> dict[str, int]:
     found = {}
     for host in {device.host for device in devices}:
-        sharing = [device for device in devices if device.host == host and device.free is not None]
+        # A GPU has a limit in any case.
+        sharing = [d for d in devices if d.host == host and d.free is not None and d.limit is None]
         if sharing:
             free = min(device.free for device in sharing if device.free is not None)
             # What the ranks have of the model by now, their stages take the place of.
@@ -266,16 +294,16 @@ def profile_here(
     precision = trainer.precision_plugin.train_step_context
     context = StepContext(module, pipelined, MetricStates(module), device, precision, split_batch)
     samples = read_samples(trainer, context, config, microbatches)
-    room = _room(device)
+    free = _free_bytes(device)
+    room = None if free is None else int(free * _SHARE_OF_FREE_MEMORY)
     found, _ = measure(context, samples, config, precision, trainer.optimizers, Caches(), room)
     layers = found.layers
     for name, layer in zip(pipelined.layers.names, layers, strict=True):
         if math.isnan(layer.forward):
             raise ConfigError(
-                f"layer {name!r} cannot be measured here: for one micro-batch it needs "
-                f"{format_bytes(layer.sizes.saved_bytes + layer.sizes.workspace_bytes)} beside its "
-                f"weights, and there are {format_bytes(room or 0)}. Plan on a machine with more "
-                "memory, or with more micro-batches."
+                f"layer {name!r} cannot be measured here: got {format_bytes(free or 0)} of free "
+                "memory, expected enough to run it forward and backward on one micro-batch. Plan "
+                "on a machine with more memory, or with more micro-batches."
             )
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
     moment = _update_bytes(trainer.optimizers, device)
@@ -342,11 +370,12 @@ def _update_bytes(optimizers: Sequence[Optimizer], device: torch.device) -> Upda
     return update_bytes(optimizers[0], device) if optimizers else UpdateBytes()
 
 
-def _room(device: torch.device) -> int | None:
-    """Return the bytes that may be taken of a device's memory; None where that is not known."""
-    cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else available_bytes()
-    return int(free * _SHARE_OF_FREE_MEMORY) if free is not None else None
+def _free_bytes(device: torch.device) -> int | None:
+    """Return what a GPU, or the CPU's host, has left; None where that is not known."""
+    if device.type != "cuda":
+        return available_bytes()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -22,7 +22,8 @@ def test_the_bound_is_slowest_stage_and_fill() -> None:
 def test_noise_falls_with_the_number_of_starts() -> None:
     starts = [[0.8, 0.9, 1.0], [0.9, 1.0, 1.1], [1.0, 1.1, 1.2]]
     assert noise_of([[0.9, 1.0, 1.1]] * 3) == 0.0
-    assert noise_of(starts * 4) == pytest.approx(noise_of(starts) / 2)
+    assert noise_of(starts) == pytest.approx(1.2533 * 0.1 / math.sqrt(3))
+    assert noise_of(starts * 9) < noise_of(starts) / 2.9
 
 
 @pytest.mark.root
