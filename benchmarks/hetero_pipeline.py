@@ -1,6 +1,6 @@
 """`dlres_hetero_pipe` beside torch.distributed.pipelining, on hosts of unlike speed.
 
-    python -m benchmarks.hetero_pipeline            the comparison, about 15 minutes
+    python -m benchmarks.hetero_pipeline            the comparison, about 20 minutes
     python -m benchmarks.hetero_pipeline --matrix   how good predictions are, about 8 minutes
 
 Both sides train the same model on the same hosts and take turns of a few steps, so that whatever

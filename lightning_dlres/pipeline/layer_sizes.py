@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,54 +33,92 @@ class Sizes(NamedTuple):
     workspace_bytes: int
 
 
-def sizes_without_storage(
-    module: nn.Module,
-    bind: Bind,
-    index: int,
-    inputs: Tree,
-    device: torch.device,
-    context: Context,
-) -> tuple[Callable[[], Tree], Sizes, int]:
-    """Return what makes the output of a layer, as zeros on the device; its sizes; and the bytes
-    that it takes to run it forward and backward, the gradients of a run before among them.
+@dataclass(frozen=True)
+class LayerCall:
+    """A layer, and what it takes to call it.
 
-    Args:
+    Attributes:
         module: the layer; on the CPU or the meta device.
         bind: makes a callable of a layer's index and its copy.
         index: the layer's.
         inputs: what it is called with.
-        device: where it would run.
+        device: where it runs.
         context: entered around its forward (mixed precision).
+    """
+
+    module: nn.Module
+    bind: Bind
+    index: int
+    inputs: Tree
+    device: torch.device
+    context: Context
+
+
+class SavedTensors:
+    """What autograd keeps for the backward of a layer."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+
+    def recorded(self) -> AbstractContextManager[Any]:
+        """Enter this around the forward."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            self._bytes[storage_key(tensor)] = _storage_bytes(tensor)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def sizes(
+        self, held: Sequence[Tensor], entered: Sequence[Tensor], left: Sequence[Tensor], moment: int
+    ) -> Sizes:
+        """Return the sizes of a layer.
+
+        Args:
+            held: its parameters and buffers.
+            entered, left: its inputs and outputs.
+            moment: bytes that its backward needs for a moment.
+        """
+        known = {storage_key(t) for t in (*held, *entered, *left)}
+        return Sizes(
+            _distinct_bytes(entered),
+            _distinct_bytes(left),
+            _distinct_bytes([t for t in left if t.requires_grad]),
+            sum(size for key, size in self._bytes.items() if key not in known),
+            moment,
+        )
+
+
+def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, int]:
+    """Return what makes the output of a layer, as zeros on the device; its sizes; and the bytes
+    that it takes to run it forward and backward, the gradients of a run before among them.
 
     Raises:
         Exception: of any kind, where the layer asks for values, which there are not.
     """
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[storage_key(tensor)] = storage_bytes(tensor)
-        return tensor
-
+    device, saved, live = call.device, SavedTensors(), LiveBytes()
     made: dict[int, Any] = {}
     with without_storage() as mode:
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in (*call.module.parameters(), *call.module.buffers()):
             made[id(tensor)] = _of_its_kind(tensor, _empty_like(tensor, device))
     # Outside: plain tensors that a layer holds are copied with their values.
-    replica = copy.deepcopy(module, made).train()
+    replica = copy.deepcopy(call.module, made).train()
+    held = [*replica.parameters(), *replica.buffers()]
     with mode:
         weights = [p for p in replica.parameters() if p.requires_grad]
         given = map_tensors(
-            lambda t: _empty_like(t, device).requires_grad_(t.requires_grad), inputs
+            lambda t: _empty_like(t, device).requires_grad_(t.requires_grad), call.inputs
         )
         structure, entered = flatten(given)
-        wanted, live = [t for t in entered if t.requires_grad], LiveBytes()
+        wanted = [t for t in entered if t.requires_grad]
         with live:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context():
+            with saved.recorded(), call.context():
                 safe = iter(enter_inplace_safe(wanted) if wanted else ())
                 leaves = [next(safe) if t.requires_grad else t for t in entered]
-                output = bind(index, replica)(unflatten(structure, leaves))
+                output = call.bind(call.index, replica)(unflatten(structure, leaves))
             kept, left = live.now, tensors_of(output)
             flowing = [(t, torch.ones_like(t)) for t in left if t.requires_grad]
+            gradients: tuple[Tensor | None, ...] = ()
             if flowing and (wanted or weights):
                 gradients = torch.autograd.grad(
                     [t for t, _ in flowing],
@@ -87,20 +126,9 @@ def sizes_without_storage(
                     [g for _, g in flowing],
                     allow_unused=True,
                 )
-                of_weights = gradients[len(wanted) :]
-            else:
-                of_weights = ()
-        held = [*replica.parameters(), *replica.buffers()]
-        known = {storage_key(t) for t in (*held, *entered, *left)}
-        sizes = Sizes(
-            distinct_bytes(entered, storage_key),
-            distinct_bytes(left, storage_key),
-            distinct_bytes([t for t in left if t.requires_grad], storage_key),
-            sum(size for key, size in saved.items() if key not in known),
-            max(live.peak - kept, bytes_of(g for g in of_weights if g is not None)),
-        )
-        twice = bytes_of(g for g in of_weights if g is not None)
-        need = bytes_of(held) + sizes.input_bytes + live.peak + twice
+        of_weights = bytes_of(g for g in gradients[len(wanted) :] if g is not None)
+        sizes = saved.sizes(held, entered, left, max(live.peak - kept, of_weights))
+        need = bytes_of(held) + sizes.input_bytes + live.peak + of_weights
 
     def zeros() -> Tree:
         return map_tensors(
@@ -118,13 +146,12 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def distinct_bytes(tensors: Sequence[Tensor], key: Callable[[Tensor], int]) -> int:
-    """Return the bytes of tensors, of which those of one key count once."""
-    return sum({key(t): bytes_of([t]) for t in tensors}.values())
+def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of tensors, of which those in the same memory count once."""
+    return sum({storage_key(t): bytes_of([t]) for t in tensors}.values())
 
 
-def storage_bytes(tensor: Tensor) -> int:
-    """Return the bytes of the memory that a tensor lies in."""
+def _storage_bytes(tensor: Tensor) -> int:
     strided = tensor.layout is torch.strided
     return tensor.untyped_storage().nbytes() if strided else bytes_of([tensor])
 

@@ -29,14 +29,14 @@ from lightning_dlres.pipeline.caches import COLD_BYTES
 from lightning_dlres.pipeline.layer_sizes import (
     Bind,
     Context,
+    LayerCall,
+    SavedTensors,
     Sizes,
     bytes_of,
-    distinct_bytes,
     sizes_without_storage,
-    storage_bytes,
 )
 from lightning_dlres.pipeline.partition import initialise
-from lightning_dlres.pipeline.stage import GradientBuffer, Stage, memory_of
+from lightning_dlres.pipeline.stage import GradientBuffer, Stage
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,8 @@ def measure_layers(
             if key not in kinds:
                 held = sum(kind.sizes.output_bytes for kind in kinds.values())
                 room = None if limit is None else limit - held
-                kinds[key] = _sized(module, bind, index, activation, device, context, room)
+                call = LayerCall(module, bind, index, activation, device, context)
+                kinds[key] = _sized(call, room)
             order.append(kinds[key])
             activation = kinds[key].output
         for kind in filter(lambda kind: kind.fits, kinds.values()):
@@ -106,10 +107,7 @@ def measure_layers(
             copies = max(min(order.count(kind), COLD_BYTES // max(kind.held_bytes, 1)), 1)
             share = seconds * order.count(kind) / len(modules)
             try:
-                runners = [
-                    _Runner(modules[kind.index], bind, kind.index, kind.inputs, device, context)
-                    for _ in range(copies)
-                ]
+                runners = [_Runner(kind.call) for _ in range(copies)]
                 kind.forward, kind.backward = _time(runners, clock, repeats, share)
             except RuntimeError as error:
                 if not _is_lack_of_memory(error):
@@ -120,23 +118,16 @@ def measure_layers(
     costliest = max(
         fitting, key=lambda kind: (kind.forward + kind.backward) * order.count(kind), default=None
     )
-
-    def make() -> _Runner | None:
-        if costliest is None:
-            return None
-        index, given = costliest.index, costliest.inputs
-        return _Runner(modules[index], bind, index, given, device, context)
-
-    return [kind.measurement(pace) for kind in order], activation, _Load(make, device)
+    load = _Load(costliest.call if costliest else None)
+    return [kind.measurement(pace) for kind in order], activation, load
 
 
 @dataclass(eq=False)
 class _Kind:
-    """Layers that are alike: the first one's index, what it gets and returns, and what it costs.
+    """Layers that are alike: the first one and its call, what it returns, and what it costs.
     `held_bytes` is what a copy takes while it is measured."""
 
-    index: int
-    inputs: Tree
+    call: LayerCall
     output: Tree
     sizes: Sizes
     fits: bool
@@ -148,38 +139,26 @@ class _Kind:
         return LayerMeasurement(self.forward * pace, self.backward * pace, self.sizes)
 
 
-def _sized(
-    module: nn.Module,
-    bind: Bind,
-    index: int,
-    inputs: Tree,
-    device: torch.device,
-    context: Context,
-    limit: int | None,
-) -> _Kind:
+def _sized(call: LayerCall, limit: int | None) -> _Kind:
     """Run a layer once for its sizes, or, where there is no room, find them without running it."""
-
-    def without_storage() -> tuple[Callable[[], Tree], Sizes, int]:
-        return sizes_without_storage(module, bind, index, inputs, device, context)
-
-    weights = bytes_of({*module.parameters(), *module.buffers()})
-    if limit is not None and _AMPLE * (weights + bytes_of(tensors_of(inputs))) > limit:
+    held = {*call.module.parameters(), *call.module.buffers(), *tensors_of(call.inputs)}
+    if limit is not None and _AMPLE * bytes_of(held) > limit:
         try:
-            zeros, sizes, need = without_storage()
+            zeros, sizes, need = sizes_without_storage(call)
         except Exception as error:
             # It asks for values, or does what FakeTensor does not know: running it will tell.
-            _log.debug("layer %d is run without knowing what it needs: %s", index, error)
+            _log.debug("layer %d is run without knowing what it needs: %s", call.index, error)
         else:
             if need > limit:
-                return _Kind(index, inputs, zeros(), sizes, False)
+                return _Kind(call, zeros(), sizes, fits=False)
     try:
-        runner = _Runner(module, bind, index, inputs, device, context)
-        return _Kind(index, inputs, *runner.sizes())
+        output, sizes, taken = _Runner(call).sizes()
+        return _Kind(call, output, sizes, fits=True, held_bytes=taken)
     except RuntimeError as error:
         if not _is_lack_of_memory(error):
             raise
-    zeros, sizes, _ = without_storage()
-    return _Kind(index, inputs, zeros(), sizes, False)
+    zeros, sizes, _ = sizes_without_storage(call)
+    return _Kind(call, zeros(), sizes, fits=False)
 
 
 def _is_lack_of_memory(error: RuntimeError) -> bool:
@@ -225,20 +204,13 @@ class Clock:
 class _Runner:
     """Runs one layer forward and backward, as a stage does."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        bind: Bind,
-        index: int,
-        inputs: Tree,
-        device: torch.device,
-        context: Context,
-    ) -> None:
-        replica = _replica(module, device)
+    def __init__(self, call: LayerCall) -> None:
+        replica = _replica(call.module, call.device)
         parameters = [p for p in replica.parameters() if p.requires_grad]
-        self._stage = Stage([bind(index, replica)], [parameters], index, device, context)
+        bound = call.bind(call.index, replica)
+        self._stage = Stage([bound], [parameters], call.index, call.device, call.context)
         self._held = [*replica.parameters(), *replica.buffers()]
-        self._inputs = inputs
+        self._inputs = call.inputs
         self._buffer = GradientBuffer()
 
     def forward(self, clock: Clock) -> float:
@@ -256,53 +228,41 @@ class _Runner:
         self._stage.backward(0, self._gradients, self._buffer)
         return clock.now() - begin
 
-    def sizes(self) -> tuple[Tree, Sizes, bool, int]:
-        """Run once, and return the output, detached; the sizes; that there is room; and what a copy
-        of the layer takes while it is measured."""
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved[memory_of(tensor)] = storage_bytes(tensor)
-            return tensor
-
-        live = LiveBytes()
+    def sizes(self) -> tuple[Tree, Sizes, int]:
+        """Run once, and return the output, detached; the sizes; and what a copy of the layer takes
+        while it is measured."""
+        saved, live = SavedTensors(), LiveBytes()
         inputs = map_tensors(_copy, self._inputs)
         with live:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved.recorded():
                 output = self._stage.forward(0, inputs, 0)
             kept, buffer = live.now, GradientBuffer()
             gradients = _ones(output)
             self._stage.backward(0, gradients, buffer)
-        entered, left = tensors_of(inputs), tensors_of(output)
-        known = {memory_of(t) for t in (*self._held, *entered, *left)}
-        own = sum(size for storage, size in saved.items() if storage not in known)
+        # What backward leaves behind is counted elsewhere: the parameters' gradients.
         gradient_bytes = bytes_of(buffer.gradients.values())
-        sizes = Sizes(
-            distinct_bytes(entered, memory_of),
-            distinct_bytes(left, memory_of),
-            distinct_bytes([t for t in left if t.requires_grad], memory_of),
-            own,
-            # What backward leaves behind is counted elsewhere: the parameters' gradients.
-            max(live.peak - kept, gradient_bytes),
-        )
+        moment = max(live.peak - kept, gradient_bytes)
+        sizes = saved.sizes(self._held, tensors_of(inputs), tensors_of(output), moment)
         held = bytes_of(self._held) + gradient_bytes + sum(sizes[:4])
-        return map_tensors(_detached, output), sizes, True, held
+        return map_tensors(_detached, output), sizes, held
 
 
 class _Load:
     """Runs a layer forward and backward, which is made only if it is called at all."""
 
-    def __init__(self, make: Callable[[], _Runner | None], device: torch.device) -> None:
-        self._make, self._device = make, device
+    def __init__(self, call: LayerCall | None) -> None:
+        self._call = call
         self._runner: _Runner | None = None
 
     def __call__(self) -> None:
-        clock = Clock(self._device)
-        with torch.enable_grad(), forked(self._device):
-            self._runner = self._runner or self._make()
-            if self._runner is not None:
-                self._runner.forward(clock)
-                self._runner.backward(clock)
+        if self._call is None:
+            return
+        device = self._call.device
+        clock = Clock(device)
+        with torch.enable_grad(), forked(device):
+            self._runner = self._runner or _Runner(self._call)
+            self._runner.forward(clock)
+            self._runner.backward(clock)
 
 
 def _time(

@@ -4,6 +4,7 @@ described."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.strategies import profiling
 from tests.cli.test_cli import CONFIG, TINY, assert_trained
 from tests.conftest import RunScript
-from tests.pool import RankContext, RankPool
+from tests.pool import RankContext, RankOutcome, RankPool
 
 CLUSTER = """
 kinds:
@@ -34,10 +35,17 @@ def run_in(context: RankContext, directory: str, *options: str) -> int:
     return main(options)
 
 
-def test_a_plan_for_a_cluster_that_is_not_at_hand(pool: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+def plan_for_a_cluster(
+    pool: RankPool, directory: Path, run: Callable[..., int] = run_in
+) -> RankOutcome:
+    (directory / "cluster.yaml").write_text(CLUSTER)
     options = ("plan", f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY)
-    (outcome,) = pool.run_expecting_errors(run_in, 1, str(tmp_path), *options)
+    (outcome,) = pool.run_expecting_errors(run, 1, str(directory), *options)
+    return outcome
+
+
+def test_a_plan_for_a_cluster_that_is_not_at_hand(pool: RankPool, tmp_path: Path) -> None:
+    outcome = plan_for_a_cluster(pool, tmp_path)
     assert outcome.value == 0, outcome
     assert "Pipeline plan" in outcome.output
     assert "Predicted step" in outcome.output
@@ -59,9 +67,7 @@ def run_with_little_room(context: RankContext, directory: str, *options: str) ->
 def test_a_machine_without_room_for_a_layer_is_no_place_to_plan(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    options = ("plan", f"--config={CONFIG}", "--cluster=cluster.yaml", *TINY)
-    (outcome,) = pool.run_expecting_errors(run_with_little_room, 1, str(tmp_path), *options)
+    outcome = plan_for_a_cluster(pool, tmp_path, run_with_little_room)
     assert outcome.value == 2, outcome
     assert "layer 'net.0' cannot be measured here" in outcome.output
     assert "more micro-batches" in outcome.output

@@ -159,7 +159,7 @@ def test_a_layer_made_on_meta() -> None:
         layer = nn.Linear(1 << 20, 1 << 20)
     x = torch.randn(1, 1 << 20)
     (found,), output = measure([layer], x, 1 << 30)
-    # A terabyte of gradient, and more for a moment.
+    # Four tebibytes of gradient.
     assert found.sizes.workspace_bytes >= 1 << 42
     assert found.sizes.output_bytes == x.numel() * 4
     assert output.shape == x.shape
