@@ -1,10 +1,10 @@
 """Messages between ranks: trees of tensors over torch.distributed, each on a named channel, each
 with a deadline.
 
-Sends return at once (a thread per destination and channel keeps the order and the tensors alive);
-receives are drained by a thread per source and channel, so that activations and gradients travel
-while the stage computes. Every message carries a key; a message other than the expected one is an
-error, never data for the wrong micro-batch.
+Sends return at once; what is large, or on another device, or comes faster than it leaves, is sent
+by a thread per destination and channel. Receives are drained by a thread per source and channel, so
+that activations and gradients travel while the stage computes. Every message carries a key; a
+message other than the expected one is an error, never data for the wrong micro-batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -177,8 +179,20 @@ class Mailbox:
             time.sleep(_POLL_SECONDS)
 
 
+@dataclass(frozen=True)
+class _Message:
+    key: Key
+    header: bytes
+    large: list[Tensor]
+
+
 class _Outbox:
-    """Sends in order, in a thread of its own."""
+    """Sends in order: small messages from the calling thread, since gloo's `send` does not block
+    and a thread takes longer to wake than to send; all others in a thread of its own.
+
+    torch does not tell whether a send is complete, only waits for it. What the calling thread has
+    sent is therefore kept until there is a mebibyte of it; then the thread waits for it all.
+    """
 
     def __init__(
         self,
@@ -190,8 +204,13 @@ class _Outbox:
     ) -> None:
         self._group, self._destination, self._channel = group, destination, channel
         self._peer, self._tracer = peer, tracer
-        self._items: queue.SimpleQueue[tuple[bytes, list[Tensor], Key] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        # Frame, works and bytes are the thread's while it has messages, else the caller's.
+        self._lock = threading.Lock()
+        self._with_thread = 0
         self._frame = packing.FIRST_FRAME_BYTES
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+        self._bytes_under_way = 0
         self._failure: BaseException | None = None
         self.thread = threading.Thread(
             target=self._run, name=f"send-{channel.name}-{destination}", daemon=True
@@ -203,31 +222,61 @@ class _Outbox:
             raise PeerLostError(
                 f"{self._peer} cannot be reached: {self._failure}"
             ) from self._failure
-        self._items.put((header, large, key))
+        message = _Message(key, header, large)
+        with self._lock:
+            if not self._with_thread and self._may_leave_at_once(message):
+                # A failure shows at the next message, as the thread's does.
+                with self._noting_failure(), self._traced(message):
+                    self._write(message.header, message.large)
+                return
+            self._with_thread += 1
+        self._items.put(message)
 
     def finish(self) -> None:
         self._items.put(None)
 
+    def _may_leave_at_once(self, message: _Message) -> bool:
+        room = self._bytes_under_way + self._frame <= packing.PACKED_BYTES
+        return room and packing.fits(message.header, message.large, self._frame)
+
     def _run(self) -> None:
-        try:
-            while (item := self._items.get()) is not None:
-                self._send(*item)
-                del item  # the next one may be long in coming
+        with self._noting_failure():
+            while (message := self._items.get()) is not None:
+                self._settle()
+                with self._traced(message):
+                    self._write(message.header, message.large)
+                    self._settle()
+                del message  # the next one may be long in coming
+                with self._lock:
+                    self._with_thread -= 1
+            self._settle()
             self._write(b"", [])
+            self._settle()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
         except (RuntimeError, ValueError, PeerError) as error:
             self._failure = error
 
-    def _send(self, header: bytes, large: list[Tensor], key: Key) -> None:
-        with self._tracer.span(
-            f"send {self._channel.name.lower()}", "transfer", key=str(key), peer=self._destination
-        ):
-            self._write(header, large)
+    def _traced(self, message: _Message) -> AbstractContextManager[None]:
+        name, key = f"send {self._channel.name.lower()}", str(message.key)
+        return self._tracer.span(name, "transfer", key=key, peer=self._destination)
 
     def _write(self, header: bytes, large: list[Tensor]) -> None:
         transfers, self._frame = packing.pack(header, large, self._frame)
-        del large
         for transfer in transfers:
-            self._group.send([transfer], self._destination, int(self._channel)).wait()
+            work = self._group.send([transfer], self._destination, int(self._channel))
+            self._under_way.append((work, transfer))
+            self._bytes_under_way += transfer.numel()
+
+    def _settle(self) -> None:
+        """Wait until everything has left."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+        self._bytes_under_way = 0
 
 
 class _Inbox:

@@ -47,6 +47,14 @@ def pack(header: bytes, large: Sequence[Tensor], frame: int) -> tuple[list[Tenso
     return transfers, frame_after(end)
 
 
+def fits(header: bytes, large: Sequence[Tensor], frame: int) -> bool:
+    """Return whether the message is one transfer, of the channel's next frame alone, and lies in
+    the CPU's memory already."""
+    offsets, end = _offsets(len(header), [tensor.numel() for tensor in large])
+    in_frame = end <= frame and len(offsets) == len(large)
+    return in_frame and all(tensor.device.type == "cpu" for tensor in large)
+
+
 def sizes(frame: Tensor) -> tuple[int, int]:
     """Return how many bytes of the message are in frames, and how many of these are header; none of
     a goodbye."""

@@ -81,7 +81,7 @@ class LightningStep:
     extra: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self._start = rng.snapshot(self.context.device)
+        self._rewind_random_state = rng.held(self.context.device)
         self._attributes = PlainAttributes(self.context.module)
         self._attributes_before = self._attributes.snapshot()
         self._buffers = OuterBuffers(self.context.pipelined.layers, self.context.device)
@@ -114,7 +114,7 @@ class LightningStep:
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
         """Run the step with `output` as the result of the module's call and return the loss."""
-        rng.restore(self._start, self.context.device)
+        self._rewind_random_state()
         args = self._own_args() if microbatch is None else self._part_args(microbatch, sizes)
         if microbatch is not None and not self.logs:
             self.context.metrics.reset()

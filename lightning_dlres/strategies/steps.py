@@ -121,7 +121,7 @@ class StepRunner:
 
     def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
         runtime, context = self.runtime, self.context
-        start = rng.snapshot(context.device)
+        rewind_random_state = rng.held(context.device)
         inputs = (
             LightningStep(context, args, untouched=True).module_inputs()
             if runtime.is_first
@@ -133,7 +133,7 @@ class StepRunner:
             output = runtime.forward(inputs, seed, fingerprint, everywhere=False)
             for buffer, value in zip(buffers, saved, strict=True):
                 buffer.copy_(value)
-        rng.restore(start, context.device)
+        rewind_random_state()
         reason = None
         source = runtime.plan.machines[0][-1]
         if runtime.rank == source:

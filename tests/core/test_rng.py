@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.payload import decode, decode_header, encode
-from lightning_dlres.core.rng import derive_seed, forked, restore, snapshot
+from lightning_dlres.core.rng import derive_seed, forked, held, restore, snapshot
 from lightning_dlres.core.tree import flatten
 
 CPU = torch.device("cpu")
@@ -44,6 +44,12 @@ def test_what_is_restored_draws_the_same(seed: int, before: int) -> None:
     assert [draw() for _ in range(3)] == expected
     # Not used up, and not a view of the generator's own memory.
     restore(state)
+    assert [draw() for _ in range(3)] == expected
+    restore(state)
+    put_back = held(CPU)
+    for _ in range(2):
+        assert [draw() for _ in range(3)] == expected
+        put_back()
     assert [draw() for _ in range(3)] == expected
 
 
