@@ -52,6 +52,7 @@ class Workload:
         schedule: name of the schedule.
         microbatches: into how many the batch is cut.
         recompute: "auto" (where memory asks for it), "never" or "always".
+        extra_in_flight: see `build_schedule`.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -61,6 +62,7 @@ class Workload:
     schedule: str
     microbatches: int
     recompute: str = "auto"
+    extra_in_flight: int = 0
 
     def __post_init__(self) -> None:
         kinds = len(self.cluster.kinds)
@@ -266,7 +268,10 @@ class Workload:
 
     def in_flight(self, stage: int) -> int:
         """Return the most micro-batches that a stage keeps at a time."""
-        return max(in_flight(self.schedule, self.stages, stage, count) for count in self.shares)
+        return max(
+            in_flight(self.schedule, self.stages, stage, count, self.extra_in_flight)
+            for count in self.shares
+        )
 
     def _transfer(self, machine: int, stage: int, step: int, nbytes: int) -> float:
         if not 0 <= stage + step < self.stages:

@@ -58,7 +58,9 @@ class Event:
 
 
 @lru_cache(maxsize=64)
-def event_graph(schedule: str, stages: int, microbatches: tuple[int, ...]) -> tuple[Event, ...]:
+def event_graph(
+    schedule: str, stages: int, microbatches: tuple[int, ...], extra_in_flight: int = 0
+) -> tuple[Event, ...]:
     """Return the events of one step, predecessors first.
 
     A stage computes one thing at a time, in the order of its actions; messages of one kind between
@@ -69,11 +71,13 @@ def event_graph(schedule: str, stages: int, microbatches: tuple[int, ...]) -> tu
         schedule: name of the schedule.
         stages: stages of every machine.
         microbatches: number of micro-batches of each machine; one without any has no events.
+        extra_in_flight: see `build_schedule`.
     """
     builder = _Builder()
     for machine, count in enumerate(microbatches):
         for stage in range(stages if count else 0):
-            builder.add(machine, stage, build_schedule(schedule, stages, stage, count, True))
+            actions = build_schedule(schedule, stages, stage, count, True, extra_in_flight)
+            builder.add(machine, stage, actions)
     return builder.build()
 
 

@@ -29,6 +29,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             keeping what they save for it.
         schedule: the schedule that the plan was made for.
         microbatches: into how many the batch is cut; 0 where that was not planned.
+        extra_in_flight: by how many micro-batches stages before the last one run ahead under 1F1B,
+            beyond what it takes to fill the pipeline.
         layers: the profile of every layer, in order.
         step: what a step does beside the layers.
         cluster: the devices; None where they were not measured.
@@ -41,6 +43,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
     recompute: tuple[int, ...] = ()
     schedule: str = "1f1b"
     microbatches: int = 0
+    extra_in_flight: int = 0
     layers: tuple[LayerProfile, ...] = ()
     step: StepProfile = StepProfile()
     cluster: Cluster | None = None
@@ -74,10 +77,11 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"plan: got recompute {list(self.recompute)}, expected indices of layers from 0 to "
                 f"{sum(self.split) - 1}."
             )
-        if self.schedule not in SCHEDULES or self.microbatches < 0:
+        if self.schedule not in SCHEDULES or min(self.microbatches, self.extra_in_flight) < 0:
             raise ConfigError(
-                f"plan: got schedule {self.schedule!r} and {self.microbatches} micro-batches, "
-                f"expected one of {', '.join(SCHEDULES)} and a number that is not negative."
+                f"plan: got schedule {self.schedule!r}, {self.microbatches} micro-batches and "
+                f"{self.extra_in_flight} extra in flight, expected one of {', '.join(SCHEDULES)} "
+                "and numbers that are not negative."
             )
         if self.cluster is not None and len(self.cluster.devices) != len(ranks):
             raise ConfigError(
@@ -142,6 +146,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             self.machines,
             self.schedule,
             self.microbatches,
+            extra_in_flight=self.extra_in_flight,
         )
 
     def rank_name(self, rank: int) -> str:

@@ -68,7 +68,9 @@ class SplitProgram:
     def __init__(self, workload: Workload, seconds: float = 15.0) -> None:
         self.workload, self.segments, self._seconds = workload, Segments(workload), seconds
         self.in_time = True
-        self._events = event_graph(workload.schedule, workload.stages, _needed_shares(workload))
+        self._events = event_graph(
+            workload.schedule, workload.stages, _needed_shares(workload), workload.extra_in_flight
+        )
         self._keys = {key: i for i, key in enumerate(sorted({e.key for e in self._events}))}
         self._steps = [(event.after, self._keys[event.key]) for event in self._events]
         self._keys_of: list[list[tuple[int, Work, int]]] = [[] for _ in range(workload.stages)]

@@ -42,7 +42,12 @@ class Action:
 
 
 def build_schedule(
-    name: str, stages: int, stage: int, microbatches: int, recompute: bool = False
+    name: str,
+    stages: int,
+    stage: int,
+    microbatches: int,
+    recompute: bool = False,
+    extra_in_flight: int = 0,
 ) -> list[Action]:
     """Return the actions of one stage for one step.
 
@@ -54,6 +59,9 @@ def build_schedule(
             than `stages`, or 0.
         recompute: whether the stage recomputes something before a micro-batch's backward. It does
             so before it waits for the gradient: in time that would be idle (Method E, E8).
+        extra_in_flight: under 1F1B, by how many micro-batches stages before the last one run ahead
+            beyond what it takes to fill the pipeline. With none, two stages of one speed wait for
+            each other's every message; with one, a message may be late without a stage being idle.
 
     Raises:
         ConfigError: unknown name, or indices out of range.
@@ -71,18 +79,27 @@ def build_schedule(
             *loss,
             *(a for m in range(microbatches) for a in _backward(stages, stage, m, recompute)),
         ]
-    return _one_forward_one_backward(stages, stage, microbatches, recompute)
+    return _one_forward_one_backward(stages, stage, microbatches, recompute, extra_in_flight)
 
 
-def in_flight(name: str, stages: int, stage: int, microbatches: int) -> int:
+def in_flight(
+    name: str, stages: int, stage: int, microbatches: int, extra_in_flight: int = 0
+) -> int:
     """Return the most micro-batches whose forward is done and whose backward is not, on a stage."""
-    return microbatches if name == "gpipe" else min(stages - stage, microbatches)
+    if name == "gpipe":
+        return microbatches
+    return min(1 + _warmup(stages, stage, extra_in_flight), microbatches)
+
+
+def _warmup(stages: int, stage: int, extra_in_flight: int) -> int:
+    """Return the number of forwards before the first pair of a forward and a backward."""
+    return stages - 1 - stage + extra_in_flight if stage < stages - 1 else 0
 
 
 def _one_forward_one_backward(
-    stages: int, stage: int, microbatches: int, recompute: bool
+    stages: int, stage: int, microbatches: int, recompute: bool, extra_in_flight: int
 ) -> list[Action]:
-    warmup = min(stages - 1 - stage, microbatches)
+    warmup = min(_warmup(stages, stage, extra_in_flight), microbatches)
     last = stage == stages - 1
     actions = [a for m in range(warmup) for a in _forward(stages, stage, m)]
     for m in range(warmup, microbatches):

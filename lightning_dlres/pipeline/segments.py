@@ -215,7 +215,8 @@ class Segments:
         if schedule == "gpipe":
             work = share * (forward + backward)
         else:
-            warm = in_flight(schedule, stages, stage, share) - 1
+            extra = self.workload.extra_in_flight
+            warm = in_flight(schedule, stages, stage, share, extra) - 1
             work = share * backward + max(share - warm, 1) * forward
         # The first micro-batch is recomputed while its gradient is still on its way.
         work = work + (share - 1) * again

@@ -77,7 +77,9 @@ def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int
         recompute: indices of the layers that are recomputed before their backward.
     """
     costs = stage_costs(workload, split, recompute)
-    events = event_graph(workload.schedule, workload.stages, workload.shares)
+    events = event_graph(
+        workload.schedule, workload.stages, workload.shares, workload.extra_in_flight
+    )
     starts, ends = run_events(events, costs)
     activities = [
         Activity(e.work.name.lower(), e.machine, e.stage, e.microbatch, start, end)

@@ -108,6 +108,7 @@ class TrainingStep:
             runtime.stage_index,
             len(self.own),
             self.stage.recomputes,
+            plan.extra_in_flight,
         ):
             self.perform(action)
         self.backward_into_step()

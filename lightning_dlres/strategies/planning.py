@@ -15,6 +15,7 @@ from lightning_dlres.pipeline.planner import decide
 from lightning_dlres.pipeline.profile import Cluster, LayerProfile
 from lightning_dlres.pipeline.proportional import proportional_split
 from lightning_dlres.pipeline.simulator import step_seconds
+from lightning_dlres.pipeline.slack import with_slack
 from lightning_dlres.strategies.capture import PipelinedModule, is_chain
 from lightning_dlres.strategies.host_limits import within_hosts
 from lightning_dlres.strategies.profiling import RunProfile
@@ -162,13 +163,15 @@ def _fastest_plan(
         wishes.recompute,
     )
     decision = decide(workload, wishes.stages, keep_order=wishes.machines is not None, say=say)
+    chosen = with_slack(decision.workload, decision.split, decision.recompute)
     return predicted(
         PipelinePlan(
-            machines=decision.workload.machines,
+            machines=chosen.machines,
             split=decision.split,
             recompute=decision.recompute,
             schedule=wishes.schedule,
             microbatches=profile.microbatches,
+            extra_in_flight=chosen.extra_in_flight,
             layers=profile.layers,
             step=profile.step,
             cluster=cluster,

@@ -123,6 +123,7 @@ def small_workload(
     layers: int | None = None,
     recompute: str = "auto",
     schedule: str | None = None,
+    extra: int = 0,
 ) -> Workload:
     """Return a workload that brute force can search; nobody has a memory limit.
 
@@ -154,6 +155,7 @@ def small_workload(
         schedule or random.choice(["gpipe", "1f1b"]),
         random.randint(1, 6),
         recompute,
+        extra,
     )
 
 

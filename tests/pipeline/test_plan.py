@@ -179,6 +179,7 @@ def test_names_of_ranks() -> None:
         ({"recompute": (-1,)}, "indices of layers from 0 to 2"),
         ({"schedule": "2bw"}, "expected one of gpipe, 1f1b"),
         ({"microbatches": -1}, "not negative"),
+        ({"extra_in_flight": -1}, "not negative"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], words: str) -> None:

@@ -16,14 +16,19 @@ from lightning_dlres.pipeline.schedule import (
     Op,
     build_schedule,
 )
+from lightning_dlres.pipeline.schedule import in_flight as planned_in_flight
 
 names = st.sampled_from(SCHEDULES)
 stage_counts = st.integers(1, 7)
 microbatch_counts = st.integers(0, 12)
+extras = st.integers(0, 3)
 
 
-def actions(name: str, stages: int, microbatches: int) -> list[list[Action]]:
-    return [build_schedule(name, stages, stage, microbatches) for stage in range(stages)]
+def actions(name: str, stages: int, microbatches: int, extra: int = 0) -> list[list[Action]]:
+    return [
+        build_schedule(name, stages, stage, microbatches, extra_in_flight=extra)
+        for stage in range(stages)
+    ]
 
 
 def of(op: Op, schedule: list[Action]) -> list[int]:
@@ -94,17 +99,21 @@ class Simulation:
 
 
 @settings(max_examples=200, deadline=None)
-@given(names, stage_counts, microbatch_counts)
-def test_all_stages_together_reach_the_end(name: str, stages: int, microbatches: int) -> None:
-    simulation = Simulation(actions(name, stages, microbatches))
+@given(names, stage_counts, microbatch_counts, extras)
+def test_all_stages_together_reach_the_end(
+    name: str, stages: int, microbatches: int, extra: int
+) -> None:
+    simulation = Simulation(actions(name, stages, microbatches, extra))
     simulation.run()
     assert simulation.done == [set(range(microbatches))] * stages
 
 
-@given(names, stage_counts, microbatch_counts)
-def test_every_microbatch_once_and_in_order(name: str, stages: int, microbatches: int) -> None:
+@given(names, stage_counts, microbatch_counts, extras)
+def test_every_microbatch_once_and_in_order(
+    name: str, stages: int, microbatches: int, extra: int
+) -> None:
     everything = list(range(microbatches))
-    for stage, schedule in enumerate(actions(name, stages, microbatches)):
+    for stage, schedule in enumerate(actions(name, stages, microbatches, extra)):
         for op in (Op.FORWARD, Op.BACKWARD):
             assert of(op, schedule) == everything
         for op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT):
@@ -122,10 +131,22 @@ def in_flight(schedule: list[Action]) -> int:
     return most
 
 
+@given(names, stage_counts, microbatch_counts, extras)
+def test_stages_before_the_last_run_ahead_as_told(
+    name: str, stages: int, microbatches: int, extra: int
+) -> None:
+    for stage, schedule in enumerate(actions(name, stages, microbatches, extra)):
+        ahead = stages - stage + (extra if stage < stages - 1 else 0)
+        expected = microbatches if name == "gpipe" else min(ahead, microbatches)
+        assert in_flight(schedule) == expected
+        assert planned_in_flight(name, stages, stage, microbatches, extra) == expected
+
+
 @given(stage_counts, microbatch_counts)
 def test_1f1b_holds_no_more_than_it_must(stages: int, microbatches: int) -> None:
     for stage, schedule in enumerate(actions("1f1b", stages, microbatches)):
         assert in_flight(schedule) == min(stages - stage, microbatches)
+        assert planned_in_flight("1f1b", stages, stage, microbatches) == in_flight(schedule)
     for m in range(microbatches):
         # The last stage turns round at once, so that a gradient is on its way as early as can be.
         at = schedule.index(Action(Op.FORWARD, m))

@@ -66,7 +66,14 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
     stages = workload.stages
     todo = {
         (machine, stage): deque(
-            build_schedule(workload.schedule, stages, stage, share, bool(recompute))
+            build_schedule(
+                workload.schedule,
+                stages,
+                stage,
+                share,
+                bool(recompute),
+                workload.extra_in_flight,
+            )
         )
         for machine, share in enumerate(workload.shares)
         if share
@@ -123,9 +130,11 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
 
 
 @settings(max_examples=150, deadline=None)
-@given(randoms, stage_counts, machine_counts)
-def test_as_long_as_stages_that_pass_messages(random: Random, stages: int, machines: int) -> None:
-    workload = small_workload(random, stages=stages, machines=machines)
+@given(randoms, stage_counts, machine_counts, st.integers(0, 2))
+def test_as_long_as_stages_that_pass_messages(
+    random: Random, stages: int, machines: int, extra: int
+) -> None:
+    workload = small_workload(random, stages=stages, machines=machines, extra=extra)
     split = random_split(random, workload)
     recompute = random_recompute(random, workload)
     expected = oracle(workload, split, recompute)
@@ -366,9 +375,12 @@ class TestMemory:
         assert max(count for _, count in found.memory(0, 1)) == 1
 
     @settings(max_examples=50, deadline=None)
-    @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8))
-    def test_no_more_than_the_peak_counts(self, schedule: str, stages: int, count: int) -> None:
+    @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2))
+    def test_no_more_than_the_peak_counts(
+        self, schedule: str, stages: int, count: int, extra: int
+    ) -> None:
         workload = pipeline(plain_layers([1.0] * stages), count, schedule)
+        workload = replace(workload, extra_in_flight=extra)
         found = simulate(workload, [1] * stages)
         for stage in range(stages):
             assert max(n for _, n in found.memory(0, stage)) == workload.in_flight(stage)
