@@ -34,6 +34,7 @@ Key = tuple[str | int, ...]
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 0.5
 _REASON_SECONDS = 1.0
+_KEPT_BYTES = 256 << 10  # of sent messages on a channel; little beside what a stage holds
 
 
 class Channel(IntEnum):
@@ -191,7 +192,7 @@ class _Outbox:
     and a thread takes longer to wake than to send; all others in a thread of its own.
 
     torch does not tell whether a send is complete, only waits for it. What the calling thread has
-    sent is therefore kept until there is a mebibyte of it; then the thread waits for it all.
+    sent is therefore kept until there is too much of it; then the thread waits for it all.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class _Outbox:
         self._items.put(None)
 
     def _may_leave_at_once(self, message: _Message) -> bool:
-        room = self._bytes_under_way + self._frame <= packing.PACKED_BYTES
+        room = self._bytes_under_way + self._frame <= _KEPT_BYTES
         return room and packing.fits(message.header, message.large, self._frame)
 
     def _run(self) -> None:
