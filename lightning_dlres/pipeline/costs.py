@@ -157,8 +157,8 @@ class Workload:
         """Return the most bytes that a stage holds at a time: weights, gradients, the optimizer's
         state, the batch, what micro-batches in flight keep, and what backward needs for a moment.
 
-        Under GPipe a layer's first gradient comes while all micro-batches are in flight; from the
-        second on there are two of it, but fewer micro-batches."""
+        Under GPipe a layer's first gradient comes while all micro-batches are in flight, and none
+        below it is made yet; from the second on there are two of it, but fewer micro-batches."""
         bound, apart = self._busy_bytes(stage, layers, recomputed), self.apart_bytes(stage, layers)
         count = self.in_flight(stage)
         if self.schedule != "gpipe":
@@ -236,15 +236,18 @@ class Workload:
         return self.resident_bytes(layers) + self._workspace(layers)
 
     def _workspace(self, layers: range, first: bool = False) -> int:
-        """Return what backward, or the loss, needs for a moment: in the first backward of a step
-        the gradients that it makes are the ones that stay."""
+        """Return what backward, or the loss, needs for a moment beyond all gradients: in the first
+        backward of a step the gradients that it makes are the ones that stay, and those below are
+        still to come."""
         # While a layer goes backward, what those above it kept is gone.
-        workspace, gone = 0, 0
+        gone = 0
+        missing = sum(self.layers[index].gradient_bytes for index in layers) if first else 0
+        workspace = -missing
         for index in reversed(layers):
             layer = self.layers[index]
-            made = layer.gradient_bytes if first else 0
-            workspace = max(workspace, layer.workspace_bytes - made - gone)
+            workspace = max(workspace, layer.workspace_bytes - missing - gone)
             gone += layer.saved_bytes + layer.output_bytes
+            missing -= layer.gradient_bytes if first else 0
         if layers.stop == len(self.layers) and not first:
             workspace = max(workspace, self.step.loss_bytes)
         return workspace
