@@ -1,4 +1,4 @@
-"""Slack between stages under 1F1B: one more micro-batch in flight than fill the pipeline.
+"""Slack between stages under 1F1B: one micro-batch in flight beyond those that fill the pipeline.
 
 Under plain 1F1B two stages of one speed hand the same few micro-batches back and forth, so every
 message that is late, and every pause of a device, makes the other one idle. The simulator knows

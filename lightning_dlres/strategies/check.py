@@ -44,7 +44,7 @@ def why_not_by_parts(
     name = whole.context.metrics.unmergeable()
     if name is not None:
         return f"the metric {name!r} cannot be put together from parts of a batch"
-    state = rng.snapshot(whole.context.device)
+    rewind_random_state = rng.held(whole.context.device)
     try:
         loss, gradients, logs = _whole(whole, output, sizes)
         reason = _once_per_batch(whole)
@@ -64,7 +64,7 @@ def why_not_by_parts(
         unlike = metrics.unlike(measured)
     finally:
         whole.undo_metrics()
-        rng.restore(state, whole.context.device)
+        rewind_random_state()
     reason = _loss_difference(loss, part_loss) or unlike_gradient
     reason = reason or _log_difference(logs, part_logs)
     if reason is None and unlike is not None:

@@ -126,7 +126,7 @@ def _measure_loss(
 ) -> tuple[float, int]:
     """Return the counted seconds of the step from the module's call on, forward and backward, and
     the bytes that it needs; zeros where user code cannot be run outside of training."""
-    clock, saved = Clock(context.device), rng.snapshot(context.device)
+    clock, rewind_random_state = Clock(context.device), rng.held(context.device)
     takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
     args = (batch, 0) if takes_index else (batch,)
     leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
@@ -156,7 +156,7 @@ def _measure_loss(
         )
         return 0.0, 0
     finally:
-        rng.restore(saved, context.device)
+        rewind_random_state()
     return statistics.fmean(spent), live.peak
 
 

@@ -72,7 +72,7 @@ def read_samples(
     trainer: Trainer, context: StepContext, config: ProfileConfig, microbatches: int
 ) -> ProfileSamples:
     """Read a few training samples, beside the loader; on one rank."""
-    saved = rng.snapshot(context.device)
+    rewind_random_state = rng.held(context.device)
     try:
         loader = _compat.train_loader(trainer)
         batch = _whole(config.batch, getattr(loader, "batch_size", None))
@@ -96,7 +96,7 @@ def read_samples(
                 inputs.append(LightningStep(context, args, untouched=True).module_inputs())
         return ProfileSamples(inputs, batches, min(microbatches, batch or microbatches))
     finally:
-        rng.restore(saved, context.device)
+        rewind_random_state()
 
 
 def _whole(asked: int | str, otherwise: int | None) -> Any:
