@@ -1,6 +1,6 @@
 """The peak bytes of every stage: planned, and counted by the C library's allocator.
 
-    python -m benchmarks.pipeline_memory            about 1 minute
+    python -m benchmarks.pipeline_memory            about 90 seconds
     python -m benchmarks.pipeline_memory --quick    one of the cases
 
 Three ranks train a model with a large embedding, whose gradient is dense. Every block counts
@@ -30,6 +30,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "recompute": "never", "split": [1, 1, 8]},
     {"schedule": "1f1b", "recompute": "always"},
     {"schedule": "gpipe", "recompute": "never"},
+    {"schedule": "gpipe", "recompute": "never", "split": [4, 2, 4]},
     {"schedule": "gpipe", "recompute": "auto", "memory_limit": "120MiB"},
 )
 QUICK = [case for case in CASES if case["recompute"] == "always"]

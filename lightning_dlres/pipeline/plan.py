@@ -172,8 +172,9 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             held = sum(layer.parameter_bytes for layer in profiles) + sum(
                 {n: b for layer in profiles for n, b in layer.shared.items()}.values()
             )
-            peak = busy = "-"
+            in_flight = peak = busy = "-"
             if workload is not None:
+                in_flight = str(workload.in_flight(stage))
                 peak = format_bytes(workload.peak_bytes(stage, layers, self.recompute))
                 busy = f"{self.busy_seconds(stage) * 1e3:.1f} ms"
             rows.append(
@@ -184,6 +185,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
                     str(len(layers)),
                     " .. ".join(ends) or "-",
                     str(again),
+                    in_flight,
                     format_bytes(held) if profiles else "-",
                     peak,
                     busy,
@@ -196,6 +198,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             "layers",
             "names",
             "recomputed",
+            "in flight",
             "parameters",
             "peak memory",
             "busy per step",
