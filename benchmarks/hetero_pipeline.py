@@ -1,6 +1,6 @@
 """`dlres_hetero_pipe` beside torch.distributed.pipelining, on hosts of unlike speed.
 
-    python -m benchmarks.hetero_pipeline            the comparison, about 20 minutes
+    python -m benchmarks.hetero_pipeline            the comparison, about 30 minutes
     python -m benchmarks.hetero_pipeline --matrix   how good predictions are, about 8 minutes
 
 Both sides train the same model on the same hosts and take turns of a few steps, so that whatever
@@ -74,7 +74,7 @@ def on_unequal(starters: Starters, settings: Settings) -> Figures:
         swept, threads = sweep(hosts, plan, settings)
     even = Setting("even", even_split(plan), (0, 1), count, threads)
     same = Setting("same", plan.split, plan.ranks, count, threads)
-    starts = in_turns(starters, UNEQUAL, plan, (even, same), settings.rounds, settings)
+    starts = in_turns(starters, UNEQUAL, plan, (even, same), settings.unequal, settings)
     step, evens, sames = medians(starts)
     over_even, over_same = ratios(starts, 1), ratios(starts, 2)
     bound, noise = bound_on_ratio(UNEQUAL, count), noise_of(over_same)
@@ -118,7 +118,7 @@ def on_equal(starters: Starters, settings: Settings) -> Figures:
     with starters.on(EQUAL) as hosts:
         plan, promised = planned(hosts, count, settings)
     even = Setting("even", even_split(plan), (0, 1), count, 1)
-    starts = in_turns(starters, EQUAL, plan, (even,), settings.pairs, settings)
+    starts = in_turns(starters, EQUAL, plan, (even,), settings.equal, settings)
     step, evens = medians(starts)
     over_even = ratios(starts, 1)
     print(
@@ -182,13 +182,13 @@ def in_turns(
     shares: Sequence[float],
     plan: Plan,
     tried: Sequence[Setting],
-    rounds: int,
+    times: tuple[int, int],
     settings: Settings,
 ) -> list[list[list[float]]]:
     """Return the mean step of every turn of every start: ours, then the peer's under each
     setting."""
-    starts, turns = [], -(-rounds // settings.starts)
-    for number in range(settings.starts):
+    starts, (count, turns) = [], times
+    for number in range(count):
         with starters.on(shares) as hosts:
             ours, peer = Ours(hosts, 2, settings), Peer(hosts, 2, settings)
             ours.start(settings.microbatches, settings.turns(turns), plan.json)

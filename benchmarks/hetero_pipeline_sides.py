@@ -32,10 +32,9 @@ class Settings:
         promised: steps right after planning, which are compared with the prediction. The speed of a
             machine that is shared with others may differ by a fifth some minutes later.
         counted: steps of a turn that count; one more comes before them.
-        rounds: turns on unequal devices.
-        pairs: turns on equal devices.
-        starts: how often both sides are started for these turns: what differs from process to
-            process is noise, too.
+        unequal, equal: how often both sides are started on unequal and on equal devices, and the
+            turns of each start. What differs from process to process is most of the noise where
+            both sides are nearly as fast, so that there every pair has a start of its own.
         anew: whether they are forked of other processes every time.
         timeout: seconds that a turn may take.
     """
@@ -47,9 +46,8 @@ class Settings:
     first: int = 5
     promised: int = 10
     counted: int = 2
-    rounds: int = 10
-    pairs: int = 15
-    starts: int = 5
+    unequal: tuple[int, int] = (5, 2)
+    equal: tuple[int, int] = (15, 1)
     anew: bool = True
     timeout: float = 180.0
 
@@ -66,9 +64,8 @@ QUICK = Settings(
     first=2,
     promised=1,
     counted=1,
-    rounds=2,
-    pairs=2,
-    starts=2,
+    unequal=(2, 1),
+    equal=(2, 1),
     anew=False,
     timeout=60.0,
 )

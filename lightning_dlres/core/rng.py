@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_dlres.core._compat import numpy_draws_noticed
+
 _MASK = (1 << 64) - 1
 
 
@@ -59,11 +61,13 @@ def held(device: torch.device | None = None) -> Callable[[], None]:
     """Return a function that puts the generators of `snapshot` back to their state of now, as often
     as it is called."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    numpy_was_drawn_from = numpy_draws_noticed()
     cuda = torch.cuda.get_rng_state(device) if device and device.type == "cuda" else None
 
     def put_back() -> None:
         random.setstate(python)
-        np.random.set_state(numpy)
+        if numpy_was_drawn_from():
+            np.random.set_state(numpy)
         torch.random.set_rng_state(cpu)
         if cuda is not None and device is not None:
             torch.cuda.set_rng_state(cuda, device)
@@ -98,6 +102,11 @@ def seed_device(seed: int, device: torch.device) -> None:
 def forked(device: torch.device) -> Iterator[None]:
     """Leave torch's generators (CPU and, where given, the CUDA device's) afterwards as they were
     before."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    cpu = torch.random.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
         yield
+    finally:
+        torch.random.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)

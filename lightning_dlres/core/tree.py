@@ -25,7 +25,7 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 Tree = Any
 Structure = list[Any]
 
-_PLAIN = (type(None), bool, float, bytes)
+_PLAIN = (bool, float, bytes)
 _WORD = 1 << 63
 _LEAVES = ("t", "a", "g", "v", "i", "z", "s", "k", "p")
 
@@ -55,11 +55,15 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
 
 def tensors_of(tree: Tree) -> list[Tensor]:
     """Return the tensors of a tree, in the order of `flatten`."""
+    if isinstance(tree, Tensor):
+        return [tree]
     return flatten(tree)[1]
 
 
 def map_tensors(function: Callable[[Tensor], Tree], tree: Tree) -> Tree:
     """Return the tree with `function` applied to each of its tensors."""
+    if isinstance(tree, Tensor):
+        return function(tree)
     structure, tensors = flatten(tree)
     return unflatten(structure, [function(tensor) for tensor in tensors])
 
@@ -68,6 +72,10 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
     if isinstance(node, Tensor):
         tensors.append(node)
         return ["t", len(tensors) - 1]
+    if type(node) in (list, tuple):
+        return ["l" if type(node) is list else "u", [_describe(child, tensors) for child in node]]
+    if node is None:
+        return ["v", None]
     if isinstance(node, (np.ndarray, np.generic)):
         tensors.append(_from_numpy(node))
         return ["g" if isinstance(node, np.generic) else "a", len(tensors) - 1]
@@ -97,8 +105,6 @@ def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
         return ["c", _class_name(kind), [[f, _describe(getattr(node, f), tensors)] for f in fields]]
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
         return ["n", _class_name(kind), [_describe(child, tensors) for child in node]]
-    if kind in (list, tuple):
-        return ["l" if kind is list else "u", [_describe(child, tensors) for child in node]]
     if isinstance(node, Mapping):
         pairs = [
             [_describe(key, tensors), _describe(value, tensors)] for key, value in node.items()

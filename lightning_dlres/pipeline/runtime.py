@@ -150,14 +150,15 @@ class Runtime:
     def computing(self, name: str, microbatch: int) -> Iterator[None]:
         """Trace a computation, and stretch it where a slower device is emulated."""
         with self.tracer.span(name, "compute", stage=self.stage_index, microbatch=microbatch):
+            if self._slowdown <= 1.0:
+                yield
+                return
             start, busy = time.perf_counter(), time.process_time()
             yield
-            if self._slowdown > 1.0:
-                # Where other processes take the core away, the time that was really computed
-                # counts.
-                elapsed = time.perf_counter() - start
-                computed = min(elapsed, time.process_time() - busy)
-                time.sleep(computed * (self._slowdown - 1.0))
+            # Where other processes take the core away, the time that was really computed counts.
+            elapsed = time.perf_counter() - start
+            computed = min(elapsed, time.process_time() - busy)
+            time.sleep(computed * (self._slowdown - 1.0))
 
     def last_ranks(self, sizes: Sequence[int]) -> list[int]:
         """Return the last stage's rank of every VM that has a micro-batch."""

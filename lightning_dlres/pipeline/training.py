@@ -102,15 +102,16 @@ class TrainingStep:
         if runtime.is_first:
             parts = cut(whole, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
-        for action in build_schedule(
-            self.schedule,
-            plan.stages,
-            runtime.stage_index,
-            len(self.own),
-            self.stage.recomputes,
-            plan.extra_in_flight,
-        ):
-            self.perform(action)
+        with self.buffer.lent(self.stage.parameters):
+            for action in build_schedule(
+                self.schedule,
+                plan.stages,
+                runtime.stage_index,
+                len(self.own),
+                self.stage.recomputes,
+                plan.extra_in_flight,
+            ):
+                self.perform(action)
         self.backward_into_step()
         self.sync.finish(self.buffer)
         runtime.buffers.run()
@@ -190,8 +191,9 @@ class TrainingStep:
         wanted = [leaf for part in leaves for leaf in part if leaf.requires_grad]
         results: Iterator[Tensor | None] = iter([None] * len(wanted))
         if loss.requires_grad and (wanted or outer):
+            # The gradient of scale * loss, which need not be computed for that.
             found = torch.autograd.grad(
-                loss * scale if scale != 1.0 else loss, [*wanted, *outer], allow_unused=True
+                loss, [*wanted, *outer], torch.full_like(loss, scale), allow_unused=True
             )
             results = iter(found)
             for parameter, gradient in zip(outer, found[len(wanted) :], strict=True):

@@ -19,6 +19,7 @@ from lightning_dlres.core.tree import Tree, map_tensors
 
 _SCALARS = (bool, int, float, str, type(None))
 _IN_PLACE = "in place"
+_ABSENT = object()
 Snapshot = dict[str, Any]
 
 
@@ -39,11 +40,12 @@ class PlainAttributes:
 
     def snapshot(self) -> Snapshot:
         """Return the attributes; of lists a copy."""
-        found = {}
-        for name, value in vars(self._module).items():
-            if not name.startswith("_") and _is_plain(value):
-                found[name] = list(value) if isinstance(value, list) else value
-        return found
+        values = vars(self._module)
+        found = {name: values[name] for name in self._names()}
+        return {n: list(value) if isinstance(value, list) else value for n, value in found.items()}
+
+    def _names(self) -> list[str]:
+        return [n for n, v in vars(self._module).items() if n[:1] != "_" and _is_plain(v)]
 
     def lend(self, snapshot: Snapshot) -> None:
         """Put the values of a snapshot in place, with copies of its tensors."""
@@ -66,7 +68,7 @@ class PlainAttributes:
         """Put back what `snapshot` returned, and nothing else; lists stay the same objects."""
         for name, value in snapshot.items():
             self._set(name, value)
-        for name in self.snapshot().keys() - snapshot.keys():
+        for name in [n for n in self._names() if n not in snapshot]:
             delattr(self._module, name)
 
     def changes_since(self, base: Snapshot) -> Tree:
@@ -98,10 +100,10 @@ class PlainAttributes:
             self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
-        current = vars(self._module).get(name)
+        current = vars(self._module).get(name, _ABSENT)
         if isinstance(current, list) and isinstance(value, list):
             current[:] = value
-        else:
+        elif current is not value:
             setattr(self._module, name, value)
 
     def _same(self, a: Any, b: Any) -> bool:

@@ -36,10 +36,11 @@ class OuterBuffers:
     def lend(self, buffers: Buffers) -> None:
         """Put copies of these buffers in their place; one with two names stays one."""
         copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
-        self.restore({name: copies[id(buffer)] for name, buffer in buffers.items()})
+        for name, buffer in buffers.items():
+            _put(self._layers.root, name, copies[id(buffer)])
 
     def restore(self, buffers: Buffers) -> None:
-        """Put these buffers in their place."""
+        """Put these buffers in their place, and nothing else."""
         for name, buffer in buffers.items():
             _put(self._layers.root, name, buffer)
         for name in self.snapshot().keys() - buffers.keys():

@@ -143,7 +143,7 @@ class LightningStep:
         if metrics.metrics:
             state = metrics.changes_since(self._metrics_before) if whole else metrics.part()
         return {
-            "losses": [loss.clone() for loss in self.losses],
+            "losses": torch.stack(self.losses),
             "logs": [[record.to_tree(metrics) for record in part] for part in self.logs],
             "logger": [call.to_tree() for call in self.logger_calls[-1]],
             "metrics": state,

@@ -177,9 +177,7 @@ class StepRunner:
             for record in records
             for part in record["logs"]
         ]
-        losses = torch.stack(
-            [loss.to(self.context.device) for record in records for loss in record["losses"]]
-        )
+        losses = torch.cat([record["losses"].to(self.context.device) for record in records])
         if self.schedule == "gpipe":
             loss, merged = losses[0], logs[0]
             if not step.logs:

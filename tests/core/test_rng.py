@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from itertools import permutations, product
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_dlres.core._compat import numpy_draws_noticed
 from lightning_dlres.core.payload import decode, decode_header, encode
 from lightning_dlres.core.rng import derive_seed, forked, held, restore, snapshot
 from lightning_dlres.core.tree import flatten
@@ -51,6 +54,48 @@ def test_what_is_restored_draws_the_same(seed: int, before: int) -> None:
         assert [draw() for _ in range(3)] == expected
         put_back()
     assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["", "second normal number cached"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        np.random.rand,
+        np.random.randn,
+        lambda: np.random.randint(9),
+        lambda: np.random.shuffle(np.arange(5)),
+        lambda: np.random.rand(624),
+        lambda: np.random.seed(3),
+        lambda: np.random.set_state(np.random.RandomState(5).get_state()),
+        lambda: None,
+    ],
+)
+def test_every_use_of_numpy_is_undone(use: Callable[[], object], cached: bool) -> None:
+    np.random.seed(1)
+    if cached:
+        np.random.randn()
+    put_back = held(CPU)
+    expected = np.random.randn(5).tolist()
+    for _ in range(2):
+        put_back()
+        use()
+        put_back()
+        assert np.random.randn(5).tolist() == expected
+
+
+def test_another_generator_of_numpy_is_noticed() -> None:
+    before = np.random.get_bit_generator()
+    noticed = numpy_draws_noticed()
+    assert not noticed()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        assert noticed()
+        assert numpy_draws_noticed()()
+    finally:
+        np.random.set_bit_generator(before)
+    assert not noticed()
+    np.random.rand()
+    assert noticed()
 
 
 def test_the_state_of_another_rank() -> None:
