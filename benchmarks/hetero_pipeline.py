@@ -74,7 +74,8 @@ def on_unequal(starters: Starters, settings: Settings) -> Figures:
         swept, threads = sweep(hosts, plan, settings)
     even = Setting("even", even_split(plan), (0, 1), count, threads)
     same = Setting("same", plan.split, plan.ranks, count, threads)
-    starts = in_turns(starters, UNEQUAL, plan, (even, same), settings.unequal, settings)
+    times = (settings.starts, settings.rounds)
+    starts = in_turns(starters, UNEQUAL, plan, (even, same), times, settings)
     step, evens, sames = medians(starts)
     over_even, over_same = ratios(starts, 1), ratios(starts, 2)
     bound, noise = bound_on_ratio(UNEQUAL, count), noise_of(over_same)
@@ -118,7 +119,7 @@ def on_equal(starters: Starters, settings: Settings) -> Figures:
     with starters.on(EQUAL) as hosts:
         plan, promised = planned(hosts, count, settings)
     even = Setting("even", even_split(plan), (0, 1), count, 1)
-    starts = in_turns(starters, EQUAL, plan, (even,), settings.equal, settings)
+    starts = in_turns(starters, EQUAL, plan, (even,), (settings.pairs, 1), settings)
     step, evens = medians(starts)
     over_even = ratios(starts, 1)
     print(
@@ -185,8 +186,11 @@ def in_turns(
     times: tuple[int, int],
     settings: Settings,
 ) -> list[list[list[float]]]:
-    """Return the mean step of every turn of every start: ours, then the peer's under each
-    setting."""
+    """Return the mean step of every turn of every start: ours, then the peer's under each setting.
+
+    Args:
+        times: how often both sides are started, and the turns of each start.
+    """
     starts, (count, turns) = [], times
     for number in range(count):
         with starters.on(shares) as hosts:

@@ -32,9 +32,11 @@ class Settings:
         promised: steps right after planning, which are compared with the prediction. The speed of a
             machine that is shared with others may differ by a fifth some minutes later.
         counted: steps of a turn that count; one more comes before them.
-        unequal, equal: how often both sides are started on unequal and on equal devices, and the
-            turns of each start. What differs from process to process is most of the noise where
-            both sides are nearly as fast, so that there every pair has a start of its own.
+        starts: how often both sides are started on unequal devices: what differs from process to
+            process is noise, too.
+        rounds: turns of each of these starts.
+        pairs: turns on equal devices, each of them of a start of its own: where both sides are
+            nearly as fast, that is most of the noise.
         anew: whether they are forked of other processes every time.
         timeout: seconds that a turn may take.
     """
@@ -46,8 +48,9 @@ class Settings:
     first: int = 5
     promised: int = 10
     counted: int = 2
-    unequal: tuple[int, int] = (5, 2)
-    equal: tuple[int, int] = (15, 1)
+    starts: int = 5
+    rounds: int = 2
+    pairs: int = 15
     anew: bool = True
     timeout: float = 180.0
 
@@ -64,8 +67,9 @@ QUICK = Settings(
     first=2,
     promised=1,
     counted=1,
-    unequal=(2, 1),
-    equal=(2, 1),
+    starts=2,
+    rounds=1,
+    pairs=2,
     anew=False,
     timeout=60.0,
 )

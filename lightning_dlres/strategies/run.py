@@ -233,7 +233,7 @@ class PipelineRun:
         runtime.train_only(of_layers, outer, self._make_sync(of_layers, outer))
 
     def _which_train(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.owners]
+        return [p.requires_grad for p, stages in self.owners.items() if self.stage in stages]
 
     def _follow_schedule(self, schedule: str) -> None:
         self.plan = for_schedule(self.plan, schedule)
