@@ -273,12 +273,12 @@ class Stage:
         self._records.clear()
         self._seeds.clear()
 
-    def _seed(self, seed: int, microbatch: int, position: int) -> None:
-        seed_device(derive_seed(seed, microbatch, self._first_layer + position), self._device)
-
     def _through(self, run: range, inputs: Tree, seed: int, microbatch: int) -> Tree:
-        for position in run:
-            self._seed(seed, microbatch, position)
+        # All at once: what is called between two layers is no longer in the processor's caches.
+        first = self._first_layer
+        seeds = [derive_seed(seed, microbatch, first + position) for position in run]
+        for position, own_seed in zip(run, seeds, strict=True):
+            seed_device(own_seed, self._device)
             inputs = self._layers[position](inputs)
         return inputs
 

@@ -102,7 +102,9 @@ class TrainingStep:
         if runtime.is_first:
             parts = cut(whole, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
-        with self.buffer.lent(self.stage.parameters):
+        # Not on the last stage: user code runs between two backwards, and may zero gradients.
+        lent = [] if runtime.is_last else self.stage.parameters
+        with self.buffer.lent(lent):
             for action in build_schedule(
                 self.schedule,
                 plan.stages,

@@ -134,6 +134,32 @@ def test_layers_may_be_frozen_and_unfrozen_in_hooks(pool: RankPool, ranks: int) 
     assert pool.run(compare_freezing, ranks) == none_in(FREEZES, ranks)
 
 
+class Zeroes(Classifier):
+    """Zeroes gradients before and after the module's call, which changes nothing in plain training:
+    the backward comes later."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self.zero_grad()
+        return loss
+
+
+ZEROES = {schedule: Case(Zeroes, schedule, schedule) for schedule in ("gpipe", "1f1b")}
+
+
+def compare_zeroing(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, ZEROES)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_may_zero_gradients(pool: RankPool, ranks: int) -> None:
+    assert pool.run(compare_zeroing, ranks) == none_in(ZEROES, ranks)
+
+
 class Uses(Callback):
     """Uses weights of all layers in a hook, where no step is under way."""
 
