@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from benchmarks.command import Figures, conclude_on_testbed, flags
 from benchmarks.hetero_pipeline_matrix import matrix
@@ -39,6 +41,7 @@ from benchmarks.report import at_least, at_most, table
 from benchmarks.testbed import Host, Testbed
 
 NAME = "hetero_pipeline"
+T = TypeVar("T")
 UNEQUAL, EQUAL = (0.8, 0.2), (0.8, 0.8)
 _FAR_OFF = 1.5
 
@@ -74,8 +77,9 @@ def on_unequal(starters: Starters, settings: Settings) -> Figures:
         swept, threads = sweep(hosts, plan, settings)
     even = Setting("even", even_split(plan), (0, 1), count, threads)
     same = Setting("same", plan.split, plan.ranks, count, threads)
-    times = (settings.starts, settings.rounds)
-    starts = in_turns(starters, UNEQUAL, plan, (even, same), times, settings)
+    starts = in_turns(
+        starters, UNEQUAL, plan, (even, same), settings, settings.starts, settings.rounds
+    )
     step, evens, sames = medians(starts)
     over_even, over_same = ratios(starts, 1), ratios(starts, 2)
     bound, noise = bound_on_ratio(UNEQUAL, count), noise_of(over_same)
@@ -119,13 +123,13 @@ def on_equal(starters: Starters, settings: Settings) -> Figures:
     with starters.on(EQUAL) as hosts:
         plan, promised = planned(hosts, count, settings)
     even = Setting("even", even_split(plan), (0, 1), count, 1)
-    starts = in_turns(starters, EQUAL, plan, (even,), (settings.pairs, 1), settings)
+    starts = in_turns(starters, EQUAL, plan, (even,), settings, settings.pairs)
     step, evens = medians(starts)
     over_even = ratios(starts, 1)
     print(
         f"step: ours {step:.3f} s, the peer's {evens:.3f} s\n"
         f"ours over the peer: {middle(over_even):.3f} +- {noise_of(over_even):.3f}, "
-        f"{sum(map(len, starts))} pairs, {len(starts)} starts: {shown_ratios(over_even)}",
+        f"{len(starts)} pairs, each of a start of its own: {shown_ratios(over_even)}",
         flush=True,
     )
     checks = {"equal devices, over the peer": at_least(middle(over_even), 0.97)}
@@ -183,23 +187,26 @@ def in_turns(
     shares: Sequence[float],
     plan: Plan,
     tried: Sequence[Setting],
-    times: tuple[int, int],
     settings: Settings,
+    count: int,
+    turns: int = 1,
 ) -> list[list[list[float]]]:
     """Return the mean step of every turn of every start: ours, then the peer's under each setting.
 
     Args:
-        times: how often both sides are started, and the turns of each start.
+        count: how often both sides are started.
+        turns: of each start.
     """
-    starts, (count, turns) = [], times
+    starts = []
     for number in range(count):
         with starters.on(shares) as hosts:
             ours, peer = Ours(hosts, 2, settings), Peer(hosts, 2, settings)
             ours.start(settings.microbatches, settings.turns(turns), plan.json)
-            ours.turn()
             for setting in tried:
                 peer.make(setting)
-                peer.run(setting, settings.first)
+            first_steps = [ours.turn, *(partial(peer.run, s, settings.first) for s in tried)]
+            for run in _order(first_steps, number):
+                run()
             rows = [one_turn(ours, peer, tried, number + turn, settings) for turn in range(turns)]
             ours.end()
             require_same_losses(ours.losses, *(peer.losses[setting] for setting in tried))
@@ -214,12 +221,16 @@ def one_turn(
 ) -> list[float]:
     """Return the mean step of ours, then of the peer's under each setting."""
     row = [0.0] * (1 + len(tried))
-    # Who goes first changes, so that a drift of the machine favours nobody.
-    for place in range(len(row)) if number % 2 == 0 else reversed(range(len(row))):
+    for place in _order(range(len(row)), number):
         seconds = peer.run(tried[place - 1], 1 + settings.counted) if place else ours.turn()
         # Nothing is under way when a turn begins, which its first step pays for.
         row[place] = statistics.fmean(seconds[1:])
     return row
+
+
+def _order(sides: Sequence[T], number: int) -> Iterable[T]:
+    """Who goes first changes, so that a drift of the machine favours nobody."""
+    return sides if number % 2 == 0 else reversed(sides)
 
 
 def sweep(hosts: Preloaded, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
@@ -285,7 +296,8 @@ def bound_on_ratio(shares: Sequence[float], microbatches: int) -> float:
 
 def noise_of(found: Sequence[Sequence[float]]) -> float:
     """Return an estimate of the median's standard error from the starts' medians, as turns of one
-    start are alike: 1.2533 times a mean's. From five starts it is off by a third itself."""
+    start are alike: 1.2533 times a mean's. It is off by a third itself from five starts, by a fifth
+    from fifteen."""
     of_starts = [statistics.median(turns) for turns in found]
     return 1.2533 * statistics.stdev(of_starts) / math.sqrt(len(of_starts))
 

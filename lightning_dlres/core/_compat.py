@@ -35,20 +35,21 @@ def hooks_suspended(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             hooks.update(entries)
 
 
-def numpy_draws_noticed() -> Callable[[], bool]:
-    """Return a function that says whether NumPy's global generator may have been drawn from since.
+def numpy_draws_noticed(state: Any) -> Callable[[], bool]:
+    """Return a function that says whether NumPy's global generator may be in another state than
+    `state`, what `np.random.get_state()` returned.
 
-    Asking for its state or setting it takes 0.1 ms, since every word becomes an object. The address
-    of its memory is public, what lies there is not, so that is compared with the state first. Where
-    it is unlike, or a draw may leave it as it was (the second of two normal numbers), the function
-    always says yes.
+    Asking for the state again or setting it takes 0.1 ms, since every word becomes an object. The
+    address of the generator's memory is public, what lies there is not, so that is compared with
+    the state first. Where it is unlike, or a draw may leave it as it was (the second of two normal
+    numbers), the function always says yes.
     """
     # NumPy's own type hints lack it.
     current = cast(Any, np.random).get_bit_generator
     generator = current()
     if type(generator) is not np.random.MT19937:
         return lambda: True
-    _, keys, position, has_gauss, _ = cast(Any, np.random.get_state())
+    _, keys, position, has_gauss, _ = state
     expected = keys.astype(np.uint32).tobytes() + np.int32(position).tobytes()
     address = generator.ctypes.state_address
     if has_gauss or ctypes.string_at(address, len(expected)) != expected:

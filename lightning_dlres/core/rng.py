@@ -61,7 +61,7 @@ def held(device: torch.device | None = None) -> Callable[[], None]:
     """Return a function that puts the generators of `snapshot` back to their state of now, as often
     as it is called."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    numpy_was_drawn_from = numpy_draws_noticed()
+    numpy_was_drawn_from = numpy_draws_noticed(numpy)
     cuda = torch.cuda.get_rng_state(device) if device and device.type == "cuda" else None
 
     def put_back() -> None:

@@ -70,7 +70,6 @@ class GradientBuffer:
         self._sums: dict[int, Tensor] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self._ours: set[int] = set()
-        self._grad_before: dict[int, Tensor | None] = {}
         self._new_memory: set[int] = set()
 
     @property
@@ -81,28 +80,20 @@ class GradientBuffer:
     @contextmanager
     def lent(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside of it, the sums are the parameters' `.grad`, so that autograd adds to them as soon
-        as it has a gradient, one at a time; what `.grad` was comes back afterwards.
-
-        Whoever runs many backwards does so within one loan: then each of them only looks for new
-        sums, and `.grad` of hundreds of parameters does not change hands every time."""
-        new = [parameter for parameter in parameters if id(parameter) not in self._grad_before]
-        for parameter in new:
-            self._grad_before[id(parameter)] = parameter.grad
-            parameter.grad = self._sums.get(id(parameter))
+        as it has a gradient, one at a time; what `.grad` was comes back afterwards."""
+        before = [parameter.grad for parameter in parameters]
+        sums = [self._sums.get(id(parameter)) for parameter in parameters]
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = total
         try:
             yield
         finally:
-            self._collect(parameters)
-            for parameter in new:
-                parameter.grad = self._grad_before.pop(id(parameter))
-
-    def _collect(self, parameters: Sequence[nn.Parameter]) -> None:
-        sums = self._sums
-        for parameter in parameters:
-            found = parameter.grad
-            if found is not None and found is not sums.get(id(parameter)):
-                self.put(parameter, found)
-                self._ours.add(id(parameter))
+            for parameter, total, gradient in zip(parameters, sums, before, strict=True):
+                found = parameter.grad
+                if found is not None and found is not total:
+                    self.put(parameter, found)
+                    self._ours.add(id(parameter))
+                parameter.grad = gradient
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the parameter's sum."""
@@ -120,17 +111,11 @@ class GradientBuffer:
         """Make this tensor the parameter's sum."""
         self._sums[id(parameter)], self._parameters[id(parameter)] = total, parameter
         self._new_memory.add(memory_of(total))
-        self._show(parameter, total)
 
     def pop(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter's sum, if there is one, and forget it."""
         self._ours.discard(id(parameter))
-        self._show(parameter, None)
         return self._sums.pop(id(parameter), None)
-
-    def _show(self, parameter: nn.Parameter, total: Tensor | None) -> None:
-        if id(parameter) in self._grad_before:
-            parameter.grad = total
 
     def take_new_memory(self) -> set[int]:
         """Return where the sums lie that have become other tensors since the last call."""

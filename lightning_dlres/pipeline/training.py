@@ -102,18 +102,15 @@ class TrainingStep:
         if runtime.is_first:
             parts = cut(whole, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
-        # Not on the last stage: user code runs between two backwards, and may zero gradients.
-        lent = [] if runtime.is_last else self.stage.parameters
-        with self.buffer.lent(lent):
-            for action in build_schedule(
-                self.schedule,
-                plan.stages,
-                runtime.stage_index,
-                len(self.own),
-                self.stage.recomputes,
-                plan.extra_in_flight,
-            ):
-                self.perform(action)
+        for action in build_schedule(
+            self.schedule,
+            plan.stages,
+            runtime.stage_index,
+            len(self.own),
+            self.stage.recomputes,
+            plan.extra_in_flight,
+        ):
+            self.perform(action)
         self.backward_into_step()
         self.sync.finish(self.buffer)
         runtime.buffers.run()
@@ -193,10 +190,10 @@ class TrainingStep:
         wanted = [leaf for part in leaves for leaf in part if leaf.requires_grad]
         results: Iterator[Tensor | None] = iter([None] * len(wanted))
         if loss.requires_grad and (wanted or outer):
-            # The gradient of scale * loss, which need not be computed for that.
-            found = torch.autograd.grad(
-                loss, [*wanted, *outer], torch.full_like(loss, scale), allow_unused=True
-            )
+            # The gradient of scale * loss, which need not be computed for that. In half precision
+            # the scale may be infinite, as that gradient would be: a product is, `full` raises.
+            start = torch.ones_like(loss).mul_(scale)
+            found = torch.autograd.grad(loss, [*wanted, *outer], start, allow_unused=True)
             results = iter(found)
             for parameter, gradient in zip(outer, found[len(wanted) :], strict=True):
                 if gradient is not None:
