@@ -93,24 +93,43 @@ class Workload:
         """Return the kind of device of a stage."""
         return self.cluster.devices[self.machines[machine][stage]].kind
 
+    def forward_seconds(self, index: int, kind: int) -> float:
+        """Return the seconds of a layer forward. With several machines every layer is a run of its
+        own, so that its gradients can leave early."""
+        return self.layers[index].forward[kind] + self._border(kind) / 2
+
+    def backward_seconds(self, index: int, kind: int) -> float:
+        """Return the seconds of a layer backward."""
+        return self.layers[index].backward[kind] + self._border(kind) / 2
+
+    def recompute_seconds(self, index: int, kind: int) -> float:
+        """Return what it takes to recompute a layer: that makes it a run of its own, too."""
+        alone = _of(self.step.border, kind)
+        return self.layers[index].forward[kind] + alone
+
+    def _border(self, kind: int) -> float:
+        return _of(self.step.border, kind) if len(self.machines) > 1 else 0.0
+
     def stage_cost(
         self, machine: int, stage: int, layers: range, recomputed: Collection[int]
     ) -> StageCost:
         """Return what a stage costs that holds these layers and recomputes some of them."""
         kind = self.kind(machine, stage)
-        held = [self.layers[index] for index in layers]
-        again = [self.layers[index] for index in layers if index in recomputed]
         messages = (stage > 0) + (stage < self.stages - 1)
         message = messages * _of(self.step.message, kind)
         last = stage == self.stages - 1
         whole = self.microbatches if self.schedule == "gpipe" else 1
         return StageCost(
             seconds={
-                Work.FORWARD: message + math.fsum(layer.forward[kind] for layer in held),
+                Work.FORWARD: message + math.fsum(self.forward_seconds(i, kind) for i in layers),
                 Work.LOSS: _of(self.step.loss, kind) * whole if last else 0.0,
-                Work.RECOMPUTE: math.fsum(layer.forward[kind] for layer in again),
-                Work.BACKWARD: message + math.fsum(layer.backward[kind] for layer in held),
-                Work.ACTIVATION: self._transfer(machine, stage, 1, held[-1].output_bytes),
+                Work.RECOMPUTE: math.fsum(
+                    self.recompute_seconds(i, kind) for i in layers if i in recomputed
+                ),
+                Work.BACKWARD: message + math.fsum(self.backward_seconds(i, kind) for i in layers),
+                Work.ACTIVATION: self._transfer(
+                    machine, stage, 1, self.layers[layers[-1]].output_bytes
+                ),
                 Work.GRADIENT: self._gradient_transfer(machine, stage, layers.start),
             },
             tail=self.tail(machine, stage, layers),
@@ -129,10 +148,10 @@ class Workload:
         if len(self.machines) == 1:
             return 0.0
         kind, before_end, end, pending = self.kind(machine, stage), 0.0, -math.inf, 0
-        before_end = math.fsum(self.layers[index].backward[kind] for index in layers)
+        before_end = math.fsum(self.backward_seconds(index, kind) for index in layers)
         for index in reversed(layers):
             layer = self.layers[index]
-            before_end -= layer.backward[kind]
+            before_end -= self.backward_seconds(index, kind)
             pending += layer.gradient_bytes
             if pending >= BUCKET_BYTES or (index == layers.start and pending):
                 end = max(end, -before_end) + self.sync_seconds(stage, pending)

@@ -60,18 +60,18 @@ class Footprint:
         """Return seconds for one micro-batch that no recomputation within the limit falls short of:
         those of the cheapest layers per byte, the last of them in part."""
         workload, kind = self.workload, self.workload.kind(machine, stage)
-        forward = [layer.forward[kind] for layer in workload.layers]
+        again = [workload.recompute_seconds(index, kind) for index in range(self._count)]
         limit = workload.limit(stage)
         if workload.recompute == "always":
-            return _sums(np.array(forward))
+            return _sums(np.array(again))
         found = np.zeros((self._count + 1, self._count + 1))
         if workload.recompute == "never" or limit is None:
             return found
         need = np.maximum(self.whole(stage) - limit, 0).astype(np.float64)
         inner, last = self._freed(stage)
         choices = [
-            *((forward[i] / size, i, slice(i + 2, None), size) for i, size in _positive(inner)),
-            *((forward[i] / size, i, slice(i + 1, i + 2), size) for i, size in _positive(last)),
+            *((again[i] / size, i, slice(i + 2, None), size) for i, size in _positive(inner)),
+            *((again[i] / size, i, slice(i + 1, i + 2), size) for i, size in _positive(last)),
         ]
         for each, index, stops, size in sorted(choices, key=lambda choice: choice[0]):
             part = np.minimum(need[: index + 1, stops], size)

@@ -4,8 +4,10 @@ bytes in, out, kept, and needed for a moment.
 Layers are run one by one on copies, by the very code that runs them in training, so that weights,
 buffers and random state stay as they were, and no device needs room for more than one layer; of one
 for which there is no room either, the sizes are found without running it. Layers that are alike are
-measured once: on several copies in turn if they are small, since a single one would find its
-weights in the cache, and those of a whole stage are not there."""
+measured once: on several copies if they are small, since a single one would find its weights in the
+cache, and those of a whole stage are not there. Copies that fit behind each other are measured as
+one run of a stage, and each as a run of its own: the difference is what a border between two runs
+costs."""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
-from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.core.tree import Tree, flatten, map_tensors, tensors_of
 from lightning_dlres.pipeline.caches import COLD_BYTES
 from lightning_dlres.pipeline.layer_sizes import (
     Bind,
@@ -50,11 +52,13 @@ _AMPLE = 32
 @dataclass(frozen=True)
 class LayerMeasurement:
     """One layer on one device, under one micro-batch. The seconds are NaN where there is no room
-    for the layer."""
+    for the layer. `border` is what it takes longer, forward and backward, as a run of its own; None
+    where it was not run otherwise."""
 
     forward: float
     backward: float
     sizes: Sizes
+    border: float | None = None
 
 
 def measure_layers(
@@ -107,8 +111,7 @@ def measure_layers(
             copies = max(min(order.count(kind), COLD_BYTES // max(kind.held_bytes, 1)), 1)
             share = seconds * order.count(kind) / len(modules)
             try:
-                runners = [_Runner(kind.call) for _ in range(copies)]
-                kind.forward, kind.backward = _time(runners, clock, repeats, share)
+                _time(kind, copies, clock, repeats, share)
             except RuntimeError as error:
                 if not _is_lack_of_memory(error):
                     raise
@@ -134,9 +137,21 @@ class _Kind:
     held_bytes: int = 0
     forward: float = math.nan
     backward: float = math.nan
+    border: float | None = None
+
+    @property
+    def fits_behind_itself(self) -> bool:
+        """Whether the layer can be called with what it returns."""
+        given, returned = (
+            (structure, [(t.shape, t.dtype, t.requires_grad) for t in tensors])
+            for structure, tensors in map(flatten, (self.call.inputs, self.output))
+        )
+        # Numbers that are no floats mean something: another layer's need not be valid here.
+        return given == returned and all(t.is_floating_point() for t in tensors_of(self.output))
 
     def measurement(self, pace: float) -> LayerMeasurement:
-        return LayerMeasurement(self.forward * pace, self.backward * pace, self.sizes)
+        border = None if self.border is None else self.border * pace
+        return LayerMeasurement(self.forward * pace, self.backward * pace, self.sizes, border)
 
 
 def _sized(call: LayerCall, limit: int | None) -> _Kind:
@@ -202,14 +217,15 @@ class Clock:
 
 
 class _Runner:
-    """Runs one layer forward and backward, as a stage does."""
+    """Runs a copy of a layer forward and backward, or several one behind the other, as a stage
+    does."""
 
-    def __init__(self, call: LayerCall) -> None:
-        replica = _replica(call.module, call.device)
-        parameters = [p for p in replica.parameters() if p.requires_grad]
-        bound = call.bind(call.index, replica)
-        self._stage = Stage([bound], [parameters], call.index, call.device, call.context)
-        self._held = [*replica.parameters(), *replica.buffers()]
+    def __init__(self, call: LayerCall, copies: Sequence[nn.Module] | None = None) -> None:
+        copies = copies or [_replica(call.module, call.device)]
+        parameters = [[p for p in each.parameters() if p.requires_grad] for each in copies]
+        bound = [call.bind(call.index, each) for each in copies]
+        self._stage = Stage(bound, parameters, call.index, call.device, call.context)
+        self._held = [t for each in copies for t in (*each.parameters(), *each.buffers())]
         self._inputs = call.inputs
         self._buffer = GradientBuffer()
 
@@ -265,11 +281,25 @@ class _Load:
             self._runner.backward(clock)
 
 
-def _time(
+def _time(kind: _Kind, copies: int, clock: Clock, repeats: int, seconds: float) -> None:
+    """Measure a kind of layer on so many copies: as one run, as in a stage, if they fit behind each
+    other; then each as a run of its own."""
+    replicas = [_replica(kind.call.module, kind.call.device) for _ in range(copies)]
+    alone = [_Runner(kind.call, [replica]) for replica in replicas]
+    if copies == 1 or not kind.fits_behind_itself:
+        kind.forward, kind.backward = _rounds(alone, clock, repeats, seconds)
+        return
+    run = [_Runner(kind.call, replicas)]
+    forward, backward = _rounds(run, clock, repeats, seconds / 2)
+    kind.forward, kind.backward = forward / copies, backward / copies
+    kind.border = sum(_rounds(alone, clock, repeats, seconds / 2)) - kind.forward - kind.backward
+
+
+def _rounds(
     runners: Sequence[_Runner], clock: Clock, repeats: int, seconds: float
 ) -> tuple[float, float]:
-    """Return the mean seconds forward and backward of copies that run one after the other, first
-    all forward and then all backward, as the layers of a stage do."""
+    """Return the mean seconds forward and backward of what runs one after the other, first all
+    forward and then all backward, as the layers of a stage do."""
 
     def turn(counting: Clock) -> tuple[list[float], list[float]]:
         there = [runner.forward(counting) for runner in runners]

@@ -139,7 +139,9 @@ class Segments:
             return [usual]
         layers = range(first, stop)
         freed, need = self._freed(stage, layers)
-        seconds = [[self.workload.layers[i].forward[k] for i in layers] for k in self._kinds(stage)]
+        seconds = [
+            [self.workload.recompute_seconds(i, k) for i in layers] for k in self._kinds(stage)
+        ]
         covers = [tuple(first + i for i in x) for x in cheapest_covers(seconds, freed, need)]
         return [
             self._make(stage, first, stop, x) for x in dict.fromkeys([usual.recomputed, *covers])
@@ -192,7 +194,7 @@ class Segments:
             return None
         freed, need = self._freed(stage, layers)
         kinds = self._kinds(stage)
-        seconds = [max(workload.layers[index].forward[kind] for kind in kinds) for index in layers]
+        seconds = [max(workload.recompute_seconds(i, kind) for kind in kinds) for i in layers]
         chosen = cheapest_cover(seconds, freed, need)
         return tuple(layers.start + position for position in chosen) if chosen is not None else None
 
@@ -242,8 +244,8 @@ class Segments:
         messages = (stage > 0) + (stage < workload.stages - 1)
         message = messages * workload.step.message[kind] if workload.step.message else 0.0
         for times in (
-            [layer.forward[kind] for layer in workload.layers],
-            [layer.backward[kind] for layer in workload.layers],
+            [workload.forward_seconds(index, kind) for index in range(self.count)],
+            [workload.backward_seconds(index, kind) for index in range(self.count)],
         ):
             prefix = np.concatenate([[0.0], np.cumsum(times)])
             sums.append(prefix[None, :] - prefix[:, None] + message)

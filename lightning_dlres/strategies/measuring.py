@@ -38,6 +38,7 @@ class DeviceMeasurement:
         loss: seconds of the loss of one micro-batch, forward and backward.
         loss_bytes: what it needs for a moment.
         update: seconds that the optimizer takes for a byte of a gradient.
+        border: seconds that a layer takes longer if it is a run of its own, forward and backward.
         pace: by how much time on the wall exceeds that of the processor.
     """
 
@@ -45,6 +46,7 @@ class DeviceMeasurement:
     loss: float
     loss_bytes: int
     update: float
+    border: float
     pace: float
 
 
@@ -92,11 +94,14 @@ def measure(
         (update_seconds(each, weights, clock, config.repeats, caches) for each in optimizers),
         default=0.0,
     )
+    borders = [layer.border for layers in runs for layer in layers if layer.border is not None]
     found = DeviceMeasurement(
         [_mean(list(alike)) for alike in zip(*runs, strict=True)],
         statistics.fmean(seconds for seconds, _ in losses) * pace * slowdown,
         max(nbytes for _, nbytes in losses),
         update * pace,
+        # Where two times differ by less than their noise.
+        max(statistics.fmean(borders), 0.0) if borders else 0.0,
         pace,
     )
     return found, again
@@ -117,6 +122,7 @@ def typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
         statistics.median(found.loss for found in rounds),
         max(found.loss_bytes for found in rounds),
         statistics.median(found.update for found in rounds),
+        statistics.median(found.border for found in rounds),
         statistics.median(found.pace for found in rounds),
     )
 

@@ -123,8 +123,10 @@ class Profiler:
         of_kinds = times_of_kinds(kinds, times)
         powers = powers_of(of_kinds)
         links, message = self._probe([rank.host for rank in ranks], mine, caches)
-        others = times_of_kinds(kinds, connection.gather([mine.loss, mine.update, message]))
-        losses, updates, messages = (tuple(column) for column in zip(*others, strict=True))
+        others = times_of_kinds(
+            kinds, connection.gather([mine.loss, mine.update, message, mine.border])
+        )
+        losses, updates, messages, borders = (tuple(column) for column in zip(*others, strict=True))
         cluster = Cluster(
             kinds=tuple(_kind_names(kinds, [rank.name for rank in ranks], powers)),
             devices=tuple(
@@ -138,6 +140,7 @@ class Profiler:
             loss=losses,
             loss_bytes=mine.loss_bytes,
             message=messages,
+            border=borders,
             update=updates,
             state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
             update_bytes_per_byte=moment.of_all,

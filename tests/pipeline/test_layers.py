@@ -21,6 +21,16 @@ from tests.pipeline import pace
 CPU = torch.device("cpu")
 
 
+class Wraps(nn.Linear):
+    """Returns what it computes in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return [super().forward(x)]
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -102,10 +112,40 @@ def test_layers_that_are_alike_are_measured_once() -> None:
 
     found = measure([Counted(4, 4, bias=i == 3) for i in range(4)], torch.randn(2, 4), repeats=2)
     # The first gets an input without gradient; the next two are alike; the last has a bias. Each
-    # runs once for its sizes, once to warm up and twice to be timed; of two that are alike, there
-    # are two copies, which need one run each.
-    assert len(runs) == 2 * (1 + 1 + 2) + (1 + 2 + 2)
+    # runs once for its sizes, once to warm up and twice to be timed. Of two that are alike there
+    # are two copies: one behind the other, and then each for itself, where one run each is enough.
+    assert len(runs) == 2 * (1 + 1 + 2) + (1 + 2 * (1 + 2) + 2 * (1 + 1))
     assert found[1] == found[2]
+
+
+def test_copies_that_fit_behind_each_other_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    made = layers._Runner.__init__
+
+    def noting(self: Any, call: Any, copies: Any = None) -> None:
+        runs.append(len(copies or [0]))
+        made(self, call, copies)
+
+    monkeypatch.setattr(layers._Runner, "__init__", noting)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    found = measure([nn.Linear(2, 4), *blocks, nn.Linear(4, 1)], torch.ones(2, 2), repeats=2)
+    assert runs.count(3) == 1
+    assert [layer.border is not None for layer in found] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["another shape", "another structure", "indices"])
+def test_what_does_not_fit_behind_itself_is_run_alone(kind: str) -> None:
+    modules: dict[str, tuple[nn.Module, Any]] = {
+        "another shape": (nn.Linear(4, 2), torch.ones(2, 4)),
+        "another structure": (Wraps(), torch.ones(2, 4)),
+        "indices": (nn.Identity(), torch.arange(4)),
+    }
+    module, inputs = modules[kind]
+    call = layers.LayerCall(module, lambda _, m: m, 0, inputs, CPU, nullcontext)
+    timed = layers._sized(call, None)
+    layers._time(timed, 2, layers.Clock(CPU), 1, 0.0)
+    assert timed.border is None
+    assert timed.forward > 0
 
 
 def test_large_layers_are_not_copied_often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,17 @@ class TestOneMachine:
         # 3 of forward, 6 of backward, 4 messages at both ends, and the optimizer.
         assert found.step_seconds == 9 + 8 * 0.25 + 3
 
+    def test_what_a_run_of_its_own_takes_longer(self) -> None:
+        layers, step = plain_layers([1.0] * 4), StepProfile(border=(0.5,))
+        machines = ((0, 1),), ((0, 1), (2, 3))
+        one, two = (Workload(layers, step, plain_cluster(4), m, "1f1b", 1) for m in machines)
+        costs = one.stage_cost(0, 0, range(2), {1}).seconds
+        assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2, 4)
+        assert costs[Work.RECOMPUTE] == 1.5
+        # With several machines every layer is one.
+        costs = two.stage_cost(0, 0, range(2), ()).seconds
+        assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2.5, 4.5)
+
     def test_recomputing_hides_in_idle_time(self) -> None:
         layers = plain_layers([1.0, 1.0])
         plain, again = (simulate(pipeline(layers, 2), [1, 1], which) for which in ((), (0,)))
