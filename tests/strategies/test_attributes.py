@@ -105,3 +105,17 @@ def test_lists_stay_the_same_objects() -> None:
     attributes.apply(changes)
     assert alias is module.outputs
     assert len(alias) == 1
+
+
+def test_what_a_run_deletes_or_adds_is_undone_before_the_next() -> None:
+    module: Any = Counts(True)
+    module.best, module.last = None, 3
+    attributes = PlainAttributes(module)
+    base = attributes.snapshot()
+    for _ in range(2):
+        attributes.lend(base)
+        del module.best, module.last
+        module.added = 1
+        attributes.restore(base)
+        assert (module.best, module.last) == (None, 3)
+        assert not hasattr(module, "added")

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dlres import UnsupportedStepError
+from lightning_dlres.strategies.capture import find_pipelined_module
+from lightning_dlres.strategies.outer_buffers import OuterBuffers
 from tests.parity.harness import relative
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import (
@@ -108,6 +110,22 @@ def test_1f1b_refuses_them_by_name(pool: RankPool) -> None:
     for messages in pool.run(fit_with_1f1b, 2):
         for message, name in zip(messages, ("after.", "centre", "centre"), strict=True):
             assert f"changes the buffer '{name}" in message
+
+
+def test_what_a_run_does_to_buffers_is_undone_before_the_next() -> None:
+    model: Any = Centre()
+    buffers = OuterBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
+    before = buffers.snapshot()
+    for _ in range(2):
+        buffers.lend(before)
+        model.register_buffer("added", torch.ones(2))
+        model.centre += 1
+        assert model.centre_too is not model.centre
+        assert sorted(buffers.changes_since(before)) == ["added", "centre"]
+        buffers.restore(before)
+        assert model.centre is before["centre"]
+        assert float(model.centre.sum()) == 0.0
+        assert model.added is None
 
 
 def save_in_mid_run(context: RankContext, path: str) -> dict[str, Tensor]:
