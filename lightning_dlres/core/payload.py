@@ -139,10 +139,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ProtocolError(f"A tensor of layout {tensor.layout} cannot be sent; send it dense.")
-    data = tensor.detach()
-    if data.is_conj() or data.is_neg() or not data.is_contiguous():
-        data = data.resolve_conj().resolve_neg().contiguous()
-    if not (count := data.numel()):
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not data.numel():
         return torch.empty(0, dtype=torch.uint8)
     # One element counts as contiguous at any stride, but can be seen as bytes at stride 1 only.
-    return data.as_strided((count,), (1,)).view(torch.uint8)
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)

@@ -102,11 +102,6 @@ def seed_device(seed: int, device: torch.device) -> None:
 def forked(device: torch.device) -> Iterator[None]:
     """Leave torch's generators (CPU and, where given, the CUDA device's) afterwards as they were
     before."""
-    cpu = torch.random.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
         yield
-    finally:
-        torch.random.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)

@@ -104,8 +104,7 @@ class Workload:
 
     def recompute_seconds(self, index: int, kind: int) -> float:
         """Return what it takes to recompute a layer: that makes it a run of its own, too."""
-        alone = _of(self.step.border, kind)
-        return self.layers[index].forward[kind] + alone
+        return self.layers[index].forward[kind] + _of(self.step.border, kind)
 
     def _border(self, kind: int) -> float:
         return _of(self.step.border, kind) if len(self.machines) > 1 else 0.0
