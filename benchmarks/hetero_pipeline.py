@@ -1,7 +1,7 @@
 """`dlres_hetero_pipe` beside torch.distributed.pipelining, on hosts of unlike speed.
 
     python -m benchmarks.hetero_pipeline            the comparison, about 30 minutes
-    python -m benchmarks.hetero_pipeline --matrix   how good predictions are, about 8 minutes
+    python -m benchmarks.hetero_pipeline --matrix   how good predictions are, about 12 minutes
 
 Both sides train the same model on the same hosts and take turns of a few steps, so that whatever
 else the machine does hits both; figures are medians over neighbouring turns. Both are started anew

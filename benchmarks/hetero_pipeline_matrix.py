@@ -40,7 +40,7 @@ def matrix(settings: Settings) -> Figures:
 
 def _measure(ours: Ours, count: int, settings: Settings) -> dict[str, Any]:
     """Train for a few steps; return the step as predicted and as measured."""
-    plan = ours.start(count, [settings.first + 1 + settings.counted])
+    plan = ours.start(count, [settings.first + settings.promised])
     measured = statistics.median(ours.turn()[settings.first :])
     ours.end()
     return {

@@ -31,7 +31,7 @@ class ProfileConfig:
         microbatch: Number of samples that are run at once; "auto": as many as in training.
         repeats: Least number of runs of every layer.
         seconds: Least time over which the layers are measured on every rank. A throttled processor
-            shows its sustained speed only over a while.
+            shows its sustained speed only over a while, and so does one that others use, too.
 
     Raises:
         ConfigError: a number is not positive.
@@ -41,7 +41,7 @@ class ProfileConfig:
     batch: int | Literal["auto"] = "auto"
     microbatch: int | Literal["auto"] = "auto"
     repeats: int = 5
-    seconds: float = 1.0
+    seconds: float = 3.0
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch", "microbatch"):
