@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 
 
@@ -130,3 +131,29 @@ def without_subclasses() -> AbstractContextManager[Any]:
     """Inside of it, tensors of all classes are taken for plain ones; torch's own subclasses use
     this, and it has no public name."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+class Version:
+    """Sees whether a tensor is changed in place from now on, through any of its views, and holds
+    none of its memory unless it is sparse.
+
+    Autograd checks that itself, but not where hooks take what it saves. Its counter has no public
+    name, and a tensor whose data was replaced still shares it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._witness = tensor.detach()
+        if tensor.layout is torch.strided:
+            self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.saved = self._witness._version
+
+    @property
+    def now(self) -> int:
+        """Return how often the tensor was changed; `saved` is what it was at the start."""
+        return self._witness._version
+
+
+def storage_reference(tensor: Tensor) -> StorageWeakRef:
+    """Return what compares equal for tensors that share their memory, does not keep it alive, and
+    belongs to no later memory at the same address while it is held. torch has this for handing
+    tensors to other processes only."""
+    return StorageWeakRef(tensor.untyped_storage())

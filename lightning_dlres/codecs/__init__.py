@@ -1,0 +1,7 @@
+"""Codecs: one algorithm per file, registered by name."""
+
+from lightning_dlres.codecs.base import Codec, Encoded, codec, decode, names, register
+from lightning_dlres.codecs.raw import Raw
+from lightning_dlres.codecs.zvc import ZeroValue
+
+__all__ = ["Codec", "Encoded", "Raw", "ZeroValue", "codec", "decode", "names", "register"]

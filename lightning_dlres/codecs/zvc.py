@@ -1,0 +1,71 @@
+"""Zero-value compression (Method D, D5): a mask of the elements that are not zero, and these.
+
+Of elements of b bits, of which a part d is not zero, d + 1/b of the bytes remain: a half of what a
+ReLU leaves, more than all of dense data, which therefore goes raw.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.codecs.base import Codec, Encoded, register
+from lightning_dlres.codecs.layout import dense_bytes
+from lightning_dlres.codecs.raw import copied, target_of
+from lightning_dlres.kernels import zvc
+
+# Of the bytes: what does not save a tenth costs more time than it saves.
+_WORTH = 0.9
+
+
+@register
+class ZeroValue(Codec):
+    """Keeps what is not zero, bit for bit: NaN, -0.0, infinities and denormal numbers too.
+
+    Elements of 8 bytes or more, and data of which a sample shows few zeros, go raw.
+    """
+
+    name = "zvc"
+    is_lossless = True
+
+    def bound(self, tensor: Tensor) -> int:
+        return zvc.bound(tensor.numel(), tensor.element_size())
+
+    def encode(
+        self, tensor: Tensor, out: Tensor | None = None, density: float | None = None
+    ) -> Encoded:
+        """See `Codec.encode`.
+
+        Args:
+            density: which part of the elements is not zero, if that is known: on a GPU the stream
+                is waited for where it is not.
+        """
+        width = tensor.element_size()
+        source, stride = dense_bytes(tensor)
+        if width not in zvc.WIDTHS or not pays(
+            zvc.density(source, width) if density is None else density, width
+        ):
+            return copied(tensor, source, stride, out)
+        data = out
+        if data is None:
+            data = torch.empty(self.bound(tensor), dtype=torch.uint8, device=tensor.device)
+        used = zvc.encode(source, width, data)
+        if isinstance(used, int):
+            if used >= source.numel():
+                # The sample has promised too much.
+                return copied(tensor, source, stride, out)
+            if out is None:
+                # A part of a tensor would hold all of its memory.
+                data = data[:used].clone()
+        return Encoded(self.name, tensor.dtype, tensor.shape, stride, data, used)
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        result, target = target_of(encoded, out)
+        data = encoded.data if encoded.data.is_cuda else encoded.payload
+        zvc.decode(data, encoded.dtype.itemsize, target)
+        return result
+
+
+def pays(density: float, width: int) -> bool:
+    """Return whether compression is worth it for elements of so many bytes."""
+    return density + 1 / (8 * width) < _WORTH

@@ -1,0 +1,82 @@
+"""One region of memory that is cut into pieces: in the host's memory, or a file that is mapped into
+it, which counts as the file's cache and not as this process's own.
+
+Asking the system for memory once costs less than for every tensor, and shows at the start that
+there is enough.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.units import format_bytes
+
+# Of every piece: what vector instructions and pages of a GPU's copy engine like.
+ALIGNMENT = 512
+
+
+class Slab:
+    """So many bytes.
+
+    Args:
+        nbytes: size.
+        directory: where the file lies; None: in memory. The file has no name, and is gone with the
+            process, however that ends.
+
+    Raises:
+        ConfigError: the directory cannot be written to, or has too little room.
+    """
+
+    def __init__(self, nbytes: int, directory: Path | None = None) -> None:
+        self.nbytes = nbytes
+        self.data: Tensor = (
+            torch.empty(nbytes, dtype=torch.uint8)
+            if directory is None
+            else _mapped(nbytes, directory)
+        )
+
+    def piece(self, offset: int, nbytes: int) -> Tensor:
+        """Return uint8[nbytes], a view from this offset on."""
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ConfigError(
+                f"a piece of a slab: got bytes {offset} to {offset + nbytes}, expected them within "
+                f"its {self.nbytes}. Plan again."
+            )
+        return self.data[offset : offset + nbytes]
+
+
+def aligned(nbytes: int) -> int:
+    """Return what a piece of so many bytes takes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _mapped(nbytes: int, directory: Path) -> Tensor:
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="dlres-slab-", dir=directory)
+    except OSError as error:
+        raise ConfigError(
+            f"a slab in {directory}: {error.strerror}. Expected a directory that can be written to."
+        ) from error
+    try:
+        # A file with holes would end the process when the disk is full at the wrong moment.
+        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+        return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG):
+            raise
+        state = os.statvfs(directory)
+        free = format_bytes(state.f_bavail * state.f_frsize)
+        raise ConfigError(
+            f"a slab in {directory}: got {free} of free room, expected {format_bytes(nbytes)}. Try "
+            "another directory, or a larger budget."
+        ) from error
+    finally:
+        os.close(descriptor)
+        os.unlink(name)

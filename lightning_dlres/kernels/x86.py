@@ -1,0 +1,147 @@
+"""Gathering and scattering the bits of a 64-bit word (BMI2) and eight elements of 32 bits (AVX2) in
+one instruction, and words at any byte of an array: Numba has no functions for them, and without
+them zero-value compression is bound by one element for each cycle or two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_WORD, _BYTE = ir.IntType(64), ir.IntType(8)
+_EIGHT = ir.VectorType(ir.IntType(32), 8)
+_EIGHT_BITS = ir.VectorType(ir.IntType(1), 8)
+_ROW_BYTES = 32
+# Before Zen 3, AMD's processors carry these out in microcode: slower than a loop over the elements.
+_SLOW = {"bdver4", "znver1", "znver2"}
+
+
+def has_fast_bit_gather() -> bool:
+    """Return whether `gather_bits` and `scatter_bits` may be called here, and pay."""
+    # Empty on processors other than x86.
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("bmi2")) and llvm.get_host_cpu_name() not in _SLOW
+
+
+def has_avx2() -> bool:
+    """Return whether `pack_elements` and `spread_elements` may be called here."""
+    return bool(llvm.get_host_cpu_features().get("avx2"))
+
+
+def _of_two_words(name: str) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_WORD, [_WORD, _WORD])
+        return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@intrinsic
+def gather_bits(typing_context: Any, word: Any, mask: Any) -> Any:
+    """Return the bits of `word` at the places that are set in `mask`, side by side from bit 0."""
+    return _of_two_words("llvm.x86.bmi.pext.64")
+
+
+@intrinsic
+def scatter_bits(typing_context: Any, word: Any, mask: Any) -> Any:
+    """Return the lowest bits of `word`, spread over the places that are set in `mask`."""
+    return _of_two_words("llvm.x86.bmi.pdep.64")
+
+
+@intrinsic
+def count_bits(typing_context: Any, word: Any) -> Any:
+    """Return how many bits of a 64-bit word are set; on any processor."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def load_word(typing_context: Any, array: Any, offset: Any) -> Any:
+    """Return the 64-bit word at a byte offset, which need not be a multiple of 8."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_at(context, builder, signature, args, 0, 1, _WORD), align=1)
+
+    return types.uint64(array, types.int64), generate
+
+
+@intrinsic
+def store_word(typing_context: Any, array: Any, offset: Any, word: Any) -> Any:
+    """Write the 64-bit word at a byte offset, which need not be a multiple of 8."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _at(context, builder, signature, args, 0, 1, _WORD), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.uint64), generate
+
+
+@intrinsic
+def pack_elements(
+    typing_context: Any, source: Any, offset: Any, values: Any, at: Any, orders: Any
+) -> Any:
+    """Read eight elements of 32 bits at a byte offset, and write those that are not zero side by
+    side at another one, where room for eight is written to; return their mask.
+
+    Args:
+        orders: int32[256, 8]: for every mask from where each place takes its element.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def at(array: int, place: Any) -> Any:
+            return _at(context, builder, signature, args, array, place, _EIGHT)
+
+        elements = builder.load(at(0, 1), align=1)
+        is_set = builder.icmp_unsigned("!=", elements, ir.Constant(_EIGHT, [0] * 8))
+        mask = builder.zext(builder.bitcast(is_set, _BYTE), _WORD)
+        order = builder.load(at(4, builder.mul(mask, ir.Constant(_WORD, _ROW_BYTES))), align=1)
+        builder.store(_permuted(builder, elements, order), at(2, 3), align=1)
+        return mask
+
+    return types.uint64(source, types.int64, values, types.int64, orders), generate
+
+
+@intrinsic
+def spread_elements(
+    typing_context: Any, values: Any, at: Any, mask: Any, out: Any, offset: Any, orders: Any
+) -> Any:
+    """Read eight elements of 32 bits at a byte offset, and write the first of them to the places of
+    eight at another one that are set in `mask`, zeros to the others; `orders` as in
+    `pack_elements`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def at(array: int, place: Any) -> Any:
+            return _at(context, builder, signature, args, array, place, _EIGHT)
+
+        elements = builder.load(at(0, 1), align=1)
+        row = builder.mul(args[2], ir.Constant(_WORD, _ROW_BYTES))
+        spread = _permuted(builder, elements, builder.load(at(5, row), align=1))
+        is_set = builder.bitcast(builder.trunc(args[2], _BYTE), _EIGHT_BITS)
+        kept = builder.select(is_set, spread, ir.Constant(_EIGHT, [0] * 8))
+        builder.store(kept, at(3, 4), align=1)
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64, types.uint64, out, types.int64, orders), generate
+
+
+def _permuted(builder: Any, elements: Any, order: Any) -> Any:
+    kind = ir.FunctionType(_EIGHT, [_EIGHT, _EIGHT])
+    permute = builder.module.declare_intrinsic("llvm.x86.avx2.permd", fnty=kind)
+    return builder.call(permute, [elements, order])
+
+
+def _at(
+    context: Any, builder: Any, signature: Any, args: Any, array: int, place: Any, kind: Any
+) -> Any:
+    """Return a pointer of this kind to a byte of an argument that is an array; `place` is the
+    number of the argument that says which, or the value itself."""
+    made = context.make_array(signature.args[array])(context, builder, args[array])
+    offset = args[place] if isinstance(place, int) else place
+    byte = builder.gep(builder.bitcast(made.data, _BYTE.as_pointer()), [offset])
+    return builder.bitcast(byte, kind.as_pointer())

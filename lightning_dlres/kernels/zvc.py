@@ -1,0 +1,114 @@
+"""Zero-value compression (Method D, D5): a bit for every element, and the elements that are not
+zero, side by side.
+
+The bytes are the same whichever device made them: a mask of `mask_bytes(count)` bytes, in which bit
+i % 8 of byte i // 8 says whether element i has a bit that is set (so -0.0 is kept), and then these
+elements in order. The mask is as long as whole 64-bit words, which keeps the elements aligned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.errors import ConfigError, ProtocolError
+
+WIDTHS = (1, 2, 4)
+_SAMPLES, _SAMPLE_ELEMENTS = 32, 64
+
+
+def mask_bytes(count: int) -> int:
+    """Return the bytes of the mask of so many elements."""
+    return -(-count // 64) * 8
+
+
+def bound(count: int, width: int) -> int:
+    """Return the most bytes that so many elements can take, and that `encode` needs room for."""
+    return mask_bytes(count) + count * width
+
+
+def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
+    """Compress the elements of `source` into the first bytes of `out`.
+
+    Args:
+        source: uint8[count * width], contiguous.
+        width: bytes of an element: 1, 2 or 4.
+        out: uint8[at least `bound(count, width)`] on the same device, aligned to 8 bytes; what lies
+            behind the bytes that count is undefined.
+
+    Returns:
+        How many bytes count; from a GPU int64[], which is there once the current stream has come so
+        far: nothing is waited for.
+
+    Raises:
+        ConfigError: there is too little room.
+    """
+    count = source.numel() // width
+    if out.numel() < bound(count, width):
+        raise ConfigError(
+            f"zvc.encode: got room for {out.numel()} bytes, expected {bound(count, width)} for "
+            f"{count} elements of {width} bytes. Try `bound`."
+        )
+    if source.is_cuda:
+        from lightning_dlres.kernels import zvc_cuda
+
+        return zvc_cuda.encode(source, width, out)
+    from lightning_dlres.kernels import zvc_cpu
+
+    head, values = out[: mask_bytes(count)], out[mask_bytes(count) : bound(count, width)]
+    kept = zvc_cpu.encode(source.numpy(), width, head.numpy(), values.numpy())
+    return mask_bytes(count) + kept * width
+
+
+def decode(data: Tensor, width: int, out: Tensor) -> None:
+    """Write the elements that `encode` has compressed.
+
+    Args:
+        data: uint8[at least the bytes that count], aligned to 8 bytes. On a GPU more may follow.
+        width: bytes of an element.
+        out: uint8[count * width], contiguous, on the same device.
+
+    Raises:
+        ProtocolError: on the CPU, where the mask and the number of elements disagree.
+    """
+    count = out.numel() // width
+    head, values = data[: mask_bytes(count)], data[mask_bytes(count) :]
+    if head.numel() < mask_bytes(count):
+        raise ProtocolError(
+            f"compressed data: got {data.numel()} bytes, expected a mask of {mask_bytes(count)} "
+            f"bytes for {count} elements. Check that both sides mean the same tensor."
+        )
+    if data.is_cuda:
+        from lightning_dlres.kernels import zvc_cuda
+
+        zvc_cuda.decode(head, values, width, out)
+        return
+    from lightning_dlres.kernels import zvc_cpu
+
+    kept = zvc_cpu.kept(head.numpy())
+    if kept * width != values.numel():
+        raise ProtocolError(
+            f"compressed data: got {values.numel()} bytes behind the mask, expected {kept} "
+            f"elements of {width} bytes. Check that both sides mean the same tensor."
+        )
+    zvc_cpu.decode(head.numpy(), values.numpy(), width, out.numpy())
+
+
+def density(source: Tensor, width: int) -> float:
+    """Return about which part of the elements is not zero: of 32 runs of 64 elements at most. On a
+    GPU the stream is waited for.
+
+    Args:
+        source: uint8[count * width], contiguous.
+        width: bytes of an element: 1, 2, 4 or 8.
+    """
+    if not source.is_cuda:
+        from lightning_dlres.kernels import zvc_cpu
+
+        return zvc_cpu.density(source.numpy(), width, _SAMPLES, _SAMPLE_ELEMENTS)
+    elements = source.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+    count = elements.numel()
+    if count > _SAMPLES * _SAMPLE_ELEMENTS:
+        step = count // _SAMPLES
+        elements = elements[: step * _SAMPLES].view(_SAMPLES, step)[:, :_SAMPLE_ELEMENTS]
+    return float(torch.count_nonzero(elements)) / max(elements.numel(), 1)

@@ -1,0 +1,63 @@
+"""What is common to all codecs: names, and sums of what several have made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_dlres import codecs
+from lightning_dlres.codecs import Codec, Raw, ZeroValue, register
+from lightning_dlres.core.errors import ConfigError, ProtocolError
+
+
+def test_codecs_are_known_by_name() -> None:
+    assert {"raw", "zvc"} <= set(codecs.names())
+    assert isinstance(codecs.codec("zvc"), ZeroValue)
+    with pytest.raises(ConfigError, match="codec: got 'zip', expected one of"):
+        codecs.codec("zip")
+
+
+def test_a_name_is_given_once() -> None:
+    class Other(Raw):
+        name = "zvc"
+
+    with pytest.raises(ConfigError, match="ZeroValue has that name"):
+        register(Other)
+    assert isinstance(codecs.codec("zvc"), ZeroValue)
+
+
+@pytest.mark.parametrize("name", ["raw", "zvc"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 7)])
+def test_small_shapes_come_back(name: str, shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(shape)
+    decoded = codecs.decode(codecs.codec(name).encode(tensor))
+    assert torch.equal(decoded, tensor)
+
+
+@pytest.mark.parametrize("codec", [Raw(), ZeroValue()])
+def test_merging_sums_what_any_codec_has_made(codec: Codec) -> None:
+    sparse, dense = torch.relu(torch.randn(1000) - 1), torch.randn(1000)
+    merged = codec.merge([ZeroValue().encode(sparse), Raw().encode(dense)])
+    assert torch.equal(codecs.decode(merged), sparse + dense)
+
+
+def test_merging_unlike_tensors_is_refused() -> None:
+    parts = [Raw().encode(torch.zeros(3)), Raw().encode(torch.zeros(4))]
+    with pytest.raises(ConfigError, match="merge"):
+        Raw().merge(parts)
+    with pytest.raises(ConfigError, match="merge"):
+        Raw().merge([])
+
+
+def test_merging_changes_no_part() -> None:
+    part = Raw().encode(torch.ones(4))
+    Raw().merge([part, part])
+    assert torch.equal(codecs.decode(part), torch.ones(4))
+
+
+def test_raw_bytes_of_another_length_are_refused() -> None:
+    part = replace(Raw().encode(torch.ones(4)), used=8)
+    with pytest.raises(ProtocolError, match="got 8 bytes, expected 16"):
+        codecs.decode(part)

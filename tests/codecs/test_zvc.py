@@ -1,0 +1,249 @@
+"""Zero-value compression: any bits come back, and the bytes are what the format says."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dlres import codecs
+from lightning_dlres.codecs import ZeroValue
+from lightning_dlres.core.errors import ConfigError, ProtocolError
+from lightning_dlres.kernels import workers, zvc, zvc_cpu, zvc_portable
+
+ZVC = ZeroValue()
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.bool,
+    torch.int32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Let kernels use several threads, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_tensor(seed: int, dtype: torch.dtype, shape: tuple[int, ...], density: float) -> Tensor:
+    """Return a tensor of random bits, a part of whose elements is not zero."""
+    random = np.random.default_rng(seed)
+    count = int(np.prod(shape))
+    data = random.integers(0, 256, (count, dtype.itemsize), dtype=np.uint8)
+    data[random.random(count) >= density] = 0
+    if dtype is torch.bool:
+        data = (data != 0).astype(np.uint8)
+    return torch.from_numpy(data.reshape(-1)).view(dtype).view(shape)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def expected_bytes(elements: np.ndarray) -> bytes:
+    """Return what the format says, without the kernels."""
+    mask = np.packbits(elements != 0, bitorder="little").tobytes()
+    return mask.ljust(-(-elements.size // 64) * 8, b"\0") + elements[elements != 0].tobytes()
+
+
+shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple) | st.integers(0, 3000).map(
+    lambda count: (count,)
+)
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    dtype=st.sampled_from(DTYPES),
+    shape=shapes,
+    density=st.sampled_from([0.0, 0.03, 0.4, 0.8, 1.0]),
+    order=st.randoms(),
+    step=st.integers(1, 3),
+)
+def test_any_bits_shape_and_stride_come_back(
+    seed: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    density: float,
+    order: object,
+    step: int,
+) -> None:
+    tensor = random_tensor(seed, dtype, shape, density)
+    dims = list(range(tensor.dim()))
+    order.shuffle(dims)  # type: ignore[attr-defined]
+    tensor = tensor.permute(dims)
+    if tensor.dim():
+        tensor = tensor[::step]
+    encoded = ZVC.encode(tensor)
+    decoded = codecs.decode(encoded)
+    assert (decoded.dtype, decoded.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(bits(decoded), bits(tensor))
+    assert encoded.nbytes <= tensor.numel() * tensor.element_size()
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    width=st.sampled_from(zvc.WIDTHS),
+    count=st.integers(0, 2000),
+    density=st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]),
+    native=st.booleans(),
+)
+def test_bytes_are_what_the_format_says(
+    seed: int, width: int, count: int, density: float, native: bool
+) -> None:
+    dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[width]
+    source = random_tensor(seed, dtype, (count,), density)
+    elements = source.numpy()
+    room = np.full(zvc.bound(count, width), 0xA5, np.uint8)
+    mask, values = np.split(room, [zvc.mask_bytes(count)])
+    with pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setitem(zvc_cpu.ENCODERS, width, zvc_portable.ENCODERS[width])
+            patch.setitem(zvc_cpu.DECODERS, width, zvc_portable.DECODERS[width])
+        kept = zvc_cpu.encode(elements.view(np.uint8), width, mask, values)
+        found = room[: zvc.mask_bytes(count) + kept * width]
+        assert found.tobytes() == expected_bytes(elements)
+        out = np.full(count * width, 0x5A, np.uint8)
+        zvc_cpu.decode(mask, values[: kept * width].copy(), width, out)
+    assert out.tobytes() == elements.tobytes()
+
+
+def test_numbers_that_are_hard_to_keep() -> None:
+    words = [0x7FC00001, 0xFFC00000, 0x80000000, 0x7F800000, 0xFF800000, 1, 0x80000001, 0]
+    data = bytearray(struct.pack("<8I", *words) * 100 + bytes(8000))
+    tensor = torch.frombuffer(data, dtype=torch.float32)
+    encoded = ZVC.encode(tensor)
+    assert encoded.codec == "zvc"
+    assert torch.equal(bits(codecs.decode(encoded)), bits(tensor))
+
+
+@pytest.mark.parametrize("width", zvc.WIDTHS)
+@pytest.mark.usefixtures("threads")
+def test_threads_change_no_byte(width: int) -> None:
+    count = 5 * zvc_cpu._PIECE_BYTES // width + 77
+    dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[width]
+    source = random_tensor(1, dtype, (count,), 0.4)
+    assert len(zvc_cpu._pieces(count, width)) == 4
+    encoded = ZVC.encode(source)
+    assert encoded.payload.numpy().tobytes() == expected_bytes(source.numpy())
+    assert torch.equal(codecs.decode(encoded), source)
+
+
+@pytest.mark.usefixtures("threads")
+def test_several_threads_may_encode_at_once() -> None:
+    sources = [random_tensor(seed, torch.float16, (1_500_000,), 0.3) for seed in range(6)]
+    with ThreadPoolExecutor(len(sources)) as pool:
+        encoded = list(pool.map(ZVC.encode, sources))
+        decoded = list(pool.map(ZVC.decode, encoded))
+    for source, result in zip(sources, decoded, strict=True):
+        assert torch.equal(bits(source), bits(result))
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_forked_process_may_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random_tensor(2, torch.float32, (500_000,), 0.3)
+    expected = ZVC.encode(source).payload
+    # The threads of torch itself do not outlive a fork.
+    monkeypatch.setattr(workers, "count", lambda: 3)
+    torch.set_num_threads(1)
+    if not (child := os.fork()):
+        os._exit(0 if torch.equal(ZVC.encode(source).payload, expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_permuted_memory_is_not_copied_and_comes_back_permuted() -> None:
+    tensor = torch.relu(torch.randn(4, 8, 5, 5) - 1).to(memory_format=torch.channels_last)
+    encoded = ZVC.encode(tensor)
+    assert encoded.stride == tensor.stride()
+    assert codecs.decode(encoded).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_dense_data_goes_raw() -> None:
+    tensor = torch.randn(10_000)
+    encoded = ZVC.encode(tensor)
+    assert (encoded.codec, encoded.nbytes) == ("raw", 40_000)
+    assert torch.equal(codecs.decode(encoded), tensor)
+
+
+def test_eight_bytes_go_raw() -> None:
+    encoded = ZVC.encode(torch.zeros(100, dtype=torch.float64))
+    assert encoded.codec == "raw"
+
+
+def test_data_that_deceives_the_sample_goes_raw() -> None:
+    tensor = torch.ones(64, 640, dtype=torch.int8)
+    tensor[:, :64] = 0
+    assert zvc.density(tensor.view(-1).view(torch.uint8), 1) == 0
+    encoded = ZVC.encode(tensor)
+    assert encoded.codec == "raw"
+    assert torch.equal(codecs.decode(encoded), tensor)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1 << 30), density=st.floats(0, 1), count=st.integers(1, 50_000))
+def test_density_is_about_right(seed: int, density: float, count: int) -> None:
+    tensor = random_tensor(seed, torch.int32, (count,), density)
+    found = zvc.density(tensor.view(torch.uint8), 4)
+    true = float((tensor != 0).float().mean())
+    # Five standard deviations of a sample of 2048.
+    assert abs(found - true) <= (1e-6 if count <= 2048 else 0.056)
+
+
+def test_memory_of_the_caller_is_used() -> None:
+    tensor = torch.relu(torch.randn(5000))
+    out = torch.empty(ZVC.bound(tensor), dtype=torch.uint8)
+    encoded = ZVC.encode(tensor, out)
+    assert encoded.data.data_ptr() == out.data_ptr()
+    target = torch.empty_like(tensor)
+    assert codecs.decode(encoded, target) is target
+    assert torch.equal(target, tensor)
+
+
+def test_what_is_encoded_holds_no_more_than_it_needs() -> None:
+    encoded = ZVC.encode(torch.zeros(1 << 16))
+    assert encoded.data.untyped_storage().nbytes() == (1 << 16) // 8
+
+
+def test_too_little_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="room for 10 bytes, expected 4128"):
+        ZVC.encode(torch.zeros(1000), torch.empty(10, dtype=torch.uint8))
+
+
+def test_a_target_of_another_kind_is_refused() -> None:
+    encoded = ZVC.encode(torch.zeros(8, 8))
+    with pytest.raises(ProtocolError, match=r"\(8, 8\)"):
+        codecs.decode(encoded, torch.zeros(64))
+
+
+@pytest.mark.parametrize("cut", [1, 4, 1000])
+def test_damaged_data_is_refused(cut: int) -> None:
+    good = ZVC.encode(torch.relu(torch.randn(1000) - 0.5))
+    payload = good.payload[:-cut].clone()
+    bad = replace(good, data=payload, used=payload.numel())
+    with pytest.raises(ProtocolError, match="compressed data: got"):
+        codecs.decode(bad)
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="to_dense"):
+        ZVC.encode(torch.eye(3).to_sparse())

@@ -1,0 +1,35 @@
+"""Threads for kernels."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lightning_dlres.kernels import workers
+
+
+def test_results_come_in_order_and_the_last_task_runs_here() -> None:
+    both = threading.Barrier(2, timeout=60)
+
+    def task(number: int) -> tuple[int, str]:
+        both.wait()
+        return number, threading.current_thread().name
+
+    found = workers.run([lambda: task(0), lambda: task(1)])
+    assert [number for number, _ in found] == [0, 1]
+    assert found[1][1] == threading.current_thread().name != found[0][1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_is_raised_once_all_have_ended(failing: int) -> None:
+    ended = []
+
+    def task(number: int) -> None:
+        if number == failing:
+            raise ValueError(f"task {number}")
+        ended.append(number)
+
+    with pytest.raises(ValueError, match=f"task {failing}"):
+        workers.run([lambda: task(0), lambda: task(1)])
+    assert ended == [1 - failing]
