@@ -3,6 +3,8 @@ compressed there, away, and back again."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -32,11 +34,34 @@ class Ledger:
     """How many bytes of saved data are on the device."""
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        self._now = self._peak = 0
+        self._lock = threading.Lock()
+        # Data may be dropped by the garbage collector, in any thread at any time.
+        self._changes: deque[int] = deque()
+
+    @property
+    def now(self) -> int:
+        """Return the bytes that are there."""
+        self.add(0)
+        return self._now
+
+    @property
+    def peak(self) -> int:
+        """Return the most that were there at a time."""
+        self.add(0)
+        return self._peak
 
     def add(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        """Note that so many bytes have come, or gone if negative."""
+        self._changes.append(nbytes)
+        with self._lock:
+            while self._changes:
+                self._now += self._changes.popleft()
+                self._peak = max(self._peak, self._now)
+
+    def drop(self, nbytes: int) -> None:
+        """Note that so many bytes have gone; may be called while another call is under way."""
+        self._changes.append(-nbytes)
 
 
 class Datum:
@@ -65,7 +90,7 @@ class Datum:
             self._leave(tensor.dtype, tier)
 
     def __del__(self) -> None:
-        self._ledger.add(-self._charged)
+        self._ledger.drop(self._charged)
 
     def expect(self) -> None:
         """Note that one more tensor will ask for the data."""
