@@ -157,3 +157,9 @@ def storage_reference(tensor: Tensor) -> StorageWeakRef:
     belongs to no later memory at the same address while it is held. torch has this for handing
     tensors to other processes only."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def is_zeros_without_memory(tensor: Tensor) -> bool:
+    """Return whether there is no memory behind a tensor: the zeros that torch makes for forward
+    derivatives. Reading them ends the process, and there is no public way to tell them."""
+    return tensor._is_zerotensor()

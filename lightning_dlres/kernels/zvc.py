@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_dlres.core.arrays import array_of
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 
 WIDTHS = (1, 2, 4)
@@ -56,7 +57,7 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
     from lightning_dlres.kernels import zvc_cpu
 
     head, values = out[: mask_bytes(count)], out[mask_bytes(count) : bound(count, width)]
-    kept = zvc_cpu.encode(source.numpy(), width, head.numpy(), values.numpy())
+    kept = zvc_cpu.encode(array_of(source), width, array_of(head), array_of(values))
     return mask_bytes(count) + kept * width
 
 
@@ -85,13 +86,13 @@ def decode(data: Tensor, width: int, out: Tensor) -> None:
         return
     from lightning_dlres.kernels import zvc_cpu
 
-    kept = zvc_cpu.kept(head.numpy())
+    kept = zvc_cpu.kept(array_of(head))
     if kept * width != values.numel():
         raise ProtocolError(
             f"compressed data: got {values.numel()} bytes behind the mask, expected {kept} "
             f"elements of {width} bytes. Check that both sides mean the same tensor."
         )
-    zvc_cpu.decode(head.numpy(), values.numpy(), width, out.numpy())
+    zvc_cpu.decode(array_of(head), array_of(values), width, array_of(out))
 
 
 def density(source: Tensor, width: int) -> float:
@@ -105,7 +106,7 @@ def density(source: Tensor, width: int) -> float:
     if not source.is_cuda:
         from lightning_dlres.kernels import zvc_cpu
 
-        return zvc_cpu.density(source.numpy(), width, _SAMPLES, _SAMPLE_ELEMENTS)
+        return zvc_cpu.density(array_of(source), width, _SAMPLES, _SAMPLE_ELEMENTS)
     elements = source.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
     count = elements.numel()
     if count > _SAMPLES * _SAMPLE_ELEMENTS:

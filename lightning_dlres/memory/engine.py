@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import Version, storage_reference
+from lightning_dlres.core._compat import Version, is_zeros_without_memory, storage_reference
 from lightning_dlres.memory.saved import Action, Datum, Decide, Ledger, SavedTensor, Untouched
 from lightning_dlres.memory.spans import Span, span_of, view_of
 from lightning_dlres.memory.tiers import Tier
@@ -79,7 +79,7 @@ class SavedTensors:
         return (
             type(tensor) in (Tensor, nn.Parameter)
             and _has_storage(tensor)
-            and tensor.untyped_storage().nbytes() >= self._min_bytes
+            and tensor.untyped_storage().nbytes() >= max(self._min_bytes, 1)
             and not (tensor.is_conj() or tensor.is_neg())
             and storage_reference(tensor) not in self._stays
         )
@@ -100,6 +100,7 @@ def _has_storage(tensor: Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
+        and not is_zeros_without_memory(tensor)
         and not tensor.is_quantized
         and tensor.numel() > 0
     )

@@ -358,6 +358,36 @@ def test_where_the_tier_is_full_data_stay() -> None:
     assert torch.equal(plain, x.grad)
 
 
+def test_zeros_without_memory_stay(saved: SavedTensors) -> None:
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        x = torch.ones(40, requires_grad=True)
+        with hooks():
+            loss = (x * torch._efficientzerotensor(40)).sum() + x.sin().sum()
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    require_parity(saved, step)
+
+
+def test_memory_that_is_freed_meanwhile_and_filled_again(saved: SavedTensors) -> None:
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        # What FSDP does with the parameters of a layer.
+        x, weight = torch.randn(500, requires_grad=True), torch.randn(500)
+        values = weight.clone()
+        with hooks():
+            loss = (x * weight).sum()
+        weight.untyped_storage().resize_(0)
+        weight.untyped_storage().resize_(2000)
+        with torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.copy_(values)
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    require_parity(saved, step)
+
+
 def test_small_tensors_and_parameters_stay() -> None:
     seen = []
     saved = SavedTensors(lambda _, t: seen.append(t.numel()) or Action.KEEP, None, min_bytes=1000)
