@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_dlres.core.errors import ConfigError
+
 
 class _Memory:
     def __init__(self, tensor: Tensor) -> None:
@@ -21,7 +23,16 @@ class _Memory:
 
 
 def array_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the memory of uint8[n], contiguous and on the CPU, as an array."""
+    """Return the memory of uint8[n], contiguous and on the CPU, as an array.
+
+    Raises:
+        ConfigError: the tensor is not that, or has no memory (a fake one).
+    """
     if not tensor.numel():
         return np.empty(0, np.uint8)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.data_ptr():
+        raise ConfigError(
+            f"memory of a tensor: got {tuple(tensor.shape)} of strides {tensor.stride()} on "
+            f"{tensor.device}, expected contiguous bytes of the CPU. Try contiguous() or cpu()."
+        )
     return np.asarray(_Memory(tensor))

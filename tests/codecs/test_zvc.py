@@ -247,3 +247,12 @@ def test_damaged_data_is_refused(cut: int) -> None:
 def test_a_sparse_tensor_is_refused() -> None:
     with pytest.raises(ConfigError, match="to_dense"):
         ZVC.encode(torch.eye(3).to_sparse())
+
+
+def test_memory_that_cannot_be_read_or_written_is_refused() -> None:
+    tensor = torch.zeros(1000)
+    with pytest.raises(ConfigError, match="expected contiguous bytes of the CPU"):
+        ZVC.encode(tensor.to("meta"))
+    one = torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="expected contiguous bytes of the CPU"):
+        ZVC.encode(tensor, one.expand(ZVC.bound(tensor)))
