@@ -1,0 +1,14 @@
+"""What can happen to memory that autograd has saved."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Action(Enum):
+    """What happens to a datum between its forward and its backward."""
+
+    KEEP = "keep"
+    COMPRESS = "compress"
+    OFFLOAD = "offload"
+    BOTH = "compress, offload"
