@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -29,18 +30,22 @@ class Slab:
         nbytes: size.
         directory: where the file lies; None: in memory. The file has no name, and is gone with the
             process, however that ends.
+        pinned: whether the memory is locked, so that a GPU copies from and to it beside its other
+            work. Needs CUDA; a file is not pinned.
 
     Raises:
         ConfigError: the directory cannot be written to, or has too little room.
     """
 
-    def __init__(self, nbytes: int, directory: Path | None = None) -> None:
+    def __init__(self, nbytes: int, directory: Path | None = None, pinned: bool = False) -> None:
         self.nbytes = nbytes
         self.data: Tensor = (
             torch.empty(nbytes, dtype=torch.uint8)
             if directory is None
             else _mapped(nbytes, directory)
         )
+        if pinned and directory is None and nbytes:
+            _pin(self.data)
 
     def piece(self, offset: int, nbytes: int) -> Tensor:
         """Return uint8[nbytes], a view from this offset on."""
@@ -55,6 +60,20 @@ class Slab:
 def aligned(nbytes: int) -> int:
     """Return what a piece of so many bytes takes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _pin(data: Tensor) -> None:
+    """Lock memory for as long as it is held. torch's own pinned memory is rounded up to a power of
+    two, which for one large slab may be twice what is needed."""
+    address, runtime = data.data_ptr(), torch.cuda.cudart()
+    status = runtime.cudaHostRegister(address, data.numel(), 0)
+    if int(status) != 0:
+        raise ConfigError(
+            f"a pinned slab of {format_bytes(data.numel())}: CUDA cannot lock that much (error "
+            f"{int(status)}). Try a smaller host_budget, or raise the limit (ulimit -l)."
+        )
+    storage = data.untyped_storage()
+    weakref.finalize(storage, runtime.cudaHostUnregister, address).atexit = False
 
 
 def _mapped(nbytes: int, directory: Path) -> Tensor:

@@ -11,28 +11,56 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import Version, is_zeros_without_memory, storage_reference
-from lightning_dlres.memory.saved import Action, Datum, Decide, Ledger, SavedTensor, Untouched
+from lightning_dlres.memory.saved import Datum, Ledger, Order, SavedTensor, Untouched
 from lightning_dlres.memory.spans import Span, span_of, view_of
-from lightning_dlres.memory.tiers import Tier
+
+
+class Conductor(Protocol):
+    """Says what happens, and is told what has happened."""
+
+    def start(self) -> None:
+        """A step begins."""
+
+    def begin_save(self, tensor: Tensor, span: Span, number: int) -> Order:
+        """A datum is new; return what is to happen to it.
+
+        Args:
+            tensor: what is saved.
+            span: which bytes of its storage.
+            number: how many data were saved before it in this step.
+        """
+
+    def end_save(self, datum: Datum, done: bool) -> None:
+        """It has happened, or was not possible."""
+
+    def save_again(self, datum: Datum) -> None:
+        """Another tensor over the same data is saved."""
+
+    def begin_use(self, datum: Datum) -> None:
+        """Backward asks for a datum."""
+
+    def end_use(self, datum: Datum) -> None:
+        """It is there."""
 
 
 class SavedTensors:
     """What autograd has saved under `hooks`.
 
     Args:
-        decide: what to do with a tensor, by how many were saved before it in this step.
-        tier: where data go; None where nothing is offloaded.
         min_bytes: tensors with less stay as they are.
+
+    Attributes:
+        ledger: the bytes of data on the device.
     """
 
-    def __init__(self, decide: Decide, tier: Tier | None = None, min_bytes: int = 1 << 20) -> None:
-        self._decide, self._tier, self._min_bytes = decide, tier, min_bytes
+    def __init__(self, min_bytes: int = 1 << 20) -> None:
+        self._min_bytes = min_bytes
         self.ledger = Ledger()
         self._count = 0
         self._stays: set[Any] = set()
@@ -42,38 +70,43 @@ class SavedTensors:
         self._lock = threading.RLock()
 
     @contextmanager
-    def hooks(self, stays: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Inside of it, this decides about what autograd saves; around one step.
+    def hooks(self, conductor: Conductor, stays: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Inside of it, a conductor decides about what autograd saves; around one step.
 
         Args:
+            conductor: is asked about data that are saved here, also after the step.
             stays: tensors that never move, nor views of them: parameters and buffers.
         """
         self._count = 0
         self._stays = {storage_reference(tensor) for tensor in stays if _has_storage(tensor)}
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        conductor.start()
+
+        def pack(tensor: Tensor) -> _Packed:
+            with self._lock:
+                return self._pack(tensor, conductor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> SavedTensor | Untouched:
-        with self._lock:
+    def _pack(self, tensor: Tensor, conductor: Conductor) -> _Packed:
+        version = Version(tensor)
+        if not self._may_move(tensor):
+            # Not the tensor itself: if it is an output, its node would hold itself.
+            return _Packed(Untouched(tensor.detach(), version), None)
+        reference, span = storage_reference(tensor), span_of(tensor)
+        datum = self._known.get((reference, span))
+        if datum is not None and datum.version.now == datum.version.saved:
+            conductor.save_again(datum)
+        else:
             number = self._count
             self._count += 1
-            version = Version(tensor)
-            if not self._may_move(tensor):
-                # Not the tensor itself: if it is an output, its node would hold itself.
-                return Untouched(tensor.detach(), version)
-            datum = self._datum(tensor, number)
-            datum.expect()
-            return SavedTensor(view_of(tensor), version, datum)
-
-    def _datum(self, tensor: Tensor, number: int) -> Datum:
-        reference, span = storage_reference(tensor), span_of(tensor)
-        known = self._known.get((reference, span))
-        if known is not None and known.version.now == known.version.saved:
-            return known
-        action = self._decide(number, tensor)
-        datum = Datum(tensor, span, action, self._tier, self.ledger)
-        self._known[reference, span] = datum
-        return datum
+            order = conductor.begin_save(tensor, span, number)
+            datum = Datum(tensor, span, number, self.ledger)
+            done = datum.obey(order)
+            self._known[reference, span] = datum
+            conductor.end_save(datum, done)
+        datum.expect()
+        return _Packed(SavedTensor(view_of(tensor), version, datum), conductor)
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (
@@ -84,16 +117,30 @@ class SavedTensors:
             and storage_reference(tensor) not in self._stays
         )
 
-    def _unpack(self, saved: SavedTensor | Untouched) -> Tensor:
-        version = saved.version
+    def _unpack(self, packed: _Packed) -> Tensor:
+        saved, version = packed.saved, packed.saved.version
         if version.now != version.saved:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: it is at version {version.now}; expected version "
                 f"{version.saved} instead."
             )
-        with self._lock:
+        if isinstance(saved, Untouched) or packed.conductor is None:
             return saved.tensor()
+        with self._lock:
+            packed.conductor.begin_use(saved.datum)
+            tensor = saved.tensor()
+            packed.conductor.end_use(saved.datum)
+            return tensor
+
+
+class _Packed:
+    """What autograd holds: a saved tensor, and who decides about it."""
+
+    __slots__ = ("conductor", "saved")
+
+    def __init__(self, saved: SavedTensor | Untouched, conductor: Conductor | None) -> None:
+        self.saved, self.conductor = saved, conductor
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -104,6 +151,3 @@ def _has_storage(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and tensor.numel() > 0
     )
-
-
-__all__ = ["Action", "SavedTensors"]

@@ -3,7 +3,7 @@ the first step, and steps that turn out unlike the planned one."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 from lightning_dlres.core.slab import aligned
 
@@ -34,6 +34,23 @@ class FreeList:
             self._add(start + need, size - need)
         self._taken[start] = need
         return start
+
+    def take_at(self, offset: int, nbytes: int) -> int | None:
+        """Return this offset if a piece for so many bytes is free there, which is taken then; None
+        if not."""
+        need = max(aligned(nbytes), aligned(1))
+        place = bisect_right(self._starts, offset) - 1
+        start = self._starts[place] if place >= 0 else 0
+        size = self._sizes.get(start, 0)
+        if place < 0 or offset + need > start + size:
+            return None
+        self._drop(start)
+        if offset > start:
+            self._add(start, offset - start)
+        if offset + need < start + size:
+            self._add(offset + need, start + size - offset - need)
+        self._taken[offset] = need
+        return offset
 
     def give_back(self, offset: int) -> None:
         """Free a piece that was taken."""

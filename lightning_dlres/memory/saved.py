@@ -4,10 +4,9 @@ compressed there, away, and back again."""
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -15,19 +14,30 @@ from torch import Tensor
 from lightning_dlres import codecs
 from lightning_dlres.codecs import Encoded, Raw, ZeroValue
 from lightning_dlres.core._compat import Version
+from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.copies import Copies, DirectCopies, Ticket
 from lightning_dlres.memory.spans import Span, View
 from lightning_dlres.memory.tiers import Parcel, Tier
 
 _ZERO_VALUE = ZeroValue()
+_DIRECT = DirectCopies()
 
 
-class Action(Enum):
-    """What happens to a datum between its forward and its backward."""
+@dataclass(frozen=True)
+class Order:
+    """What is to happen to a datum.
 
-    KEEP = "keep"
-    COMPRESS = "compress"
-    OFFLOAD = "offload"
-    BOTH = "compress, offload"
+    Attributes:
+        action: what.
+        tier: where it goes, if it leaves.
+        offset: its place there; None: any.
+        copies: how it gets there and back.
+    """
+
+    action: Action
+    tier: Tier | None = None
+    offset: int | None = None
+    copies: Copies = _DIRECT
 
 
 class Ledger:
@@ -47,9 +57,14 @@ class Ledger:
 
     @property
     def peak(self) -> int:
-        """Return the most that were there at a time."""
+        """Return the most that were there at a time, since the last `start_peak`."""
         self.add(0)
         return self._peak
+
+    def start_peak(self) -> None:
+        """Forget what was there."""
+        self.add(0)
+        self._peak = self._now
 
     def add(self, nbytes: int) -> None:
         """Note that so many bytes have come, or gone if negative."""
@@ -63,6 +78,12 @@ class Ledger:
         """Note that so many bytes have gone; may be called while another call is under way."""
         self._changes.append(-nbytes)
 
+    def lend(self, data: Tensor) -> None:
+        """Note memory that counts until nobody holds it."""
+        storage = data.untyped_storage()
+        self.add(storage.nbytes())
+        weakref.finalize(storage, self.drop, storage.nbytes()).atexit = False
+
 
 class Datum:
     """The bytes of a span of a storage.
@@ -70,24 +91,26 @@ class Datum:
     Args:
         tensor: what was saved.
         span: which bytes of its storage.
-        action: what happens to them.
-        tier: where they go.
+        number: how many data were saved before it in this step.
         ledger: is told what is on the device.
+
+    Attributes:
+        uses: how often it has been asked for.
     """
 
-    def __init__(
-        self, tensor: Tensor, span: Span, action: Action, tier: Tier | None, ledger: Ledger
-    ) -> None:
+    def __init__(self, tensor: Tensor, span: Span, number: int, ledger: Ledger) -> None:
         self._ledger, self._charged = ledger, 0
-        self.span, self.action = span, action
+        self.span, self.number, self.uses = span, number, 0
         self.version = Version(tensor)
+        self._dtype, self._device = tensor.dtype, tensor.device
         self._waiting = 0
         self._here: Tensor | None = span.of(tensor)
         self._encoded: Encoded | None = None
         self._parcel: Parcel | None = None
+        self._copies: Copies = _DIRECT
+        self._leaving: Ticket | None = None
+        self._arriving: tuple[Tensor, Ticket] | None = None
         self._charge(span.nbytes)
-        if action is not Action.KEEP:
-            self._leave(tensor.dtype, tier)
 
     def __del__(self) -> None:
         self._ledger.drop(self._charged)
@@ -96,6 +119,58 @@ class Datum:
         """Note that one more tensor will ask for the data."""
         self._waiting += 1
 
+    def obey(self, order: Order) -> bool:
+        """Do what is to happen; return whether that was possible."""
+        if order.action is Action.KEEP:
+            return True
+        here, encoded, self._copies = self._here, None, order.copies
+        assert here is not None
+        if order.action is not Action.OFFLOAD:
+            encoded = _ZERO_VALUE.encode(_elements(here, self._dtype))
+            if encoded.codec == Raw.name:
+                # More than it was: as it is, it is as well off.
+                encoded = None
+        if order.action is not Action.COMPRESS:
+            assert order.tier is not None
+            sent = here if encoded is None else encoded.payload
+            self._parcel = order.tier.take(sent.numel(), order.offset)
+            if self._parcel is None:
+                return False
+            self._leaving = order.copies.out(sent, self._parcel.data)
+            if encoded is None:
+                encoded = Encoded(
+                    Raw.name, here.dtype, here.shape, here.stride(), here, here.numel()
+                )
+            encoded = replace(encoded, data=self._parcel.data, used=sent.numel())
+        elif encoded is None:
+            return False
+        else:
+            self._charge(encoded.nbytes)
+        self._encoded = encoded
+        if self._leaving is None or not order.copies.overlaps:
+            self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Free the memory on the device; what is computed from now on waits until it has left."""
+        if self._leaving is not None:
+            self._leaving.wait()
+            self._leaving = None
+        if self._here is not None and self._encoded is not None:
+            self._here = None
+            self._charge(-self.span.nbytes)
+
+    @property
+    def is_away(self) -> bool:
+        """Return whether it is not on the device, nor on its way."""
+        return self._here is None and self._arriving is None
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if it is away and copies run beside the computing."""
+        if self.is_away and self._parcel is not None and self._copies.overlaps:
+            self._arriving = self._copies.back(self._parcel.data, self._device)
+            self._ledger.lend(self._arriving[0])
+
     def data(self, first_time: bool) -> Tensor:
         """Return the bytes, uint8[nbytes], on the device.
 
@@ -103,53 +178,37 @@ class Datum:
             first_time: whether the tensor that asks had not asked before. The last one to do so
                 gets the data alone: nothing of them stays here.
         """
+        self.uses += 1
         self._waiting -= first_time
         if self._here is None:
-            self._here = self._fetch()
-            self._charge(self.span.nbytes)
+            self._here = self._restored()
         data = self._here
-        if self._waiting <= 0 and self._encoded is not None:
+        if self._waiting <= 0 and self._encoded is not None and self._leaving is None:
             self._here = None
-            self._charge(-self.span.nbytes)
         return data
 
     def _charge(self, nbytes: int) -> None:
         self._charged += nbytes
         self._ledger.add(nbytes)
 
-    def _leave(self, dtype: torch.dtype, tier: Tier | None) -> None:
-        here, encoded = self._here, None
-        assert here is not None
-        if self.action is not Action.OFFLOAD:
-            encoded = _ZERO_VALUE.encode(_elements(here, dtype))
-            if self.action is Action.COMPRESS and encoded.codec == Raw.name:
-                return
-        if self.action is not Action.COMPRESS:
-            assert tier is not None
-            self._parcel = tier.put(here if encoded is None else encoded.payload)
-            if self._parcel is None:
-                return
-            if encoded is None:
-                encoded = Encoded(
-                    Raw.name,
-                    here.dtype,
-                    here.shape,
-                    here.stride(),
-                    self._parcel.data,
-                    here.numel(),
-                )
-            else:
-                encoded = replace(encoded, data=self._parcel.data)
-        else:
-            assert encoded is not None
-            self._charge(encoded.nbytes)
-        self._encoded, self._here = encoded, None
-        self._charge(-self.span.nbytes)
-
-    def _fetch(self) -> Tensor:
+    def _restored(self) -> Tensor:
         assert self._encoded is not None
-        flat = codecs.decode(self._encoded)
-        return flat.view(torch.uint8)
+        encoded = self._encoded
+        if self._parcel is not None and encoded.data.device != self._device:
+            self.fetch()
+            if self._arriving is None:
+                self._arriving = self._copies.back(encoded.data, self._device)
+            encoded = replace(encoded, data=self._arriving[0])
+        if self._arriving is not None:
+            data, ticket = self._arriving
+            ticket.wait()
+            self._arriving = None
+            if encoded.codec == Raw.name:
+                return data
+            encoded = replace(encoded, data=data)
+        restored = codecs.decode(encoded).view(torch.uint8)
+        self._ledger.lend(restored)
+        return restored
 
 
 @dataclass(eq=False)
@@ -185,9 +244,6 @@ class Untouched:
     def tensor(self) -> Tensor:
         """Return the tensor."""
         return self.alias
-
-
-Decide = Callable[[int, Tensor], Action]
 
 
 def _elements(data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,36 +12,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dlres.memory.engine import Action, SavedTensors
-from lightning_dlres.memory.tiers import Tier
+from lightning_dlres.memory.actions import Action
 from tests.memory.networks import CASES
+from tests.memory.told import ToldEngine
 
-ROOM = 16 << 20
 ACTIONS = [*Action, None]  # None: each in turns
 
 
-def engine(action: Action | None, directory: Path | None = None) -> SavedTensors:
+def engine(action: Action | None, directory: Path | None = None, late: bool = False) -> ToldEngine:
     every = list(Action)
-    return SavedTensors(
-        lambda number, _: action or every[number % len(every)], Tier(ROOM, directory), min_bytes=0
-    )
+    return ToldEngine(lambda number, _: action or every[number % len(every)], directory, late=late)
 
 
-@pytest.fixture(params=ACTIONS, ids=lambda action: action.value if action else "in turns")
-def saved(request: pytest.FixtureRequest) -> Iterator[SavedTensors]:
+@pytest.fixture(params=[(a, late) for a in ACTIONS for late in (False, True)], ids=str)
+def saved(request: pytest.FixtureRequest) -> Iterator[ToldEngine]:
     """An engine that must have let go of everything when the test ends."""
-    found = engine(request.param)
+    action, late = request.param
+    found = engine(action, late=late)
     yield found
+    found.forget()
     gc.collect()
     assert found.ledger.now == 0
-    assert found._tier is not None
-    assert found._tier.taken == 0
+    assert found.tier.taken == 0
 
 
 Step = Callable[[Callable[[], AbstractContextManager[None]]], list[Tensor]]
 
 
-def require_parity(saved: SavedTensors, step: Step, *stays: nn.Module) -> None:
+def require_parity(saved: ToldEngine, step: Step, *stays: nn.Module) -> None:
     """Run a step plainly, and under the engine; compare what it returns, bit for bit."""
 
     def hooks() -> AbstractContextManager[None]:
@@ -66,7 +64,7 @@ def gradients(*modules: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_plain_training(saved: SavedTensors, name: str) -> None:
+def test_gradients_are_those_of_plain_training(saved: ToldEngine, name: str) -> None:
     net = CASES[name].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -94,7 +92,7 @@ def test_a_file_holds_data_too(tmp_path: Path) -> None:
     require_parity(saved, step, net)
 
 
-def test_views_transposes_and_expands(saved: SavedTensors) -> None:
+def test_views_transposes_and_expands(saved: ToldEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.randn(6, 8, requires_grad=True)
         with hooks():
@@ -111,21 +109,19 @@ def test_views_transposes_and_expands(saved: SavedTensors) -> None:
 
 def test_an_expanded_tensor_takes_no_more_than_what_it_is_made_of() -> None:
     saved = engine(Action.OFFLOAD)
-    assert saved._tier is not None
     row = torch.randn(1, 256, requires_grad=True)
     with saved.hooks():
         out = row.exp().expand(1000, 256).sin()
-    assert saved._tier.taken <= 2 * 1024
+    assert saved.tier.taken <= 2 * 1024
     out.sum().backward()
 
 
 def test_a_small_part_of_a_large_storage_moves_alone() -> None:
     saved = engine(Action.OFFLOAD)
-    assert saved._tier is not None
     x = torch.randn(100, 100, requires_grad=True)
     with saved.hooks([x]):
         out = (x + 1)[7].sin()
-    assert saved._tier.taken == 400
+    assert saved.tier.taken == 400
     out.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad[7], (x[7] + 1).cos())
@@ -133,17 +129,16 @@ def test_a_small_part_of_a_large_storage_moves_alone() -> None:
 
 def test_what_is_saved_twice_moves_once() -> None:
     saved = engine(Action.OFFLOAD)
-    assert saved._tier is not None
     x = torch.randn(64, 64, requires_grad=True)
     with saved.hooks([x]):
         y = x + 1
         z = y.sin() + y.cos() + (y.t() @ y) + y.view(-1).exp().view(64, 64)
     # y, and the result of exp.
-    assert saved._tier.taken == 2 * 4 * 64 * 64
+    assert saved.tier.taken == 2 * 4 * 64 * 64
     z.sum().backward()
 
 
-def test_a_change_in_place_after_saving_is_an_error(saved: SavedTensors) -> None:
+def test_a_change_in_place_after_saving_is_an_error(saved: ToldEngine) -> None:
     x = torch.randn(5, requires_grad=True)
     for change in (lambda y: y.add_(1), lambda y: y[:2].zero_(), lambda y: y.detach().mul_(2)):
         with saved.hooks():
@@ -155,7 +150,7 @@ def test_a_change_in_place_after_saving_is_an_error(saved: SavedTensors) -> None
         del y, z
 
 
-def test_a_change_in_place_before_saving_again_moves_again(saved: SavedTensors) -> None:
+def test_a_change_in_place_before_saving_again_moves_again(saved: ToldEngine) -> None:
     x = torch.randn(5, requires_grad=True)
     with saved.hooks():
         y = x * 1
@@ -169,7 +164,7 @@ def test_a_change_in_place_before_saving_again_moves_again(saved: SavedTensors) 
         first.sum().backward()
 
 
-def test_a_changed_parameter_is_an_error(saved: SavedTensors) -> None:
+def test_a_changed_parameter_is_an_error(saved: ToldEngine) -> None:
     layer = nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)
     with saved.hooks(layer.parameters()):
@@ -181,7 +176,7 @@ def test_a_changed_parameter_is_an_error(saved: SavedTensors) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_nested_checkpoints(saved: SavedTensors, reentrant: bool) -> None:
+def test_nested_checkpoints(saved: ToldEngine, reentrant: bool) -> None:
     inner, outer = CASES["mlp"].make(), nn.Linear(16, 16)
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -200,7 +195,7 @@ def test_nested_checkpoints(saved: SavedTensors, reentrant: bool) -> None:
     require_parity(saved, step, inner, outer)
 
 
-def test_double_backward(saved: SavedTensors) -> None:
+def test_double_backward(saved: ToldEngine) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -214,7 +209,7 @@ def test_double_backward(saved: SavedTensors) -> None:
     require_parity(saved, step, net)
 
 
-def test_backward_twice(saved: SavedTensors) -> None:
+def test_backward_twice(saved: ToldEngine) -> None:
     net = CASES["cnn"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -227,7 +222,7 @@ def test_backward_twice(saved: SavedTensors) -> None:
     require_parity(saved, step, net)
 
 
-def test_two_optimizers_as_in_a_gan(saved: SavedTensors) -> None:
+def test_two_optimizers_as_in_a_gan(saved: ToldEngine) -> None:
     maker, judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 1))
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -244,7 +239,7 @@ def test_two_optimizers_as_in_a_gan(saved: SavedTensors) -> None:
     require_parity(saved, step, maker, judge)
 
 
-def test_several_forwards_before_backward(saved: SavedTensors) -> None:
+def test_several_forwards_before_backward(saved: ToldEngine) -> None:
     net = CASES["gpt"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -259,7 +254,7 @@ def test_several_forwards_before_backward(saved: SavedTensors) -> None:
     require_parity(saved, step, net)
 
 
-def test_no_grad_and_inference_in_between(saved: SavedTensors) -> None:
+def test_no_grad_and_inference_in_between(saved: ToldEngine) -> None:
     net = CASES["unet"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -279,7 +274,7 @@ def test_no_grad_and_inference_in_between(saved: SavedTensors) -> None:
     require_parity(saved, step, net)
 
 
-def test_a_step_after_one_that_failed(saved: SavedTensors) -> None:
+def test_a_step_after_one_that_failed(saved: ToldEngine) -> None:
     net = CASES["mlp"].make()
 
     def fails() -> None:
@@ -288,6 +283,7 @@ def test_a_step_after_one_that_failed(saved: SavedTensors) -> None:
 
     with pytest.raises(ValueError, match="of the user"), saved.hooks(net.parameters()):
         fails()
+    saved.forget()
     gc.collect()
     assert saved.ledger.now == 0
 
@@ -300,7 +296,7 @@ def test_a_step_after_one_that_failed(saved: SavedTensors) -> None:
     require_parity(saved, step, net)
 
 
-def test_compiled_models(saved: SavedTensors) -> None:
+def test_compiled_models(saved: ToldEngine) -> None:
     net = CASES["cnn"].make()
     compiled = torch.compile(net, backend="aot_eager")
 
@@ -313,7 +309,7 @@ def test_compiled_models(saved: SavedTensors) -> None:
     require_parity(saved, step, net)
 
 
-def test_complex_numbers_and_unusual_tensors(saved: SavedTensors) -> None:
+def test_complex_numbers_and_unusual_tensors(saved: ToldEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.randn(4, 6, requires_grad=True)
         with hooks():
@@ -344,7 +340,7 @@ def test_freed_memory_is_not_taken_for_what_it_was() -> None:
 
 
 def test_where_the_tier_is_full_data_stay() -> None:
-    saved = SavedTensors(lambda *_: Action.OFFLOAD, Tier(1024), min_bytes=0)
+    saved = ToldEngine(lambda *_: Action.OFFLOAD, room=1024)
     x = torch.randn(200, requires_grad=True)
     with saved.hooks([x]):
         out = (x + 1).sin().exp().cos().sum()
@@ -358,7 +354,7 @@ def test_where_the_tier_is_full_data_stay() -> None:
     assert torch.equal(plain, x.grad)
 
 
-def test_zeros_without_memory_stay(saved: SavedTensors) -> None:
+def test_zeros_without_memory_stay(saved: ToldEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.ones(40, requires_grad=True)
         with hooks():
@@ -370,7 +366,7 @@ def test_zeros_without_memory_stay(saved: SavedTensors) -> None:
     require_parity(saved, step)
 
 
-def test_memory_that_is_freed_meanwhile_and_filled_again(saved: SavedTensors) -> None:
+def test_memory_that_is_freed_meanwhile_and_filled_again(saved: ToldEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         # What FSDP does with the parameters of a layer.
         x, weight = torch.randn(500, requires_grad=True), torch.randn(500)
@@ -390,7 +386,7 @@ def test_memory_that_is_freed_meanwhile_and_filled_again(saved: SavedTensors) ->
 
 def test_small_tensors_and_parameters_stay() -> None:
     seen = []
-    saved = SavedTensors(lambda _, t: seen.append(t.numel()) or Action.KEEP, None, min_bytes=1000)
+    saved = ToldEngine(lambda _, t: seen.append(t.numel()) or Action.KEEP, min_bytes=1000)
     layer = nn.Linear(100, 100)
     with saved.hooks(layer.parameters()):
         layer(torch.randn(2, 100, requires_grad=True)).sin().exp()

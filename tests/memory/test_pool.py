@@ -44,6 +44,21 @@ def test_pieces_never_overlap(orders: list[tuple[bool, int]]) -> None:
     assert pool.take(TOTAL) == 0
 
 
+@given(st.lists(st.tuples(st.integers(0, 45), st.integers(1, 6)), max_size=40))
+def test_a_place_is_given_only_where_all_of_it_is_free(wishes: list[tuple[int, int]]) -> None:
+    pool, used = FreeList(TOTAL), set[int]()
+    for number, (at, length) in enumerate(wishes):
+        places = set(range(at, at + length))
+        is_free = at + length <= 40 and used.isdisjoint(places)
+        found = pool.take_at(at * ALIGNMENT, length * ALIGNMENT)
+        assert found == (at * ALIGNMENT if is_free else None)
+        if is_free and number % 3 == 0:
+            pool.give_back(at * ALIGNMENT)
+        elif is_free:
+            used |= places
+        assert pool.free == TOTAL - len(used) * ALIGNMENT
+
+
 def test_the_file_of_a_slab_has_no_name(tmp_path: Path) -> None:
     slab = Slab(10_000, tmp_path)
     slab.piece(512, 100).fill_(7)
