@@ -5,7 +5,7 @@ Importing this package registers its strategies: `Trainer(strategy="dlres_hetero
 
 from __future__ import annotations
 
-from lightning_dlres.callbacks import ResourceReport
+from lightning_dlres.callbacks import ActivationOffload, ResourceReport
 from lightning_dlres.core.errors import (
     BatchMismatchError,
     ConfigError,
@@ -16,12 +16,14 @@ from lightning_dlres.core.errors import (
     ProtocolError,
     UnsupportedStepError,
 )
+from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
 from lightning_dlres.strategies.samples import ProfileConfig
 
 __all__ = [
+    "ActivationOffload",
     "BatchMismatchError",
     "Cluster",
     "ConfigError",
@@ -30,6 +32,7 @@ __all__ = [
     "HeteroPipeStrategy",
     "LayerProfile",
     "Link",
+    "MemoryPlan",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",

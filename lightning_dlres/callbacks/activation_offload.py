@@ -1,0 +1,133 @@
+"""`ActivationOffload(budget=...)`: training within a budget of device memory, with the same
+gradients, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_dlres.callbacks.offloading import TrainingSteps
+from lightning_dlres.memory.options import ACTIONS, MemoryOptions
+from lightning_dlres.memory.plan import MemoryPlan
+from lightning_dlres.memory.profile import StepProfile
+
+
+class ActivationOffload(Callback):
+    """Keeps device memory within a budget (Method A, A1 and A3 to A5).
+
+    The first steps of every batch shape are measured, while all that autograd saves is away, so
+    that they fit where any plan does. Then a plan says for each saved tensor whether it stays, is
+    compressed (ZVC: zeros left out), goes to the host's memory or a disk and is brought back ahead
+    of its use, or is computed again, at the least predicted time. Gradients are those of plain
+    training, bit for bit; the LightningModule is not changed. Nothing happens where the budget
+    holds everything.
+
+    Works on one device and with DDP; strategies that shard the model are refused.
+
+    Attributes:
+        plan: the latest plan; None before the measured steps are over.
+        profile: what it was made from.
+
+    Args:
+        budget: What the device may hold in a step: bytes ("8GiB"), a share of the device's memory
+            up to 1.0 (on the CPU: of what is available), or "min" for as little as possible.
+        saved_budget: What saved tensors alone may take there: bytes, or a share of what plain
+            training would save. None: no limit of their own.
+        host_budget: Bytes of pinned host memory for what leaves a GPU. None: four fifths of what
+            is available.
+        disk: Directory on a fast local disk for what the host has no room for. On the CPU this is
+            where data go: None is the system's directory for temporary files there.
+        disk_budget: Bytes on that disk. None: no limit.
+        min_size: Smaller tensors stay.
+        actions: Some of "compress", "offload" and "recompute".
+        profile_steps: Steps that are measured for a shape; the first one is slow for other reasons.
+
+    Raises:
+        ConfigError: an argument is of no use; when `fit` starts: the strategy or device cannot
+            work with it; after the measured steps: the budget cannot be met, with the smallest one
+            that can.
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str = 0.9,
+        saved_budget: int | float | str | None = None,
+        host_budget: int | str | None = None,
+        disk: str | Path | None = None,
+        disk_budget: int | str | None = None,
+        min_size: int | str = "64KiB",
+        actions: Sequence[str] = ACTIONS,
+        profile_steps: int = 2,
+    ) -> None:
+        super().__init__()
+        self._options = MemoryOptions(
+            budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps
+        )
+        self._steps: TrainingSteps | None = None
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """Return the latest plan."""
+        offloader = self._steps.offloader if self._steps is not None else None
+        return offloader.plan if offloader is not None else None
+
+    @property
+    def profile(self) -> StepProfile | None:
+        """Return what the latest plan was made from."""
+        offloader = self._steps.offloader if self._steps is not None else None
+        return offloader.profile if offloader is not None else None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._steps = TrainingSteps(self._options, trainer, type(self).__name__)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._steps is not None:
+            every = trainer.accumulate_grad_batches
+            stepping = (batch_idx + 1) % every == 0 or trainer.is_last_batch
+            self._steps.begin(pl_module, batch, stepping)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._steps is not None:
+            self._steps.end()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A hook may have ended the epoch in the middle of a step.
+        if self._steps is not None:
+            self._steps.abandon()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._steps is not None:
+            self._steps.abandon()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if self._steps is not None:
+            self._steps.abandon()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        line = self._steps.summary() if self._steps is not None else None
+        if line is not None:
+            rank_zero_info(line)

@@ -1,0 +1,289 @@
+"""Which module runs, what goes into it and comes out of it, and what its forward takes: the part of
+a profile that needs modules (Method A, A1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core._compat import Version, storage_reference
+from lightning_dlres.memory.profile import Datum, Layer, Region
+
+# So many steps of autograd's graph lie at most between a module's input and who made it.
+_MOST_NODES = 64
+
+
+class Clock(Protocol):
+    """What a recorder tells."""
+
+    @property
+    def place(self) -> int: ...
+
+    @property
+    def mark(self) -> int: ...
+
+    def clock(self) -> float: ...
+
+    def live_bytes(self) -> int: ...
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module's forward."""
+
+    name: str
+    module: nn.Module
+    entry: int
+    first_mark: int
+    began: float
+    live: int
+    inputs: list[tuple[Any, int]]
+    after: tuple[str, ...]
+    buffers: list[Version]
+    peak: int = 0
+    last_mark: int = 0
+    seconds: float = 0.0
+    workspace: int = 0
+    extra: int = 0
+    output_bytes: int = 0
+    changes_buffers: bool = False
+    saved: list[tuple[int, Any, str]] = field(default_factory=list)
+    is_done: bool = False
+
+
+class LayerRecord:
+    """Follows the modules below a root through one step.
+
+    Args:
+        root: the model.
+        stays: tensors that never move, by their memory.
+        history: returns the bytes that the optimizer keeps for a parameter.
+        min_bytes: smaller inputs cost nothing to keep.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        history: Callable[[nn.Parameter], int] = lambda parameter: 0,
+        min_bytes: int = 0,
+    ) -> None:
+        self._root, self._history, self._min_bytes = root, history, min_bytes
+        self._open: list[_Call] = []
+        self._calls: dict[str, list[_Call]] = {}
+        self._roles: dict[int, str] = {}
+        self._known: dict[Any, int] = {}
+        self._makers: dict[Any, str] = {}
+        self._storage_makers: dict[Any, str] = {}
+        self._clock: Clock | None = None
+
+    @contextmanager
+    def watching(self, clock: Clock) -> Iterator[None]:
+        """Inside of it, modules are followed."""
+        self._clock, handles = clock, []
+        for name, module in self._root.named_modules():
+            if name and not isinstance(module, torch.jit.ScriptModule):
+                before = self._entering(name)
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                after = module.register_forward_hook(
+                    self._leaving(name), with_kwargs=True, always_call=True
+                )
+                handles.append(after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._open.clear()
+            self._makers.clear()
+            self._storage_makers.clear()
+
+    def saving(self, tensor: Tensor, number: int) -> tuple[str, str]:
+        """Note a datum; return the module that saves it, and what it is to that."""
+        reference = storage_reference(tensor)
+        self._known[reference] = number
+        if not self._open:
+            return "", "internal"
+        call = self._open[-1]
+        role = "input" if any(r == reference for r, _ in call.inputs) else "internal"
+        call.saved.append((number, reference, role))
+        return call.name, role
+
+    def see_peak(self, peak: int) -> None:
+        """Note the most bytes that there were lately."""
+        for call in self._open:
+            call.peak = max(call.peak, peak)
+
+    def with_roles(self, data: Sequence[Datum]) -> tuple[Datum, ...]:
+        """Return the data with what is known only once their module has returned."""
+        return tuple(
+            msgspec.structs.replace(datum, role=self._roles.get(number, datum.role))
+            for number, datum in enumerate(data)
+        )
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            assert self._clock is not None
+            tensors = list(tensors_in((args, kwargs)))
+            call = _Call(
+                name=name,
+                module=module,
+                entry=self._clock.place,
+                first_mark=self._clock.mark,
+                began=self._clock.clock(),
+                live=self._clock.live_bytes(),
+                inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
+                after=self._makers_of(tensors),
+                buffers=[Version(buffer) for buffer in module.buffers()],
+            )
+            call.peak = call.live
+            self._calls.setdefault(name, []).append(call)
+            self._open.append(call)
+
+        return before
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            assert self._clock is not None
+            if not any(call.name == name for call in self._open):
+                return
+            # Those above it have ended in an exception that somebody has caught.
+            while self._open:
+                call = self._open.pop()
+                if call.name == name:
+                    break
+            call.seconds = self._clock.clock() - call.began
+            call.last_mark = self._clock.mark
+            live = self._clock.live_bytes()
+            call.workspace = max(0, call.peak - max(call.live, live))
+            call.extra = max(0, call.peak - call.live)
+            call.changes_buffers = any(b.now != b.saved for b in call.buffers)
+            call.is_done = output is not None
+            outputs = list(tensors_in(output))
+            references = [storage_reference(t) for t in outputs]
+            for number, reference, role in call.saved:
+                if role == "internal" and reference in references:
+                    self._roles[number] = "output"
+            call.output_bytes = sum(t.nbytes for t in outputs if t.requires_grad)
+            if not any(True for _ in module.children()):
+                self._note_maker(outputs, references, name)
+
+        return after
+
+    def _note_maker(self, outputs: list[Tensor], references: list[Any], name: str) -> None:
+        for tensor, reference in zip(outputs, references, strict=True):
+            self._storage_makers[reference] = name
+            if tensor.grad_fn is not None:
+                self._makers[tensor.grad_fn] = name
+
+    def _makers_of(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        """Return the modules without children from which tensors come, through operations that
+        belong to none."""
+        found: dict[str, None] = {}
+        for tensor in tensors:
+            maker = self._storage_makers.get(storage_reference(tensor))
+            if maker is not None:
+                found[maker] = None
+                continue
+            nodes, seen = [tensor.grad_fn], 0
+            while nodes and seen < _MOST_NODES:
+                node = nodes.pop()
+                seen += 1
+                if node in self._makers:
+                    found[self._makers[node]] = None
+                elif node is not None:
+                    nodes += [above for above, _ in node.next_functions]
+        return tuple(found)
+
+    def regions(
+        self, data: Sequence[Datum], marks: Sequence[tuple[int, int]]
+    ) -> tuple[Region, ...]:
+        """Return the modules that can run again.
+
+        Args:
+            data: of the step.
+            marks: when each was saved first and last.
+        """
+        found: dict[tuple[int, ...], Region] = {}
+        for calls in self._calls.values():
+            call = calls[0]
+            if len(calls) != 1 or not call.is_done or call.changes_buffers:
+                continue
+            inputs = {reference for reference, _ in call.inputs}
+            given = {self._known[r] for r in inputs if r in self._known}
+            inside = tuple(
+                number
+                for number, (first, last) in enumerate(marks)
+                if call.first_mark < first
+                and last <= call.last_mark
+                and number not in given
+                and data[number].uses
+                and data[number].saved >= call.entry
+            )
+            if not inside:
+                continue
+            last_saved = max(data[number].saved for number in inside)
+            if min(data[number].uses[0] for number in inside) < last_saved:
+                continue
+            unknown = [size for r, size in call.inputs if r not in self._known]
+            region = Region(
+                layer=call.name,
+                data=inside,
+                seconds=call.seconds,
+                entry=call.entry,
+                inputs=sum(size for size in unknown if size >= self._min_bytes),
+                workspace=call.extra,
+            )
+            # Of modules that save the same, the innermost is the least work.
+            if inside not in found or region.seconds <= found[inside].seconds:
+                found[inside] = region
+        return tuple(found.values())
+
+    def layers(self, data: Sequence[Datum]) -> tuple[Layer, ...]:
+        """Return the modules without children, in the order in which they ran."""
+        found = []
+        for name, calls in self._calls.items():
+            module = calls[0].module
+            if any(True for _ in module.children()):
+                continue
+            own = [datum for datum in data if datum.layer == name]
+            parameters = list(module.parameters(recurse=False))
+            sizes = [p.numel() * p.element_size() for p in parameters]
+            trained = [s for p, s in zip(parameters, sizes, strict=True) if p.requires_grad]
+            roles = {datum.role for datum in own if datum.uses}
+            found.append(
+                Layer(
+                    name=name,
+                    kind=type(module).__name__,
+                    parameters=sum(sizes),
+                    gradients=sum(trained),
+                    history=sum(self._history(p) for p in parameters),
+                    maps=sum(datum.nbytes for datum in own),
+                    map_gradients=sum(call.output_bytes for call in calls),
+                    workspace=max(call.workspace for call in calls),
+                    needs=tuple(sorted(roles)),
+                    after=tuple(dict.fromkeys(n for call in calls for n in call.after)),
+                )
+            )
+        return tuple(found)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors with memory in nested containers."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and value.device.type != "meta" and value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (list, tuple, set)):
+        for inner in value:
+            yield from tensors_in(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from tensors_in(getattr(value, item.name, None))

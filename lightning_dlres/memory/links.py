@@ -1,0 +1,90 @@
+"""How fast bytes leave the device and come back: measured, on memory of the kind that is used."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import torch
+
+from lightning_dlres.core.slab import aligned
+from lightning_dlres.memory.copies import Copies
+from lightning_dlres.memory.profile import Link
+from lightning_dlres.memory.tiers import SlabTier
+
+# A copy of this size at most, and at least: new memory of more than some 32 MiB is asked of the
+# system every time, which takes longer than the copy.
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 256 << 20
+_SMALL_BYTES = 64 << 10
+_UNCACHED_BYTES = 96 << 20
+_TRIALS = 7
+
+
+def measure_link(
+    name: str,
+    copies: Copies,
+    device: torch.device,
+    directory: Path | None,
+    pinned: bool,
+    nbytes: int,
+) -> Link:
+    """Return the link to a tier.
+
+    Args:
+        name: of the tier.
+        copies: how bytes get there and back.
+        device: where they come from.
+        directory, pinned: see `SlabTier`.
+        nbytes: size of a usual copy.
+
+    Raises:
+        ConfigError: the directory cannot be written to, or is full.
+    """
+    size = min(max(nbytes, _LEAST_BYTES), _MOST_BYTES)
+    # Enough of them that none is in the processor's cache when its turn comes again.
+    count = max(2, -(-_UNCACHED_BYTES // size))
+    tier = SlabTier(count * aligned(size), directory, pinned)
+    parcels = [parcel for _ in range(count) if (parcel := tier.take(size)) is not None]
+    sources = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in parcels]
+    pieces = cycle(zip(sources, parcels, strict=True))
+
+    def out(nbytes: int) -> Callable[[], None]:
+        def copy() -> None:
+            source, parcel = next(pieces)
+            copies.out(source[:nbytes], parcel.data[:nbytes]).wait()
+
+        return copy
+
+    def back(nbytes: int) -> Callable[[], None]:
+        return lambda: copies.back(next(pieces)[1].data[:nbytes], device)[1].wait()
+
+    for source, parcel in zip(sources, parcels, strict=True):
+        copies.out(source, parcel.data).wait()
+    times = {
+        (way, nbytes): _seconds(way(nbytes), device)
+        for way in (out, back)
+        for nbytes in (_SMALL_BYTES, size)
+    }
+    latency = min(times[out, _SMALL_BYTES], times[back, _SMALL_BYTES])
+    return Link(
+        tier=name,
+        out_rate=size / max(times[out, size] - latency, 1e-9),
+        in_rate=size / max(times[back, size] - latency, 1e-9),
+        overlaps=copies.overlaps,
+        latency=latency,
+    )
+
+
+def _seconds(copy: Callable[[], None], device: torch.device) -> float:
+    """Return how long a copy takes: the median, without the first."""
+    found = []
+    for _ in range(_TRIALS + 1):
+        began = time.perf_counter()
+        copy()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])

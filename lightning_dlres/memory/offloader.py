@@ -1,0 +1,298 @@
+"""Method A's loop for activations: the first steps are measured while everything is away, a plan
+is made of them, and the steps after follow it. Steps of another shape are measured and planned
+anew."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.copies import Copies, DirectCopies, StreamCopies
+from lightning_dlres.memory.engine import SavedTensors
+from lightning_dlres.memory.follow import Follower
+from lightning_dlres.memory.layer_record import LayerRecord
+from lightning_dlres.memory.links import measure_link
+from lightning_dlres.memory.meter import AllocatedBytes, GivenBytes, Meter, WatchedBytes
+from lightning_dlres.memory.plan import MemoryPlan
+from lightning_dlres.memory.planner import plan_memory, smallest_budget
+from lightning_dlres.memory.profile import Link, StepProfile
+from lightning_dlres.memory.recompute import running_again
+from lightning_dlres.memory.record import Recorder
+from lightning_dlres.memory.simulator import Limits
+from lightning_dlres.memory.tiers import GrowingTier, SlabTier
+
+# Plans for so many shapes are kept.
+_MOST_PLANS = 64
+
+
+@dataclass(frozen=True)
+class TierSettings:
+    """A place where data may go.
+
+    Attributes:
+        name: "host" or "disk".
+        limit: bytes; infinite: no limit.
+        directory: of a file; None for memory.
+    """
+
+    name: str
+    limit: float = inf
+    directory: Path | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user wants.
+
+    Attributes:
+        device_limit: bytes that the device may hold; "min": as few as possible.
+        saved_limit: bytes of saved data, or, below 1, a share of what plain training saves.
+        min_bytes: smaller data stay.
+        tiers: where data may go, the preferred one first.
+        actions, recompute: what may be done.
+        profile_steps: steps that are measured.
+    """
+
+    device_limit: float | str = inf
+    saved_limit: float = inf
+    min_bytes: int = 1 << 16
+    tiers: tuple[TierSettings, ...] = (TierSettings("host"),)
+    actions: tuple[Action, ...] = tuple(Action)
+    recompute: bool = True
+    profile_steps: int = 2
+
+
+@dataclass
+class Measured:
+    """What planned steps were like.
+
+    Attributes:
+        steps: how many there were.
+        seconds: of each of the last ones.
+        saved_peak: most bytes of data on the device.
+        device_peak: most bytes on the device; None where nothing counts them.
+        unlike: steps that were not like the planned one, with what was unlike.
+    """
+
+    steps: int = 0
+    seconds: list[float] = field(default_factory=list)
+    saved_peak: int = 0
+    device_peak: int | None = None
+    unlike: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Kind:
+    """Steps of one shape."""
+
+    profiles: list[StepProfile] = field(default_factory=list)
+    again: tuple[str, ...] = ()
+    first_plan: MemoryPlan | None = None
+    plan: MemoryPlan | None = None
+    follower: Follower | None = None
+
+
+class Offloader:
+    """Keeps what a model's training step saves within limits.
+
+    Args:
+        root: the model.
+        settings: the limits.
+        device: where the model is.
+        history: returns the bytes that the optimizer keeps for a parameter.
+        is_compiled: whether torch.compile has had its hands on the model: then modules are not
+            followed, nor operations watched.
+        say: is told every plan, as text.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        settings: Settings,
+        device: torch.device,
+        history: Callable[[nn.Parameter], int] = lambda parameter: 0,
+        is_compiled: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._root, self._settings, self._device = root, settings, device
+        self._history, self._is_compiled, self._say = history, is_compiled, say
+        self._engine = SavedTensors(settings.min_bytes)
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._links: tuple[Link, ...] | None = None
+        self._tiers: dict[str, SlabTier] = {}
+        self._copies = {tier.name: self._copies_for(tier) for tier in settings.tiers}
+        self._growing = self._growing_tier()
+        self.measured = Measured()
+        self.plan: MemoryPlan | None = None
+        self.profile: StepProfile | None = None
+
+    @contextmanager
+    def step(
+        self, shape: Hashable, stays: Iterable[Tensor], held: Iterable[Tensor]
+    ) -> Iterator[None]:
+        """Around one training step, forward and backward.
+
+        Args:
+            shape: steps of the same shape save the same data.
+            stays: tensors that never move: parameters and buffers.
+            held: all that is on the device before: those, gradients, optimizer state, the batch.
+
+        Raises:
+            ConfigError: after a measured step: no plan meets the limits.
+        """
+        kind = self._kinds.setdefault(shape, _Kind())
+        self._kinds.move_to_end(shape)
+        if len(self._kinds) > _MOST_PLANS:
+            self._kinds.popitem(last=False)
+        with running_again(self._root, kind.again):
+            if kind.follower is None:
+                with self._recorded(kind, stays, held):
+                    yield
+            else:
+                with self._followed(kind, kind.follower, stays):
+                    yield
+
+    @contextmanager
+    def _followed(self, kind: _Kind, follower: Follower, stays: Iterable[Tensor]) -> Iterator[None]:
+        ledger, measured = self._engine.ledger, self.measured
+        ledger.start_peak()
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        began = time.perf_counter()
+        with self._engine.hooks(follower, stays):
+            yield
+        follower.finish()
+        measured.steps += 1
+        measured.seconds.append(time.perf_counter() - began)
+        del measured.seconds[:-1000]
+        measured.saved_peak = max(measured.saved_peak, ledger.peak)
+        if on_gpu:
+            peak = torch.cuda.max_memory_allocated(self._device)
+            measured.device_peak = max(measured.device_peak or 0, peak)
+        if follower.unlike is not None:
+            # What it was planned for does not come any more: it is measured again.
+            measured.unlike.append(follower.unlike)
+            del measured.unlike[:-100]
+            kind.profiles.clear()
+            kind.again, kind.first_plan, kind.follower = (), None, None
+
+    @contextmanager
+    def _recorded(
+        self, kind: _Kind, stays: Iterable[Tensor], held: Iterable[Tensor]
+    ) -> Iterator[None]:
+        layers = None
+        if not self._is_compiled:
+            layers = LayerRecord(self._root, self._history, self._settings.min_bytes)
+        recorder = Recorder(
+            self._growing,
+            self._meter(),
+            self._engine.ledger,
+            layers,
+            self._device,
+            any(a in self._settings.actions for a in (Action.COMPRESS, Action.BOTH)),
+        )
+        with self._engine.hooks(recorder, stays), recorder.recording(held):
+            yield
+        if self._links is None:
+            self._links = self._measured_links(recorder.usual_bytes)
+        kind.profiles.append(recorder.profile(self._links))
+        if len(kind.profiles) >= self._settings.profile_steps:
+            self._make_plan(kind)
+
+    def _make_plan(self, kind: _Kind) -> None:
+        profile, settings = _fastest(kind.profiles), self._settings
+        kind.profiles.clear()
+        recompute = settings.recompute and kind.first_plan is None
+        limits = self._limits(profile, recompute, kind.first_plan)
+        plan = plan_memory(profile, limits, settings.actions, recompute)
+        if plan.recompute:
+            # Steps with modules that run again are unlike those without: measured, not guessed.
+            kind.again, kind.first_plan = plan.recompute, plan
+            return
+        if kind.first_plan is not None:
+            first = kind.first_plan
+            plan = msgspec.structs.replace(
+                plan,
+                recompute=kind.again,
+                plain_seconds=first.plain_seconds,
+                plain_peak=first.plain_peak,
+                plain_saved_peak=first.plain_saved_peak,
+            )
+        for spec in settings.tiers:
+            size = plan.tiers.get(spec.name, 0)
+            known = self._tiers.get(spec.name)
+            if size and (known is None or known.nbytes < size):
+                self._tiers[spec.name] = SlabTier(size, spec.directory, self._is_pinned(spec))
+        kind.plan = self.plan = plan
+        self.profile = profile
+        fallback = self._growing if settings.tiers else None
+        kind.follower = Follower(plan, self._tiers, self._copies, fallback)
+        self._say(plan.table())
+
+    def _limits(
+        self, profile: StepProfile, recompute: bool, first_plan: MemoryPlan | None
+    ) -> Limits:
+        settings = self._settings
+        saved = settings.saved_limit
+        if saved < 1:
+            plain = first_plan.plain_saved_peak if first_plan else profile.saved_bytes
+            saved = int(saved * plain)
+        tiers = {tier.name: tier.limit for tier in settings.tiers}
+        limits = Limits(device=inf, saved=saved, tiers=tiers)
+        device = settings.device_limit
+        if isinstance(device, str):
+            device = smallest_budget(profile, limits, settings.actions, recompute)
+        return replace(limits, device=device)
+
+    def _measured_links(self, nbytes: int) -> tuple[Link, ...]:
+        return tuple(
+            measure_link(
+                spec.name,
+                self._copies[spec.name],
+                self._device,
+                spec.directory,
+                self._is_pinned(spec),
+                nbytes,
+            )
+            for spec in self._settings.tiers
+        )
+
+    def _meter(self) -> Meter:
+        if self._device.type == "cuda":
+            return AllocatedBytes(self._device)
+        return GivenBytes() if self._is_compiled else WatchedBytes()
+
+    def _copies_for(self, tier: TierSettings) -> Copies:
+        return StreamCopies(self._device) if self._is_pinned(tier) else DirectCopies()
+
+    def _is_pinned(self, tier: TierSettings) -> bool:
+        return self._device.type == "cuda" and tier.directory is None
+
+    def _growing_tier(self) -> GrowingTier:
+        # Where there is room for everything: the last tier, if it is a disk.
+        tiers: Sequence[TierSettings] = self._settings.tiers
+        directory = tiers[-1].directory if tiers else None
+        return GrowingTier(directory)
+
+
+def _fastest(profiles: Sequence[StepProfile]) -> StepProfile:
+    """Return the last profile, with the least time that every interval took in those like it."""
+    last = profiles[-1]
+    alike = [p for p in profiles if _shape(p) == _shape(last)]
+    seconds = tuple(min(times) for times in zip(*(p.seconds for p in alike), strict=True))
+    return msgspec.structs.replace(last, seconds=seconds)
+
+
+def _shape(profile: StepProfile) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(datum.nbytes, datum.saved, datum.uses) for datum in profile.data]

@@ -1,0 +1,139 @@
+"""What a user says about memory, checked at construction, and what it means on a device."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+import torch
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.host_memory import available_bytes
+from lightning_dlres.core.units import parse_bytes
+from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.offloader import Settings, TierSettings
+
+ACTIONS = ("compress", "offload", "recompute")
+Budget = int | float | str
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """The arguments of `ActivationOffload` and `MemoryPrecision`; see there.
+
+    Raises:
+        ConfigError: an argument is of no use; the message says what was expected.
+    """
+
+    budget: Budget = 0.9
+    saved_budget: Budget | None = None
+    host_budget: int | str | None = None
+    disk: str | Path | None = None
+    disk_budget: int | str | None = None
+    min_size: int | str = "64KiB"
+    actions: Sequence[str] = ACTIONS
+    profile_steps: int = 2
+
+    def __post_init__(self) -> None:
+        _amount("budget", self.budget, '"8GiB", 0.9 or "min"', also=("min",))
+        if self.saved_budget is not None:
+            _amount("saved_budget", self.saved_budget, '"2GiB" or 0.5')
+        for name in ("host_budget", "disk_budget"):
+            value = getattr(self, name)
+            if value is not None:
+                parse_bytes(value, name)
+        parse_bytes(self.min_size, "min_size")
+        if isinstance(self.actions, str) or not set(self.actions) <= set(ACTIONS):
+            expected = f"a list of some of {', '.join(map(repr, ACTIONS))}"
+            raise ConfigError(got_expected("actions", self.actions, expected, "['offload']"))
+        if not isinstance(self.profile_steps, int) or self.profile_steps < 1:
+            expected = "a number of steps, at least 1"
+            raise ConfigError(got_expected("profile_steps", self.profile_steps, expected, "2"))
+        if self.disk is not None and (
+            not isinstance(self.disk, (str, Path)) or "://" in str(self.disk)
+        ):
+            raise ConfigError(
+                got_expected("disk", self.disk, "a local directory", "'/local/scratch'")
+            )
+
+    def on(self, device: torch.device, ranks_on_host: int = 1) -> Settings:
+        """Return what this means on a device.
+
+        Args:
+            device: where the model is.
+            ranks_on_host: which share the host's memory, and the device if that is the CPU.
+
+        Raises:
+            ConfigError: the directory is not there.
+        """
+        names = set(self.actions)
+        actions = [Action.KEEP]
+        if "compress" in names:
+            actions.append(Action.COMPRESS)
+        tiers = self._tiers(device, ranks_on_host) if "offload" in names else ()
+        if tiers:
+            actions.append(Action.OFFLOAD)
+            if "compress" in names:
+                actions.append(Action.BOTH)
+        return Settings(
+            device_limit=self._device_limit(device, ranks_on_host),
+            saved_limit=inf if self.saved_budget is None else _number(self.saved_budget),
+            min_bytes=parse_bytes(self.min_size),
+            tiers=tiers,
+            actions=tuple(actions),
+            recompute="recompute" in names,
+            profile_steps=self.profile_steps,
+        )
+
+    def _device_limit(self, device: torch.device, ranks_on_host: int) -> float | str:
+        if self.budget == "min":
+            return "min"
+        limit = _number(self.budget)
+        if limit > 1:
+            return limit
+        if device.type == "cuda":
+            return limit * torch.cuda.get_device_properties(device).total_memory
+        available = available_bytes()
+        return inf if available is None else limit * available / ranks_on_host
+
+    def _tiers(self, device: torch.device, ranks_on_host: int) -> tuple[TierSettings, ...]:
+        found = []
+        if device.type != "cpu":
+            host = inf if self.host_budget is None else float(parse_bytes(self.host_budget))
+            available = available_bytes()
+            if self.host_budget is None and available is not None:
+                host = 0.8 * available / ranks_on_host
+            found.append(TierSettings("host", host))
+        # On the CPU, what is on the host is on the device: only a file is somewhere else.
+        if self.disk is not None or device.type == "cpu":
+            directory = Path(self.disk if self.disk is not None else tempfile.gettempdir())
+            if not directory.is_dir():
+                raise ConfigError(
+                    f"disk: got {str(directory)!r}, expected a directory that is there. Make it, "
+                    "or name another one."
+                )
+            limit = inf if self.disk_budget is None else float(parse_bytes(self.disk_budget))
+            found.append(TierSettings("disk", limit, directory))
+        return tuple(found)
+
+
+def _amount(name: str, value: Budget, try_: str, also: tuple[str, ...] = ()) -> None:
+    if value in also:
+        return
+    expected = "bytes, or a share between 0 and 1" + "".join(f", or {word!r}" for word in also)
+    try:
+        number = _number(value)
+    except ConfigError:
+        number = 0.0
+    if isinstance(value, bool) or not number > 0:
+        raise ConfigError(got_expected(name, value, expected, try_))
+
+
+def _number(value: Budget) -> float:
+    """Return bytes, or a share if that is at most 1."""
+    if isinstance(value, float) and 0 < value <= 1:
+        return value
+    return float(parse_bytes(value, "budget"))

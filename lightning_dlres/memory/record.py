@@ -1,0 +1,275 @@
+"""Measures a step while all its data are away, so that it fits wherever any plan does (Method A,
+A1)."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.codecs import Raw, ZeroValue, decode
+from lightning_dlres.codecs.zvc import pays
+from lightning_dlres.kernels import zvc
+from lightning_dlres.memory import profile
+from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.layer_record import LayerRecord
+from lightning_dlres.memory.meter import Meter
+from lightning_dlres.memory.profile import StepProfile
+from lightning_dlres.memory.saved import Datum, Ledger, Order
+from lightning_dlres.memory.spans import Span
+from lightning_dlres.memory.tiers import Tier
+
+_ZERO_VALUE = ZeroValue()
+
+
+@dataclass(eq=False)
+class _Noted:
+    """What is known of a datum."""
+
+    tensor_dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    saved: int
+    layer: str
+    role: str
+    packed: int | None
+    encode_seconds: float
+    decode_seconds: float
+    first_mark: int
+    last_mark: int
+    gone: int | None = None
+    uses: list[int] = field(default_factory=list)
+    end: int | None = None
+
+
+class Recorder:
+    """A conductor that sends everything away, and notes what it sees.
+
+    Args:
+        tier: where everything goes.
+        meter: counts the device's bytes.
+        ledger: knows how many of them are data.
+        layers: knows which module runs; None: nobody does.
+        device: what computes.
+        measures_codec: whether compression is tried.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        meter: Meter,
+        ledger: Ledger,
+        layers: LayerRecord | None,
+        device: torch.device,
+        measures_codec: bool = True,
+    ) -> None:
+        self._tier, self._meter, self._ledger = tier, meter, ledger
+        self._layers, self._device, self._measures_codec = layers, device, measures_codec
+        self._data: list[_Noted] = []
+        self._of: weakref.WeakKeyDictionary[Datum, _Noted] = weakref.WeakKeyDictionary()
+        self._seconds: list[float] = []
+        self._base: list[int] = []
+        self._marks = 0
+        # Bytes of data that are away, and of which others hold the memory still; what is there at
+        # the beginning of an interval that is not the base.
+        self._lingering = self._held = 0
+        self._since = self._computed = 0.0
+        self._is_open = False
+
+    @contextmanager
+    def recording(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Around the step: inside of it, this is measured.
+
+        Args:
+            tensors: what is on the device before.
+        """
+        watching = self._layers.watching(self) if self._layers is not None else nullcontext()
+        with self._meter.running(tensors), watching:
+            self._is_open = True
+            self._resume()
+            try:
+                yield
+            finally:
+                if self._is_open:
+                    self._enter()
+                self._is_open = False
+
+    @property
+    def place(self) -> int:
+        """Return the number of the next event."""
+        return len(self._seconds)
+
+    @property
+    def mark(self) -> int:
+        """Return a number that grows with everything that is saved."""
+        return self._marks
+
+    @property
+    def usual_bytes(self) -> int:
+        """Return the size of a datum, half of all bytes being in smaller ones."""
+        sizes = sorted(noted.nbytes for noted in self._data)
+        half, below = sum(sizes) / 2, 0
+        for size in sizes:
+            below += size
+            if below >= half:
+                return size
+        return 0
+
+    def clock(self) -> float:
+        """Return how many seconds have been computed."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._computed + time.perf_counter() - self._since
+
+    def live_bytes(self) -> int:
+        """Return the bytes on the device that are not data that have come back."""
+        fetched = self._ledger.now if self._meter.counts_fetched else 0
+        return self._meter.now() - fetched
+
+    def profile(self, links: Iterable[profile.Link]) -> StepProfile:
+        """Return what was measured."""
+        last = len(self._seconds) - 1
+        data = tuple(
+            profile.Datum(
+                nbytes=noted.nbytes,
+                dtype=str(noted.tensor_dtype).removeprefix("torch."),
+                shape=noted.shape,
+                layer=noted.layer,
+                role=noted.role,
+                saved=noted.saved,
+                gone=last if noted.gone is None else max(noted.gone, noted.saved + 1),
+                uses=tuple(noted.uses),
+                end=max([noted.saved, *noted.uses, last if noted.end is None else noted.end]),
+                packed=noted.packed,
+                encode_seconds=noted.encode_seconds,
+                decode_seconds=noted.decode_seconds,
+            )
+            for noted in self._data
+        )
+        layers: tuple[profile.Layer, ...] = ()
+        regions: tuple[profile.Region, ...] = ()
+        if self._layers is not None:
+            data = self._layers.with_roles(data)
+            marks = [(noted.first_mark, noted.last_mark) for noted in self._data]
+            regions, layers = self._layers.regions(data, marks), self._layers.layers(data)
+        return StepProfile(
+            seconds=tuple(self._seconds),
+            base=tuple(self._base),
+            data=data,
+            links=tuple(links),
+            regions=regions,
+            layers=layers,
+        )
+
+    def start(self) -> None:
+        """See `Conductor`."""
+
+    def begin_save(self, tensor: Tensor, span: Span, number: int) -> Order:
+        """See `Conductor`."""
+        self._enter()
+        packed, encode_seconds, decode_seconds = self._try_codec(span.of(tensor), tensor.dtype)
+        layer, role = "", "internal"
+        if self._layers is not None:
+            layer, role = self._layers.saving(tensor, number)
+        noted = _Noted(
+            tensor_dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            nbytes=span.nbytes,
+            saved=len(self._seconds) - 1,
+            layer=layer,
+            role=role,
+            packed=packed,
+            encode_seconds=encode_seconds,
+            decode_seconds=decode_seconds,
+            first_mark=self._marks,
+            last_mark=self._marks,
+        )
+        self._data.append(noted)
+        self._lingering += span.nbytes
+        storage = tensor.untyped_storage()
+        weakref.finalize(storage, self._gone, noted).atexit = False
+        return Order(Action.OFFLOAD, self._tier)
+
+    def end_save(self, datum: Datum, done: bool) -> None:
+        """See `Conductor`."""
+        noted = self._data[-1]
+        self._of[datum] = noted
+        weakref.finalize(datum, self._ended, noted).atexit = False
+        self._resume()
+
+    def save_again(self, datum: Datum) -> None:
+        """See `Conductor`."""
+        self._marks += 1
+        noted = self._of.get(datum)
+        if noted is not None:
+            noted.last_mark = self._marks
+
+    def begin_use(self, datum: Datum) -> None:
+        """See `Conductor`."""
+        if self._is_open:
+            self._enter()
+            noted = self._of.get(datum)
+            if noted is not None:
+                noted.uses.append(len(self._seconds) - 1)
+
+    def end_use(self, datum: Datum) -> None:
+        """See `Conductor`."""
+        if self._is_open:
+            self._resume()
+
+    def _enter(self) -> None:
+        """An event: the interval before it is over."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - self._since
+        self._seconds.append(seconds)
+        self._computed += seconds
+        self._base.append(max(0, self._meter.peak() - self._held))
+        if self._layers is not None:
+            self._layers.see_peak(self._meter.peak())
+        self._marks += 1
+        self._meter.count(False)
+
+    def _resume(self) -> None:
+        self._meter.count(True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._meter.start_peak()
+        fetched = self._ledger.now if self._meter.counts_fetched else 0
+        self._held = self._lingering + fetched
+        self._since = time.perf_counter()
+
+    def _gone(self, noted: _Noted) -> None:
+        if self._is_open:
+            noted.gone = self.place
+            self._lingering -= noted.nbytes
+
+    def _ended(self, noted: _Noted) -> None:
+        if self._is_open:
+            noted.end = self.place - 1
+
+    def _try_codec(self, data: Tensor, dtype: torch.dtype) -> tuple[int | None, float, float]:
+        """Return the bytes of compressed data, None where that does not pay, and how long that
+        takes, and its reverse."""
+        width = dtype.itemsize
+        if not self._measures_codec or width not in zvc.WIDTHS or data.numel() % width:
+            return None, 0.0, 0.0
+        if not pays(float(zvc.density(data, width)), width):
+            return None, 0.0, 0.0
+        began = self._now()
+        encoded = _ZERO_VALUE.encode(data.view(dtype))
+        packed, between = encoded.nbytes, self._now()
+        if encoded.codec == Raw.name:
+            return None, 0.0, 0.0
+        decode(encoded)
+        return packed, between - began, self._now() - between
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
