@@ -72,6 +72,8 @@ class Follower:
             if self._fallback is None:
                 return Order(Action.KEEP)
             return Order(Action.OFFLOAD, self._fallback, None, _DIRECT)
+        if decision.action is Action.COMPRESS:
+            return Order(decision.action, self._fallback, room=decision.room)
         if decision.tier is None:
             return Order(decision.action)
         return Order(

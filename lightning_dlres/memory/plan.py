@@ -18,7 +18,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         nbytes, dtype, layer: the datum, by which the engine knows it again.
         action: what happens.
         tier: where it goes; None if it stays.
-        offset, room: its place in the tier, and the bytes that are there for it.
+        offset, room: its place in the tier, and the bytes that are there for it; if it is
+            compressed and stays, the bytes that it may take.
         left_by: event before whose next interval it must have left the device.
         fetch_at: event at which it may be brought back; None: when it is asked for.
         first_use: event at which it is asked for.

@@ -19,7 +19,7 @@ from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.placement import Lifetime, overlap, place
 from lightning_dlres.memory.plan import Decision, MemoryPlan
-from lightning_dlres.memory.profile import StepProfile
+from lightning_dlres.memory.profile import Datum, StepProfile
 from lightning_dlres.memory.program import Program, Selection, choices_of
 from lightning_dlres.memory.simulator import (
     KEEP,
@@ -27,6 +27,7 @@ from lightning_dlres.memory.simulator import (
     Choice,
     Limits,
     Outcome,
+    packed_room,
     room_for,
     simulate,
 )
@@ -227,7 +228,7 @@ def _written(
             saved=datum.saved,
             tier=selection.choices[number].tier,
             offset=places[number].offset,
-            room=places[number].room,
+            room=_room(datum, selection.choices[number], places[number]),
             left_by=outcome.left_by[number],
             fetch_at=outcome.fetch_at[number],
             first_use=datum.uses[0] if datum.uses else None,
@@ -255,6 +256,10 @@ def _written(
         moved=outcome.moved,
     )
     return msgspec.structs.replace(plan, notes=tuple(_notes(plan, profile)))
+
+
+def _room(datum: Datum, choice: Choice, place: _Place) -> int:
+    return packed_room(datum) if choice.action is Action.COMPRESS else place.room
 
 
 def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:

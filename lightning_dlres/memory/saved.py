@@ -29,15 +29,18 @@ class Order:
 
     Attributes:
         action: what.
-        tier: where it goes, if it leaves.
+        tier: where it goes, if it leaves; where it goes, too, if it is to be compressed and takes
+            more than `room`.
         offset: its place there; None: any.
         copies: how it gets there and back.
+        room: bytes that it may take on the device when compressed; None: any.
     """
 
     action: Action
     tier: Tier | None = None
     offset: int | None = None
     copies: Copies = _DIRECT
+    room: int | None = None
 
 
 class Ledger:
@@ -130,7 +133,12 @@ class Datum:
             if encoded.codec == Raw.name:
                 # More than it was: as it is, it is as well off.
                 encoded = None
-        if order.action is not Action.COMPRESS:
+        leaves = order.action is not Action.COMPRESS
+        if not leaves and encoded is None:
+            return False
+        if not leaves and order.tier is not None and order.room is not None:
+            leaves = encoded is not None and encoded.nbytes > order.room
+        if leaves:
             assert order.tier is not None
             sent = here if encoded is None else encoded.payload
             self._parcel = order.tier.take(sent.numel(), order.offset)
@@ -142,9 +150,8 @@ class Datum:
                     Raw.name, here.dtype, here.shape, here.stride(), here, here.numel()
                 )
             encoded = replace(encoded, data=self._parcel.data, used=sent.numel())
-        elif encoded is None:
-            return False
         else:
+            assert encoded is not None
             self._charge(encoded.nbytes)
         self._encoded = encoded
         if self._leaving is None or not order.copies.overlaps:

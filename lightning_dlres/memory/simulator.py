@@ -35,7 +35,8 @@ class Choice:
 
 KEEP = Choice()
 
-# Compressed data have so much more room than they took in the profile; what does not fit stays.
+# Compressed data have so much more room than they took in the profile; what does not fit goes
+# where what no plan knows goes.
 _SPARE = 1.1
 
 
@@ -102,10 +103,14 @@ def away_bytes(datum: Datum, choice: Choice) -> int:
 
 def room_for(datum: Datum, choice: Choice) -> int:
     """Return the room that is kept for a datum in its tier."""
-    size = away_bytes(datum, choice)
     if choice.action is Action.BOTH:
-        size = min(int(size * _SPARE), datum.nbytes)
-    return aligned(size)
+        return aligned(packed_room(datum))
+    return aligned(away_bytes(datum, choice))
+
+
+def packed_room(datum: Datum) -> int:
+    """Return the room that is kept for a datum when it is compressed."""
+    return min(int((datum.packed or datum.nbytes) * _SPARE), datum.nbytes)
 
 
 def holding(datum: Datum, choice: Choice) -> Iterator[tuple[int, int, int]]:
@@ -117,7 +122,7 @@ def holding(datum: Datum, choice: Choice) -> Iterator[tuple[int, int, int]]:
     yield datum.saved + 1, datum.gone, datum.nbytes
     yield datum.uses[0] + 1, datum.end + 1, datum.nbytes
     if choice.action is Action.COMPRESS:
-        yield datum.saved + 1, datum.end + 1, datum.packed or datum.nbytes
+        yield datum.saved + 1, datum.end + 1, packed_room(datum)
 
 
 def simulate(
@@ -262,7 +267,7 @@ class _Step:
         if choice.action in (Action.COMPRESS, Action.BOTH):
             self._time += datum.encode_seconds
         if choice.action is Action.COMPRESS:
-            packed = datum.packed or datum.nbytes
+            packed = packed_room(datum)
             self._held += packed
             most = self._held
             self._freed[datum.end + 1] += packed
@@ -354,7 +359,7 @@ class _Step:
             if is_saved and number not in self._again:
                 datum = self._profile.data[number]
                 packs = self._choices[number].action is Action.COMPRESS
-                saves = datum.nbytes + ((datum.packed or 0) if packs else 0)
+                saves = datum.nbytes + (packed_room(datum) if packs else 0)
         while self._leaving and (
             self._held + need + self._base[ahead] > self._limits.device
             or self._held + need + saves > self._limits.saved

@@ -1,0 +1,339 @@
+"""With the callback, training ends in the same weights, bit for bit, and within the budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import lightning_dlres as dlres
+from lightning_dlres.callbacks.offloading import refuse
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.memory.actions import Action
+from tests.callbacks.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
+from tests.memory.networks import CASES
+from tests.pool import RankContext, RankPool
+
+WAYS: dict[str, dict[str, Any]] = {
+    "offload": {"budget": "min", "actions": ["offload"]},
+    "compress": {"budget": "min", "actions": ["compress"]},
+    "both": {"budget": "min", "actions": ["compress", "offload"]},
+    "recompute": {"budget": "min", "actions": ["recompute"]},
+    "all": {"budget": "min"},
+    "half": {"budget": "1TiB", "saved_budget": 0.6},
+}
+
+
+def ours(way: str = "all", **options: Any) -> dlres.ActivationOffload:
+    return dlres.ActivationOffload(**{**WAYS[way], "min_size": 1, **options})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_plain_training(name: str, way: str) -> None:
+    plain = fit(Regression(name), batches(name))
+    callback = ours(way)
+    require_same(plain, fit(Regression(name), batches(name), callback))
+    assert callback.plan is not None
+    assert callback._steps is not None
+    offloader = callback._steps.offloader
+    assert offloader is not None
+    assert offloader.measured.steps > 0
+    assert offloader.measured.unlike == []
+    # Data may be denser than they were when they were measured, and then take more.
+    fixed = way != "compress"
+    limit = callback.plan.saved_peak if fixed else callback.plan.plain_saved_peak
+    assert offloader.measured.saved_peak <= limit
+    gc.collect()
+    assert offloader._engine.ledger.now == 0
+
+
+def test_a_plan_uses_what_it_may() -> None:
+    seen = {}
+    for way in ("offload", "recompute", "all"):
+        callback = ours(way)
+        fit(Regression("gpt"), batches("gpt"), callback)
+        assert callback.plan is not None
+        seen[way] = callback.plan
+    assert any(d.action is Action.OFFLOAD for d in seen["offload"].decisions)
+    assert seen["recompute"].recompute
+    assert seen["all"].peak <= min(seen["offload"].peak, seen["recompute"].peak)
+    assert seen["all"].peak < seen["all"].plain_peak
+
+
+def test_a_budget_that_holds_everything_changes_nothing() -> None:
+    callback = dlres.ActivationOffload()
+    require_same(
+        fit(Regression("cnn"), batches("cnn")), fit(Regression("cnn"), batches("cnn"), callback)
+    )
+    assert callback.plan is not None
+    assert callback.plan.changes_nothing
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
+    with pytest.raises(ConfigError, match=r"budget: got 1000 B .* expected at least"):
+        fit(Regression("cnn"), batches("cnn"), ours(budget=1000))
+
+
+def test_two_optimizers_by_hand() -> None:
+    callback = ours()
+    require_same(fit(Gan(), batches("gan")), fit(Gan(), batches("gan"), callback))
+    assert callback.plan is not None
+
+
+@pytest.mark.parametrize("way", ["all", "offload"])
+def test_accumulation_and_validation_in_between(way: str) -> None:
+    options = {
+        "accumulate_grad_batches": 3,
+        "val_check_interval": 2,
+        "val_dataloaders": batches("unet", 3),
+        "max_epochs": 3,
+        "gradient_clip_val": 0.1,
+    }
+    callback = ours(way)
+    require_same(
+        fit(Regression("unet"), batches("unet"), **options),
+        fit(Regression("unet"), batches("unet"), callback, **options),
+    )
+    assert callback.plan is not None
+
+
+def test_changing_sequence_lengths_get_a_plan_each() -> None:
+    torch.manual_seed(5)
+    data = [torch.randint(11, (3, length)) for length in (10, 4, 10, 4, 10, 4, 7, 10, 4, 7, 7)]
+    loader: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    callback = ours()
+    require_same(fit(Regression("gpt"), loader), fit(Regression("gpt"), loader, callback))
+    assert callback._steps is not None
+    offloader = callback._steps.offloader
+    assert offloader is not None
+    # Before there is optimizer state, and after.
+    assert sum(kind.plan is not None for kind in offloader._kinds.values()) >= 2
+
+
+class Unseen(Regression):
+    """Changes what it saves although the batch has one shape."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        wide = batch if batch_idx % 3 else torch.cat([batch, batch[:2].flip(0)])
+        return super().training_step(wide, batch_idx)
+
+
+@pytest.mark.parametrize("way", ["all", "offload", "compress"])
+def test_steps_unlike_the_plan_are_right_too(way: str) -> None:
+    callback = ours(way)
+    options = {"max_epochs": 2}
+    require_same(
+        fit(Unseen("cnn"), batches("cnn"), **options),
+        fit(Unseen("cnn"), batches("cnn"), callback, **options),
+    )
+    assert callback._steps is not None
+    assert callback._steps.offloader is not None
+    assert callback._steps.offloader.measured.unlike
+    assert "unlike" in (callback._steps.summary() or "")
+
+
+class Checkpointed(Regression):
+    """Recomputes a part by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = len(self.net) // 2
+        x = checkpoint(self.net[:middle], x, use_reentrant=False)
+        return self.net[middle:](x)
+
+
+@pytest.mark.parametrize("way", ["all", "recompute"])
+def test_a_model_that_recomputes_by_itself(way: str) -> None:
+    require_same(
+        fit(Checkpointed("mlp"), batches("mlp")),
+        fit(Checkpointed("mlp"), batches("mlp"), ours(way)),
+    )
+
+
+def test_a_compiled_model() -> None:
+    def task() -> Regression:
+        found = Regression("mlp")
+        found.net = torch.compile(found.net, backend="aot_eager")  # type: ignore[assignment]
+        return found
+
+    require_same(fit(task(), batches("mlp")), fit(task(), batches("mlp"), ours("offload")))
+
+
+class FailsOnce(Regression):
+    """Raises in a forward."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 4 and self.trainer.current_epoch == 0 and not hasattr(self, "failed"):
+            self.failed = True
+            raise KeyError("of the user")
+        return loss
+
+
+def test_another_fit_after_an_exception() -> None:
+    found = []
+    for callbacks in ([], [ours()]):
+        task = FailsOnce("mlp")
+        with pytest.raises(KeyError, match="of the user"):
+            fit(task, batches("mlp"), *callbacks)
+        assert all("forward" not in vars(module) for module in task.modules())
+        found.append(fit(task, batches("mlp"), *callbacks))
+    require_same(*found)
+
+
+class SkipsEpoch(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None
+
+
+def test_an_epoch_that_ends_early() -> None:
+    options = {"max_epochs": 3}
+    require_same(
+        fit(SkipsEpoch("mlp"), batches("mlp"), **options),
+        fit(SkipsEpoch("mlp"), batches("mlp"), ours(), **options),
+    )
+
+
+def test_training_resumes_with_and_without_the_callback(tmp_path: Path) -> None:
+    for number, (first, second) in enumerate([(True, False), (False, True), (True, True)]):
+        directory = tmp_path / str(number)
+        keeper = ModelCheckpoint(directory, every_n_train_steps=4, save_top_k=1)
+        options = {"enable_checkpointing": True, "max_epochs": 2}
+        fit(
+            Regression("cnn"),
+            batches("cnn"),
+            keeper,
+            *([ours()] if first else []),
+            **{**options, "max_steps": 4, "default_root_dir": directory},
+        )
+        path = checkpoint_of(directory)
+        resumed = fit(
+            Regression("cnn"),
+            batches("cnn"),
+            *([ours()] if second else []),
+            **{**options, "ckpt_path": path, "enable_checkpointing": False},
+        )
+        plain = fit(
+            Regression("cnn"),
+            batches("cnn"),
+            **{**options, "ckpt_path": path, "enable_checkpointing": False},
+        )
+        require_same(plain, resumed)
+
+
+class CopiesModel(Callback):
+    """Copies and pickles the model in the middle of a step."""
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, _: Any) -> None:
+        assert isinstance(pl_module, Regression)
+        twin = copy.deepcopy(pl_module.net)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+            x = batches("gpt", 1).dataset[0]
+            assert bool((twin(x) == 0).all())
+            assert bool((pl_module.net(x) != 0).any())
+
+
+def test_a_copy_of_the_model_runs_its_own_layers() -> None:
+    callback = ours("recompute", budget="1TiB", saved_budget=0.7)
+    fit(Regression("gpt"), batches("gpt"), callback, CopiesModel())
+    assert callback.plan is not None
+    assert callback.plan.recompute
+
+
+class Nested(LightningModule):
+    """Batches in a structure, tied weights, a buffer that changes, data saved by views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        x, extra = batch["x"], batch["more"][0]
+        y = self.norm(self.a(x))
+        z = torch.relu(self.b(y.t().contiguous().t()))
+        out = z[:, 2:6] * extra + z[:, :4].expand(4, 4) * self.a(extra.repeat(1, 2))[:, ::2]
+        return {"loss": out.square().mean() + self.norm(z).exp().mean()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_structures_views_and_buffers(way: str) -> None:
+    torch.manual_seed(4)
+    data = [{"x": torch.randn(4, 8), "more": [torch.randn(4, 4), "text"]} for _ in range(7)]
+    loader: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    require_same(fit(Nested(), loader), fit(Nested(), loader, ours(way)))
+
+
+def fit_with_ddp(context: RankContext, way: str | None, name: str) -> dict[str, Tensor]:
+    options: dict[str, Any] = {
+        "devices": context.world_size,
+        "strategy": DDPStrategy(process_group_backend="gloo"),
+        "plugins": [context.environment],
+        "accumulate_grad_batches": 2,
+        "max_epochs": 2,
+    }
+    task, callbacks = Regression(name), [ours(way)] if way else []
+    weights = fit(task, batches(name), *callbacks, **options)
+    if callbacks:
+        assert callbacks[0].plan is not None
+    return weights
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("way", ["offload", "all"])
+def test_two_processes_with_ddp(pool: RankPool, name: str, way: str) -> None:
+    plain = pool.run(fit_with_ddp, 2, None, name, timeout=120)
+    found = pool.run(fit_with_ddp, 2, way, name, timeout=120)
+    for one, other in zip(plain, found, strict=True):
+        require_same(one, other)
+
+
+def test_strategies_that_shard_the_model_are_refused() -> None:
+    for strategy in (FSDPStrategy(), dlres.HeteroPipeStrategy()):
+        with pytest.raises(ConfigError, match="expected a model that is whole on its device"):
+            refuse(strategy, "ActivationOffload")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "8 parsecs"}, "budget: got '8 parsecs', expected bytes, or a share"),
+        ({"budget": 0}, "budget: got 0, expected"),
+        ({"budget": -0.5}, "budget: got -0.5, expected"),
+        ({"budget": True}, "budget: got True, expected"),
+        ({"saved_budget": "min"}, "saved_budget: got 'min', expected"),
+        ({"host_budget": "much"}, "host_budget: got 'much', expected"),
+        ({"min_size": "-1"}, "min_size: got '-1', expected"),
+        ({"actions": "offload"}, "actions: got 'offload', expected a list"),
+        ({"actions": ["forget"]}, "actions: got .'forget'., expected a list"),
+        ({"profile_steps": 0}, "profile_steps: got 0, expected"),
+        ({"disk": "s3://bucket"}, "disk: got 's3://bucket', expected a local directory"),
+        ({"disk": 3}, "disk: got 3, expected a local directory"),
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dlres.ActivationOffload(**options)
+
+
+def test_a_directory_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a directory that is there"):
+        fit(Regression("mlp"), batches("mlp"), ours(disk=tmp_path / "absent"))
+    assert list(tmp_path.iterdir()) == []
