@@ -19,6 +19,7 @@ from lightning_dlres.core.errors import (
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link
+from lightning_dlres.plugins import MemoryPrecision
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
 from lightning_dlres.strategies.samples import ProfileConfig
 
@@ -33,6 +34,7 @@ __all__ = [
     "LayerProfile",
     "Link",
     "MemoryPlan",
+    "MemoryPrecision",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",

@@ -129,6 +129,8 @@ class LayerRecord:
     def _entering(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             assert self._clock is not None
+            if not torch.is_grad_enabled():
+                return  # nothing is saved
             tensors = list(tensors_in((args, kwargs)))
             call = _Call(
                 name=name,
@@ -150,7 +152,7 @@ class LayerRecord:
     def _leaving(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             assert self._clock is not None
-            if not any(call.name == name for call in self._open):
+            if not any(call.name == name for call in self._open) or not torch.is_grad_enabled():
                 return
             # Those above it have ended in an exception that somebody has caught.
             while self._open:

@@ -1,0 +1,243 @@
+"""`MemoryPrecision(precision=..., budget=...)`: what `ActivationOffload` does, for those who would
+rather give the Trainer a plugin than a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dlres.callbacks.offloading import TrainingSteps
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.memory.options import ACTIONS, MemoryOptions
+from lightning_dlres.memory.plan import MemoryPlan
+
+Kind = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+
+
+class MemoryPrecision(Precision):
+    """A precision plugin that keeps device memory within a budget; see `ActivationOffload`.
+
+    `Trainer(plugins=dlres.MemoryPrecision("bf16-mixed", budget="8GiB"))` computes what
+    `Trainer(precision="bf16-mixed")` does, bit for bit: every hook goes to Lightning's own plugin
+    for that precision. Checkpoints can be read with and without it; the state of a gradient scaler
+    has its usual name there.
+
+    Args:
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
+        budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps: see
+            `ActivationOffload`.
+
+    Raises:
+        ConfigError: an argument is of no use; when `fit` starts, the strategy or device cannot
+            work with it.
+    """
+
+    def __init__(
+        self,
+        precision: Kind = "32-true",
+        budget: int | float | str = 0.9,
+        saved_budget: int | float | str | None = None,
+        host_budget: int | str | None = None,
+        disk: str | Path | None = None,
+        disk_budget: int | str | None = None,
+        min_size: int | str = "64KiB",
+        actions: Sequence[str] = ACTIONS,
+        profile_steps: int = 2,
+    ) -> None:
+        self._options = MemoryOptions(
+            budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps
+        )
+        if precision not in get_args(Kind):
+            expected = f"one of {', '.join(map(repr, get_args(Kind)))}"
+            raise ConfigError(got_expected("precision", precision, expected, "'bf16-mixed'"))
+        self.precision: Any = precision
+        self.inner = _lightnings(precision)
+        self._module: LightningModule | None = None
+        self._steps: TrainingSteps | None = None
+        self._batch: Any = None
+        self._is_stepping = False
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Return the gradient scaler of "16-mixed"."""
+        return getattr(self.inner, "scaler", None)
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """Return the latest plan; None before the measured steps are over."""
+        offloader = self._steps.offloader if self._steps is not None else None
+        return offloader.plan if offloader is not None else None
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if isinstance(module, LightningModule):
+            self._module = module
+            strategy = module.trainer.strategy
+            if isinstance(self.inner, MixedPrecision):
+                _move(self.inner, strategy.root_device.type)
+            if module.trainer.training:
+                self._steps = TrainingSteps(self._options, module.trainer, type(self).__name__)
+        return self.inner.convert_module(module)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        self._batch = self.inner.convert_input(data)
+        return self._batch
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        steps, module = self._steps, self._module
+        if steps is None or module is None:
+            with self.inner.train_step_context():
+                yield
+            return
+        automatic = module.automatic_optimization
+        steps.begin(module, self._batch, self._is_stepping or not automatic)
+        with self.inner.train_step_context():
+            yield
+        if not automatic:
+            steps.end()
+
+    @override
+    def post_backward(  # type: ignore[override]
+        self, tensor: Tensor, module: LightningModule
+    ) -> Tensor:
+        loss = self.inner.post_backward(tensor, module)
+        # Else the step ends with the optimizer's.
+        if self._steps is not None and module.automatic_optimization and not self._is_stepping:
+            self._steps.end()
+        return loss
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        self._is_stepping = True
+        try:
+            result = self.inner.optimizer_step(optimizer, model, closure, **kwargs)
+        finally:
+            self._is_stepping = False
+        if self._steps is not None and model.automatic_optimization:
+            self._steps.end()
+        return result
+
+    @override
+    def teardown(self) -> None:
+        if self._steps is not None:
+            self._steps.abandon()
+            line = self._steps.summary()
+            if line is not None:
+                rank_zero_info(line)
+        self._batch = None
+        self.inner.teardown()
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Where Lightning looks for it if the plugin is not there.
+        state = self.inner.state_dict()
+        if state:
+            checkpoint[type(self.inner).__qualname__] = state
+        self.inner.on_save_checkpoint(checkpoint)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get(type(self.inner).__qualname__)
+        if state:
+            self.inner.load_state_dict(state)
+        self.inner.on_load_checkpoint(checkpoint)
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        return self.inner.connect(model, optimizers, lr_schedulers)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self.inner.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self.inner.module_init_context()
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self.inner.forward_context()
+
+    @override
+    def val_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.inner.val_step_context()
+
+    @override
+    def test_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.inner.test_step_context()
+
+    @override
+    def predict_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.inner.predict_step_context()
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return self.inner.convert_output(data)
+
+    @override
+    def pre_backward(  # type: ignore[override]
+        self, tensor: Tensor, module: LightningModule
+    ) -> Tensor:
+        return self.inner.pre_backward(tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self.inner.backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def main_params(self, optimizer: Optimizer) -> Any:
+        return self.inner.main_params(optimizer)
+
+    @override
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self.inner.unscale_gradients(optimizer)
+
+    @override
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self.inner.clip_gradients(optimizer, *args, **kwargs)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self.inner.clip_grad_by_value(optimizer, clip_val)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self.inner.clip_grad_by_norm(optimizer, clip_val)
+
+
+def _lightnings(precision: Kind) -> Precision:
+    """Return Lightning's own plugin."""
+    if precision in ("bf16-true", "16-true"):
+        return HalfPrecision(precision)
+    if precision in ("bf16-mixed", "16-mixed"):
+        return MixedPrecision(precision, "cuda" if torch.cuda.is_available() else "cpu")
+    return Precision()
+
+
+def _move(inner: MixedPrecision, device: str) -> None:
+    """Have autocast on the device that the Trainer was given."""
+    if inner.device != device:
+        inner.device = device
+        if inner.scaler is not None:
+            state = inner.scaler.state_dict()
+            inner.scaler = torch.amp.GradScaler(device)
+            inner.scaler.load_state_dict(state)
