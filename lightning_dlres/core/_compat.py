@@ -81,18 +81,7 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        # Whether what is made now counts.
-        self.is_counting = True
         self._known: set[int] = set()
-
-    def include(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were there before."""
-        for storage in _storages(tensors):
-            self._count(storage, storage.nbytes())
-
-    def start_peak(self) -> None:
-        """Forget how much there was."""
-        self.peak = self.now
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -102,7 +91,7 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
             self._count(storage, 0)
         result = func(*args, **(kwargs or {}))
         for storage in _storages((result,)):
-            self._count(storage, storage.nbytes() if self.is_counting else 0)
+            self._count(storage, storage.nbytes())
         return result
 
     def _count(self, storage: torch.UntypedStorage, size: int) -> None:

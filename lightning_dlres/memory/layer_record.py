@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import Version, storage_reference
+from lightning_dlres.memory.meter import MemoryTrace
 from lightning_dlres.memory.profile import Datum, Layer, Region
 
 # So many steps of autograd's graph lie at most between a module's input and who made it.
@@ -30,7 +31,7 @@ class Clock(Protocol):
 
     def clock(self) -> float: ...
 
-    def live_bytes(self) -> int: ...
+    def mark_memory(self) -> int: ...
 
 
 @dataclass(eq=False)
@@ -42,19 +43,26 @@ class _Call:
     entry: int
     first_mark: int
     began: float
-    live: int
+    memory_mark: int
     inputs: list[tuple[Any, int]]
     after: tuple[str, ...]
     buffers: list[Version]
-    peak: int = 0
+    last_memory_mark: int = 0
     last_mark: int = 0
     seconds: float = 0.0
-    workspace: int = 0
-    extra: int = 0
     output_bytes: int = 0
     changes_buffers: bool = False
     saved: list[tuple[int, Any, str]] = field(default_factory=list)
     is_done: bool = False
+
+    def peak(self, trace: MemoryTrace) -> int:
+        """Return the most bytes on the device meanwhile."""
+        return trace.peak(self.memory_mark, max(self.memory_mark, self.last_memory_mark))
+
+    def workspace(self, trace: MemoryTrace) -> int:
+        """Return the bytes that it takes and gives back."""
+        after = trace.at(max(self.memory_mark, self.last_memory_mark))
+        return self.peak(trace) - max(trace.at(self.memory_mark), after)
 
 
 class LayerRecord:
@@ -114,11 +122,6 @@ class LayerRecord:
         call.saved.append((number, reference, role))
         return call.name, role
 
-    def see_peak(self, peak: int) -> None:
-        """Note the most bytes that there were lately."""
-        for call in self._open:
-            call.peak = max(call.peak, peak)
-
     def with_roles(self, data: Sequence[Datum]) -> tuple[Datum, ...]:
         """Return the data with what is known only once their module has returned."""
         return tuple(
@@ -138,12 +141,11 @@ class LayerRecord:
                 entry=self._clock.place,
                 first_mark=self._clock.mark,
                 began=self._clock.clock(),
-                live=self._clock.live_bytes(),
+                memory_mark=self._clock.mark_memory(),
                 inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
                 after=self._makers_of(tensors),
                 buffers=[Version(buffer) for buffer in module.buffers()],
             )
-            call.peak = call.live
             self._calls.setdefault(name, []).append(call)
             self._open.append(call)
 
@@ -161,9 +163,7 @@ class LayerRecord:
                     break
             call.seconds = self._clock.clock() - call.began
             call.last_mark = self._clock.mark
-            live = self._clock.live_bytes()
-            call.workspace = max(0, call.peak - max(call.live, live))
-            call.extra = max(0, call.peak - call.live)
+            call.last_memory_mark = self._clock.mark_memory()
             call.changes_buffers = any(b.now != b.saved for b in call.buffers)
             call.is_done = output is not None
             outputs = list(tensors_in(output))
@@ -203,13 +203,14 @@ class LayerRecord:
         return tuple(found)
 
     def regions(
-        self, data: Sequence[Datum], marks: Sequence[tuple[int, int]]
+        self, data: Sequence[Datum], marks: Sequence[tuple[int, int]], trace: MemoryTrace
     ) -> tuple[Region, ...]:
         """Return the modules that can run again.
 
         Args:
             data: of the step.
             marks: when each was saved first and last.
+            trace: the device's memory.
         """
         found: dict[tuple[int, ...], Region] = {}
         for calls in self._calls.values():
@@ -239,14 +240,14 @@ class LayerRecord:
                 seconds=call.seconds,
                 entry=call.entry,
                 inputs=sum(size for size in unknown if size >= self._min_bytes),
-                workspace=call.extra,
+                workspace=call.peak(trace) - trace.at(call.memory_mark),
             )
             # Of modules that save the same, the innermost is the least work.
             if inside not in found or region.seconds <= found[inside].seconds:
                 found[inside] = region
         return tuple(found.values())
 
-    def layers(self, data: Sequence[Datum]) -> tuple[Layer, ...]:
+    def layers(self, data: Sequence[Datum], trace: MemoryTrace) -> tuple[Layer, ...]:
         """Return the modules without children, in the order in which they ran."""
         found = []
         for name, calls in self._calls.items():
@@ -267,7 +268,7 @@ class LayerRecord:
                     history=sum(self._history(p) for p in parameters),
                     maps=sum(datum.nbytes for datum in own),
                     map_gradients=sum(call.output_bytes for call in calls),
-                    workspace=max(call.workspace for call in calls),
+                    workspace=max(call.workspace(trace) for call in calls),
                     needs=tuple(sorted(roles)),
                     after=tuple(dict.fromkeys(n for call in calls for n in call.after)),
                 )

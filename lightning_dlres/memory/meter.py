@@ -1,72 +1,72 @@
-"""How many bytes the device holds, whoever has made them: torch's own count on a GPU, and every
-operation watched on the CPU, where nothing counts."""
+"""How many bytes the device holds in the course of a step, whoever has asked for them: as torch's
+allocators count them, with the workspace that operators take and give back."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_dlres.core._compat import LiveBytes
+_MARK = "lightning_dlres.memory "
+
+
+class MemoryTrace:
+    """Bytes on the device, from mark to mark.
+
+    Args:
+        there: bytes at every mark.
+        peaks: most bytes since the mark before.
+        ours: whether what follows a mark is this package's own work, which does not count.
+    """
+
+    def __init__(self, there: list[int], peaks: list[int], ours: list[bool]) -> None:
+        self._there, self._peaks, self._ours = there, peaks, ours
+
+    def at(self, mark: int) -> int:
+        """Return the bytes at a mark."""
+        return self._there[mark]
+
+    def peak(self, first: int, last: int) -> int:
+        """Return the most bytes between two marks."""
+        found = [self._there[first]]
+        found += [self._peaks[m + 1] for m in range(first, last) if not self._ours[m]]
+        return max(found)
 
 
 class Meter(Protocol):
-    """Bytes on the device.
+    """Watches the device's memory.
 
     Attributes:
-        counts_fetched: whether data that come back count, too.
+        counts_fetched: whether what this package has made counts afterwards, too.
     """
 
     counts_fetched: bool
 
-    def now(self) -> int:
-        """Return the bytes that are there."""
-
-    def peak(self) -> int:
-        """Return the most bytes that were there since `start_peak`."""
-
-    def start_peak(self) -> None:
-        """Begin to look for the most bytes anew."""
-
     @contextmanager
     def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside of it bytes are counted, those of these tensors, too."""
+        """Around a step.
 
-    def count(self, is_counting: bool) -> None:
-        """Say whether what is made from now on counts, where that can be told apart."""
+        Args:
+            tensors: what is on the device before it.
+        """
 
+    def mark(self, ours: bool) -> int:
+        """Note this moment; return its number.
 
-class WatchedBytes:
-    """On the CPU. Slow: every operation passes through Python."""
+        Args:
+            ours: whether what follows is this package's own work.
+        """
 
-    counts_fetched = False
-
-    def __init__(self) -> None:
-        self._live = LiveBytes()
-
-    def now(self) -> int:
-        return self._live.now
-
-    def peak(self) -> int:
-        return self._live.peak
-
-    def start_peak(self) -> None:
-        self._live.start_peak()
-
-    @contextmanager
-    def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        self._live = LiveBytes()
-        self._live.include(tensors)
-        with self._live:
-            yield
-        # What outlives the step would keep the count alive.
-        self._live = LiveBytes()
-
-    def count(self, is_counting: bool) -> None:
-        self._live.is_counting = is_counting
+    def trace(self) -> MemoryTrace:
+        """Return what was seen, after the step."""
 
 
 class AllocatedBytes:
@@ -80,46 +80,100 @@ class AllocatedBytes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-
-    def now(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def start_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._there: list[int] = []
+        self._peaks: list[int] = []
+        self._ours: list[bool] = []
 
     @contextmanager
     def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats(self._device)
         yield
 
-    def count(self, is_counting: bool) -> None:
-        pass
+    def mark(self, ours: bool) -> int:
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        self._there.append(torch.cuda.memory_allocated(self._device))
+        self._ours.append(ours)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return len(self._ours) - 1
+
+    def trace(self) -> MemoryTrace:
+        return MemoryTrace(self._there, self._peaks, self._ours)
 
 
-class GivenBytes:
-    """Where nothing can be counted: what is there before the step is all that is known."""
+class ProfiledBytes:
+    """On the CPU, where nobody counts but torch's profiler.
+
+    If that is running already, what is there before the step is all that is known."""
 
     counts_fetched = False
 
     def __init__(self) -> None:
-        self._now = 0
-
-    def now(self) -> int:
-        return self._now
-
-    def peak(self) -> int:
-        return self._now
-
-    def start_peak(self) -> None:
-        pass
+        self._ours: list[bool] = []
+        self._before = 0
+        self._events: list[_Event] = []
 
     @contextmanager
     def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        self._now = sum(storage.nbytes() for storage in storages.values())
-        yield
+        self._before = sum(storage.nbytes() for storage in storages.values())
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        try:
+            profiler.__enter__()
+        except RuntimeError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            profiler.__exit__(None, None, None)
+        self._events = _memory_events(profiler)
 
-    def count(self, is_counting: bool) -> None:
-        pass
+    def mark(self, ours: bool) -> int:
+        number = len(self._ours)
+        self._ours.append(ours)
+        with record_function(_MARK + str(number)):
+            return number
+
+    def trace(self) -> MemoryTrace:
+        count = len(self._ours)
+        there, peaks = [self._before] * count, [self._before] * count
+        now = most = self._before
+        is_ours, made_by_us = False, set()
+        for event in self._events:
+            if event.mark is not None:
+                there[event.mark], peaks[event.mark] = now, most
+                most, is_ours = now, self._ours[event.mark]
+            elif event.change > 0 and is_ours:
+                made_by_us.add(event.address)
+            elif event.change < 0 and event.address in made_by_us:
+                made_by_us.discard(event.address)
+            else:
+                now += event.change
+                most = max(most, now)
+        return MemoryTrace(there, peaks, self._ours)
+
+
+@dataclass(frozen=True)
+class _Event:
+    """A mark, or memory that is given or taken back."""
+
+    when: float
+    mark: int | None = None
+    address: int = 0
+    change: int = 0
+
+
+def _memory_events(profiler: profile) -> list[_Event]:
+    """Return what happened, in order."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
+    found = []
+    for event in events:
+        name, args = event.get("name", ""), event.get("args", {})
+        if name == "[memory]" and args.get("Device Type", 0) == 0:
+            found.append(_Event(float(event["ts"]), None, args["Addr"], int(args["Bytes"])))
+        elif name.startswith(_MARK) and event.get("cat") == "user_annotation":
+            found.append(_Event(float(event["ts"]), int(name.removeprefix(_MARK))))
+    return sorted(found, key=lambda event: event.when)

@@ -22,7 +22,7 @@ from lightning_dlres.memory.engine import SavedTensors
 from lightning_dlres.memory.follow import Follower
 from lightning_dlres.memory.layer_record import LayerRecord
 from lightning_dlres.memory.links import measure_link
-from lightning_dlres.memory.meter import AllocatedBytes, GivenBytes, Meter, WatchedBytes
+from lightning_dlres.memory.meter import AllocatedBytes, Meter, ProfiledBytes
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import Link, StepProfile
@@ -111,7 +111,7 @@ class Offloader:
         device: where the model is.
         history: returns the bytes that the optimizer keeps for a parameter.
         is_compiled: whether torch.compile has had its hands on the model: then modules are not
-            followed, nor operations watched.
+            followed.
         say: is told every plan, as text.
     """
 
@@ -271,7 +271,7 @@ class Offloader:
     def _meter(self) -> Meter:
         if self._device.type == "cuda":
             return AllocatedBytes(self._device)
-        return GivenBytes() if self._is_compiled else WatchedBytes()
+        return ProfiledBytes()
 
     def _copies_for(self, tier: TierSettings) -> Copies:
         return StreamCopies(self._device) if self._is_pinned(tier) else DirectCopies()

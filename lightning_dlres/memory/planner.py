@@ -216,7 +216,7 @@ class _Place:
 def _written(
     profile: StepProfile, selection: Selection, limits: Limits, plain: Outcome
 ) -> MemoryPlan:
-    outcome = simulate(profile, selection.choices, limits, selection.regions)
+    outcome = simulate(profile, selection.choices, limits, selection.regions, spare=1.0)
     places, tiers = _places(profile, selection.choices)
     inside = {n for index in selection.regions for n in profile.regions[index].data}
     decisions = tuple(

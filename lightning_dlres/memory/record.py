@@ -73,11 +73,12 @@ class Recorder:
         self._data: list[_Noted] = []
         self._of: weakref.WeakKeyDictionary[Datum, _Noted] = weakref.WeakKeyDictionary()
         self._seconds: list[float] = []
-        self._base: list[int] = []
-        self._marks = 0
-        # Bytes of data that are away, and of which others hold the memory still; what is there at
-        # the beginning of an interval that is not the base.
-        self._lingering = self._held = 0
+        # For every interval the marks at its beginning and its end, and what is there at its
+        # beginning that is not the base.
+        self._intervals: list[tuple[int, int, int]] = []
+        self._marks = self._began = self._held = 0
+        # Bytes of data that are away, and of which others hold the memory still.
+        self._lingering = 0
         self._since = self._computed = 0.0
         self._is_open = False
 
@@ -126,10 +127,9 @@ class Recorder:
             torch.cuda.synchronize(self._device)
         return self._computed + time.perf_counter() - self._since
 
-    def live_bytes(self) -> int:
-        """Return the bytes on the device that are not data that have come back."""
-        fetched = self._ledger.now if self._meter.counts_fetched else 0
-        return self._meter.now() - fetched
+    def mark_memory(self) -> int:
+        """Note this moment in the meter's trace."""
+        return self._meter.mark(ours=False)
 
     def profile(self, links: Iterable[profile.Link]) -> StepProfile:
         """Return what was measured."""
@@ -153,13 +153,16 @@ class Recorder:
         )
         layers: tuple[profile.Layer, ...] = ()
         regions: tuple[profile.Region, ...] = ()
+        trace = self._meter.trace()
+        base = [max(0, trace.peak(a, b) - held) for a, b, held in self._intervals]
         if self._layers is not None:
             data = self._layers.with_roles(data)
             marks = [(noted.first_mark, noted.last_mark) for noted in self._data]
-            regions, layers = self._layers.regions(data, marks), self._layers.layers(data)
+            regions = self._layers.regions(data, marks, trace)
+            layers = self._layers.layers(data, trace)
         return StepProfile(
             seconds=tuple(self._seconds),
-            base=tuple(self._base),
+            base=tuple(base),
             data=data,
             links=tuple(links),
             regions=regions,
@@ -229,17 +232,13 @@ class Recorder:
         seconds = time.perf_counter() - self._since
         self._seconds.append(seconds)
         self._computed += seconds
-        self._base.append(max(0, self._meter.peak() - self._held))
-        if self._layers is not None:
-            self._layers.see_peak(self._meter.peak())
+        self._intervals.append((self._began, self._meter.mark(ours=True), self._held))
         self._marks += 1
-        self._meter.count(False)
 
     def _resume(self) -> None:
-        self._meter.count(True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._meter.start_peak()
+        self._began = self._meter.mark(ours=False)
         fetched = self._ledger.now if self._meter.counts_fetched else 0
         self._held = self._lingering + fetched
         self._since = time.perf_counter()

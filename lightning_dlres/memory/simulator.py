@@ -37,7 +37,7 @@ KEEP = Choice()
 
 # Compressed data have so much more room than they took in the profile; what does not fit goes
 # where what no plan knows goes.
-_SPARE = 1.1
+SPARE = 1.1
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def room_for(datum: Datum, choice: Choice) -> int:
     return aligned(away_bytes(datum, choice))
 
 
-def packed_room(datum: Datum) -> int:
+def packed_room(datum: Datum, spare: float = SPARE) -> int:
     """Return the room that is kept for a datum when it is compressed."""
-    return min(int((datum.packed or datum.nbytes) * _SPARE), datum.nbytes)
+    return min(int((datum.packed or datum.nbytes) * spare), datum.nbytes)
 
 
-def holding(datum: Datum, choice: Choice) -> Iterator[tuple[int, int, int]]:
+def holding(datum: Datum, choice: Choice, spare: float = SPARE) -> Iterator[tuple[int, int, int]]:
     """Yield the intervals, first to last, in which so many bytes of a datum are on the device, if
     the device waits for every copy. Events are those of the intervals before them."""
     if choice.action is Action.KEEP:
@@ -122,7 +122,7 @@ def holding(datum: Datum, choice: Choice) -> Iterator[tuple[int, int, int]]:
     yield datum.saved + 1, datum.gone, datum.nbytes
     yield datum.uses[0] + 1, datum.end + 1, datum.nbytes
     if choice.action is Action.COMPRESS:
-        yield datum.saved + 1, datum.end + 1, packed_room(datum)
+        yield datum.saved + 1, datum.end + 1, packed_room(datum, spare)
 
 
 def simulate(
@@ -130,6 +130,7 @@ def simulate(
     choices: Sequence[Choice],
     limits: Limits = NO_LIMITS,
     regions: Sequence[int] = (),
+    spare: float = SPARE,
 ) -> Outcome:
     """Return how the step goes.
 
@@ -138,8 +139,10 @@ def simulate(
         choices: for every datum; those of a region that runs again do not count.
         limits: what the engine waits for, and what is fetched ahead only if there is room.
         regions: which of the profile's regions run again in backward.
+        spare: room for compressed data, over what they took in the profile; 1 predicts what will
+            be, if they do not change.
     """
-    return _Step(profile, choices, limits, regions).run()
+    return _Step(profile, choices, limits, regions, spare).run()
 
 
 class _Step:
@@ -149,7 +152,9 @@ class _Step:
         choices: Sequence[Choice],
         limits: Limits,
         regions: Sequence[int],
+        spare: float,
     ) -> None:
+        self._spare = spare
         self._profile, self._choices, self._limits = profile, choices, limits
         data, self._events = profile.data, len(profile.seconds) - 1
         self._links = {link.tier: link for link in profile.links}
@@ -267,7 +272,7 @@ class _Step:
         if choice.action in (Action.COMPRESS, Action.BOTH):
             self._time += datum.encode_seconds
         if choice.action is Action.COMPRESS:
-            packed = packed_room(datum)
+            packed = packed_room(datum, self._spare)
             self._held += packed
             most = self._held
             self._freed[datum.end + 1] += packed
@@ -359,7 +364,7 @@ class _Step:
             if is_saved and number not in self._again:
                 datum = self._profile.data[number]
                 packs = self._choices[number].action is Action.COMPRESS
-                saves = datum.nbytes + (packed_room(datum) if packs else 0)
+                saves = datum.nbytes + (packed_room(datum, self._spare) if packs else 0)
         while self._leaving and (
             self._held + need + self._base[ahead] > self._limits.device
             or self._held + need + saves > self._limits.saved
@@ -406,7 +411,7 @@ class _Step:
             if number in self._again:
                 spans = iter([(self._again[number] + 1, datum.end + 1, datum.nbytes)])
             else:
-                spans = holding(datum, self._choices[number])
+                spans = holding(datum, self._choices[number], self._spare)
             for first, last, nbytes in spans:
                 held[first] += nbytes
                 held[last + 1] -= nbytes
