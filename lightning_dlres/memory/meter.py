@@ -4,6 +4,7 @@ allocators count them, with the workspace that operators take and give back."""
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -118,7 +119,8 @@ class ProfiledBytes:
         self._before = sum(storage.nbytes() for storage in storages.values())
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         try:
-            profiler.__enter__()
+            with _quiet():
+                profiler.__enter__()
         except RuntimeError:
             yield
             return
@@ -151,6 +153,21 @@ class ProfiledBytes:
                 now += event.change
                 most = max(most, now)
         return MemoryTrace(there, peaks, self._ours)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the profiler from printing that it starts and stops, unless the user has said what it is
+    to print. It looks at this when it is first used."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,330 @@
+"""Device memory and the time of a step: plain training, its peers, and ours under several budgets.
+
+    python -m benchmarks.activation_offload
+
+All in one process, in turns, on one device: the first GPU, else the CPU (where "device" is the
+process's own memory, and data go to a mapped file). Peers: `torch.utils.checkpoint` around every
+block, `torch.autograd.graph.save_on_cpu`, and torchtune's `OffloadActivations` where it is
+installed and there is a GPU, without which it does not run. The table shows the most bytes that the
+allocator has given out in a step, and the median time of a step; a picture of the same is written
+to build/activation_offload.png.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.command import flags
+from benchmarks.report import Check, at_most, conclude, table
+from benchmarks.zvc import versions
+from lightning_dlres.memory.meter import AllocatedBytes, ProfiledBytes
+from lightning_dlres.memory.offloader import Offloader
+from lightning_dlres.memory.options import MemoryOptions
+
+BUDGETS = (0.75, 0.5, 0.3)
+PICTURE = Path("build/activation_offload.png")
+SLOWER_TARGET = 1.05
+# A peer counts as better on an axis if it is by more than this.
+_NOISE = 0.02
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How large the networks are, and how many steps count."""
+
+    width: int = 384
+    blocks: int = 6
+    batch: int = 8
+    length: int = 256
+    channels: int = 32
+    image: int = 48
+    rounds: int = 11
+
+
+QUICK = Settings(32, 2, 2, 16, 4, 8, 2)
+ON_GPU = Settings(2048, 16, 8, 1024, 128, 128, 21)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.heads = max(1, width // 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(x)
+
+
+def transformer(s: Settings) -> tuple[nn.Sequential, Tensor]:
+    blocks = nn.Sequential(*(Block(s.width) for _ in range(s.blocks)))
+    return blocks, torch.randn(s.batch, s.length, s.width)
+
+
+def relu_cnn(s: Settings) -> tuple[nn.Sequential, Tensor]:
+    def block(inputs: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(inputs, s.channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(s.channels, s.channels, 3, padding=1),
+            nn.ReLU(),
+        )
+
+    blocks = [block(3), *(block(s.channels) for _ in range(s.blocks - 1))]
+    return nn.Sequential(*blocks), torch.randn(4 * s.batch, 3, s.image, s.image)
+
+
+NETWORKS = {"transformer": transformer, "ReLU CNN": relu_cnn}
+
+
+@dataclass
+class Way:
+    """One way to train: what is around a step, and what has been seen."""
+
+    name: str
+    network: nn.Module
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward: Callable[[Tensor], Tensor] | None = None
+    is_ours: bool = False
+    offloader: Offloader | None = None
+    optimizer: Any = None
+    seconds: list[float] = field(default_factory=list)
+    peak: int = 0
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def step(self, x: Tensor) -> None:
+        torch.manual_seed(0)
+        with self.around():
+            out = (self.forward or self.network)(x)
+            out.float().square().mean().backward()
+            self.gradients = [p.grad.clone() for p in self.network.parameters()]  # type: ignore[union-attr]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit status."""
+    on_gpu = torch.cuda.is_available()
+    quick = flags("activation_offload", __doc__, argv).quick
+    settings = QUICK if quick else ON_GPU if on_gpu else Settings()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    checks: dict[str, Check] = {}
+    raw: dict[str, Any] = {"settings": vars(settings), **versions()}
+    rows: list[list[object]] = []
+    found: dict[str, list[Way]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, make in NETWORKS.items():
+            ways = found[name] = measured(make, settings, device, Path(directory))
+            plain = ways[0]
+            for way in ways:
+                ratio = median(a / b for a, b in zip(way.seconds, plain.seconds, strict=True))
+                mib = way.peak / 2**20
+                rows.append([name, way.name, mib, way.peak / plain.peak, ratio])
+            checks |= judged(name, ways, on_gpu)
+            raw[name] = {w.name: {"peak": w.peak, "seconds": w.seconds} for w in ways}
+            raw[name]["predicted"] = predictions(ways)
+    columns = ("network", "way", "peak MiB", "of plain", "step over plain")
+    print(table(columns, rows))
+    print(f"torchtune: {why_no_torchtune(device) or 'measured'}")
+    for name, ways in found.items():
+        print(link_bound(name, ways))
+    draw(found)
+    print(f"picture: {PICTURE}")
+    conclude("activation_offload", checks, raw)
+    return 0
+
+
+def measured(make: Any, settings: Settings, device: torch.device, directory: Path) -> list[Way]:
+    """Return all ways to train one network, measured in turns."""
+    torch.manual_seed(0)
+    network, x = make(settings)
+    start = {name: value.clone() for name, value in network.state_dict().items()}
+    x = x.to(device)
+
+    def copy() -> nn.Sequential:
+        twin: nn.Sequential = make(settings)[0]
+        twin.load_state_dict(start)
+        return twin.to(device)
+
+    ways = [Way("plain", copy())]
+    blocks = copy()
+    ways.append(Way("torch checkpoint, every block", blocks, forward=checkpointed(blocks)))
+    ways.append(Way("save_on_cpu", copy(), lambda: save_on_cpu(pin_memory=device.type == "cuda")))
+    if why_no_torchtune(device) is None:
+        offload = importlib.import_module("torchtune.training").OffloadActivations
+        ways.append(Way("torchtune OffloadActivations", copy(), offload))
+    for budget in (*BUDGETS, "min"):
+        ways.append(ours(copy(), budget, device, directory, x))
+    for way in ways:
+        way.optimizer = torch.optim.SGD(way.network.parameters(), lr=1e-3)
+    for turn in range(settings.rounds + 6):
+        for way in ways if turn % 2 else reversed(ways):
+            began = time.perf_counter()
+            way.step(x)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            # The first ones are measured and planned.
+            if turn >= 6:
+                way.seconds.append(time.perf_counter() - began)
+        require_same(ways)
+    for way in ways:
+        way.peak = peak_of(way, x, device)
+    return ways
+
+
+def checkpointed(blocks: nn.Sequential) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    return forward
+
+
+def ours(
+    network: nn.Module, budget: float | str, device: torch.device, directory: Path, x: Tensor
+) -> Way:
+    """Return our way under a budget: a share of what plain training saves, or as little as
+    possible."""
+    if isinstance(budget, str):
+        options = MemoryOptions(budget=budget, disk=None if device.type == "cuda" else directory)
+    else:
+        options = MemoryOptions(
+            "1PiB", saved_budget=budget, disk=None if device.type == "cuda" else directory
+        )
+    offloader = Offloader(network, options.on(device), device)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        stays = list(network.parameters())
+        gradients = [p.grad for p in stays if p.grad is not None]
+        with offloader.step("one", stays, [*stays, *gradients, x]):
+            yield
+
+    name = f"ours, {budget:.0%} of saved" if isinstance(budget, float) else "ours, min"
+    return Way(name, network, around, is_ours=True, offloader=offloader)
+
+
+def require_same(ways: Sequence[Way]) -> None:
+    """Compare gradients bit for bit: else the times say nothing."""
+    for way in ways[1:]:
+        for one, other in zip(ways[0].gradients, way.gradients, strict=True):
+            if not torch.equal(one, other):
+                raise RuntimeError(f"{way.name}: gradients are unlike those of plain training")
+
+
+def peak_of(way: Way, x: Tensor, device: torch.device) -> int:
+    """Return the most bytes on the device in one step."""
+    meter = AllocatedBytes(device) if device.type == "cuda" else ProfiledBytes()
+    way.gradients = []
+    with meter.running([x, *way.network.parameters()]):
+        first = meter.mark(ours=False)
+        way.step(x)
+        last = meter.mark(ours=False)
+    return meter.trace().peak(first, last)
+
+
+def judged(name: str, ways: Sequence[Way], on_gpu: bool) -> dict[str, Check]:
+    """Return how many peers are better than ours at a budget on both axes, and what half of the
+    saved bytes costs."""
+    mine = [way for way in ways if way.is_ours]
+    better = [
+        (peer.name, way.name)
+        for way in mine
+        for peer in ways
+        if not peer.is_ours
+        and peer.peak < (1 - _NOISE) * way.peak
+        and median(peer.seconds) < (1 - _NOISE) * median(way.seconds)
+    ]
+    for peer, way in better:
+        print(f"{name}: {peer} is better than {way} on both axes")
+    checks = {f"{name}: peers that are better on both axes": at_most(len(better), 0)}
+    if on_gpu:
+        # On the CPU no computing hides a copy: there the ratio is in the table only.
+        half = next(way for way in mine if "50%" in way.name)
+        ratio = median(a / b for a, b in zip(half.seconds, ways[0].seconds, strict=True))
+        key = f"{name}: step with half of what is saved, over plain"
+        checks[key] = at_most(ratio, SLOWER_TARGET)
+    return checks
+
+
+def predictions(ways: Sequence[Way]) -> dict[str, Any]:
+    found = {}
+    for way in ways:
+        plan = way.offloader.plan if way.offloader is not None else None
+        if plan is not None:
+            found[way.name] = {"peak": plan.peak, "seconds": plan.seconds, "moved": plan.moved}
+    return found
+
+
+def link_bound(name: str, ways: Sequence[Way]) -> str:
+    """Return what the link allows at half of what is saved."""
+    half = next(way for way in ways if way.is_ours and "50%" in way.name)
+    assert half.offloader is not None
+    plan, profile = half.offloader.plan, half.offloader.profile
+    assert plan is not None
+    assert profile is not None
+    seconds = 0.0
+    if profile.links:
+        link = profile.links[0]
+        seconds = plan.moved / 2 * (1 / link.out_rate + 1 / link.in_rate)
+    hidden = "beside the computing" if any(x.overlaps for x in profile.links) else "in addition"
+    return (
+        f"{name}: at half, {plan.moved / 2**20:.0f} MiB move in {seconds * 1e3:.0f} ms {hidden}, "
+        f"a plain step takes {median(ways[0].seconds) * 1e3:.0f} ms; runs again: "
+        f"{', '.join(plan.recompute) or 'nothing'}"
+    )
+
+
+def why_no_torchtune(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "not measured: it needs CUDA"
+    try:
+        importlib.import_module("torchtune.training")
+    except ImportError as error:
+        return f"not measured: {error}"
+    return None
+
+
+def draw(found: dict[str, list[Way]]) -> None:
+    """Draw peak over time of a step."""
+    figure = Figure(figsize=(6 * len(found), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    for axes, (name, ways) in zip(panels, found.items(), strict=True):
+        for way in ways:
+            place = median(way.seconds) * 1e3, way.peak / 2**20
+            axes.plot(*place, "o" if way.is_ours else "s", color="C0" if way.is_ours else "C1")
+            axes.annotate(way.name, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        mine = [(median(w.seconds) * 1e3, w.peak / 2**20) for w in ways if w.is_ours]
+        axes.plot(*zip(*sorted(mine), strict=True), color="C0", linewidth=1)
+        axes.set(title=name, xlabel="step (ms)", ylabel="most bytes on the device (MiB)")
+        axes.set_ylim(bottom=0)
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, dpi=120)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
