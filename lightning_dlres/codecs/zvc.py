@@ -46,17 +46,18 @@ class ZeroValue(Codec):
             zvc.density(source, width) if density is None else density, width
         ):
             return copied(tensor, source, stride, out)
+        if out is None and not tensor.is_cuda:
+            tight = zvc.encode_tightly(source, width)
+            if tight is None:
+                # The sample has promised too much.
+                return copied(tensor, source, stride, out)
+            return Encoded(self.name, tensor.dtype, tensor.shape, stride, tight, tight.numel())
         data = out
         if data is None:
             data = torch.empty(self.bound(tensor), dtype=torch.uint8, device=tensor.device)
         used = zvc.encode(source, width, data)
-        if isinstance(used, int):
-            if used >= source.numel():
-                # The sample has promised too much.
-                return copied(tensor, source, stride, out)
-            if out is None:
-                # A part of a tensor would hold all of its memory.
-                data = data[:used].clone()
+        if isinstance(used, int) and used >= source.numel():
+            return copied(tensor, source, stride, out)
         return Encoded(self.name, tensor.dtype, tensor.shape, stride, data, used)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:

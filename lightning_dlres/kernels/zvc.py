@@ -61,6 +61,25 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
     return mask_bytes(count) + kept * width
 
 
+def encode_tightly(source: Tensor, width: int) -> Tensor | None:
+    """Return the compressed elements in memory of just their size, on the CPU: they are counted
+    first. None where they would take no less than `source`.
+
+    Args:
+        source: uint8[count * width], contiguous.
+        width: bytes of an element: 1, 2 or 4.
+    """
+    from lightning_dlres.kernels import zvc_cpu
+
+    elements, head = array_of(source), mask_bytes(source.numel() // width)
+    used = head + zvc_cpu.count_nonzero(elements, width) * width
+    if used >= source.numel():
+        return None
+    room = torch.empty(-(-used // 8) * 8 + zvc_cpu.OVERRUN, dtype=torch.uint8)
+    zvc_cpu.encode_on_one_core(elements, width, array_of(room[:head]), array_of(room[head:]))
+    return room[:used]
+
+
 def decode(data: Tensor, width: int, out: Tensor) -> None:
     """Write the elements that `encode` has compressed.
 

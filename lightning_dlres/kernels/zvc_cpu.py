@@ -22,6 +22,8 @@ Bytes = NDArray[np.uint8]
 # Less than this for a thread costs more to hand over than it saves.
 _PIECE_BYTES = 1 << 19
 _WORD_ELEMENTS = 64
+# Bytes behind what counts that the loops may write to: a vector.
+OVERRUN = 32
 
 
 def encode(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
@@ -51,6 +53,20 @@ def encode(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
         )
         kept += more
     return int(kept)
+
+
+def encode_on_one_core(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
+    """Do what `encode` does, where `values` has room for what counts and `OVERRUN` bytes more:
+    threads would write over each other's beginnings."""
+    elements = source.view(_KINDS[width])
+    mask[elements.size // 8 :] = 0
+    room = values[: values.size // width * width].view(_KINDS[width])
+    return int(ENCODERS[width](elements, mask, room))
+
+
+def count_nonzero(source: Bytes, width: int) -> int:
+    """Return how many elements are not zero, bit for bit."""
+    return int(np.count_nonzero(source.view(_KINDS[width])))
 
 
 def decode(mask: Bytes, values: Bytes, width: int, out: Bytes) -> None:

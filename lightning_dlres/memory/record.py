@@ -43,6 +43,7 @@ class _Noted:
     first_mark: int
     last_mark: int
     gone: int | None = None
+    is_counted: bool = True
     uses: list[int] = field(default_factory=list)
     end: int | None = None
 
@@ -246,11 +247,16 @@ class Recorder:
     def _gone(self, noted: _Noted) -> None:
         if self._is_open:
             noted.gone = self.place
-            self._lingering -= noted.nbytes
+            if noted.is_counted:
+                self._lingering -= noted.nbytes
 
     def _ended(self, noted: _Noted) -> None:
         if self._is_open:
             noted.end = self.place - 1
+            if noted.gone is None:
+                # From now on it is no datum, but something that others hold.
+                self._lingering -= noted.nbytes
+                noted.is_counted = False
 
     def _try_codec(self, data: Tensor, dtype: torch.dtype) -> tuple[int | None, float, float]:
         """Return the bytes of compressed data, None where that does not pay, and how long that

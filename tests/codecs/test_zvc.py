@@ -221,7 +221,8 @@ def test_memory_of_the_caller_is_used() -> None:
 
 def test_what_is_encoded_holds_no_more_than_it_needs() -> None:
     encoded = ZVC.encode(torch.zeros(1 << 16))
-    assert encoded.data.untyped_storage().nbytes() == (1 << 16) // 8
+    # A vector more, that the last store may write to.
+    assert encoded.data.untyped_storage().nbytes() == (1 << 16) // 8 + 32
 
 
 def test_too_little_room_is_refused() -> None:
