@@ -68,33 +68,33 @@ class ActivationOffload(Callback):
         self._options = MemoryOptions(
             budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps
         )
-        self._steps: TrainingSteps | None = None
+        self.training_steps: TrainingSteps | None = None
 
     @property
     def plan(self) -> MemoryPlan | None:
         """Return the latest plan."""
-        offloader = self._steps.offloader if self._steps is not None else None
+        offloader = self.training_steps.offloader if self.training_steps is not None else None
         return offloader.plan if offloader is not None else None
 
     @property
     def profile(self) -> StepProfile | None:
         """Return what the latest plan was made from."""
-        offloader = self._steps.offloader if self._steps is not None else None
+        offloader = self.training_steps.offloader if self.training_steps is not None else None
         return offloader.profile if offloader is not None else None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._steps = TrainingSteps(self._options, trainer, type(self).__name__)
+            self.training_steps = TrainingSteps(self._options, trainer, type(self).__name__)
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._steps is not None:
+        if self.training_steps is not None:
             every = trainer.accumulate_grad_batches
             stepping = (batch_idx + 1) % every == 0 or trainer.is_last_batch
-            self._steps.begin(pl_module, batch, stepping)
+            self.training_steps.begin(pl_module, batch, stepping)
 
     @override
     def on_train_batch_end(
@@ -105,29 +105,29 @@ class ActivationOffload(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._steps is not None:
-            self._steps.end()
+        if self.training_steps is not None:
+            self.training_steps.end()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A hook may have ended the epoch in the middle of a step.
-        if self._steps is not None:
-            self._steps.abandon()
+        if self.training_steps is not None:
+            self.training_steps.abandon()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._steps is not None:
-            self._steps.abandon()
+        if self.training_steps is not None:
+            self.training_steps.abandon()
 
     @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if self._steps is not None:
-            self._steps.abandon()
+        if self.training_steps is not None:
+            self.training_steps.abandon()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        line = self._steps.summary() if self._steps is not None else None
+        line = self.training_steps.summary() if self.training_steps is not None else None
         if line is not None:
             rank_zero_info(line)

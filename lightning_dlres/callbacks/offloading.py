@@ -16,6 +16,7 @@ from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.memory.layer_record import tensors_in
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import MemoryOptions
+from lightning_dlres.memory.picture import draw_memory
 
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy)
 
@@ -125,6 +126,23 @@ class TrainingSteps:
         for optimizer in self._trainer.optimizers:
             for state in optimizer.state.values():
                 yield from tensors_in(state)
+
+
+def memory_of(trainer: Trainer) -> tuple[str, str, bytes] | None:
+    """Return, of the Trainer's callback or precision plugin that has a memory plan, the line, the
+    plan as text, and the picture; None if there is none."""
+    holders = [*trainer.callbacks, trainer.precision_plugin]  # type: ignore[attr-defined]
+    for holder in holders:
+        steps = getattr(holder, "training_steps", None)
+        if not isinstance(steps, TrainingSteps) or steps.offloader is None:
+            continue
+        plan, profile = steps.offloader.plan, steps.offloader.profile
+        line = steps.summary()
+        if plan is not None and profile is not None and line is not None:
+            picture = draw_memory(plan, profile, steps.offloader.measured.curve)
+            text = f"```\n{plan.table()}\n```\n\n```\n{profile.table()}\n```"
+            return line, text, picture
+    return None
 
 
 class _Abandoned(BaseException):

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_dlres.callbacks.gathering import Gathered, gather, last_steps
+from lightning_dlres.callbacks.offloading import memory_of
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Span, Tracer, write_chrome_trace
 from lightning_dlres.core.units import format_seconds
@@ -31,6 +32,7 @@ from lightning_dlres.strategies import HeteroPipeStrategy
 from lightning_dlres.strategies.planning import even_step_seconds
 
 REPORT, PICTURE, TRACE = "report.md", "timeline.png", "trace.json"
+MEMORY = "memory.png"
 _DEFAULT_NAME = "resource_report"
 # Steps whose time this callback keeps itself, for strategies that record nothing.
 _TIMED_STEPS = 1000
@@ -43,8 +45,10 @@ class ResourceReport(Callback):
     speed-up over the even split, predicted and measured, and writes three files: `report.md`,
     `timeline.png` (what every stage does in a step, planned above measured) and `trace.json` (the
     last steps of all ranks, for https://ui.perfetto.dev). Under other strategies `report.md` has
-    the time of a step, and says what is missing. The last `fit` counts: it replaces the files of
-    one before. With `fast_dev_run` no files are written, as no logs and checkpoints are.
+    the time of a step, and says what is missing. With `ActivationOffload` or `MemoryPrecision`
+    there is `memory.png`, too: what is on the device over one step, planned and measured. The last
+    `fit` counts: it replaces the files of one before. With `fast_dev_run` no files are written, as
+    no logs and checkpoints are.
 
     Attributes:
         line: the line of the last `fit`, on rank 0; None before.
@@ -74,6 +78,7 @@ class ResourceReport(Callback):
         self._steps = 0
         self._planned_schedule: str | None = None
         self._gathered: Gathered | None = None
+        self._memory: tuple[str, str, bytes] | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -141,6 +146,7 @@ class ResourceReport(Callback):
 
     def _report(self, trainer: Trainer) -> None:
         strategy, plan = trainer.strategy, _plan_of(trainer)
+        self._memory = memory_of(trainer)
         if plan is None or not isinstance(strategy, HeteroPipeStrategy):
             text = _plain_text(type(strategy).__name__, self._line(), bool(self._spans))
             self._conclude(self._line(), text, {}, {})
@@ -182,6 +188,10 @@ class ResourceReport(Callback):
         self, line: str, text: str, pictures: Mapping[str, bytes], names: Mapping[int, str]
     ) -> None:
         """Write the files, and print the line."""
+        memory = self._memory
+        if memory is not None:
+            text += f"\n## Memory\n\n{memory[0]}\n\n![memory]({MEMORY})\n\n{memory[1]}\n"
+            pictures = {**pictures, MEMORY: memory[2]}
         where = "no files with fast_dev_run"
         if self._directory is not None:
             spans = {names.get(rank, f"rank {rank}"): s for rank, s in self._spans.items()}
@@ -222,7 +232,7 @@ def _write_whole(
             write_chrome_trace(partial / TRACE, _from_zero(spans))
         (partial / REPORT).write_text(text, "utf-8")
         # The report last: what it points to is there.
-        for name in (PICTURE, TRACE, REPORT):
+        for name in (PICTURE, MEMORY, TRACE, REPORT):
             if (partial / name).exists():
                 os.replace(partial / name, directory / name)
             else:

@@ -3,6 +3,7 @@ have left by when, and what is brought back ahead of its use."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from torch import Tensor
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.copies import Copies, DirectCopies
 from lightning_dlres.memory.plan import Decision, MemoryPlan
-from lightning_dlres.memory.saved import Datum, Order
+from lightning_dlres.memory.saved import Datum, Ledger, Order
 from lightning_dlres.memory.spans import Span
 from lightning_dlres.memory.tiers import Tier
 
@@ -26,10 +27,12 @@ class Follower:
         plan: for a step like the one to come.
         tiers, copies: of every tier that the plan uses.
         fallback: where data go that the plan does not know; None: they stay.
+        ledger: the bytes of data on the device.
 
     Attributes:
         unlike: what was unlike the planned step, if anything was; None before.
         without_room: how many data stayed since their tier had no room for them.
+        seen: of the latest step, when something happened and the bytes of data there were then.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Follower:
         tiers: Mapping[str, Tier],
         copies: Mapping[str, Copies],
         fallback: Tier | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._plan, self._tiers, self._copies, self._fallback = plan, tiers, copies, fallback
         self._order = sorted(
@@ -50,6 +54,8 @@ class Follower:
         self._leaving: deque[tuple[int, Datum]] = deque()
         self._wanted: deque[int] = deque()
         self._saves = 0
+        self._ledger = ledger
+        self.seen: list[tuple[float, int]] = []
 
     def start(self) -> None:
         """See `Conductor`."""
@@ -57,6 +63,7 @@ class Follower:
         self._data.clear()
         self._wanted = deque(self._order)
         self._saves = 0
+        self.seen = []
 
     def finish(self) -> None:
         """The step is over."""
@@ -109,6 +116,7 @@ class Follower:
             self._leaving.append((decision.left_by, datum))
         self._settle(decision.saved)
         self._fetch(decision.saved)
+        self._note()
 
     def save_again(self, datum: Datum) -> None:
         """See `Conductor`."""
@@ -126,6 +134,11 @@ class Follower:
         place = uses[min(datum.uses, len(uses)) - 1]
         self._settle(place)
         self._fetch(place)
+        self._note()
+
+    def _note(self) -> None:
+        if self._ledger is not None:
+            self.seen.append((time.perf_counter(), self._ledger.now))
 
     def _settle(self, place: int) -> None:
         """Free what must have left by this event."""

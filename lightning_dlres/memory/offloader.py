@@ -22,7 +22,7 @@ from lightning_dlres.memory.engine import SavedTensors
 from lightning_dlres.memory.follow import Follower
 from lightning_dlres.memory.layer_record import LayerRecord
 from lightning_dlres.memory.links import measure_link
-from lightning_dlres.memory.meter import AllocatedBytes, Meter, ProfiledBytes
+from lightning_dlres.memory.meter import AllocatedBytes, Meter, NoBytes, ProfiledBytes
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import Link, StepProfile
@@ -33,6 +33,8 @@ from lightning_dlres.memory.tiers import GrowingTier, SlabTier
 
 # Plans for so many shapes are kept.
 _MOST_PLANS = 64
+# So many times steps of one shape may be unlike each other before they are taken as they are.
+_PATIENCE = 3
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Measured:
         saved_peak: most bytes of data on the device.
         device_peak: most bytes on the device; None where nothing counts them.
         unlike: steps that were not like the planned one, with what was unlike.
+        curve: of the latest step, seconds since its start and bytes of data on the device.
     """
 
     steps: int = 0
@@ -89,6 +92,7 @@ class Measured:
     saved_peak: int = 0
     device_peak: int | None = None
     unlike: list[str] = field(default_factory=list)
+    curve: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -96,6 +100,7 @@ class _Kind:
     """Steps of one shape."""
 
     profiles: list[StepProfile] = field(default_factory=list)
+    failures: int = 0
     again: tuple[str, ...] = ()
     first_plan: MemoryPlan | None = None
     plan: MemoryPlan | None = None
@@ -176,6 +181,8 @@ class Offloader:
         measured.steps += 1
         measured.seconds.append(time.perf_counter() - began)
         del measured.seconds[:-1000]
+        if kind.plan is self.plan:
+            measured.curve = [(when - began, nbytes) for when, nbytes in follower.seen]
         measured.saved_peak = max(measured.saved_peak, ledger.peak)
         if on_gpu:
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -185,33 +192,42 @@ class Offloader:
             measured.unlike.append(follower.unlike)
             del measured.unlike[:-100]
             kind.profiles.clear()
-            kind.again, kind.first_plan, kind.follower = (), None, None
+            kind.again, kind.first_plan, kind.follower, kind.failures = (), None, None, 0
 
     @contextmanager
     def _recorded(
         self, kind: _Kind, stays: Iterable[Tensor], held: Iterable[Tensor]
     ) -> Iterator[None]:
+        # Counting takes time: what a step takes is measured without.
+        for_time = bool(kind.profiles)
         layers = None
-        if not self._is_compiled:
+        if not self._is_compiled and not for_time:
             layers = LayerRecord(self._root, self._history, self._settings.min_bytes)
         recorder = Recorder(
             self._growing,
-            self._meter(),
+            NoBytes() if for_time else self._meter(),
             self._engine.ledger,
             layers,
             self._device,
-            any(a in self._settings.actions for a in (Action.COMPRESS, Action.BOTH)),
+            not for_time
+            and any(a in self._settings.actions for a in (Action.COMPRESS, Action.BOTH)),
         )
         with self._engine.hooks(recorder, stays), recorder.recording(held):
             yield
         if self._links is None:
             self._links = self._measured_links(recorder.usual_bytes)
-        kind.profiles.append(recorder.profile(self._links))
+        profile = recorder.profile(self._links)
+        if for_time and _shape(profile) != _shape(kind.profiles[0]) and kind.failures < _PATIENCE:
+            # Not the steps to plan for: the first ones may be unlike all others.
+            kind.profiles.clear()
+            kind.failures += 1
+            return
+        kind.profiles.append(profile)
         if len(kind.profiles) >= self._settings.profile_steps:
             self._make_plan(kind)
 
     def _make_plan(self, kind: _Kind) -> None:
-        profile, settings = _fastest(kind.profiles), self._settings
+        profile, settings = _timed(kind.profiles), self._settings
         kind.profiles.clear()
         recompute = settings.recompute and kind.first_plan is None
         limits = self._limits(profile, recompute, kind.first_plan)
@@ -237,7 +253,7 @@ class Offloader:
         kind.plan = self.plan = plan
         self.profile = profile
         fallback = self._growing if settings.tiers else None
-        kind.follower = Follower(plan, self._tiers, self._copies, fallback)
+        kind.follower = Follower(plan, self._tiers, self._copies, fallback, self._engine.ledger)
         self._say(plan.table())
 
     def _limits(
@@ -286,12 +302,18 @@ class Offloader:
         return GrowingTier(directory)
 
 
-def _fastest(profiles: Sequence[StepProfile]) -> StepProfile:
-    """Return the last profile, with the least time that every interval took in those like it."""
-    last = profiles[-1]
-    alike = [p for p in profiles if _shape(p) == _shape(last)]
+def _timed(profiles: Sequence[StepProfile]) -> StepProfile:
+    """Return the first profile, with the least time that every interval took in the others."""
+    first = profiles[0]
+    alike = [p for p in profiles[1:] if _shape(p) == _shape(first)]
+    if not alike:
+        return first
     seconds = tuple(min(times) for times in zip(*(p.seconds for p in alike), strict=True))
-    return msgspec.structs.replace(last, seconds=seconds)
+    faster = sum(seconds) / max(sum(first.seconds), 1e-9)
+    regions = tuple(
+        msgspec.structs.replace(region, seconds=region.seconds * faster) for region in first.regions
+    )
+    return msgspec.structs.replace(first, seconds=seconds, regions=regions)
 
 
 def _shape(profile: StepProfile) -> list[tuple[int, int, tuple[int, ...]]]:

@@ -63,7 +63,7 @@ class MemoryPrecision(Precision):
         self.precision: Any = precision
         self.inner = _lightnings(precision)
         self._module: LightningModule | None = None
-        self._steps: TrainingSteps | None = None
+        self.training_steps: TrainingSteps | None = None
         self._batch: Any = None
         self._is_stepping = False
 
@@ -75,7 +75,7 @@ class MemoryPrecision(Precision):
     @property
     def plan(self) -> MemoryPlan | None:
         """Return the latest plan; None before the measured steps are over."""
-        offloader = self._steps.offloader if self._steps is not None else None
+        offloader = self.training_steps.offloader if self.training_steps is not None else None
         return offloader.plan if offloader is not None else None
 
     @override
@@ -86,7 +86,9 @@ class MemoryPrecision(Precision):
             if isinstance(self.inner, MixedPrecision):
                 _move(self.inner, strategy.root_device.type)
             if module.trainer.training:
-                self._steps = TrainingSteps(self._options, module.trainer, type(self).__name__)
+                self.training_steps = TrainingSteps(
+                    self._options, module.trainer, type(self).__name__
+                )
         return self.inner.convert_module(module)
 
     @override
@@ -97,7 +99,7 @@ class MemoryPrecision(Precision):
     @override
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        steps, module = self._steps, self._module
+        steps, module = self.training_steps, self._module
         if steps is None or module is None:
             with self.inner.train_step_context():
                 yield
@@ -115,8 +117,12 @@ class MemoryPrecision(Precision):
     ) -> Tensor:
         loss = self.inner.post_backward(tensor, module)
         # Else the step ends with the optimizer's.
-        if self._steps is not None and module.automatic_optimization and not self._is_stepping:
-            self._steps.end()
+        if (
+            self.training_steps is not None
+            and module.automatic_optimization
+            and not self._is_stepping
+        ):
+            self.training_steps.end()
         return loss
 
     @override
@@ -128,15 +134,15 @@ class MemoryPrecision(Precision):
             result = self.inner.optimizer_step(optimizer, model, closure, **kwargs)
         finally:
             self._is_stepping = False
-        if self._steps is not None and model.automatic_optimization:
-            self._steps.end()
+        if self.training_steps is not None and model.automatic_optimization:
+            self.training_steps.end()
         return result
 
     @override
     def teardown(self) -> None:
-        if self._steps is not None:
-            self._steps.abandon()
-            line = self._steps.summary()
+        if self.training_steps is not None:
+            self.training_steps.abandon()
+            line = self.training_steps.summary()
             if line is not None:
                 rank_zero_info(line)
         self._batch = None

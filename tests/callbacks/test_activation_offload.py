@@ -45,8 +45,8 @@ def test_weights_are_those_of_plain_training(name: str, way: str) -> None:
     callback = ours(way)
     require_same(plain, fit(Regression(name), batches(name), callback))
     assert callback.plan is not None
-    assert callback._steps is not None
-    offloader = callback._steps.offloader
+    assert callback.training_steps is not None
+    offloader = callback.training_steps.offloader
     assert offloader is not None
     assert offloader.measured.steps > 0
     assert offloader.measured.unlike == []
@@ -114,8 +114,8 @@ def test_changing_sequence_lengths_get_a_plan_each() -> None:
     loader: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     callback = ours()
     require_same(fit(Regression("gpt"), loader), fit(Regression("gpt"), loader, callback))
-    assert callback._steps is not None
-    offloader = callback._steps.offloader
+    assert callback.training_steps is not None
+    offloader = callback.training_steps.offloader
     assert offloader is not None
     # Before there is optimizer state, and after.
     assert sum(kind.plan is not None for kind in offloader._kinds.values()) >= 2
@@ -137,10 +137,10 @@ def test_steps_unlike_the_plan_are_right_too(way: str) -> None:
         fit(Unseen("cnn"), batches("cnn"), **options),
         fit(Unseen("cnn"), batches("cnn"), callback, **options),
     )
-    assert callback._steps is not None
-    assert callback._steps.offloader is not None
-    assert callback._steps.offloader.measured.unlike
-    assert "unlike" in (callback._steps.summary() or "")
+    assert callback.training_steps is not None
+    assert callback.training_steps.offloader is not None
+    assert callback.training_steps.offloader.measured.unlike
+    assert "unlike" in (callback.training_steps.summary() or "")
 
 
 class Checkpointed(Regression):

@@ -45,9 +45,9 @@ def test_weights_are_those_of_plain_training(kind: str, name: str) -> None:
         fit(Regression(name), batches(name), plugins=ours, **options),
     )
     assert ours.plan is not None
-    assert ours._steps is not None
-    assert ours._steps.offloader is not None
-    assert ours._steps.offloader.measured.unlike == []
+    assert ours.training_steps is not None
+    assert ours.training_steps.offloader is not None
+    assert ours.training_steps.offloader.measured.unlike == []
 
 
 @pytest.mark.parametrize("name", CASES)
