@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.copies import Copies, DirectCopies, StreamCopies
 from lightning_dlres.memory.engine import SavedTensors
@@ -102,7 +103,7 @@ class _Kind:
     profiles: list[StepProfile] = field(default_factory=list)
     failures: int = 0
     again: tuple[str, ...] = ()
-    first_plan: MemoryPlan | None = None
+    first: tuple[MemoryPlan, StepProfile] | None = None
     plan: MemoryPlan | None = None
     follower: Follower | None = None
 
@@ -192,7 +193,7 @@ class Offloader:
             measured.unlike.append(follower.unlike)
             del measured.unlike[:-100]
             kind.profiles.clear()
-            kind.again, kind.first_plan, kind.follower, kind.failures = (), None, None, 0
+            kind.again, kind.first, kind.follower, kind.failures = (), None, None, 0
 
     @contextmanager
     def _recorded(
@@ -229,22 +230,14 @@ class Offloader:
     def _make_plan(self, kind: _Kind) -> None:
         profile, settings = _timed(kind.profiles), self._settings
         kind.profiles.clear()
-        recompute = settings.recompute and kind.first_plan is None
-        limits = self._limits(profile, recompute, kind.first_plan)
-        plan = plan_memory(profile, limits, settings.actions, recompute)
-        if plan.recompute:
-            # Steps with modules that run again are unlike those without: measured, not guessed.
-            kind.again, kind.first_plan = plan.recompute, plan
-            return
-        if kind.first_plan is not None:
-            first = kind.first_plan
-            plan = msgspec.structs.replace(
-                plan,
-                recompute=kind.again,
-                plain_seconds=first.plain_seconds,
-                plain_peak=first.plain_peak,
-                plain_saved_peak=first.plain_saved_peak,
-            )
+        if kind.first is None:
+            plan = self._plan(profile, settings.recompute)
+            if plan.recompute:
+                # Steps with modules that run again are unlike those without: measured, not guessed.
+                kind.again, kind.first = plan.recompute, (plan, profile)
+                return
+        else:
+            plan, profile = self._better(kind, kind.first, profile)
         for spec in settings.tiers:
             size = plan.tiers.get(spec.name, 0)
             known = self._tiers.get(spec.name)
@@ -255,6 +248,39 @@ class Offloader:
         fallback = self._growing if settings.tiers else None
         kind.follower = Follower(plan, self._tiers, self._copies, fallback, self._engine.ledger)
         self._say(plan.table())
+
+    def _better(
+        self, kind: _Kind, first: tuple[MemoryPlan, StepProfile], profile: StepProfile
+    ) -> tuple[MemoryPlan, StepProfile]:
+        """Return the better plan, with its profile: that with modules that run again, now that
+        such steps were measured, or one without."""
+        found: list[tuple[MemoryPlan, StepProfile, tuple[str, ...]]] = []
+        refusal: ConfigError | None = None
+        for known, again in ((profile, kind.again), (first[1], ())):
+            try:
+                found.append((self._plan(known, False, first[0]), known, again))
+            except ConfigError as error:
+                refusal = refusal or error
+        if not found:
+            assert refusal is not None
+            raise refusal
+        is_min = self._settings.device_limit == "min"
+        plan, own, kind.again = min(found, key=lambda f: (f[0].peak if is_min else 0, f[0].seconds))
+        before = first[0]
+        plan = msgspec.structs.replace(
+            plan,
+            recompute=kind.again,
+            plain_seconds=before.plain_seconds,
+            plain_peak=before.plain_peak,
+            plain_saved_peak=before.plain_saved_peak,
+        )
+        return plan, own
+
+    def _plan(
+        self, profile: StepProfile, recompute: bool, first: MemoryPlan | None = None
+    ) -> MemoryPlan:
+        limits = self._limits(profile, recompute, first)
+        return plan_memory(profile, limits, self._settings.actions, recompute)
 
     def _limits(
         self, profile: StepProfile, recompute: bool, first_plan: MemoryPlan | None
