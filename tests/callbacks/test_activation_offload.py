@@ -337,3 +337,45 @@ def test_a_directory_that_is_not_there_is_refused_before_the_first_step(tmp_path
     with pytest.raises(ConfigError, match="expected a directory that is there"):
         fit(Regression("mlp"), batches("mlp"), ours(disk=tmp_path / "absent"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_plugin", [False, True], ids=["callback", "plugin"])
+def test_the_report_shows_the_memory_of_a_step(tmp_path: Path, as_plugin: bool) -> None:
+    report = dlres.ResourceReport(tmp_path)
+    limits: dict[str, Any] = {"saved_budget": 0.6, "budget": "1TiB", "min_size": 1}
+    if as_plugin:
+        fit(
+            Regression("gpt"),
+            batches("gpt"),
+            report,
+            plugins=dlres.MemoryPrecision("32-true", **limits),
+        )
+    else:
+        fit(Regression("gpt"), batches("gpt"), report, dlres.ActivationOffload(**limits))
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "report.md").read_text()
+    assert "![memory](memory.png)" in text
+    assert "Memory plan: peak" in text
+    assert "One step:" in text
+    # The next report has none, and leaves none.
+    fit(Regression("gpt"), batches("gpt"), dlres.ResourceReport(tmp_path))
+    assert not (tmp_path / "memory.png").exists()
+
+
+def test_the_profile_knows_every_layer() -> None:
+    callback = ours("offload")
+    fit(Regression("cnn"), batches("cnn"), callback)
+    assert callback.profile is not None
+    layers = {layer.name: layer for layer in callback.profile.layers}
+    first, norm = layers["net.0"], layers["net.3"]
+    assert first.kind == "Conv2d"
+    assert first.parameters == first.gradients == 4 * (8 * 3 * 9 + 8)
+    # AdamW's two averages, and the number of steps of each parameter.
+    assert first.history == 2 * first.parameters + 2 * 4
+    assert first.maps == 4 * 4 * 3 * 8 * 8
+    assert first.map_gradients == 4 * 4 * 8 * 8 * 8
+    assert "input" in first.needs
+    assert norm.after == ("net.2",)
+    assert layers["net.1"].needs == ("output",)
+    table = callback.profile.table()
+    assert "BatchNorm2d" in table
