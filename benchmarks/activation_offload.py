@@ -220,8 +220,11 @@ def ours(
     @contextmanager
     def around() -> Iterator[None]:
         stays = list(network.parameters())
-        gradients = [p.grad for p in stays if p.grad is not None]
-        with offloader.step("one", stays, [*stays, *gradients, x]):
+
+        def held() -> list[Tensor]:
+            return [*stays, *(p.grad for p in stays if p.grad is not None), x]
+
+        with offloader.step("one", stays, held):
             yield
 
     name = f"ours, {budget:.0%} of saved" if isinstance(budget, float) else "ours, min"

@@ -49,10 +49,12 @@ class TrainingSteps:
         entries = sum(len(optimizer.state) for optimizer in optimizers)
         shape = (_shape_of(batch), is_stepping, entries, module.training)
         stays = [*module.parameters(), *module.buffers()]
+
+        def held() -> list[Tensor]:
+            return [*stays, *self._held(module), *tensors_in(batch)]
+
         stack = ExitStack()
-        stack.enter_context(
-            self.offloader.step(shape, stays, [*stays, *self._held(module), *tensors_in(batch)])
-        )
+        stack.enter_context(self.offloader.step(shape, stays, held))
         self._open = stack
 
     def end(self) -> None:

@@ -64,6 +64,7 @@ class SavedTensors:
         self.ledger = Ledger()
         self._count = 0
         self._stays: set[Any] = set()
+        self._places: list[tuple[int, int]] = []
         self._known: weakref.WeakValueDictionary[tuple[Any, Span], Datum] = (
             weakref.WeakValueDictionary()
         )
@@ -78,7 +79,7 @@ class SavedTensors:
             stays: tensors that never move, nor views of them: parameters and buffers.
         """
         self._count = 0
-        self._stays = {storage_reference(tensor) for tensor in stays if _has_storage(tensor)}
+        self._keep(list(stays))
         conductor.start()
 
         def pack(tensor: Tensor) -> _Packed:
@@ -87,6 +88,15 @@ class SavedTensors:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
+
+    def _keep(self, stays: list[Tensor]) -> None:
+        # Mostly the same tensors with the same memory, step for step.
+        places = [
+            (id(tensor), tensor.data_ptr() if _has_storage(tensor) else 0) for tensor in stays
+        ]
+        if places != self._places:
+            self._places = places
+            self._stays = {storage_reference(t) for t in stays if _has_storage(t)}
 
     def _pack(self, tensor: Tensor, conductor: Conductor) -> _Packed:
         version = Version(tensor)

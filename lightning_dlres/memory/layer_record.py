@@ -3,12 +3,15 @@ a profile that needs modules (Method A, A1)."""
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,12 +49,12 @@ class _Call:
     memory_mark: int
     inputs: list[tuple[Any, int]]
     after: tuple[str, ...]
-    buffers: list[Version]
+    before: _Traces
     last_memory_mark: int = 0
     last_mark: int = 0
     seconds: float = 0.0
     output_bytes: int = 0
-    changes_buffers: bool = False
+    leaves_traces: bool = False
     saved: list[tuple[int, Any, str]] = field(default_factory=list)
     is_done: bool = False
 
@@ -63,6 +66,36 @@ class _Call:
         """Return the bytes that it takes and gives back."""
         after = trace.at(max(self.memory_mark, self.last_memory_mark))
         return self.peak(trace) - max(trace.at(self.memory_mark), after)
+
+
+class _Traces:
+    """Whether a module's forward leaves traces outside of what it returns: in buffers, attributes,
+    or the random state of Python and NumPy, which no second run would find as the first did."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._buffers = [Version(buffer) for buffer in module.buffers()]
+        self._others = _others(module)
+
+    def are_left(self) -> bool:
+        """Return whether there are any since."""
+        return any(b.now != b.saved for b in self._buffers) or self._others != _others(self._module)
+
+
+def _others(module: nn.Module) -> list[Any]:
+    state: Any = np.random.get_state(legacy=True)
+    found: list[Any] = [random.getstate(), state[1].tobytes(), state[2:]]
+    for inner in module.modules():
+        for name, value in vars(inner).items():
+            if isinstance(value, _PLAIN):
+                found.append((name, value))
+            else:
+                size = len(value) if isinstance(value, (list, dict, set, tuple, deque)) else 0
+                found.append((name, id(value), size))
+    return found
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class LayerRecord:
@@ -144,7 +177,7 @@ class LayerRecord:
                 memory_mark=self._clock.mark_memory(),
                 inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
                 after=self._makers_of(tensors),
-                buffers=[Version(buffer) for buffer in module.buffers()],
+                before=_Traces(module),
             )
             self._calls.setdefault(name, []).append(call)
             self._open.append(call)
@@ -164,7 +197,7 @@ class LayerRecord:
             call.seconds = self._clock.clock() - call.began
             call.last_mark = self._clock.mark
             call.last_memory_mark = self._clock.mark_memory()
-            call.changes_buffers = any(b.now != b.saved for b in call.buffers)
+            call.leaves_traces = call.before.are_left()
             call.is_done = output is not None
             outputs = list(tensors_in(output))
             references = [storage_reference(t) for t in outputs]
@@ -215,7 +248,7 @@ class LayerRecord:
         found: dict[tuple[int, ...], Region] = {}
         for calls in self._calls.values():
             call = calls[0]
-            if len(calls) != 1 or not call.is_done or call.changes_buffers:
+            if len(calls) != 1 or not call.is_done or call.leaves_traces:
                 continue
             inputs = {reference for reference, _ in call.inputs}
             given = {self._known[r] for r in inputs if r in self._known}

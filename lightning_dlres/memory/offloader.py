@@ -107,6 +107,11 @@ class _Kind:
     plan: MemoryPlan | None = None
     follower: Follower | None = None
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.profiles.clear()
+        self.again, self.first, self.follower, self.failures = (), None, None, 0
+
 
 class Offloader:
     """Keeps what a model's training step saves within limits.
@@ -144,14 +149,15 @@ class Offloader:
 
     @contextmanager
     def step(
-        self, shape: Hashable, stays: Iterable[Tensor], held: Iterable[Tensor]
+        self, shape: Hashable, stays: Iterable[Tensor], held: Callable[[], Iterable[Tensor]]
     ) -> Iterator[None]:
         """Around one training step, forward and backward.
 
         Args:
             shape: steps of the same shape save the same data.
             stays: tensors that never move: parameters and buffers.
-            held: all that is on the device before: those, gradients, optimizer state, the batch.
+            held: returns all that is on the device before: those, gradients, optimizer state, the
+                batch.
 
         Raises:
             ConfigError: after a measured step: no plan meets the limits.
@@ -160,9 +166,13 @@ class Offloader:
         self._kinds.move_to_end(shape)
         if len(self._kinds) > _MOST_PLANS:
             self._kinds.popitem(last=False)
+        modules = {name for name, _ in self._root.named_modules()} if kind.again else set()
+        if not modules.issuperset(kind.again):
+            # The model has been changed.
+            kind.forget()
         with running_again(self._root, kind.again):
             if kind.follower is None:
-                with self._recorded(kind, stays, held):
+                with self._recorded(kind, stays, held()):
                     yield
             else:
                 with self._followed(kind, kind.follower, stays):
@@ -192,8 +202,7 @@ class Offloader:
             # What it was planned for does not come any more: it is measured again.
             measured.unlike.append(follower.unlike)
             del measured.unlike[:-100]
-            kind.profiles.clear()
-            kind.again, kind.first, kind.follower, kind.failures = (), None, None, 0
+            kind.forget()
 
     @contextmanager
     def _recorded(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -379,3 +381,57 @@ def test_the_profile_knows_every_layer() -> None:
     assert layers["net.1"].needs == ("output",)
     table = callback.profile.table()
     assert "BatchNorm2d" in table
+
+
+class Remembers(nn.Module):
+    """A block whose forward can be seen from outside, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.seen: list[int] = []
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0
+        if self.how == "counter":
+            self.calls += 1
+        elif self.how == "list":
+            self.seen.append(len(x))
+        elif self.how == "buffer":
+            self.count.add_(1)
+        elif self.how == "python's random state":
+            scale = random.random()
+        elif self.how == "NumPy's random state":
+            scale = float(np.random.rand())
+        return self.inner(x) * scale
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["counter", "list", "buffer", "python's random state", "NumPy's random state", "nothing"],
+)
+def test_what_leaves_traces_does_not_run_again(how: str) -> None:
+    def train(*callbacks: Callback) -> dict[str, Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        task = Regression("mlp")
+        task.net = nn.Sequential(*(Remembers(how) for _ in range(3)))
+        weights = fit(task, batches("mlp"), *callbacks)
+        block = task.net[0]
+        assert isinstance(block, Remembers)
+        assert block.calls in (0, 8)
+        assert len(block.seen) in (0, 8)
+        return weights
+
+    callback = ours("recompute", budget="1TiB", saved_budget="1TiB")
+    plain = train()
+    require_same(plain, train(callback))
+    assert callback.profile is not None
+    names = {region.layer for region in callback.profile.regions}
+    assert "net.0.inner" in names
+    if how != "nothing":
+        assert not names & {"net", "net.0", "net.1", "net.2"}
+    forced = ours("all", budget="1TiB", saved_budget=0.8)
+    require_same(plain, train(forced))
