@@ -208,3 +208,16 @@ def test_nothing_grows_in_many_steps() -> None:
     early, late = watcher.seen[9], watcher.seen[-1]
     assert late[0] - early[0] < 2 * MIB
     assert late[1:] == early[1:]
+
+
+@pytest.mark.parametrize("actions", [["offload"], ["offload", "compress", "recompute"]], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_saved_data_never_take_more_than_half(name: str, actions: list[str]) -> None:
+    callback = dlres.ActivationOffload("1TiB", saved_budget=0.5, actions=actions)
+    fit(Wide(name), loader(name, 10), callback)
+    steps = callback.training_steps
+    assert callback.plan is not None
+    assert steps is not None
+    assert steps.offloader is not None
+    # Counted whenever a tensor is saved or asked for.
+    assert 0 < steps.offloader.measured.saved_peak <= 0.5 * callback.plan.plain_saved_peak
