@@ -174,7 +174,11 @@ class Datum:
 
     def fetch(self) -> None:
         """Begin to bring it back, if it is away and copies run beside the computing."""
-        if self.is_away and self._parcel is not None and self._copies.overlaps:
+        if self.is_away and self._copies.overlaps:
+            self._begin_to_arrive()
+
+    def _begin_to_arrive(self) -> None:
+        if self._parcel is not None:
             self._arriving = self._copies.back(self._parcel.data, self._device)
             self._ledger.lend(self._arriving[0])
 
@@ -202,10 +206,8 @@ class Datum:
         assert self._encoded is not None
         encoded = self._encoded
         if self._parcel is not None and encoded.data.device != self._device:
-            self.fetch()
             if self._arriving is None:
-                self._arriving = self._copies.back(encoded.data, self._device)
-            encoded = replace(encoded, data=self._arriving[0])
+                self._begin_to_arrive()
         if self._arriving is not None:
             data, ticket = self._arriving
             ticket.wait()
