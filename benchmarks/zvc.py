@@ -12,7 +12,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -34,13 +34,14 @@ _DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.int8}
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured: bytes of a tensor, and how often."""
+    """How much is measured: bytes of a tensor, and how often; and of a large one."""
 
     nbytes: int = 64 << 20
     repeats: int = 31
+    large: int = 256 << 20
 
 
-QUICK = Settings(1 << 20, 3)
+QUICK = Settings(1 << 20, 3, 2 << 20)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 checks[f"encode, {width} bytes, GB/s on a core"] = at_least(rates["encode"], target)
                 checks[f"decode, {width} bytes, GB/s on a core"] = at_least(rates["decode"], target)
     torch.set_num_threads(1)
-    more = dense_over_copy(settings)
-    checks["dense data: encode over a copy"] = at_most(more, DENSE_TARGET)
+    for nbytes in (settings.nbytes, settings.large):
+        more = dense_over_copy(replace(settings, nbytes=nbytes))
+        checks[f"dense data, {nbytes >> 20} MiB: encode over a copy"] = at_most(more, DENSE_TARGET)
     if torch.cuda.is_available():
         for width in TARGETS:
             rates = measure(sparse(width, settings).cuda(), settings)

@@ -30,9 +30,18 @@ def array_of(tensor: Tensor) -> NDArray[np.uint8]:
     """
     if not tensor.numel():
         return np.empty(0, np.uint8)
+    require_memory(tensor)
+    return np.asarray(_Memory(tensor))
+
+
+def require_memory(tensor: Tensor) -> None:
+    """Raise where the bytes of a tensor cannot be read one after another from its address.
+
+    Raises:
+        ConfigError: the tensor is not contiguous or not on the CPU, or has no memory (a fake one).
+    """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.data_ptr():
         raise ConfigError(
             f"memory of a tensor: got {tuple(tensor.shape)} of strides {tensor.stride()} on "
             f"{tensor.device}, expected contiguous bytes of the CPU. Try contiguous() or cpu()."
         )
-    return np.asarray(_Memory(tensor))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_dlres.core.arrays import array_of
+from lightning_dlres.core.arrays import array_of, require_memory
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 
 WIDTHS = (1, 2, 4)
@@ -125,7 +125,11 @@ def density(source: Tensor, width: int) -> float:
     if not source.is_cuda:
         from lightning_dlres.kernels import zvc_cpu
 
-        return zvc_cpu.density(array_of(source), width, _SAMPLES, _SAMPLE_ELEMENTS)
+        count = source.numel() // width
+        if not count:
+            return 0.0
+        require_memory(source)
+        return zvc_cpu.density(source.data_ptr(), count, width, _SAMPLES, _SAMPLE_ELEMENTS)
     elements = source.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
     count = elements.numel()
     if count > _SAMPLES * _SAMPLE_ELEMENTS:

@@ -7,12 +7,12 @@ and `zvc_x86`.
 from __future__ import annotations
 
 import ctypes
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, cfunc, njit, types
 from numpy.typing import NDArray
 
 from lightning_dlres.kernels import workers, zvc_portable, zvc_x86
@@ -98,13 +98,30 @@ def kept(mask: Bytes) -> int:
     return int(_count(mask.view(np.uint64)))
 
 
-def density(source: Bytes, width: int, runs: int, length: int) -> float:
+def density(address: int, count: int, width: int, runs: int, length: int) -> float:
     """Return which part of the elements is not zero, of so many runs of this length, or of all
-    elements where there are no more."""
-    elements = source.view(_KINDS[width])
-    if elements.size <= runs * length:
-        runs, length = 1, elements.size
-    return float(_count_nonzero(elements, runs, length)) / max(runs * length, 1)
+    elements where there are no more.
+
+    Args:
+        address: of the first element.
+        count: how many there are.
+    """
+    if count <= runs * length:
+        runs, length = 1, count
+    step = count // max(runs, 1)
+    return float(_counter(width)(address, step, runs, length)) / max(runs * length, 1)
+
+
+@cache
+def _counter(width: int) -> Any:
+    """Return the compiled function: from an address, as arrays take longer to hand over than the
+    sample takes."""
+    count = cfunc(
+        types.int64(types.CPointer(_TYPES[width]), types.int64, types.int64, types.int64),
+        cache=True,
+    )(_count_nonzero).ctypes
+    count.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    return count
 
 
 def _pieces(count: int, width: int) -> list[int]:
@@ -122,15 +139,15 @@ def _count(words: Any) -> Any:
     return total
 
 
-@njit(nogil=True, cache=True)
-def _count_nonzero(elements: Any, runs: Any, length: Any) -> Any:
-    step, found = elements.size // runs, 0
+def _count_nonzero(first: Any, step: Any, runs: Any, length: Any) -> Any:
+    elements, found = carray(first, (step * runs,)), 0
     for run in range(runs):
         for place in range(length):
             found += elements[run * step + place] != 0
     return found
 
 
+_TYPES: dict[int, Any] = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 _KINDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 ENCODERS: dict[int, Any] = zvc_portable.ENCODERS | zvc_x86.ENCODERS
 DECODERS: dict[int, Any] = zvc_portable.DECODERS | zvc_x86.DECODERS

@@ -205,9 +205,8 @@ class Datum:
     def _restored(self) -> Tensor:
         assert self._encoded is not None
         encoded = self._encoded
-        if self._parcel is not None and encoded.data.device != self._device:
-            if self._arriving is None:
-                self._begin_to_arrive()
+        if encoded.data.device != self._device and self._arriving is None:
+            self._begin_to_arrive()
         if self._arriving is not None:
             data, ticket = self._arriving
             ticket.wait()
