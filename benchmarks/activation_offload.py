@@ -33,7 +33,7 @@ from benchmarks.report import Check, at_most, conclude, table
 from benchmarks.zvc import versions
 from lightning_dlres.memory.meter import AllocatedBytes, ProfiledBytes
 from lightning_dlres.memory.offloader import Offloader
-from lightning_dlres.memory.options import MemoryOptions
+from lightning_dlres.memory.options import ACTIONS, MemoryOptions
 
 BUDGETS = (0.75, 0.5, 0.3)
 PICTURE = Path("build/activation_offload.png")
@@ -209,12 +209,11 @@ def ours(
 ) -> Way:
     """Return our way under a budget: a share of what plain training saves, or as little as
     possible."""
+    disk = None if device.type == "cuda" else directory
     if isinstance(budget, str):
-        options = MemoryOptions(budget=budget, disk=None if device.type == "cuda" else directory)
+        options = MemoryOptions(budget, disk=disk, actions=ACTIONS)
     else:
-        options = MemoryOptions(
-            "1PiB", saved_budget=budget, disk=None if device.type == "cuda" else directory
-        )
+        options = MemoryOptions("1PiB", saved_budget=budget, disk=disk, actions=ACTIONS)
     offloader = Offloader(network, options.on(device), device)
 
     @contextmanager

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_dlres.callbacks.offloading import TrainingSteps
-from lightning_dlres.memory.options import ACTIONS, MemoryOptions
+from lightning_dlres.memory.options import DEFAULT_ACTIONS, MemoryOptions
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.profile import StepProfile
 
@@ -44,7 +44,10 @@ class ActivationOffload(Callback):
             where data go: None is the system's directory for temporary files there.
         disk_budget: Bytes on that disk. None: no limit.
         min_size: Smaller tensors stay.
-        actions: Some of "compress", "offload" and "recompute".
+        actions: Some of "compress", "offload" and "recompute". The last is off by default: a module
+            that runs again in backward yields the same bits only if its forward depends on nothing
+            but its inputs, weights and torch's random state. Modules that are seen to leave traces
+            never run again; what a forward does outside of its module cannot be seen.
         profile_steps: Steps that are measured for a shape; the first one is slow for other reasons.
 
     Raises:
@@ -61,7 +64,7 @@ class ActivationOffload(Callback):
         disk: str | Path | None = None,
         disk_budget: int | str | None = None,
         min_size: int | str = "64KiB",
-        actions: Sequence[str] = ACTIONS,
+        actions: Sequence[str] = DEFAULT_ACTIONS,
         profile_steps: int = 2,
     ) -> None:
         super().__init__()
@@ -131,3 +134,12 @@ class ActivationOffload(Callback):
         line = self.training_steps.summary() if self.training_steps is not None else None
         if line is not None:
             rank_zero_info(line)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.training_steps is not None:
+            self.training_steps.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to a run stays with it.
+        return {**self.__dict__, "training_steps": None}

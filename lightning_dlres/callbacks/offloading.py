@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -34,6 +35,16 @@ class TrainingSteps:
 
     def __init__(self, options: MemoryOptions, trainer: Trainer, what: str) -> None:
         refuse(trainer.strategy, what)
+        holders = [
+            type(holder).__name__
+            for holder in [*trainer.callbacks, trainer.precision_plugin]  # type: ignore[attr-defined]
+            if hasattr(holder, "training_steps")
+        ]
+        if len(holders) > 1:
+            raise ConfigError(
+                f"{what}: got {' and '.join(holders)} in one Trainer, expected one of them, as "
+                "each would move what the other has saved. Leave the others out."
+            )
         self._options, self._trainer, self._what = options, trainer, what
         # The directory is looked at now, not when the first step is over.
         options.on(trainer.strategy.root_device, self._ranks_on_host())
@@ -48,7 +59,7 @@ class TrainingSteps:
         optimizers = self._trainer.optimizers
         entries = sum(len(optimizer.state) for optimizer in optimizers)
         shape = (_shape_of(batch), is_stepping, entries, module.training)
-        stays = [*module.parameters(), *module.buffers()]
+        stays = list(tensors_in([*module.parameters(), *module.buffers()]))
 
         def held() -> list[Tensor]:
             return [*stays, *self._held(module), *tensors_in(batch)]
@@ -73,6 +84,12 @@ class TrainingSteps:
         if stack is not None:
             error = _Abandoned()
             stack.__exit__(_Abandoned, error, None)
+
+    def close(self) -> None:
+        """Give up the memory that was taken."""
+        self.abandon()
+        if self.offloader is not None:
+            self.offloader.close()
 
     def summary(self) -> str | None:
         """Return one line: predicted beside measured; None where nothing was planned."""
@@ -107,6 +124,7 @@ class TrainingSteps:
             self._history,
             _is_compiled(module),
             rank_zero_info,
+            not isinstance(self._trainer.profiler, PyTorchProfiler),  # type: ignore[attr-defined]
         )
 
     def _ranks_on_host(self) -> int:
@@ -123,8 +141,7 @@ class TrainingSteps:
 
     def _held(self, module: LightningModule) -> Iterator[Tensor]:
         for parameter in module.parameters():
-            if parameter.grad is not None:
-                yield parameter.grad
+            yield from tensors_in(parameter.grad)
         for optimizer in self._trainer.optimizers:
             for state in optimizer.state.values():
                 yield from tensors_in(state)

@@ -142,7 +142,7 @@ class Version:
 
     def __init__(self, tensor: Tensor) -> None:
         self._witness = tensor.detach()
-        if tensor.layout is torch.strided:
+        if tensor.layout is torch.strided and not tensor.is_nested:
             self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.saved = self._witness._version
 
@@ -163,3 +163,23 @@ def is_zeros_without_memory(tensor: Tensor) -> bool:
     """Return whether there is no memory behind a tensor: the zeros that torch makes for forward
     derivatives. Reading them ends the process, and there is no public way to tell them."""
     return tensor._is_zerotensor()
+
+
+def owners_of_memory(tensor: Tensor) -> int:
+    """Return how many tensors share a tensor's memory, with itself; torch counts them without a
+    public name."""
+    storage = tensor.untyped_storage()
+    # The Python object counts, too.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks around its forward; torch has no public way to list
+    them."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def profiler_is_on() -> bool:
+    """Return whether a profiler of torch runs; a second one would end it, and the program with
+    it."""
+    return bool(cast(Any, torch.autograd)._profiler_enabled())

@@ -15,8 +15,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from lightning_dlres.core._compat import Version, is_zeros_without_memory, storage_reference
+from lightning_dlres.core._compat import (
+    Version,
+    is_zeros_without_memory,
+    owners_of_memory,
+    storage_reference,
+)
 from lightning_dlres.memory.saved import Datum, Ledger, Order, SavedTensor, Untouched
 from lightning_dlres.memory.spans import Span, span_of, view_of
 
@@ -65,6 +71,9 @@ class SavedTensors:
         self._count = 0
         self._stays: set[Any] = set()
         self._places: list[tuple[int, int]] = []
+        # What backward was given of memory that others hold, too. Were there no second reference,
+        # autograd could take it for a gradient that it may write to.
+        self._shared: list[Tensor] = []
         self._known: weakref.WeakValueDictionary[tuple[Any, Span], Datum] = (
             weakref.WeakValueDictionary()
         )
@@ -79,6 +88,7 @@ class SavedTensors:
             stays: tensors that never move, nor views of them: parameters and buffers.
         """
         self._count = 0
+        self._shared.clear()
         self._keep(list(stays))
         conductor.start()
 
@@ -86,8 +96,11 @@ class SavedTensors:
             with self._lock:
                 return self._pack(tensor, conductor)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:
+            self._shared.clear()
 
     def _keep(self, stays: list[Tensor]) -> None:
         # Mostly the same tensors with the same memory, step for step.
@@ -136,12 +149,20 @@ class SavedTensors:
                 f"{version.saved} instead."
             )
         if isinstance(saved, Untouched) or packed.conductor is None:
-            return saved.tensor()
+            tensor = saved.tensor()
+            self._share(tensor, 1)
+            return tensor
         with self._lock:
             packed.conductor.begin_use(saved.datum)
             tensor = saved.tensor()
             packed.conductor.end_use(saved.datum)
+            if saved.datum.is_original:
+                self._share(tensor, saved.datum.owners)
             return tensor
+
+    def _share(self, tensor: Tensor, ours: int) -> None:
+        if _has_storage(tensor) and owners_of_memory(tensor) > ours:
+            self._shared.append(tensor)
 
 
 class _Packed:
@@ -156,6 +177,8 @@ class _Packed:
 def _has_storage(tensor: Tensor) -> bool:
     return (
         tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_lazy(tensor)
         and tensor.device.type != "meta"
         and not is_zeros_without_memory(tensor)
         and not tensor.is_quantized

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from lightning_dlres.core._compat import Version, storage_reference
+from lightning_dlres.core._compat import Version, has_forward_hooks, storage_reference
 from lightning_dlres.memory.meter import MemoryTrace
 from lightning_dlres.memory.profile import Datum, Layer, Region
 
@@ -49,7 +50,9 @@ class _Call:
     memory_mark: int
     inputs: list[tuple[Any, int]]
     after: tuple[str, ...]
-    before: _Traces
+    before: _Traces | None
+    versions: list[Version]
+    takes_plain_arguments: bool
     last_memory_mark: int = 0
     last_mark: int = 0
     seconds: float = 0.0
@@ -69,17 +72,82 @@ class _Call:
 
 
 class _Traces:
-    """Whether a module's forward leaves traces outside of what it returns: in buffers, attributes,
-    or the random state of Python and NumPy, which no second run would find as the first did."""
+    """Whether a module's forward leaves traces outside of what it returns: in parameters, buffers,
+    attributes or generators, which a second run would find unlike the first did. What lies outside
+    of the module is not seen."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._buffers = [Version(buffer) for buffer in module.buffers()]
-        self._others = _others(module)
+        self._before = _state(module)
 
     def are_left(self) -> bool:
         """Return whether there are any since."""
-        return any(b.now != b.saved for b in self._buffers) or self._others != _others(self._module)
+        return not _is_same(self._before, _state(self._module))
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """Return what a forward could change."""
+    state: Any = np.random.get_state(legacy=True)
+    found: list[Any] = [random.getstate(), state[1].tobytes(), *state[2:]]
+    for inner in module.modules():
+        found += [_content(value, 0) for value in vars(inner).values()]
+    return found
+
+
+def _content(value: Any, depth: int) -> Any:
+    """Return what tells a value from what it was: contents where they can be read, itself
+    otherwise."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            return value, _checksum(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, (random.Random,)):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if depth < _DEPTH:
+        if isinstance(value, Mapping):
+            return [(key, _content(inner, depth + 1)) for key, inner in value.items()]
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return [_content(inner, depth + 1) for inner in value]
+    return value
+
+
+def _checksum(tensor: Tensor) -> Any:
+    """Return the sum of a tensor's bits as whole numbers: it differs if an element does, but for
+    rare accidents."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
+        return None
+    if not tensor.numel() or tensor.is_nested or tensor.is_quantized:
+        return None
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    kind = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
+    return int(flat.view(kind).sum(dtype=torch.int64))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        same = (_is_same(a, b) for a, b in zip(one, other, strict=False))
+        return len(one) == len(other) and all(same)
+    if isinstance(one, (*_PLAIN, np.ndarray)) and type(one) is type(other):
+        return bool(one == other) or one != one
+    return one is other
+
+
+# How deep containers in attributes are looked into.
+_DEPTH = 4
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _are_plain(args: Any, kwargs: Any) -> bool:
+    """Return whether tensors are arguments themselves, by position, and nothing else can be
+    changed."""
+    plain = (*_PLAIN, torch.dtype, torch.device, torch.Size)
+    by_name = all(isinstance(value, plain) for value in kwargs.values())
+    return by_name and all(isinstance(value, (Tensor, *plain)) for value in args)
 
 
 def _others(module: nn.Module) -> list[Any]:
@@ -95,9 +163,6 @@ def _others(module: nn.Module) -> list[Any]:
     return found
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
 class LayerRecord:
     """Follows the modules below a root through one step.
 
@@ -106,6 +171,7 @@ class LayerRecord:
         stays: tensors that never move, by their memory.
         history: returns the bytes that the optimizer keeps for a parameter.
         min_bytes: smaller inputs cost nothing to keep.
+        finds_regions: whether modules that can run again are looked for, which takes time.
     """
 
     def __init__(
@@ -113,8 +179,10 @@ class LayerRecord:
         root: nn.Module,
         history: Callable[[nn.Parameter], int] = lambda parameter: 0,
         min_bytes: int = 0,
+        finds_regions: bool = True,
     ) -> None:
         self._root, self._history, self._min_bytes = root, history, min_bytes
+        self._finds_regions = finds_regions
         self._open: list[_Call] = []
         self._calls: dict[str, list[_Call]] = {}
         self._roles: dict[int, str] = {}
@@ -122,11 +190,18 @@ class LayerRecord:
         self._makers: dict[Any, str] = {}
         self._storage_makers: dict[Any, str] = {}
         self._clock: Clock | None = None
+        self._hooked: set[str] = set()
 
     @contextmanager
     def watching(self, clock: Clock) -> Iterator[None]:
         """Inside of it, modules are followed."""
         self._clock, handles = clock, []
+        # What hooks do would be done again.
+        self._hooked = {
+            name
+            for name, module in self._root.named_modules()
+            if any(has_forward_hooks(inner) for inner in module.modules())
+        }
         for name, module in self._root.named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):
                 before = self._entering(name)
@@ -177,7 +252,9 @@ class LayerRecord:
                 memory_mark=self._clock.mark_memory(),
                 inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
                 after=self._makers_of(tensors),
-                before=_Traces(module),
+                before=_Traces(module) if self._finds_regions else None,
+                versions=[Version(tensor) for tensor in tensors],
+                takes_plain_arguments=_are_plain(args, kwargs),
             )
             self._calls.setdefault(name, []).append(call)
             self._open.append(call)
@@ -197,7 +274,7 @@ class LayerRecord:
             call.seconds = self._clock.clock() - call.began
             call.last_mark = self._clock.mark
             call.last_memory_mark = self._clock.mark_memory()
-            call.leaves_traces = call.before.are_left()
+            call.leaves_traces = call.before is None or call.before.are_left()
             call.is_done = output is not None
             outputs = list(tensors_in(output))
             references = [storage_reference(t) for t in outputs]
@@ -249,6 +326,10 @@ class LayerRecord:
         for calls in self._calls.values():
             call = calls[0]
             if len(calls) != 1 or not call.is_done or call.leaves_traces:
+                continue
+            # torch's checkpoint sees a change of positional tensors only, and calls it an error.
+            changed = any(v.now != v.saved for v in call.versions)
+            if changed or not call.takes_plain_arguments or call.name in self._hooked:
                 continue
             inputs = {reference for reference, _ in call.inputs}
             given = {self._known[r] for r in inputs if r in self._known}
@@ -312,7 +393,9 @@ class LayerRecord:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors with memory in nested containers."""
     if isinstance(value, Tensor):
-        if value.layout is torch.strided and value.device.type != "meta" and value.numel():
+        if is_lazy(value) or value.layout is not torch.strided or value.is_nested:
+            return
+        if value.device.type != "meta" and value.numel():
             yield value
     elif isinstance(value, Mapping):
         for inner in value.values():

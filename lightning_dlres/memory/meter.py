@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lightning_dlres.core._compat import profiler_is_on
+
 _MARK = "lightning_dlres.memory "
 
 
@@ -104,11 +106,16 @@ class AllocatedBytes:
 class ProfiledBytes:
     """On the CPU, where nobody counts but torch's profiler.
 
-    If that is running already, what is there before the step is all that is known."""
+    If that is running already, what is there before the step is all that is known.
+
+    Args:
+        is_free: whether nobody else will use the profiler meanwhile.
+    """
 
     counts_fetched = False
 
-    def __init__(self) -> None:
+    def __init__(self, is_free: bool = True) -> None:
+        self._is_free = is_free
         self._ours: list[bool] = []
         self._before = 0
         self._events: list[_Event] = []
@@ -117,18 +124,21 @@ class ProfiledBytes:
     def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         self._before = sum(storage.nbytes() for storage in storages.values())
-        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        try:
-            with _quiet():
-                profiler.__enter__()
-        except RuntimeError:
+        if not self._is_free or profiler_is_on():
             yield
             return
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with _quiet():
+            profiler.__enter__()
         try:
             yield
         finally:
-            profiler.__exit__(None, None, None)
-        self._events = _memory_events(profiler)
+            # Another one that was started meanwhile has ended ours.
+            is_ours = profiler_is_on()
+            if is_ours:
+                profiler.__exit__(None, None, None)
+        if is_ours:
+            self._events = _memory_events(profiler)
 
     def mark(self, ours: bool) -> int:
         number = len(self._ours)
@@ -142,7 +152,7 @@ class ProfiledBytes:
         now = most = self._before
         is_ours, made_by_us = False, set()
         for event in self._events:
-            if event.mark is not None:
+            if event.mark is not None and event.mark < count:
                 there[event.mark], peaks[event.mark] = now, most
                 most, is_ours = now, self._ours[event.mark]
             elif event.change > 0 and is_ours:

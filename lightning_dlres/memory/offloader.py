@@ -59,7 +59,7 @@ class Settings:
 
     Attributes:
         device_limit: bytes that the device may hold; "min": as few as possible.
-        saved_limit: bytes of saved data, or, below 1, a share of what plain training saves.
+        saved_limit: bytes of saved data, or, up to 1, a share of what plain training saves.
         min_bytes: smaller data stay.
         tiers: where data may go, the preferred one first.
         actions, recompute: what may be done.
@@ -124,6 +124,7 @@ class Offloader:
         is_compiled: whether torch.compile has had its hands on the model: then modules are not
             followed.
         say: is told every plan, as text.
+        may_profile: whether torch's profiler is free, which counts bytes on the CPU.
     """
 
     def __init__(
@@ -134,9 +135,11 @@ class Offloader:
         history: Callable[[nn.Parameter], int] = lambda parameter: 0,
         is_compiled: bool = False,
         say: Callable[[str], None] = lambda text: None,
+        may_profile: bool = True,
     ) -> None:
         self._root, self._settings, self._device = root, settings, device
         self._history, self._is_compiled, self._say = history, is_compiled, say
+        self._may_profile = may_profile
         self._engine = SavedTensors(settings.min_bytes)
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._links: tuple[Link, ...] | None = None
@@ -212,7 +215,8 @@ class Offloader:
         for_time = bool(kind.profiles)
         layers = None
         if not self._is_compiled and not for_time:
-            layers = LayerRecord(self._root, self._history, self._settings.min_bytes)
+            finds = self._settings.recompute and kind.first is None
+            layers = LayerRecord(self._root, self._history, self._settings.min_bytes, finds)
         recorder = Recorder(
             self._growing,
             NoBytes() if for_time else self._meter(),
@@ -291,12 +295,17 @@ class Offloader:
         limits = self._limits(profile, recompute, first)
         return plan_memory(profile, limits, self._settings.actions, recompute)
 
+    def close(self) -> None:
+        """Give up the memory of the tiers. What graphs still hold there stays for as long."""
+        self._tiers.clear()
+        self._kinds.clear()
+
     def _limits(
         self, profile: StepProfile, recompute: bool, first_plan: MemoryPlan | None
     ) -> Limits:
         settings = self._settings
         saved = settings.saved_limit
-        if saved < 1:
+        if saved <= 1:
             plain = first_plan.plain_saved_peak if first_plan else profile.saved_bytes
             saved = int(saved * plain)
         tiers = {tier.name: tier.limit for tier in settings.tiers}
@@ -322,7 +331,7 @@ class Offloader:
     def _meter(self) -> Meter:
         if self._device.type == "cuda":
             return AllocatedBytes(self._device)
-        return ProfiledBytes()
+        return ProfiledBytes(self._may_profile)
 
     def _copies_for(self, tier: TierSettings) -> Copies:
         return StreamCopies(self._device) if self._is_pinned(tier) else DirectCopies()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.offloader import Settings, TierSettings
 
 ACTIONS = ("compress", "offload", "recompute")
+# To run a module again is exact only if its forward depends on its inputs alone.
+DEFAULT_ACTIONS = ("compress", "offload")
 Budget = int | float | str
 
 
@@ -34,7 +37,7 @@ class MemoryOptions:
     disk: str | Path | None = None
     disk_budget: int | str | None = None
     min_size: int | str = "64KiB"
-    actions: Sequence[str] = ACTIONS
+    actions: Sequence[str] = DEFAULT_ACTIONS
     profile_steps: int = 2
 
     def __post_init__(self) -> None:
@@ -44,16 +47,18 @@ class MemoryOptions:
         for name in ("host_budget", "disk_budget"):
             value = getattr(self, name)
             if value is not None:
-                parse_bytes(value, name)
-        parse_bytes(self.min_size, "min_size")
-        if isinstance(self.actions, str) or not set(self.actions) <= set(ACTIONS):
+                _whole(name, value, '"16GiB"')
+        _whole("min_size", self.min_size, '"64KiB"')
+        if not isinstance(self.actions, (list, tuple, set, frozenset)) or any(
+            action not in ACTIONS for action in self.actions
+        ):
             expected = f"a list of some of {', '.join(map(repr, ACTIONS))}"
             raise ConfigError(got_expected("actions", self.actions, expected, "['offload']"))
-        if not isinstance(self.profile_steps, int) or self.profile_steps < 1:
+        if type(self.profile_steps) is not int or self.profile_steps < 1:
             expected = "a number of steps, at least 1"
             raise ConfigError(got_expected("profile_steps", self.profile_steps, expected, "2"))
         if self.disk is not None and (
-            not isinstance(self.disk, (str, Path)) or "://" in str(self.disk)
+            not isinstance(self.disk, (str, Path)) or not str(self.disk) or "://" in str(self.disk)
         ):
             raise ConfigError(
                 got_expected("disk", self.disk, "a local directory", "'/local/scratch'")
@@ -123,7 +128,7 @@ class MemoryOptions:
 def _amount(name: str, value: Budget, try_: str, also: tuple[str, ...] = ()) -> None:
     if value in also:
         return
-    expected = "bytes, or a share between 0 and 1" + "".join(f", or {word!r}" for word in also)
+    expected = "bytes, or a share up to 1.0" + "".join(f", or {word!r}" for word in also)
     try:
         number = _number(value)
     except ConfigError:
@@ -132,8 +137,19 @@ def _amount(name: str, value: Budget, try_: str, also: tuple[str, ...] = ()) -> 
         raise ConfigError(got_expected(name, value, expected, try_))
 
 
+def _whole(name: str, value: int | str, try_: str) -> None:
+    """Refuse what is no number of bytes; a share would be one of 0 or 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(got_expected(name, value, "a number of bytes", try_))
+    parse_bytes(value, name)
+
+
 def _number(value: Budget) -> float:
     """Return bytes, or a share if that is at most 1."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value) if "." in value else int(value)
     if isinstance(value, float) and 0 < value <= 1:
         return value
-    return float(parse_bytes(value, "budget"))
+    # One byte is no share.
+    return max(float(parse_bytes(value, "budget")), 1.5) if value else 0.0

@@ -113,6 +113,7 @@ class Datum:
         self._copies: Copies = _DIRECT
         self._leaving: Ticket | None = None
         self._arriving: tuple[Tensor, Ticket] | None = None
+        self._given: list[Tensor] = []
         self._charge(span.nbytes)
 
     def __del__(self) -> None:
@@ -166,6 +167,22 @@ class Datum:
         if self._here is not None and self._encoded is not None:
             self._here = None
             self._charge(-self.span.nbytes)
+
+    @property
+    def is_original(self) -> bool:
+        """Return whether it is where it was saved."""
+        return self._encoded is None
+
+    @property
+    def owners(self) -> int:
+        """Return how many tensors of its memory are its own, or were given to backward."""
+        return 1 + len(self._given)
+
+    def lend(self, tensor: Tensor) -> None:
+        """Note a tensor that backward is given of these data while others still wait for them: a
+        second reference, so that autograd does not take it for a gradient of its own."""
+        if self._here is not None:
+            self._given.append(tensor)
 
     @property
     def is_away(self) -> bool:
@@ -239,7 +256,9 @@ class SavedTensor:
         """Return the tensor."""
         data = self.datum.data(not self.was_used)
         self.was_used = True
-        return self.view.on(data, self.datum.span)
+        tensor = self.view.on(data, self.datum.span)
+        self.datum.lend(tensor)
+        return tensor
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_dlres.callbacks.offloading import TrainingSteps
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.memory.options import ACTIONS, MemoryOptions
+from lightning_dlres.memory.options import DEFAULT_ACTIONS, MemoryOptions
 from lightning_dlres.memory.plan import MemoryPlan
 
 Kind = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -51,7 +51,7 @@ class MemoryPrecision(Precision):
         disk: str | Path | None = None,
         disk_budget: int | str | None = None,
         min_size: int | str = "64KiB",
-        actions: Sequence[str] = ACTIONS,
+        actions: Sequence[str] = DEFAULT_ACTIONS,
         profile_steps: int = 2,
     ) -> None:
         self._options = MemoryOptions(
@@ -66,6 +66,10 @@ class MemoryPrecision(Precision):
         self.training_steps: TrainingSteps | None = None
         self._batch: Any = None
         self._is_stepping = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to a run stays with it.
+        return {**self.__dict__, "training_steps": None, "_module": None, "_batch": None}
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -141,8 +145,8 @@ class MemoryPrecision(Precision):
     @override
     def teardown(self) -> None:
         if self.training_steps is not None:
-            self.training_steps.abandon()
             line = self.training_steps.summary()
+            self.training_steps.close()
             if line is not None:
                 rank_zero_info(line)
         self._batch = None
