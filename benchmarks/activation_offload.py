@@ -242,7 +242,7 @@ def peak_of(way: Way, x: Tensor, device: torch.device) -> int:
     """Return the most bytes on the device in one step."""
     meter = AllocatedBytes(device) if device.type == "cuda" else ProfiledBytes()
     way.gradients = []
-    with meter.running([x, *way.network.parameters()]):
+    with meter.running(lambda: [x, *way.network.parameters()]):
         first = meter.mark(ours=False)
         way.step(x)
         last = meter.mark(ours=False)

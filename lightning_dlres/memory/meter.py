@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_dlres.core._compat import profiler_is_on
+
+Held = Callable[[], Iterable[Tensor]]
 
 _MARK = "lightning_dlres.memory "
 
@@ -54,11 +57,12 @@ class Meter(Protocol):
     counts_fetched: bool
 
     @contextmanager
-    def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+    def running(self, held: Held) -> Iterator[None]:
         """Around a step.
 
         Args:
-            tensors: what is on the device before it.
+            held: returns what is on the device before it; asked once, and not kept: gradients are
+                given back in the step.
         """
 
     def mark(self, ours: bool) -> int:
@@ -88,7 +92,7 @@ class AllocatedBytes:
         self._ours: list[bool] = []
 
     @contextmanager
-    def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+    def running(self, held: Held) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(self._device)
         yield
 
@@ -115,15 +119,17 @@ class ProfiledBytes:
     counts_fetched = False
 
     def __init__(self, is_free: bool = True) -> None:
-        self._is_free = is_free
+        self._is_free, self._is_over = is_free, False
         self._ours: list[bool] = []
         self._before = 0
         self._events: list[_Event] = []
+        # Of memory from before, the profiler does not always say that it is given back.
+        self._known: set[int] = set()
+        self._deaths: dict[int, int] = {}
 
     @contextmanager
-    def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        self._before = sum(storage.nbytes() for storage in storages.values())
+    def running(self, held: Held) -> Iterator[None]:
+        self._include_all(held)
         if not self._is_free or profiler_is_on():
             yield
             return
@@ -133,12 +139,28 @@ class ProfiledBytes:
         try:
             yield
         finally:
+            self._is_over = True
             # Another one that was started meanwhile has ended ours.
             is_ours = profiler_is_on()
             if is_ours:
                 profiler.__exit__(None, None, None)
         if is_ours:
             self._events = _memory_events(profiler)
+
+    def _include_all(self, held: Held) -> None:
+        for tensor in held():
+            self._include(tensor.untyped_storage())
+
+    def _include(self, storage: torch.UntypedStorage) -> None:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address not in self._known:
+            self._known.add(address)
+            self._before += nbytes
+            weakref.finalize(storage, self._gone, nbytes).atexit = False
+
+    def _gone(self, nbytes: int) -> None:
+        if self._ours and not self._is_over:
+            self._deaths[self.mark(self._ours[-1])] = nbytes
 
     def mark(self, ours: bool) -> int:
         number = len(self._ours)
@@ -150,11 +172,20 @@ class ProfiledBytes:
         count = len(self._ours)
         there, peaks = [self._before] * count, [self._before] * count
         now = most = self._before
-        is_ours, made_by_us = False, set()
+        is_ours, made_by_us, known = False, set(), set(self._known)
         for event in self._events:
             if event.mark is not None and event.mark < count:
                 there[event.mark], peaks[event.mark] = now, most
+                now -= self._deaths.get(event.mark, 0)
                 most, is_ours = now, self._ours[event.mark]
+            elif event.address in known:
+                # Known from before: then its end was noted. Or it is new memory at that place.
+                known.discard(event.address)
+                if event.change > 0 and is_ours:
+                    made_by_us.add(event.address)
+                elif event.change > 0:
+                    now += event.change
+                    most = max(most, now)
             elif event.change > 0 and is_ours:
                 made_by_us.add(event.address)
             elif event.change < 0 and event.address in made_by_us:
@@ -171,7 +202,7 @@ class NoBytes:
     counts_fetched = False
 
     @contextmanager
-    def running(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+    def running(self, held: Held) -> Iterator[None]:
         yield
 
     def mark(self, ours: bool) -> int:

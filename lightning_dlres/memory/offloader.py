@@ -23,7 +23,7 @@ from lightning_dlres.memory.engine import SavedTensors
 from lightning_dlres.memory.follow import Follower
 from lightning_dlres.memory.layer_record import LayerRecord
 from lightning_dlres.memory.links import measure_link
-from lightning_dlres.memory.meter import AllocatedBytes, Meter, NoBytes, ProfiledBytes
+from lightning_dlres.memory.meter import AllocatedBytes, Held, Meter, NoBytes, ProfiledBytes
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import Link, StepProfile
@@ -151,9 +151,7 @@ class Offloader:
         self.profile: StepProfile | None = None
 
     @contextmanager
-    def step(
-        self, shape: Hashable, stays: Iterable[Tensor], held: Callable[[], Iterable[Tensor]]
-    ) -> Iterator[None]:
+    def step(self, shape: Hashable, stays: Iterable[Tensor], held: Held) -> Iterator[None]:
         """Around one training step, forward and backward.
 
         Args:
@@ -175,7 +173,7 @@ class Offloader:
             kind.forget()
         with running_again(self._root, kind.again):
             if kind.follower is None:
-                with self._recorded(kind, stays, held()):
+                with self._recorded(kind, stays, held):
                     yield
             else:
                 with self._followed(kind, kind.follower, stays):
@@ -208,9 +206,7 @@ class Offloader:
             kind.forget()
 
     @contextmanager
-    def _recorded(
-        self, kind: _Kind, stays: Iterable[Tensor], held: Iterable[Tensor]
-    ) -> Iterator[None]:
+    def _recorded(self, kind: _Kind, stays: Iterable[Tensor], held: Held) -> Iterator[None]:
         # Counting takes time: what a step takes is measured without.
         for_time = bool(kind.profiles)
         layers = None

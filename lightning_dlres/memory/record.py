@@ -18,7 +18,7 @@ from lightning_dlres.kernels import zvc
 from lightning_dlres.memory import profile
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.layer_record import LayerRecord
-from lightning_dlres.memory.meter import Meter
+from lightning_dlres.memory.meter import Held, MemoryTrace, Meter
 from lightning_dlres.memory.profile import StepProfile
 from lightning_dlres.memory.saved import Datum, Ledger, Order
 from lightning_dlres.memory.spans import Span
@@ -80,18 +80,21 @@ class Recorder:
         self._marks = self._began = self._held = 0
         # Bytes of data that are away, and of which others hold the memory still.
         self._lingering = 0
+        # For every interval the marks at which data ended in it, with their bytes.
+        self._ends: dict[int, list[tuple[int, int]]] = {}
+        self._is_in_event = False
         self._since = self._computed = 0.0
         self._is_open = False
 
     @contextmanager
-    def recording(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+    def recording(self, held: Held) -> Iterator[None]:
         """Around the step: inside of it, this is measured.
 
         Args:
-            tensors: what is on the device before.
+            held: returns what is on the device before.
         """
         watching = self._layers.watching(self) if self._layers is not None else nullcontext()
-        with self._meter.running(tensors), watching:
+        with self._meter.running(held), watching:
             self._is_open = True
             self._resume()
             try:
@@ -155,7 +158,7 @@ class Recorder:
         layers: tuple[profile.Layer, ...] = ()
         regions: tuple[profile.Region, ...] = ()
         trace = self._meter.trace()
-        base = [max(0, trace.peak(a, b) - held) for a, b, held in self._intervals]
+        base = [max(0, self._base(trace, place)) for place in range(len(self._intervals))]
         if self._layers is not None:
             data = self._layers.with_roles(data)
             marks = [(noted.first_mark, noted.last_mark) for noted in self._data]
@@ -169,6 +172,18 @@ class Recorder:
             regions=regions,
             layers=layers,
         )
+
+    def _base(self, trace: MemoryTrace, place: int) -> int:
+        """Return the most bytes beside data in an interval. A datum that ends in it counts to its
+        end as if it were there: less may be beside it before than after."""
+        began, ended, held = self._intervals[place]
+        most, released = 0, 0
+        for mark, nbytes in self._ends.get(place, []):
+            most = max(most, trace.peak(began, mark) - held - released)
+            began = mark
+            if not self._meter.counts_fetched:
+                released += nbytes
+        return max(most, trace.peak(began, ended) - held - released)
 
     def start(self) -> None:
         """See `Conductor`."""
@@ -234,12 +249,14 @@ class Recorder:
         self._seconds.append(seconds)
         self._computed += seconds
         self._intervals.append((self._began, self._meter.mark(ours=True), self._held))
+        self._is_in_event = True
         self._marks += 1
 
     def _resume(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._began = self._meter.mark(ours=False)
+        self._is_in_event = False
         fetched = self._ledger.now if self._meter.counts_fetched else 0
         self._held = self._lingering + fetched
         self._since = time.perf_counter()
@@ -253,7 +270,10 @@ class Recorder:
     def _ended(self, noted: _Noted) -> None:
         if self._is_open:
             noted.end = self.place - 1
-            if noted.gone is None:
+            if noted.gone is not None and not self._is_in_event:
+                mark = self._meter.mark(ours=False)
+                self._ends.setdefault(self.place, []).append((mark, noted.nbytes))
+            elif noted.gone is None:
                 # From now on it is no datum, but something that others hold.
                 self._lingering -= noted.nbytes
                 noted.is_counted = False

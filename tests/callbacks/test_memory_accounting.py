@@ -75,6 +75,8 @@ class AllocatorPeak(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == self.step:
+            # The profiler does not always tell of memory from before that is given back.
+            pl_module.zero_grad()
             gc.collect()
             self.before = sum(storage_sizes(there(trainer, pl_module, batch)).values())
             self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)

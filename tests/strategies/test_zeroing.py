@@ -68,7 +68,7 @@ class Leftovers(Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         parts = (TrainingStep, GradientBuffer, LightningStep, Stage)
-        names = [type(o).__name__ for o in gc.get_objects() if isinstance(o, parts)]
+        names = [type(o).__name__ for o in gc.get_objects() if issubclass(type(o), parts)]
         names.remove("Stage")  # the one that lives as long as the run
         self.found.update(names)
 
