@@ -124,14 +124,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "keep": {"budget": "1TiB"},
     "offload": {"budget": "min", "actions": ["offload"]},
     "compress": {"budget": "min", "actions": ["offload", "compress"]},
-    "recompute": {"budget": "1TiB", "saved_budget": 0.8, "actions": ["recompute"]},
     "some": {"budget": "1TiB", "saved_budget": 0.6},
 }
-# Elsewhere nothing can be computed again: single layers keep their inputs, and BatchNorm counts.
-PAIRS = [(name, way) for name in CASES for way in WAYS if name == "gpt" or way != "recompute"]
 
 
-@pytest.mark.parametrize(("name", "way"), PAIRS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_predicted_peak_is_what_the_allocator_counts(name: str, way: str) -> None:
     callback, counter = dlres.ActivationOffload(**WAYS[way]), AllocatorPeak(11)
     fit(Wide(name), loader(name, 12), callback, counter)
