@@ -35,11 +35,7 @@ class TrainingSteps:
 
     def __init__(self, options: MemoryOptions, trainer: Trainer, what: str) -> None:
         refuse(trainer.strategy, what)
-        holders = [
-            type(holder).__name__
-            for holder in [*trainer.callbacks, trainer.precision_plugin]  # type: ignore[attr-defined]
-            if hasattr(holder, "training_steps")
-        ]
+        holders = [type(holder).__name__ for holder in _holders(trainer)]
         if len(holders) > 1:
             raise ConfigError(
                 f"{what}: got {' and '.join(holders)} in one Trainer, expected one of them, as "
@@ -150,10 +146,9 @@ class TrainingSteps:
 def memory_of(trainer: Trainer) -> tuple[str, str, bytes] | None:
     """Return, of the Trainer's callback or precision plugin that has a memory plan, the line, the
     plan as text, and the picture; None if there is none."""
-    holders = [*trainer.callbacks, trainer.precision_plugin]  # type: ignore[attr-defined]
-    for holder in holders:
-        steps = getattr(holder, "training_steps", None)
-        if not isinstance(steps, TrainingSteps) or steps.offloader is None:
+    for holder in _holders(trainer):
+        steps = holder.training_steps
+        if steps is None or steps.offloader is None:
             continue
         plan, profile = steps.offloader.plan, steps.offloader.profile
         line = steps.summary()
@@ -162,6 +157,12 @@ def memory_of(trainer: Trainer) -> tuple[str, str, bytes] | None:
             text = f"```\n{plan.table()}\n```\n\n```\n{profile.table()}\n```"
             return line, text, picture
     return None
+
+
+def _holders(trainer: Trainer) -> list[Any]:
+    """Return the Trainer's callbacks and precision plugin that have training steps."""
+    parts = [*trainer.callbacks, trainer.precision_plugin]  # type: ignore[attr-defined]
+    return [part for part in parts if hasattr(part, "training_steps")]
 
 
 class _Abandoned(BaseException):

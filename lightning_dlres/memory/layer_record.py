@@ -102,7 +102,7 @@ def _content(value: Any, depth: int) -> Any:
             return value, _checksum(value)
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    if isinstance(value, (random.Random,)):
+    if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
@@ -150,25 +150,11 @@ def _are_plain(args: Any, kwargs: Any) -> bool:
     return by_name and all(isinstance(value, (Tensor, *plain)) for value in args)
 
 
-def _others(module: nn.Module) -> list[Any]:
-    state: Any = np.random.get_state(legacy=True)
-    found: list[Any] = [random.getstate(), state[1].tobytes(), state[2:]]
-    for inner in module.modules():
-        for name, value in vars(inner).items():
-            if isinstance(value, _PLAIN):
-                found.append((name, value))
-            else:
-                size = len(value) if isinstance(value, (list, dict, set, tuple, deque)) else 0
-                found.append((name, id(value), size))
-    return found
-
-
 class LayerRecord:
     """Follows the modules below a root through one step.
 
     Args:
         root: the model.
-        stays: tensors that never move, by their memory.
         history: returns the bytes that the optimizer keeps for a parameter.
         min_bytes: smaller inputs cost nothing to keep.
         finds_regions: whether modules that can run again are looked for, which takes time.
