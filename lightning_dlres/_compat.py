@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
@@ -99,3 +100,12 @@ def never_distributed(metric: Metric) -> Callable[[], None]:
 
 def _no() -> bool:
     return False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has had its hands on a module or one inside of it. Neither torch
+    nor Lightning has a public way to ask."""
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
+        for inner in module.modules()
+    )

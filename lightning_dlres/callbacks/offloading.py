@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_dlres._compat import is_compiled
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.memory.layer_record import tensors_in
@@ -118,7 +119,7 @@ class TrainingSteps:
             self._options.on(strategy.root_device, self._ranks_on_host()),
             strategy.root_device,
             self._history,
-            _is_compiled(module),
+            is_compiled(module),
             rank_zero_info,
             not isinstance(self._trainer.profiler, PyTorchProfiler),  # type: ignore[attr-defined]
         )
@@ -187,15 +188,6 @@ def refuse(strategy: Strategy, what: str) -> None:
             f"{what}: got the device {device}, expected a CUDA device or the CPU. Try "
             'Trainer(accelerator="gpu") or "cpu".'
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    if isinstance(module, LightningModule) and getattr(module, "_compiler_ctx", None):
-        return True
-    return any(
-        hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
-        for inner in module.modules()
-    )
 
 
 def _shape_of(batch: Any) -> Hashable:

@@ -483,15 +483,15 @@ class SavedGradient(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("way", [None, *WAYS])
+# Of half of it, nothing could be kept: both losses need the same data.
+@pytest.mark.parametrize("way", [None, *(way for way in WAYS if way != "half")])
 @pytest.mark.parametrize("size", [4, 256])
 def test_what_is_saved_is_no_gradient_to_write_to(size: int, way: str | None) -> None:
     callback = ours(way) if way else dlres.ActivationOffload()
     tasks = [SavedGradient(size), SavedGradient(size)]
     plain = fit(tasks[0], batches("mlp"), gradient_clip_val=1.0)
-    if way != "half":  # nothing of it can leave
-        require_same(plain, fit(tasks[1], batches("mlp"), callback, gradient_clip_val=1.0))
-        assert torch.equal(tasks[1].factor, torch.ones(size, size))
+    require_same(plain, fit(tasks[1], batches("mlp"), callback, gradient_clip_val=1.0))
+    assert torch.equal(tasks[1].factor, torch.ones(size, size))
 
 
 class ChangesInput(nn.Module):
