@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -159,6 +160,16 @@ def storage_reference(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def _own_references() -> int:
+    """Return what Python counts for the storage of a tensor that only one variable holds."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_OWN_REFERENCES = _own_references()
+
+
 def is_zeros_without_memory(tensor: Tensor) -> bool:
     """Return whether there is no memory behind a tensor: the zeros that torch makes for forward
     derivatives. Reading them ends the process, and there is no public way to tell them."""
@@ -169,8 +180,28 @@ def owners_of_memory(tensor: Tensor) -> int:
     """Return how many tensors share a tensor's memory, with itself; torch counts them without a
     public name."""
     storage = tensor.untyped_storage()
-    # The Python object counts, too.
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    # The Python object counts, too. Who else holds that cannot be told from the count.
+    others = sys.getrefcount(storage) > _OWN_REFERENCES
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + others
+
+
+def is_only_in_python(tensor: Tensor) -> bool:
+    """Return whether autograd does not hold a tensor: only then nobody but Python code can use it.
+    torch counts who does, without a public name."""
+    count = getattr(tensor, "_use_count", None)
+    return count is not None and int(count()) == 1
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd knows a tensor as a view of another; no public name tells."""
+    return bool(tensor._is_view())
+
+
+def graph_is_kept() -> bool:
+    """Return whether backward, from inside of which this is called, keeps its graph; no public
+    name tells. What it cannot tell counts as kept."""
+    is_kept = getattr(cast(Any, torch._C)._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if is_kept is None else bool(is_kept())
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

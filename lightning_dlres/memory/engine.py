@@ -19,8 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import (
     Version,
+    graph_is_kept,
     is_zeros_without_memory,
     owners_of_memory,
+    storage_key,
     storage_reference,
 )
 from lightning_dlres.memory.saved import Datum, Ledger, Order, SavedTensor, Untouched
@@ -45,7 +47,7 @@ class Conductor(Protocol):
     def end_save(self, datum: Datum, done: bool) -> None:
         """It has happened, or was not possible."""
 
-    def save_again(self, datum: Datum) -> None:
+    def save_again(self, datum: Datum, tensor: Tensor) -> None:
         """Another tensor over the same data is saved."""
 
     def begin_use(self, datum: Datum) -> None:
@@ -53,6 +55,9 @@ class Conductor(Protocol):
 
     def end_use(self, datum: Datum) -> None:
         """It is there."""
+
+    def give_up(self, datum: Datum, tensor: Tensor) -> None:
+        """Its memory is no datum any more, but what a tensor over it is used for."""
 
 
 class SavedTensors:
@@ -78,6 +83,7 @@ class SavedTensors:
             weakref.WeakValueDictionary()
         )
         self._lock = threading.RLock()
+        self._asked = threading.local()
 
     @contextmanager
     def hooks(self, conductor: Conductor, stays: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -119,7 +125,7 @@ class SavedTensors:
         reference, span = storage_reference(tensor), span_of(tensor)
         datum = self._known.get((reference, span))
         if datum is not None and datum.version.now == datum.version.saved:
-            conductor.save_again(datum)
+            conductor.save_again(datum, tensor)
         else:
             number = self._count
             self._count += 1
@@ -128,8 +134,9 @@ class SavedTensors:
             done = datum.obey(order)
             self._known[reference, span] = datum
             conductor.end_save(datum, done)
-        datum.expect()
-        return _Packed(SavedTensor(view_of(tensor), version, datum), conductor)
+        saved = SavedTensor(view_of(tensor), version, datum)
+        datum.expect(saved)
+        return _Packed(saved, conductor)
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (
@@ -156,13 +163,49 @@ class SavedTensors:
             packed.conductor.begin_use(saved.datum)
             tensor = saved.tensor()
             packed.conductor.end_use(saved.datum)
+            asked = getattr(self._asked, "found", None)
+            if asked is not None:
+                asked.append((storage_key(tensor), saved, packed.conductor))
             if saved.datum.is_original:
                 self._share(tensor, saved.datum.owners)
             return tensor
 
+    @contextmanager
+    def asking(self) -> Iterator[list[Asked]]:
+        """Inside of it, what this thread asks for is noted (Method A, A6)."""
+        before = getattr(self._asked, "found", None)
+        found: list[Asked] = []
+        self._asked.found = found
+        try:
+            yield found
+        finally:
+            self._asked.found = before
+
+    def give_up(self, tensor: Tensor, asked: list[Asked]) -> bool:
+        """Return whether a tensor's memory is the caller's from now on, to write to: it was saved
+        under `hooks`, and by count nobody else can read it any more.
+
+        Args:
+            tensor: that was asked for, and that only the caller holds.
+            asked: what was noted meanwhile.
+        """
+        if graph_is_kept():
+            return False
+        memory = storage_key(tensor)
+        with self._lock:
+            for key, saved, conductor in asked:
+                if key == memory and saved.datum.give_up(tensor, saved):
+                    conductor.give_up(saved.datum, tensor)
+                    return True
+        return False
+
     def _share(self, tensor: Tensor, ours: int) -> None:
         if _has_storage(tensor) and owners_of_memory(tensor) > ours:
             self._shared.append(tensor)
+
+
+# The memory that somebody got, for what, and who decides about that.
+Asked = tuple[int, SavedTensor, Conductor]
 
 
 class _Packed:

@@ -118,7 +118,7 @@ class Follower:
         self._fetch(decision.saved)
         self._note()
 
-    def save_again(self, datum: Datum) -> None:
+    def save_again(self, datum: Datum, tensor: Tensor) -> None:
         """See `Conductor`."""
 
     def begin_use(self, datum: Datum) -> None:
@@ -134,6 +134,10 @@ class Follower:
         place = uses[min(datum.uses, len(uses)) - 1]
         self._settle(place)
         self._fetch(place)
+        self._note()
+
+    def give_up(self, datum: Datum, tensor: Tensor) -> None:
+        """See `Conductor`."""
         self._note()
 
     def _note(self) -> None:

@@ -3,22 +3,21 @@ a profile that needs modules (Method A, A1)."""
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import Version, has_forward_hooks, storage_reference
 from lightning_dlres.memory.meter import MemoryTrace
-from lightning_dlres.memory.profile import Datum, Layer, Region
+from lightning_dlres.memory.profile import Datum, Layer, Region, Reuse
+from lightning_dlres.memory.readers import Readers
+from lightning_dlres.memory.traces import PLAIN, Traces
 
 # So many steps of autograd's graph lie at most between a module's input and who made it.
 _MOST_NODES = 64
@@ -50,7 +49,7 @@ class _Call:
     memory_mark: int
     inputs: list[tuple[Any, int]]
     after: tuple[str, ...]
-    before: _Traces | None
+    before: Traces | None
     versions: list[Version]
     takes_plain_arguments: bool
     last_memory_mark: int = 0
@@ -71,81 +70,10 @@ class _Call:
         return self.peak(trace) - max(trace.at(self.memory_mark), after)
 
 
-class _Traces:
-    """Whether a module's forward leaves traces outside of what it returns: in parameters, buffers,
-    attributes or generators, which a second run would find unlike the first did. What lies outside
-    of the module is not seen."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = _state(module)
-
-    def are_left(self) -> bool:
-        """Return whether there are any since."""
-        return not _is_same(self._before, _state(self._module))
-
-
-def _state(module: nn.Module) -> list[Any]:
-    """Return what a forward could change."""
-    state: Any = np.random.get_state(legacy=True)
-    found: list[Any] = [random.getstate(), state[1].tobytes(), *state[2:]]
-    for inner in module.modules():
-        found += [_content(value, 0) for value in vars(inner).values()]
-    return found
-
-
-def _content(value: Any, depth: int) -> Any:
-    """Return what tells a value from what it was: contents where they can be read, itself
-    otherwise."""
-    if isinstance(value, Tensor):
-        with torch.no_grad():
-            return value, _checksum(value)
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if depth < _DEPTH:
-        if isinstance(value, Mapping):
-            return [(key, _content(inner, depth + 1)) for key, inner in value.items()]
-        if isinstance(value, (list, tuple, set, frozenset, deque)):
-            return [_content(inner, depth + 1) for inner in value]
-    return value
-
-
-def _checksum(tensor: Tensor) -> Any:
-    """Return the sum of a tensor's bits as whole numbers: it differs if an element does, but for
-    rare accidents."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
-        return None
-    if not tensor.numel() or tensor.is_nested or tensor.is_quantized:
-        return None
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    kind = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    return int(flat.view(kind).sum(dtype=torch.int64))
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        same = (_is_same(a, b) for a, b in zip(one, other, strict=False))
-        return len(one) == len(other) and all(same)
-    if isinstance(one, (*_PLAIN, np.ndarray)) and type(one) is type(other):
-        return bool(one == other) or one != one
-    return one is other
-
-
-# How deep containers in attributes are looked into.
-_DEPTH = 4
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
 def _are_plain(args: Any, kwargs: Any) -> bool:
     """Return whether tensors are arguments themselves, by position, and nothing else can be
     changed."""
-    plain = (*_PLAIN, torch.dtype, torch.device, torch.Size)
+    plain = (*PLAIN, torch.dtype, torch.device, torch.Size)
     by_name = all(isinstance(value, plain) for value in kwargs.values())
     return by_name and all(isinstance(value, (Tensor, *plain)) for value in args)
 
@@ -158,6 +86,7 @@ class LayerRecord:
         history: returns the bytes that the optimizer keeps for a parameter.
         min_bytes: smaller inputs cost nothing to keep.
         finds_regions: whether modules that can run again are looked for, which takes time.
+        finds_reuses: whether modules that can do with less memory are looked for.
     """
 
     def __init__(
@@ -166,9 +95,11 @@ class LayerRecord:
         history: Callable[[nn.Parameter], int] = lambda parameter: 0,
         min_bytes: int = 0,
         finds_regions: bool = True,
+        finds_reuses: bool = True,
     ) -> None:
         self._root, self._history, self._min_bytes = root, history, min_bytes
         self._finds_regions = finds_regions
+        self._readers = Readers() if finds_reuses else None
         self._open: list[_Call] = []
         self._calls: dict[str, list[_Call]] = {}
         self._roles: dict[int, str] = {}
@@ -209,12 +140,18 @@ class LayerRecord:
         """Note a datum; return the module that saves it, and what it is to that."""
         reference = storage_reference(tensor)
         self._known[reference] = number
+        self.saving_again(tensor, number)
         if not self._open:
             return "", "internal"
         call = self._open[-1]
         role = "input" if any(r == reference for r, _ in call.inputs) else "internal"
         call.saved.append((number, reference, role))
         return call.name, role
+
+    def saving_again(self, tensor: Tensor, number: int) -> None:
+        """Note that another tensor over the same datum is saved."""
+        if self._readers is not None:
+            self._readers.note(self._open[-1].name if self._open else "", tensor, number)
 
     def with_roles(self, data: Sequence[Datum]) -> tuple[Datum, ...]:
         """Return the data with what is known only once their module has returned."""
@@ -238,12 +175,14 @@ class LayerRecord:
                 memory_mark=self._clock.mark_memory(),
                 inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
                 after=self._makers_of(tensors),
-                before=_Traces(module) if self._finds_regions else None,
+                before=Traces(module) if self._finds_regions else None,
                 versions=[Version(tensor) for tensor in tensors],
                 takes_plain_arguments=_are_plain(args, kwargs),
             )
             self._calls.setdefault(name, []).append(call)
             self._open.append(call)
+            if self._readers is not None:
+                self._readers.enter(name, module, args, kwargs)
 
         return before
 
@@ -346,6 +285,15 @@ class LayerRecord:
             if inside not in found or region.seconds <= found[inside].seconds:
                 found[inside] = region
         return tuple(found.values())
+
+    def reuses(self, data: Sequence[Datum], rate: float) -> tuple[Reuse, ...]:
+        """Return the modules that can do with less memory.
+
+        Args:
+            data: of the step.
+            rate: bytes a second that the device copies.
+        """
+        return () if self._readers is None else tuple(self._readers.reuses(data, rate))
 
     def layers(self, data: Sequence[Datum], trace: MemoryTrace) -> tuple[Layer, ...]:
         """Return the modules without children, in the order in which they ran."""

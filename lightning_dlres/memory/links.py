@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import torch
@@ -76,6 +76,18 @@ def measure_link(
         overlaps=copies.overlaps,
         latency=latency,
     )
+
+
+def measure_copies(device: torch.device) -> float:
+    """Return how many bytes a second the device copies from its memory to its memory."""
+    count = _UNCACHED_BYTES // _LEAST_BYTES
+    pieces = [torch.zeros(_LEAST_BYTES, dtype=torch.uint8, device=device) for _ in range(count)]
+
+    def copy() -> None:
+        for source, target in pairwise(pieces):
+            target.copy_(source)
+
+    return (count - 1) * _LEAST_BYTES / max(_seconds(copy, device), 1e-9)
 
 
 def _seconds(copy: Callable[[], None], device: torch.device) -> float:

@@ -72,6 +72,9 @@ class Meter(Protocol):
             ours: whether what follows is this package's own work.
         """
 
+    def hand_over(self, mark: int, address: int) -> None:
+        """Note that from a mark on, memory that is this package's own work is others'."""
+
     def trace(self) -> MemoryTrace:
         """Return what was seen, after the step."""
 
@@ -103,6 +106,9 @@ class AllocatedBytes:
         torch.cuda.reset_peak_memory_stats(self._device)
         return len(self._ours) - 1
 
+    def hand_over(self, mark: int, address: int) -> None:
+        pass
+
     def trace(self) -> MemoryTrace:
         return MemoryTrace(self._there, self._peaks, self._ours)
 
@@ -126,6 +132,7 @@ class ProfiledBytes:
         # Of memory from before, the profiler does not always say that it is given back.
         self._known: set[int] = set()
         self._deaths: dict[int, int] = {}
+        self._handed_over: dict[int, int] = {}
 
     @contextmanager
     def running(self, held: Held) -> Iterator[None]:
@@ -168,28 +175,33 @@ class ProfiledBytes:
         with record_function(_MARK + str(number)):
             return number
 
+    def hand_over(self, mark: int, address: int) -> None:
+        self._handed_over[mark] = address
+
     def trace(self) -> MemoryTrace:
         count = len(self._ours)
         there, peaks = [self._before] * count, [self._before] * count
         now = most = self._before
-        is_ours, made_by_us, known = False, set(), set(self._known)
+        is_ours, known = False, set(self._known)
+        made_by_us: dict[int, int] = {}
         for event in self._events:
             if event.mark is not None and event.mark < count:
                 there[event.mark], peaks[event.mark] = now, most
                 now -= self._deaths.get(event.mark, 0)
+                now += made_by_us.pop(self._handed_over.get(event.mark, 0), 0)
                 most, is_ours = now, self._ours[event.mark]
             elif event.address in known:
                 # Known from before: then its end was noted. Or it is new memory at that place.
                 known.discard(event.address)
                 if event.change > 0 and is_ours:
-                    made_by_us.add(event.address)
+                    made_by_us[event.address] = event.change
                 elif event.change > 0:
                     now += event.change
                     most = max(most, now)
             elif event.change > 0 and is_ours:
-                made_by_us.add(event.address)
+                made_by_us[event.address] = event.change
             elif event.change < 0 and event.address in made_by_us:
-                made_by_us.discard(event.address)
+                del made_by_us[event.address]
             else:
                 now += event.change
                 most = max(most, now)
@@ -207,6 +219,9 @@ class NoBytes:
 
     def mark(self, ours: bool) -> int:
         return 0
+
+    def hand_over(self, mark: int, address: int) -> None:
+        pass
 
     def trace(self) -> MemoryTrace:
         return MemoryTrace([0], [0], [False])

@@ -22,13 +22,14 @@ from lightning_dlres.memory.copies import Copies, DirectCopies, StreamCopies
 from lightning_dlres.memory.engine import SavedTensors
 from lightning_dlres.memory.follow import Follower
 from lightning_dlres.memory.layer_record import LayerRecord
-from lightning_dlres.memory.links import measure_link
+from lightning_dlres.memory.links import measure_copies, measure_link
 from lightning_dlres.memory.meter import AllocatedBytes, Held, Meter, NoBytes, ProfiledBytes
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import Link, StepProfile
 from lightning_dlres.memory.recompute import running_again
 from lightning_dlres.memory.record import Recorder
+from lightning_dlres.memory.reuse.install import reusing
 from lightning_dlres.memory.simulator import Limits
 from lightning_dlres.memory.tiers import GrowingTier, SlabTier
 
@@ -62,7 +63,7 @@ class Settings:
         saved_limit: bytes of saved data, or, up to 1, a share of what plain training saves.
         min_bytes: smaller data stay.
         tiers: where data may go, the preferred one first.
-        actions, recompute: what may be done.
+        actions, recompute, reuse: what may be done.
         profile_steps: steps that are measured.
     """
 
@@ -72,6 +73,7 @@ class Settings:
     tiers: tuple[TierSettings, ...] = (TierSettings("host"),)
     actions: tuple[Action, ...] = tuple(Action)
     recompute: bool = True
+    reuse: bool = True
     profile_steps: int = 2
 
 
@@ -96,13 +98,33 @@ class Measured:
     curve: list[tuple[float, int]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Changed:
+    """Modules that are not as they were.
+
+    Attributes:
+        again: they run again in backward.
+        reuse: they reuse their inputs' memory, or save signs.
+    """
+
+    again: tuple[str, ...] = ()
+    reuse: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.again, *self.reuse}
+
+
+_UNCHANGED = _Changed()
+
+
 @dataclass
 class _Kind:
     """Steps of one shape."""
 
     profiles: list[StepProfile] = field(default_factory=list)
     failures: int = 0
-    again: tuple[str, ...] = ()
+    changed: _Changed = _UNCHANGED
     first: tuple[MemoryPlan, StepProfile] | None = None
     plan: MemoryPlan | None = None
     follower: Follower | None = None
@@ -110,7 +132,7 @@ class _Kind:
     def forget(self) -> None:
         """Begin anew."""
         self.profiles.clear()
-        self.again, self.first, self.follower, self.failures = (), None, None, 0
+        self.changed, self.first, self.follower, self.failures = _UNCHANGED, None, None, 0
 
 
 class Offloader:
@@ -143,6 +165,7 @@ class Offloader:
         self._engine = SavedTensors(settings.min_bytes)
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._links: tuple[Link, ...] | None = None
+        self._rate = inf
         self._tiers: dict[str, SlabTier] = {}
         self._copies = {tier.name: self._copies_for(tier) for tier in settings.tiers}
         self._growing = self._growing_tier()
@@ -167,11 +190,14 @@ class Offloader:
         self._kinds.move_to_end(shape)
         if len(self._kinds) > _MOST_PLANS:
             self._kinds.popitem(last=False)
-        modules = {name for name, _ in self._root.named_modules()} if kind.again else set()
-        if not modules.issuperset(kind.again):
+        wanted = kind.changed.names
+        if wanted and not wanted <= {name for name, _ in self._root.named_modules()}:
             # The model has been changed.
             kind.forget()
-        with running_again(self._root, kind.again):
+        with (
+            running_again(self._root, kind.changed.again),
+            reusing(self._root, kind.changed.reuse, self._engine),
+        ):
             if kind.follower is None:
                 with self._recorded(kind, stays, held):
                     yield
@@ -211,8 +237,14 @@ class Offloader:
         for_time = bool(kind.profiles)
         layers = None
         if not self._is_compiled and not for_time:
-            finds = self._settings.recompute and kind.first is None
-            layers = LayerRecord(self._root, self._history, self._settings.min_bytes, finds)
+            is_first, settings = kind.first is None, self._settings
+            layers = LayerRecord(
+                self._root,
+                self._history,
+                settings.min_bytes,
+                settings.recompute and is_first,
+                settings.reuse and is_first,
+            )
         recorder = Recorder(
             self._growing,
             NoBytes() if for_time else self._meter(),
@@ -226,7 +258,9 @@ class Offloader:
             yield
         if self._links is None:
             self._links = self._measured_links(recorder.usual_bytes)
-        profile = recorder.profile(self._links)
+            if self._settings.reuse:
+                self._rate = measure_copies(self._device)
+        profile = recorder.profile(self._links, self._rate)
         if for_time and _shape(profile) != _shape(kind.profiles[0]) and kind.failures < _PATIENCE:
             # Not the steps to plan for: the first ones may be unlike all others.
             kind.profiles.clear()
@@ -240,10 +274,11 @@ class Offloader:
         profile, settings = _timed(kind.profiles), self._settings
         kind.profiles.clear()
         if kind.first is None:
-            plan = self._plan(profile, settings.recompute)
-            if plan.recompute:
-                # Steps with modules that run again are unlike those without: measured, not guessed.
-                kind.again, kind.first = plan.recompute, (plan, profile)
+            plan = self._plan(profile, settings.recompute, settings.reuse)
+            if plan.recompute or plan.reuse:
+                # Steps with changed modules are unlike those without: measured, not guessed.
+                kind.changed = _Changed(plan.recompute, plan.reuse)
+                kind.first = plan, profile
                 return
         else:
             plan, profile = self._better(kind, kind.first, profile)
@@ -261,24 +296,27 @@ class Offloader:
     def _better(
         self, kind: _Kind, first: tuple[MemoryPlan, StepProfile], profile: StepProfile
     ) -> tuple[MemoryPlan, StepProfile]:
-        """Return the better plan, with its profile: that with modules that run again, now that
-        such steps were measured, or one without."""
-        found: list[tuple[MemoryPlan, StepProfile, tuple[str, ...]]] = []
+        """Return the better plan, with its profile: that with changed modules, now that such steps
+        were measured, or one without."""
+        found: list[tuple[MemoryPlan, StepProfile, _Changed]] = []
         refusal: ConfigError | None = None
-        for known, again in ((profile, kind.again), (first[1], ())):
+        for known, changed in ((profile, kind.changed), (first[1], _UNCHANGED)):
             try:
-                found.append((self._plan(known, False, first[0]), known, again))
+                found.append((self._plan(known, False, False, first[0]), known, changed))
             except ConfigError as error:
                 refusal = refusal or error
         if not found:
             assert refusal is not None
             raise refusal
         is_min = self._settings.device_limit == "min"
-        plan, own, kind.again = min(found, key=lambda f: (f[0].peak if is_min else 0, f[0].seconds))
+        plan, own, kind.changed = min(
+            found, key=lambda f: (f[0].peak if is_min else 0, f[0].seconds)
+        )
         before = first[0]
         plan = msgspec.structs.replace(
             plan,
-            recompute=kind.again,
+            recompute=kind.changed.again,
+            reuse=kind.changed.reuse,
             plain_seconds=before.plain_seconds,
             plain_peak=before.plain_peak,
             plain_saved_peak=before.plain_saved_peak,
@@ -286,10 +324,14 @@ class Offloader:
         return plan, own
 
     def _plan(
-        self, profile: StepProfile, recompute: bool, first: MemoryPlan | None = None
+        self,
+        profile: StepProfile,
+        recompute: bool,
+        reuse: bool,
+        first: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        limits = self._limits(profile, recompute, first)
-        return plan_memory(profile, limits, self._settings.actions, recompute)
+        limits = self._limits(profile, recompute, reuse, first)
+        return plan_memory(profile, limits, self._settings.actions, recompute, reuse)
 
     def close(self) -> None:
         """Give up the memory of the tiers. What graphs still hold there stays for as long."""
@@ -297,7 +339,11 @@ class Offloader:
         self._kinds.clear()
 
     def _limits(
-        self, profile: StepProfile, recompute: bool, first_plan: MemoryPlan | None
+        self,
+        profile: StepProfile,
+        recompute: bool,
+        reuse: bool,
+        first_plan: MemoryPlan | None,
     ) -> Limits:
         settings = self._settings
         saved = settings.saved_limit
@@ -308,7 +354,7 @@ class Offloader:
         limits = Limits(device=inf, saved=saved, tiers=tiers)
         device = settings.device_limit
         if isinstance(device, str):
-            device = smallest_budget(profile, limits, settings.actions, recompute)
+            device = smallest_budget(profile, limits, settings.actions, recompute, reuse)
         return replace(limits, device=device)
 
     def _measured_links(self, nbytes: int) -> tuple[Link, ...]:

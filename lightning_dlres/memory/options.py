@@ -17,9 +17,9 @@ from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.offloader import Settings, TierSettings
 
-ACTIONS = ("compress", "offload", "recompute")
+ACTIONS = ("compress", "offload", "reuse", "recompute")
 # To run a module again is exact only if its forward depends on its inputs alone.
-DEFAULT_ACTIONS = ("compress", "offload")
+DEFAULT_ACTIONS = ("compress", "offload", "reuse")
 Budget = int | float | str
 
 
@@ -90,6 +90,7 @@ class MemoryOptions:
             tiers=tiers,
             actions=tuple(actions),
             recompute="recompute" in names,
+            reuse="reuse" in names,
             profile_steps=self.profile_steps,
         )
 

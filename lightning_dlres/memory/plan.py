@@ -46,6 +46,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         decisions: for every datum, in the order in which they are saved.
         recompute: names of the modules that run again in backward.
+        reuse: names of the modules that write their input's gradient into their input's memory,
+            and of ReLUs that save signs in the place of their output (Method A, A6).
         seconds, plain_seconds: predicted for the step, with the plan and if all is kept.
         peak, plain_peak: predicted most bytes on the device.
         saved_peak, plain_saved_peak: predicted most bytes of data on the device.
@@ -61,6 +63,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     decisions: tuple[Decision, ...]
     recompute: tuple[str, ...] = ()
+    reuse: tuple[str, ...] = ()
     seconds: float
     plain_seconds: float
     peak: int
@@ -80,7 +83,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def changes_nothing(self) -> bool:
         """Return whether everything stays as it is."""
-        return not self.recompute and all(d.action is Action.KEEP for d in self.decisions)
+        installs = self.recompute or self.reuse
+        return not installs and all(d.action is Action.KEEP for d in self.decisions)
 
     def bytes_of(self, action: Action) -> int:
         """Return the bytes of the data to which this happens."""
@@ -110,6 +114,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         ]
         for name in self.recompute:
             shown.append([name, "recompute", "-", None, "-"])
+        for name in self.reuse:
+            shown.append([name, "reuse", "-", None, "-"])
         title = f"Memory plan: {self.prediction()}"
         lines = [render(title, ["layer", "action", "to", "data", "bytes"], shown)]
         lines += [f"Note: {note}" for note in self.notes]

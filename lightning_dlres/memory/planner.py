@@ -24,6 +24,7 @@ from lightning_dlres.memory.program import Program, Selection, choices_of
 from lightning_dlres.memory.simulator import (
     KEEP,
     NO_LIMITS,
+    SPARE,
     Choice,
     Limits,
     Outcome,
@@ -48,6 +49,7 @@ def plan_memory(
     limits: Limits,
     actions: Sequence[Action] = tuple(Action),
     recompute: bool = True,
+    reuse: bool = True,
 ) -> MemoryPlan:
     """Return the fastest plan that meets the limits.
 
@@ -56,41 +58,46 @@ def plan_memory(
         limits: what the device, the data on it, and the tiers may hold.
         actions: those that may be used.
         recompute: whether modules may run again.
+        reuse: whether modules may do with less memory.
 
     Raises:
         ConfigError: no plan meets the limits; the message has the smallest that can be met.
     """
     everything = tuple(KEEP for _ in profile.data)
     plain = simulate(profile, everything)
-    selection = Selection(everything, ())
+    selection = Selection(everything)
     if _fits(profile, selection, limits):
         return _written(profile, selection, limits, plain)
     asked, tiers = limits, dict(limits.tiers)
     for _ in range(_MOST_PLACEMENTS):
-        best = _fastest(profile, replace(limits, tiers=tiers), actions, recompute)
+        best = _fastest(profile, replace(limits, tiers=tiers), actions, recompute, reuse)
         plan = _written(profile, best, limits, plain)
         over = {tier: size - asked.of(tier) for tier, size in plan.tiers.items()}
         if all(extra <= 0 for extra in over.values()):
             return plan
         # What data take in a slab may be more than they sum up to, as gaps are left between them.
         tiers = {tier: tiers.get(tier, inf) - max(over.get(tier, 0), 0) for tier in tiers}
-    raise ConfigError(_refusal(profile, replace(limits, tiers=tiers), actions, recompute))
+    raise ConfigError(_refusal(profile, replace(limits, tiers=tiers), actions, recompute, reuse))
 
 
 def _fastest(
-    profile: StepProfile, limits: Limits, actions: Sequence[Action], recompute: bool
+    profile: StepProfile,
+    limits: Limits,
+    actions: Sequence[Action],
+    recompute: bool,
+    reuse: bool,
 ) -> Selection:
     best: tuple[float, Selection] | None = None
     overlaps = any(link.overlaps for link in profile.links)
     good = sum(profile.seconds) * (1 + _GOOD)
     for shown in _SHOWN if overlaps else (1.0,):
-        found = Program(profile, actions, recompute, shown).select(limits)
+        found = Program(profile, actions, recompute, shown, reuse).select(limits)
         if found is None:
-            raise ConfigError(_refusal(profile, limits, actions, recompute))
-        seconds = simulate(profile, found.choices, limits, found.regions).seconds
+            raise ConfigError(_refusal(profile, limits, actions, recompute, reuse))
+        seconds = _outcome(profile, found, limits).seconds
         if overlaps and seconds > good:
             found = _improved(profile, found, limits, actions)
-            seconds = simulate(profile, found.choices, limits, found.regions).seconds
+            seconds = _outcome(profile, found, limits).seconds
         if best is None or seconds < best[0]:
             best = seconds, found
         if seconds <= good:
@@ -104,6 +111,7 @@ def smallest_budget(
     limits: Limits = NO_LIMITS,
     actions: Sequence[Action] = tuple(Action),
     recompute: bool = True,
+    reuse: bool = True,
 ) -> int:
     """Return the least bytes that the device can do with, within the other limits.
 
@@ -111,20 +119,30 @@ def smallest_budget(
         ConfigError: no budget meets the other limits.
     """
     without = replace(limits, device=inf)
-    found = Program(profile, actions, recompute).smallest(without, "device")
+    found = Program(profile, actions, recompute, reuse=reuse).smallest(without, "device")
     if found is None:
-        raise ConfigError(_refusal(profile, without, actions, recompute))
+        raise ConfigError(_refusal(profile, without, actions, recompute, reuse))
     return found
 
 
 def _fits(profile: StepProfile, selection: Selection, limits: Limits) -> bool:
-    return simulate(profile, selection.choices, limits, selection.regions).excess <= 0
+    return _outcome(profile, selection, limits).excess <= 0
+
+
+def _outcome(
+    profile: StepProfile, selection: Selection, limits: Limits, spare: float = SPARE
+) -> Outcome:
+    return simulate(profile, selection.choices, limits, selection.regions, spare, selection.reuses)
 
 
 def _refusal(
-    profile: StepProfile, limits: Limits, actions: Sequence[Action], recompute: bool
+    profile: StepProfile,
+    limits: Limits,
+    actions: Sequence[Action],
+    recompute: bool,
+    reuse: bool,
 ) -> str:
-    program = Program(profile, actions, recompute)
+    program = Program(profile, actions, recompute, reuse=reuse)
     if limits.saved < inf:
         saved = program.smallest(replace(limits, device=inf), "saved")
         if saved is None or saved > limits.saved:
@@ -147,7 +165,7 @@ def _improved(
     profile: StepProfile, start: Selection, limits: Limits, actions: Sequence[Action]
 ) -> Selection:
     """Change single choices, or those of two data, while that makes the step faster."""
-    inside = {n for index in start.regions for n in profile.regions[index].data}
+    inside = _decided(profile, start)
     options = {
         number: [KEEP, *choices_of(profile, datum, actions)]
         for number, datum in enumerate(profile.data)
@@ -164,14 +182,14 @@ def _improved(
             if trials.choices[number] != KEEP and trials.choices[other] == KEEP:
                 for choice in options[other][1:]:
                     better |= trials.change({number: KEEP, other: choice})
-    return Selection(tuple(trials.choices), start.regions)
+    return replace(start, choices=tuple(trials.choices))
 
 
 class _Trials:
     """The best choices so far, and how many more may be tried."""
 
     def __init__(self, profile: StepProfile, start: Selection, limits: Limits) -> None:
-        self._profile, self._regions, self._limits = profile, start.regions, limits
+        self._profile, self._start, self._limits = profile, start, limits
         self.choices = list(start.choices)
         self._left = _MOST_EVENTS // len(profile.seconds)
         self._least = self._seconds(self.choices)
@@ -196,9 +214,17 @@ class _Trials:
 
     def _seconds(self, choices: Sequence[Choice]) -> float:
         self._left -= 1
-        outcome = simulate(self._profile, choices, self._limits, self._regions)
+        selection = replace(self._start, choices=tuple(choices))
+        outcome = _outcome(self._profile, selection, self._limits)
         # What the program thinks possible may be missed by rounding.
         return inf if outcome.excess > 0 else outcome.seconds
+
+
+def _decided(profile: StepProfile, selection: Selection) -> set[int]:
+    """Return the data that are not saved any more."""
+    found = {n for index in selection.regions for n in profile.regions[index].data}
+    reuses = [profile.reuses[index] for index in selection.reuses]
+    return found | {reuse.datum for reuse in reuses if reuse.at is None}
 
 
 def _neighbours(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -216,9 +242,10 @@ class _Place:
 def _written(
     profile: StepProfile, selection: Selection, limits: Limits, plain: Outcome
 ) -> MemoryPlan:
-    outcome = simulate(profile, selection.choices, limits, selection.regions, spare=1.0)
+    outcome = _outcome(profile, selection, limits, spare=1.0)
     places, tiers = _places(profile, selection.choices)
-    inside = {n for index in selection.regions for n in profile.regions[index].data}
+    inside = _decided(profile, selection)
+    reuses = [profile.reuses[index] for index in selection.reuses]
     decisions = tuple(
         Decision(
             nbytes=datum.nbytes,
@@ -240,6 +267,7 @@ def _written(
     plan = MemoryPlan(
         decisions=decisions,
         recompute=tuple(profile.regions[index].layer for index in selection.regions),
+        reuse=tuple(dict.fromkeys(name for reuse in reuses for name in reuse.layers)),
         seconds=outcome.seconds,
         plain_seconds=plain.seconds,
         peak=outcome.peak,

@@ -94,6 +94,27 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     workspace: int = 0
 
 
+class Reuse(msgspec.Struct, frozen=True, kw_only=True):
+    """Modules that can do with less memory for one datum (Method A, A6): one that writes its
+    input's gradient into the datum's memory, or a ReLU that saves signs in its place, or both.
+
+    Attributes:
+        layers: their names, in the order in which they run.
+        datum: which.
+        at: event at which its last reader asks for it; None: with the signs, nobody does.
+        nbytes: of the input's gradient that need no other memory then.
+        signs: bytes of the signs that are saved.
+        seconds: what it takes.
+    """
+
+    layers: tuple[str, ...]
+    datum: int
+    at: int | None
+    nbytes: int = 0
+    signs: int = 0
+    seconds: float = 0.0
+
+
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """What a module without children keeps in memory, in bytes, and what it depends on.
 
@@ -128,6 +149,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
         data: in the order in which they were saved.
         links: to the tiers that can be used; the first is preferred.
         regions: modules that can be run again.
+        reuses: modules that can do with less memory.
         layers: the modules, in the order in which they ran.
     """
 
@@ -136,6 +158,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[Datum, ...]
     links: tuple[Link, ...] = ()
     regions: tuple[Region, ...] = ()
+    reuses: tuple[Reuse, ...] = ()
     layers: tuple[Layer, ...] = ()
 
     def __post_init__(self) -> None:

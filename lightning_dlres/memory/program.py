@@ -17,8 +17,16 @@ from highspy import HighsModelStatus, HighsVarType
 from numpy.typing import NDArray
 
 from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.profile import Datum, StepProfile
-from lightning_dlres.memory.simulator import KEEP, Choice, Limits, away_bytes, holding, room_for
+from lightning_dlres.memory.profile import Datum, Region, Reuse, StepProfile
+from lightning_dlres.memory.simulator import (
+    KEEP,
+    Choice,
+    Limits,
+    away_bytes,
+    holding,
+    relief,
+    room_for,
+)
 
 # Rows that are added at a time.
 _MOST_NEW_ROWS = 8
@@ -30,12 +38,13 @@ Curve = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Option:
-    """One column: a choice for a datum, or a region that runs again."""
+    """One column: a choice for a datum, a region that runs again, or a reuse."""
 
     seconds: float
     datum: int | None = None
     choice: Choice = KEEP
     region: int | None = None
+    reuse: int | None = None
 
 
 def choices_of(profile: StepProfile, datum: Datum, actions: Sequence[Action]) -> Iterator[Choice]:
@@ -69,12 +78,21 @@ def seconds_of(profile: StepProfile, datum: Datum, choice: Choice, shown: float)
     return seconds
 
 
+def is_inside(region: Region, reuse: Reuse) -> bool:
+    """Return whether a reuse is about what a region that runs again saves, or about its modules."""
+    return reuse.datum in region.data or any(
+        name == region.layer or name.startswith(f"{region.layer}.") for name in reuse.layers
+    )
+
+
 @dataclass(frozen=True)
 class Selection:
-    """A solution: what happens to every datum, and which regions run again."""
+    """A solution: what happens to every datum, which regions run again, and which reuses there
+    are."""
 
     choices: tuple[Choice, ...]
-    regions: tuple[int, ...]
+    regions: tuple[int, ...] = ()
+    reuses: tuple[int, ...] = ()
 
 
 class Program:
@@ -85,6 +103,7 @@ class Program:
         actions: those that may be chosen.
         recompute: whether regions may run again.
         shown: see `seconds_of`.
+        reuse: whether modules may do with less memory.
     """
 
     def __init__(
@@ -93,6 +112,7 @@ class Program:
         actions: Sequence[Action],
         recompute: bool = True,
         shown: float = 1.0,
+        reuse: bool = True,
     ) -> None:
         self._profile = profile
         options = [
@@ -105,6 +125,10 @@ class Program:
                 _Option(region.seconds, region=index)
                 for index, region in enumerate(profile.regions)
             ]
+        if reuse:
+            options += [
+                _Option(found.seconds, reuse=index) for index, found in enumerate(profile.reuses)
+            ]
         self._options = options
         self._events = len(profile.seconds) - 1
         self._kept = _Load(profile, [(datum, KEEP) for datum in profile.data])
@@ -116,6 +140,8 @@ class Program:
         if option.datum is not None:
             datum = profile.data[option.datum]
             return _Load(profile, [(datum, option.choice)], [(datum, KEEP)])
+        if option.reuse is not None:
+            return self._relief(profile.reuses[option.reuse])
         assert option.region is not None
         region = profile.regions[option.region]
         data = [profile.data[number] for number in region.data]
@@ -126,6 +152,18 @@ class Program:
         load.held[region.entry : first + 2] += region.inputs
         load.resident[region.entry : first + 1] += region.inputs
         load.held[first + 1] += region.workspace
+        return load
+
+    def _relief(self, reuse: Reuse) -> _Load:
+        datum = self._profile.data[reuse.datum]
+        load = _Load(self._profile, [])
+        for first, last, nbytes in relief(datum, reuse):
+            if nbytes > 0 or reuse.at is None:
+                load.add(first, last, nbytes)
+            else:
+                # Up to the event after the interval in which the datum is given up it counts.
+                load.held[first : last + 1] += nbytes
+                load.resident[first:last] += nbytes if first > reuse.at + 1 else 0
         return load
 
     def select(self, limits: Limits) -> Selection | None:
@@ -141,7 +179,7 @@ class Program:
 
     def _selection(self, chosen: NDArray[np.bool_]) -> Selection:
         choices = [KEEP] * len(self._profile.data)
-        regions = []
+        regions, reuses = [], []
         for option, is_chosen in zip(self._options, chosen, strict=True):
             if not is_chosen:
                 continue
@@ -149,7 +187,9 @@ class Program:
                 choices[option.datum] = option.choice
             elif option.region is not None:
                 regions.append(option.region)
-        return Selection(tuple(choices), tuple(regions))
+            elif option.reuse is not None:
+                reuses.append(option.reuse)
+        return Selection(tuple(choices), tuple(regions), tuple(reuses))
 
     def _solve(
         self, limits: Limits, smallest: str | None
@@ -241,13 +281,16 @@ class Program:
         highs.addRow(-highspy.kHighsInf, highest, len(used), used, values[used])
 
     def _add_exclusions(self, highs: highspy.Highs) -> None:
-        """One choice for a datum; a region that runs again decides about all of its own."""
+        """One choice for a datum; a region that runs again decides about all of its own, and what
+        runs inside of it reuses nothing."""
         of: dict[int, list[int]] = {}
         for index, option in enumerate(self._options):
             data = [option.datum] if option.datum is not None else self._inside(option)
             for number in data:
                 of.setdefault(number, []).append(index)
-        for indices in {tuple(found) for found in of.values() if len(found) > 1}:
+        groups = {tuple(found) for found in of.values() if len(found) > 1}
+        groups |= set(self._pairs())
+        for indices in groups:
             highs.addRow(
                 -highspy.kHighsInf,
                 1.0,
@@ -256,7 +299,19 @@ class Program:
                 np.ones(len(indices)),
             )
 
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield a region and a reuse inside of it."""
+        for one, option in enumerate(self._options):
+            for other, within in enumerate(self._options):
+                if option.region is not None and within.reuse is not None:
+                    region = self._profile.regions[option.region]
+                    if is_inside(region, self._profile.reuses[within.reuse]):
+                        yield one, other
+
     def _inside(self, option: _Option) -> tuple[int, ...]:
+        if option.reuse is not None:
+            reuse = self._profile.reuses[option.reuse]
+            return (reuse.datum,) if reuse.at is None else ()
         assert option.region is not None
         return self._profile.regions[option.region].data
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class _Noted:
     last_mark: int
     gone: int | None = None
     is_counted: bool = True
+    # Where its memory was when somebody else got it.
+    given_up: int | None = None
     uses: list[int] = field(default_factory=list)
     end: int | None = None
 
@@ -135,8 +138,13 @@ class Recorder:
         """Note this moment in the meter's trace."""
         return self._meter.mark(ours=False)
 
-    def profile(self, links: Iterable[profile.Link]) -> StepProfile:
-        """Return what was measured."""
+    def profile(self, links: Iterable[profile.Link], rate: float = inf) -> StepProfile:
+        """Return what was measured.
+
+        Args:
+            links: to the tiers.
+            rate: bytes a second that the device copies.
+        """
         last = len(self._seconds) - 1
         data = tuple(
             profile.Datum(
@@ -157,12 +165,14 @@ class Recorder:
         )
         layers: tuple[profile.Layer, ...] = ()
         regions: tuple[profile.Region, ...] = ()
+        reuses: tuple[profile.Reuse, ...] = ()
         trace = self._meter.trace()
         base = [max(0, self._base(trace, place)) for place in range(len(self._intervals))]
         if self._layers is not None:
             data = self._layers.with_roles(data)
             marks = [(noted.first_mark, noted.last_mark) for noted in self._data]
             regions = self._layers.regions(data, marks, trace)
+            reuses = self._layers.reuses(data, rate)
             layers = self._layers.layers(data, trace)
         return StepProfile(
             seconds=tuple(self._seconds),
@@ -170,6 +180,7 @@ class Recorder:
             data=data,
             links=tuple(links),
             regions=regions,
+            reuses=reuses,
             layers=layers,
         )
 
@@ -221,12 +232,14 @@ class Recorder:
         weakref.finalize(datum, self._ended, noted).atexit = False
         self._resume()
 
-    def save_again(self, datum: Datum) -> None:
+    def save_again(self, datum: Datum, tensor: Tensor) -> None:
         """See `Conductor`."""
         self._marks += 1
         noted = self._of.get(datum)
         if noted is not None:
             noted.last_mark = self._marks
+        if self._layers is not None:
+            self._layers.saving_again(tensor, datum.number)
 
     def begin_use(self, datum: Datum) -> None:
         """See `Conductor`."""
@@ -240,6 +253,12 @@ class Recorder:
         """See `Conductor`."""
         if self._is_open:
             self._resume()
+
+    def give_up(self, datum: Datum, tensor: Tensor) -> None:
+        """See `Conductor`."""
+        noted = self._of.get(datum)
+        if noted is not None:
+            noted.given_up = tensor.data_ptr()
 
     def _enter(self) -> None:
         """An event: the interval before it is over."""
@@ -273,6 +292,9 @@ class Recorder:
             if noted.gone is not None and not self._is_in_event:
                 mark = self._meter.mark(ours=False)
                 self._ends.setdefault(self.place, []).append((mark, noted.nbytes))
+                if noted.given_up is not None:
+                    # A datum up to here, something that others hold from here on.
+                    self._meter.hand_over(mark, noted.given_up)
             elif noted.gone is None:
                 # From now on it is no datum, but something that others hold.
                 self._lingering -= noted.nbytes

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,12 @@ from torch import Tensor
 
 from lightning_dlres import codecs
 from lightning_dlres.codecs import Encoded, Raw, ZeroValue
-from lightning_dlres.core._compat import Version
+from lightning_dlres.core._compat import (
+    Version,
+    is_only_in_python,
+    owners_of_memory,
+    storage_reference,
+)
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.copies import Copies, DirectCopies, Ticket
 from lightning_dlres.memory.spans import Span, View
@@ -81,11 +87,13 @@ class Ledger:
         """Note that so many bytes have gone; may be called while another call is under way."""
         self._changes.append(-nbytes)
 
-    def lend(self, data: Tensor) -> None:
-        """Note memory that counts until nobody holds it."""
+    def lend(self, data: Tensor) -> Callable[[], object]:
+        """Note memory that counts until nobody holds it, or what is returned is called."""
         storage = data.untyped_storage()
         self.add(storage.nbytes())
-        weakref.finalize(storage, self.drop, storage.nbytes()).atexit = False
+        end = weakref.finalize(storage, self.drop, storage.nbytes())
+        end.atexit = False
+        return end
 
 
 class Datum:
@@ -114,14 +122,51 @@ class Datum:
         self._leaving: Ticket | None = None
         self._arriving: tuple[Tensor, Ticket] | None = None
         self._given: list[Tensor] = []
+        self._original = storage_reference(tensor)
+        self._readers: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
+        self._loans: list[Callable[[], object]] = []
+        self._is_given_up = False
         self._charge(span.nbytes)
 
     def __del__(self) -> None:
         self._ledger.drop(self._charged)
 
-    def expect(self) -> None:
-        """Note that one more tensor will ask for the data."""
+    def expect(self, reader: SavedTensor) -> None:
+        """Note a tensor that will ask for the data."""
         self._waiting += 1
+        self._readers.add(reader)
+
+    def give_up(self, tensor: Tensor, reader: SavedTensor) -> bool:
+        """Leave the data's memory to one who asked for them, if nobody else can read it.
+
+        Args:
+            tensor: over that memory, the only one that the asking one holds.
+            reader: what asked; autograd must not ask for it again.
+
+        Returns:
+            Whether the memory is the asking one's: all of it, and to write to.
+        """
+        memory = tensor.untyped_storage().nbytes()
+        if list(self._readers) != [reader] or memory != self.span.nbytes:
+            return False
+        if self._here is None and not self._original.expired():
+            # It is a copy, but with the original kept this would not be possible: what was planned
+            # must not depend on where the data are.
+            return False
+        if not all(is_only_in_python(other) for other in self._given):
+            return False
+        own = len(self._given) + (self._here is not None)
+        if owners_of_memory(tensor) != 1 + own:
+            return False
+        if self._here is not None and self._encoded is None:
+            self._charge(-self.span.nbytes)
+        self._is_given_up = True
+        self._here = None
+        self._given.clear()
+        for end in self._loans:
+            end()
+        self._loans.clear()
+        return True
 
     def obey(self, order: Order) -> bool:
         """Do what is to happen; return whether that was possible."""
@@ -197,7 +242,7 @@ class Datum:
     def _begin_to_arrive(self) -> None:
         if self._parcel is not None:
             self._arriving = self._copies.back(self._parcel.data, self._device)
-            self._ledger.lend(self._arriving[0])
+            self._loans.append(self._ledger.lend(self._arriving[0]))
 
     def data(self, first_time: bool) -> Tensor:
         """Return the bytes, uint8[nbytes], on the device.
@@ -206,6 +251,12 @@ class Datum:
             first_time: whether the tensor that asks had not asked before. The last one to do so
                 gets the data alone: nothing of them stays here.
         """
+        if self._is_given_up:
+            raise RuntimeError(
+                "a tensor saved for backward was asked for once more, after its memory was reused: "
+                "expected that backward runs once where retain_graph is not set. Set it, or leave "
+                "'reuse' out of the actions."
+            )
         self.uses += 1
         self._waiting -= first_time
         if self._here is None:
@@ -232,7 +283,7 @@ class Datum:
                 return data
             encoded = replace(encoded, data=data)
         restored = codecs.decode(encoded).view(torch.uint8)
-        self._ledger.lend(restored)
+        self._loans.append(self._ledger.lend(restored))
         return restored
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_dlres.core.slab import aligned
 from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.profile import Datum, Link, StepProfile
+from lightning_dlres.memory.profile import Datum, Link, Reuse, StepProfile
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,34 @@ def simulate(
     limits: Limits = NO_LIMITS,
     regions: Sequence[int] = (),
     spare: float = SPARE,
+    reuses: Sequence[int] = (),
 ) -> Outcome:
     """Return how the step goes.
 
     Args:
         profile: the step.
-        choices: for every datum; those of a region that runs again do not count.
+        choices: for every datum; those of a region that runs again do not count, nor those of a
+            datum in the place of which signs are saved.
         limits: what the engine waits for, and what is fetched ahead only if there is room.
         regions: which of the profile's regions run again in backward.
         spare: room for compressed data, over what they took in the profile; 1 predicts what will
             be, if they do not change.
+        reuses: which of the profile's reuses there are.
     """
-    return _Step(profile, choices, limits, regions, spare).run()
+    return _Step(profile, choices, limits, regions, spare, reuses).run()
+
+
+def relief(datum: Datum, reuse: Reuse) -> Iterator[tuple[int, int, int]]:
+    """Yield the intervals, first to last, in which a reuse changes what is on the device, by so
+    many bytes."""
+    if reuse.signs:
+        yield datum.saved + 1, datum.end + 1, reuse.signs
+    if reuse.at is None:
+        yield datum.gone + 1, datum.end + 1, -datum.nbytes
+        return
+    # The gradient needs no memory of its own, and when the last reader is done, the datum is it.
+    yield reuse.at + 1, reuse.at + 1, -reuse.nbytes
+    yield reuse.at + 2, datum.end + 1, -datum.nbytes
 
 
 class _Step:
@@ -153,6 +169,7 @@ class _Step:
         limits: Limits,
         regions: Sequence[int],
         spare: float,
+        reuses: Sequence[int],
     ) -> None:
         self._spare = spare
         self._profile, self._choices, self._limits = profile, choices, limits
@@ -166,12 +183,17 @@ class _Step:
         self._again: dict[int, int] = {}
         self._base = list(profile.base)
         self._extra: dict[int, float] = {}
+        self._wait = [0.0] * (self._events + 1)
         # What memory is given back after an interval, and what takes it besides the data saved.
         self._freed: list[int] = [0] * (self._events + 2)
         self._taken: list[int] = [0] * (self._events + 2)
         self._regions = regions
+        self._without: set[int] = set()
         for index in regions:
             self._add_region(index)
+        self._relief: list[tuple[int, int, int]] = []
+        for index in reuses:
+            self._add_reuse(profile.reuses[index])
         self._add_least()
         self._time = 0.0
         self._busy = dict.fromkeys(self._links, 0.0)
@@ -195,10 +217,24 @@ class _Step:
         self._taken[region.entry] += region.inputs
         self._freed[first + 1] += region.inputs
 
+    def _add_reuse(self, reuse: Reuse) -> None:
+        datum = self._profile.data[reuse.datum]
+        spans = [span for span in relief(datum, reuse) if span[0] <= span[1]]
+        if reuse.at is None:
+            # Nobody asks for it: it goes when others let go of it.
+            self._without.add(reuse.datum)
+            spans = [span for span in spans if span[2] > 0]
+        for first, last, nbytes in spans:
+            self._taken[first] += nbytes
+            self._freed[last] += nbytes
+        self._relief += spans
+        place = datum.uses[-1] if reuse.at is None else reuse.at
+        self._wait[place] += reuse.seconds
+
     def _leaves(self, number: int) -> Link | None:
         """Return the link that a datum takes; None where it stays."""
         choice = self._choices[number]
-        if number in self._again or not choice.leaves:
+        if number in self._again or number in self._without or not choice.leaves:
             return None
         assert choice.tier is not None
         return self._links[choice.tier]
@@ -231,6 +267,7 @@ class _Step:
             self._check(self._held + self._base[event], self._limits.device)
             self._time += profile.seconds[event]
             self._held -= self._freed[event]
+            self._time += self._wait[event]
             started = self._time
             number, is_saved = self._at[event]
             most = self._save(number, event) if is_saved else self._use(number, event)
@@ -238,6 +275,8 @@ class _Step:
             self._check(most, self._limits.saved)
             self._settle(event)
             self._fetch_ahead(event)
+            # What is fetched may need the room of what is still leaving.
+            self._settle(event)
             self._stalls[event] = self._time - started
         self._held += self._taken[self._events]
         held.append(self._held)
@@ -265,6 +304,10 @@ class _Step:
     def _save(self, number: int, event: int) -> int:
         datum, choice = self._profile.data[number], self._choices[number]
         if number in self._again:
+            return self._held
+        if number in self._without:
+            self._held += datum.nbytes
+            self._freed[datum.gone] += datum.nbytes
             return self._held
         link = self._leaves(number)
         self._held += datum.nbytes
@@ -307,7 +350,7 @@ class _Step:
             if self._again[number] == event:
                 self._again = {n: (-1 if f == event else f) for n, f in self._again.items()}
             return self._held
-        if choice.action is Action.KEEP or event != datum.uses[0]:
+        if number in self._without or choice.action is Action.KEEP or event != datum.uses[0]:
             return self._held
         link = self._leaves(number)
         if link is not None:
@@ -408,13 +451,18 @@ class _Step:
         places = self._events + 3
         held = np.zeros(places)
         for number, datum in enumerate(self._profile.data):
-            if number in self._again:
+            if number in self._without:
+                spans = iter([(datum.saved + 1, datum.gone, datum.nbytes)])
+            elif number in self._again:
                 spans = iter([(self._again[number] + 1, datum.end + 1, datum.nbytes)])
             else:
                 spans = holding(datum, self._choices[number], self._spare)
             for first, last, nbytes in spans:
                 held[first] += nbytes
                 held[last + 1] -= nbytes
+        for first, last, nbytes in self._relief:
+            held[first] += nbytes
+            held[last + 1] -= nbytes
         for index in self._regions:
             region = self._profile.regions[index]
             held[region.entry] += region.inputs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
 from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.profile import Datum, Link, Region, StepProfile
+from lightning_dlres.memory.profile import Datum, Link, Region, Reuse, StepProfile
 from lightning_dlres.memory.simulator import KEEP, Choice
 
 MIB = 1 << 20
@@ -86,12 +87,23 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
         for tier in ("host", "disk")
         if rng.random() < 0.7
     ]
+    seconds = tuple(rng.uniform(0, 0.01) for _ in range(len(events) + 1))
+    base = tuple(rng.randint(0, 10) * MIB for _ in range(len(events) + 1))
+    regions = tuple(_regions(rng, data))
+    reuses = tuple(_reuses(rng, data))
+    # Where memory is reused, there is a gradient that needs it.
+    room = [0] * len(base)
+    for reuse in reuses:
+        if reuse.at is not None:
+            for place in range(reuse.at + 1, data[reuse.datum].end + 2):
+                room[place] += data[reuse.datum].nbytes
     return StepProfile(
-        seconds=tuple(rng.uniform(0, 0.01) for _ in range(len(events) + 1)),
-        base=tuple(rng.randint(0, 10) * MIB for _ in range(len(events) + 1)),
+        seconds=seconds,
+        base=tuple(b + r for b, r in zip(base, room, strict=True)),
         data=tuple(data),
         links=tuple(links),
-        regions=tuple(_regions(rng, data)),
+        regions=regions,
+        reuses=reuses,
     )
 
 
@@ -120,29 +132,77 @@ def _regions(rng: random.Random, data: list[Datum]) -> list[Region]:
     return found
 
 
+def _reuses(rng: random.Random, data: list[Datum]) -> list[Reuse]:
+    found = []
+    for number, datum in enumerate(data):
+        if rng.random() > 0.3:
+            continue
+        at = rng.choice(datum.uses)
+        signs = rng.choice([0, datum.nbytes // 32])
+        if datum.gone < datum.uses[0] and signs and rng.random() < 0.5:
+            at_or_never, nbytes = None, 0
+        elif datum.gone <= at:
+            at_or_never, nbytes = at, rng.randint(1, datum.nbytes)
+        else:
+            continue
+        found.append(
+            Reuse(
+                layers=(f"block{number}-{number + 1}.inner",),
+                datum=number,
+                at=at_or_never,
+                nbytes=nbytes,
+                signs=signs,
+                seconds=rng.choice([0.0, rng.uniform(0, 0.005)]),
+            )
+        )
+    return found
+
+
+Combination = tuple[tuple[Choice, ...], tuple[int, ...], tuple[int, ...]]
+
+
 def all_selections(
     profile: StepProfile, actions: tuple[Action, ...] = tuple(Action)
-) -> list[tuple[tuple[Choice, ...], tuple[int, ...]]]:
-    """Return all that a planner could choose, by brute force."""
-    found = []
-    for regions in itertools.chain.from_iterable(
-        itertools.combinations(range(len(profile.regions)), k)
-        for k in range(len(profile.regions) + 1)
-    ):
-        inside = [n for index in regions for n in profile.regions[index].data]
-        if len(inside) != len(set(inside)):
-            continue
-        options = []
-        for number, datum in enumerate(profile.data):
-            own = [KEEP]
-            if number not in inside and datum.gone < datum.uses[0]:
-                for action in actions:
-                    if action in (Action.COMPRESS, Action.BOTH) and datum.packed is None:
-                        continue
-                    if action is Action.COMPRESS:
-                        own.append(Choice(action))
-                    if action in (Action.OFFLOAD, Action.BOTH):
-                        own += [Choice(action, link.tier) for link in profile.links]
-            options.append(own)
-        found += [(choices, regions) for choices in itertools.product(*options)]
-    return found
+) -> Iterator[Combination]:
+    """Yield all that a planner could choose, by brute force: what happens to every datum, which
+    regions run again, and which reuses there are."""
+    for regions in _subsets(len(profile.regions)):
+        for reuses in _subsets(len(profile.reuses)):
+            yield from _with(profile, regions, reuses, actions)
+
+
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    for size in range(count + 1):
+        yield from itertools.combinations(range(count), size)
+
+
+def _with(
+    profile: StepProfile,
+    regions: tuple[int, ...],
+    reuses: tuple[int, ...],
+    actions: tuple[Action, ...],
+) -> Iterator[Combination]:
+    again = [profile.regions[index] for index in regions]
+    inside = [n for region in again for n in region.data]
+    used = [profile.reuses[index] for index in reuses]
+    names = {region.layer for region in again}
+    if len(inside) != len(set(inside)):
+        return
+    for reuse in used:
+        if reuse.datum in inside or any(n.partition(".")[0] in names for n in reuse.layers):
+            return
+    without = {reuse.datum for reuse in used if reuse.at is None}
+    options = []
+    for number, datum in enumerate(profile.data):
+        own = [KEEP]
+        if number not in inside and number not in without and datum.gone < datum.uses[0]:
+            for action in actions:
+                if action in (Action.COMPRESS, Action.BOTH) and datum.packed is None:
+                    continue
+                if action is Action.COMPRESS:
+                    own.append(Choice(action))
+                if action in (Action.OFFLOAD, Action.BOTH):
+                    own += [Choice(action, link.tier) for link in profile.links]
+        options.append(own)
+    for choices in itertools.product(*options):
+        yield choices, regions, reuses

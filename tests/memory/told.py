@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.copies import Copies, DirectCopies, Ticket
 from lightning_dlres.memory.engine import SavedTensors
+from lightning_dlres.memory.reuse.function import Owner
 from lightning_dlres.memory.saved import Datum, Order
 from lightning_dlres.memory.spans import Span
 from lightning_dlres.memory.tiers import SlabTier
@@ -66,7 +67,7 @@ class Told:
         if self._copies.overlaps:
             self._order.append(datum)
 
-    def save_again(self, datum: Datum) -> None:
+    def save_again(self, datum: Datum, tensor: Tensor) -> None:
         pass
 
     def begin_use(self, datum: Datum) -> None:
@@ -79,6 +80,9 @@ class Told:
             for other in self._order[max(0, place - 2) : place]:
                 other.settle()
                 other.fetch()
+
+    def give_up(self, datum: Datum, tensor: Tensor) -> None:
+        pass
 
     def settle(self, but_for: int) -> None:
         for datum in self._order[: max(0, len(self._order) - but_for)]:
@@ -103,6 +107,10 @@ class ToldEngine:
 
     def hooks(self, stays: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
         return self._engine.hooks(self._conductor, stays)
+
+    @property
+    def owner(self) -> Owner:
+        return self._engine
 
     def forget(self) -> None:
         self._conductor.start()

@@ -1,0 +1,83 @@
+"""Whether a module's forward changes what a second run of it would find."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+# How deep containers in attributes are looked into.
+_DEPTH = 4
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Traces:
+    """Whether a module's forward leaves traces outside of what it returns: in parameters, buffers,
+    attributes or generators, which a second run would find unlike the first did. What lies outside
+    of the module is not seen."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = _state(module)
+
+    def are_left(self) -> bool:
+        """Return whether there are any since."""
+        return not _is_same(self._before, _state(self._module))
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """Return what a forward could change."""
+    state: Any = np.random.get_state(legacy=True)
+    found: list[Any] = [random.getstate(), state[1].tobytes(), *state[2:]]
+    for inner in module.modules():
+        found += [_content(value, 0) for value in vars(inner).values()]
+    return found
+
+
+def _content(value: Any, depth: int) -> Any:
+    """Return what tells a value from what it was: contents where they can be read, itself
+    otherwise."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            return value, _checksum(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if depth < _DEPTH:
+        if isinstance(value, Mapping):
+            return [(key, _content(inner, depth + 1)) for key, inner in value.items()]
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return [_content(inner, depth + 1) for inner in value]
+    return value
+
+
+def _checksum(tensor: Tensor) -> Any:
+    """Return the sum of a tensor's bits as whole numbers: it differs if an element does, but for
+    rare accidents."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
+        return None
+    if not tensor.numel() or tensor.is_nested or tensor.is_quantized:
+        return None
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    kind = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
+    return int(flat.view(kind).sum(dtype=torch.int64))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        same = (_is_same(a, b) for a, b in zip(one, other, strict=False))
+        return len(one) == len(other) and all(same)
+    if isinstance(one, (*PLAIN, np.ndarray)) and type(one) is type(other):
+        return bool(one == other) or one != one
+    return one is other
