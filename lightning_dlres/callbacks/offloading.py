@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lightning_dlres._compat import is_compiled
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
-from lightning_dlres.memory.layer_record import tensors_in
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import MemoryOptions
 from lightning_dlres.memory.picture import draw_memory
+from lightning_dlres.memory.traces import tensors_in
 
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy)
 

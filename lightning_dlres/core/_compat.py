@@ -197,6 +197,12 @@ def is_view(tensor: Tensor) -> bool:
     return bool(tensor._is_view())
 
 
+def is_in_backward() -> bool:
+    """Return whether autograd's backward is under way in this thread; no public name tells."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and int(task()) != -1
+
+
 def graph_is_kept() -> bool:
     """Return whether backward, from inside of which this is called, keeps its graph; no public
     name tells. What it cannot tell counts as kept."""

@@ -3,21 +3,25 @@ a profile that needs modules (Method A, A1)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from lightning_dlres.core._compat import Version, has_forward_hooks, storage_reference
+from lightning_dlres.core._compat import (
+    Version,
+    has_forward_hooks,
+    is_in_backward,
+    storage_reference,
+)
 from lightning_dlres.memory.meter import MemoryTrace
 from lightning_dlres.memory.profile import Datum, Layer, Region, Reuse
 from lightning_dlres.memory.readers import Readers
-from lightning_dlres.memory.traces import PLAIN, Traces
+from lightning_dlres.memory.traces import PLAIN, Traces, tensors_in
 
 # So many steps of autograd's graph lie at most between a module's input and who made it.
 _MOST_NODES = 64
@@ -163,8 +167,9 @@ class LayerRecord:
     def _entering(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             assert self._clock is not None
-            if not torch.is_grad_enabled():
-                return  # nothing is saved
+            if not torch.is_grad_enabled() or is_in_backward():
+                # Nothing is saved, or a checkpoint runs again: what it makes must not be held.
+                return
             tensors = list(tensors_in((args, kwargs)))
             call = _Call(
                 name=name,
@@ -189,7 +194,7 @@ class LayerRecord:
     def _leaving(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             assert self._clock is not None
-            if not any(call.name == name for call in self._open) or not torch.is_grad_enabled():
+            if not any(call.name == name for call in self._open) or is_in_backward():
                 return
             # Those above it have ended in an exception that somebody has caught.
             while self._open:
@@ -322,21 +327,3 @@ class LayerRecord:
                 )
             )
         return tuple(found)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors with memory in nested containers."""
-    if isinstance(value, Tensor):
-        if is_lazy(value) or value.layout is not torch.strided or value.is_nested:
-            return
-        if value.device.type != "meta" and value.numel():
-            yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, (list, tuple, set)):
-        for inner in value:
-            yield from tensors_in(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from tensors_in(getattr(value, item.name, None))

@@ -180,8 +180,8 @@ class ProfiledBytes:
 
     def trace(self) -> MemoryTrace:
         count = len(self._ours)
-        there, peaks = [self._before] * count, [self._before] * count
-        now = most = self._before
+        now = most = self._before + self._forgotten()
+        there, peaks = [now] * count, [now] * count
         is_ours, known = False, set(self._known)
         made_by_us: dict[int, int] = {}
         for event in self._events:
@@ -206,6 +206,21 @@ class ProfiledBytes:
                 now += event.change
                 most = max(most, now)
         return MemoryTrace(there, peaks, self._ours)
+
+    def _forgotten(self) -> int:
+        """Return the bytes that were there before the step without being named, as far as they
+        were given back in it."""
+        found, here = 0, set(self._known)
+        for event in self._events:
+            if event.mark is not None:
+                continue
+            if event.change > 0:
+                here.add(event.address)
+            elif event.address in here:
+                here.remove(event.address)
+            else:
+                found -= event.change
+        return found
 
 
 class NoBytes:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
-from pathlib import Path
 
 import msgspec
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.audit import Audit
+from lightning_dlres.memory.changes import UNCHANGED, Changes, without
 from lightning_dlres.memory.copies import Copies, DirectCopies, StreamCopies
 from lightning_dlres.memory.engine import SavedTensors
 from lightning_dlres.memory.follow import Follower
@@ -27,9 +28,8 @@ from lightning_dlres.memory.meter import AllocatedBytes, Held, Meter, NoBytes, P
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import Link, StepProfile
-from lightning_dlres.memory.recompute import running_again
 from lightning_dlres.memory.record import Recorder
-from lightning_dlres.memory.reuse.install import reusing
+from lightning_dlres.memory.settings import Settings, TierSettings
 from lightning_dlres.memory.simulator import Limits
 from lightning_dlres.memory.tiers import GrowingTier, SlabTier
 
@@ -37,44 +37,6 @@ from lightning_dlres.memory.tiers import GrowingTier, SlabTier
 _MOST_PLANS = 64
 # So many times steps of one shape may be unlike each other before they are taken as they are.
 _PATIENCE = 3
-
-
-@dataclass(frozen=True)
-class TierSettings:
-    """A place where data may go.
-
-    Attributes:
-        name: "host" or "disk".
-        limit: bytes; infinite: no limit.
-        directory: of a file; None for memory.
-    """
-
-    name: str
-    limit: float = inf
-    directory: Path | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user wants.
-
-    Attributes:
-        device_limit: bytes that the device may hold; "min": as few as possible.
-        saved_limit: bytes of saved data, or, up to 1, a share of what plain training saves.
-        min_bytes: smaller data stay.
-        tiers: where data may go, the preferred one first.
-        actions, recompute, reuse: what may be done.
-        profile_steps: steps that are measured.
-    """
-
-    device_limit: float | str = inf
-    saved_limit: float = inf
-    min_bytes: int = 1 << 16
-    tiers: tuple[TierSettings, ...] = (TierSettings("host"),)
-    actions: tuple[Action, ...] = tuple(Action)
-    recompute: bool = True
-    reuse: bool = True
-    profile_steps: int = 2
 
 
 @dataclass
@@ -98,41 +60,25 @@ class Measured:
     curve: list[tuple[float, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Changed:
-    """Modules that are not as they were.
-
-    Attributes:
-        again: they run again in backward.
-        reuse: they reuse their inputs' memory, or save signs.
-    """
-
-    again: tuple[str, ...] = ()
-    reuse: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> set[str]:
-        return {*self.again, *self.reuse}
-
-
-_UNCHANGED = _Changed()
-
-
 @dataclass
 class _Kind:
     """Steps of one shape."""
 
     profiles: list[StepProfile] = field(default_factory=list)
     failures: int = 0
-    changed: _Changed = _UNCHANGED
+    changes: Changes = UNCHANGED
     first: tuple[MemoryPlan, StepProfile] | None = None
+    # Looks at the changes in the step to come; those that it has found exact.
+    audit: Audit | None = None
+    exact: set[str] = field(default_factory=set)
     plan: MemoryPlan | None = None
     follower: Follower | None = None
 
     def forget(self) -> None:
         """Begin anew."""
         self.profiles.clear()
-        self.changed, self.first, self.follower, self.failures = _UNCHANGED, None, None, 0
+        self.changes, self.first, self.follower, self.failures = UNCHANGED, None, None, 0
+        self.audit = None
 
 
 class Offloader:
@@ -190,14 +136,11 @@ class Offloader:
         self._kinds.move_to_end(shape)
         if len(self._kinds) > _MOST_PLANS:
             self._kinds.popitem(last=False)
-        wanted = kind.changed.names
+        wanted = kind.changes.names
         if wanted and not wanted <= {name for name, _ in self._root.named_modules()}:
             # The model has been changed.
             kind.forget()
-        with (
-            running_again(self._root, kind.changed.again),
-            reusing(self._root, kind.changed.reuse, self._engine),
-        ):
+        with kind.changes.made(self._root, self._engine, kind.audit):
             if kind.follower is None:
                 with self._recorded(kind, stays, held):
                     yield
@@ -260,6 +203,9 @@ class Offloader:
             self._links = self._measured_links(recorder.usual_bytes)
             if self._settings.reuse:
                 self._rate = measure_copies(self._device)
+        if kind.audit is not None:
+            self._judge(kind, kind.audit)
+            return
         profile = recorder.profile(self._links, self._rate)
         if for_time and _shape(profile) != _shape(kind.profiles[0]) and kind.failures < _PATIENCE:
             # Not the steps to plan for: the first ones may be unlike all others.
@@ -271,17 +217,38 @@ class Offloader:
             self._make_plan(kind)
 
     def _make_plan(self, kind: _Kind) -> None:
-        profile, settings = _timed(kind.profiles), self._settings
+        profile = _timed(kind.profiles)
         kind.profiles.clear()
         if kind.first is None:
-            plan = self._plan(profile, settings.recompute, settings.reuse)
-            if plan.recompute or plan.reuse:
-                # Steps with changed modules are unlike those without: measured, not guessed.
-                kind.changed = _Changed(plan.recompute, plan.reuse)
-                kind.first = plan, profile
-                return
+            self._begin(kind, profile)
         else:
-            plan, profile = self._better(kind, kind.first, profile)
+            self._finish(kind, *self._better(kind, kind.first, profile))
+
+    def _begin(self, kind: _Kind, profile: StepProfile) -> None:
+        """Make a plan of a step without changes."""
+        plan = self._plan(profile, self._settings.recompute, self._settings.reuse)
+        kind.changes = Changes(plan.recompute, plan.reuse)
+        if kind.changes == UNCHANGED:
+            self._finish(kind, plan, profile)
+            return
+        # Steps with changed modules are unlike those without: measured, not guessed.
+        kind.first = plan, profile
+        if self._settings.exact and not kind.changes.names <= kind.exact:
+            kind.audit = Audit()
+
+    def _judge(self, kind: _Kind, audit: Audit) -> None:
+        """Go on with the changes that are exact."""
+        kind.audit = None
+        failed = audit.failed(kind.changes.names)
+        kind.exact |= kind.changes.names - failed
+        if failed:
+            assert kind.first is not None
+            profile, kind.first = kind.first[1], None
+            self._begin(kind, without(profile, failed))
+
+    def _finish(self, kind: _Kind, plan: MemoryPlan, profile: StepProfile) -> None:
+        """Follow a plan from now on."""
+        settings = self._settings
         for spec in settings.tiers:
             size = plan.tiers.get(spec.name, 0)
             known = self._tiers.get(spec.name)
@@ -298,25 +265,25 @@ class Offloader:
     ) -> tuple[MemoryPlan, StepProfile]:
         """Return the better plan, with its profile: that with changed modules, now that such steps
         were measured, or one without."""
-        found: list[tuple[MemoryPlan, StepProfile, _Changed]] = []
+        found: list[tuple[MemoryPlan, StepProfile, Changes]] = []
         refusal: ConfigError | None = None
-        for known, changed in ((profile, kind.changed), (first[1], _UNCHANGED)):
+        for known, changes in ((profile, kind.changes), (first[1], UNCHANGED)):
             try:
-                found.append((self._plan(known, False, False, first[0]), known, changed))
+                found.append((self._plan(known, False, False, first[0]), known, changes))
             except ConfigError as error:
                 refusal = refusal or error
         if not found:
             assert refusal is not None
             raise refusal
         is_min = self._settings.device_limit == "min"
-        plan, own, kind.changed = min(
+        plan, own, kind.changes = min(
             found, key=lambda f: (f[0].peak if is_min else 0, f[0].seconds)
         )
         before = first[0]
         plan = msgspec.structs.replace(
             plan,
-            recompute=kind.changed.again,
-            reuse=kind.changed.reuse,
+            recompute=kind.changes.again,
+            reuse=kind.changes.reuse,
             plain_seconds=before.plain_seconds,
             plain_peak=before.plain_peak,
             plain_saved_peak=before.plain_saved_peak,

@@ -15,7 +15,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.offloader import Settings, TierSettings
+from lightning_dlres.memory.settings import Settings, TierSettings
 
 ACTIONS = ("compress", "offload", "reuse", "recompute")
 # To run a module again is exact only if its forward depends on its inputs alone.
@@ -39,6 +39,7 @@ class MemoryOptions:
     min_size: int | str = "64KiB"
     actions: Sequence[str] = DEFAULT_ACTIONS
     profile_steps: int = 2
+    exact: bool = True
 
     def __post_init__(self) -> None:
         _amount("budget", self.budget, '"8GiB", 0.9 or "min"', also=("min",))
@@ -57,6 +58,8 @@ class MemoryOptions:
         if type(self.profile_steps) is not int or self.profile_steps < 1:
             expected = "a number of steps, at least 1"
             raise ConfigError(got_expected("profile_steps", self.profile_steps, expected, "2"))
+        if not isinstance(self.exact, bool):
+            raise ConfigError(got_expected("exact", self.exact, "True or False", "True"))
         if self.disk is not None and (
             not isinstance(self.disk, (str, Path)) or not str(self.disk) or "://" in str(self.disk)
         ):
@@ -92,6 +95,7 @@ class MemoryOptions:
             recompute="recompute" in names,
             reuse="reuse" in names,
             profile_steps=self.profile_steps,
+            exact=self.exact,
         )
 
     def _device_limit(self, device: torch.device, ranks_on_host: int) -> float | str:

@@ -6,14 +6,20 @@ its class, its state dict's keys and its hooks stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+
+from lightning_dlres.memory.audit import Audit
+from lightning_dlres.memory.traces import checksum, tensors_in
+
+Report = Callable[[bool], None]
 
 
 class Again:
@@ -22,10 +28,11 @@ class Again:
 
     Args:
         module: whose forward it is.
+        report: is told whether a run again yields what the first one did; None: nobody looks.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, report: Report | None = None) -> None:
+        self.module, self.report = module, report
         # A forward that somebody else has put there before.
         self.before = module.__dict__.get("forward")
 
@@ -33,16 +40,84 @@ class Again:
         forward = self.before or partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+        run = partial(forward, **kwargs)
+        if self.report is not None:
+            return _watched(run, args, self.report)
+        return checkpoint(run, *args, use_reentrant=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "report": None}
+
+
+def _watched(run: Callable[..., Any], args: Sequence[Any], report: Report) -> Any:
+    """Return what a function returns, and report, when backward comes to it, whether it would
+    return the same once more."""
+    surroundings = _Surroundings(args)
+    output = run(*args)
+    first, reported = _checksums(output), False
+
+    def look(gradient: Tensor) -> None:
+        nonlocal reported
+        if not reported:
+            reported = True
+            with surroundings.restored():
+                report(_checksums(run(*args)) == first)
+
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(look)
+    return output
+
+
+def _checksums(output: Any) -> list[Any]:
+    return [checksum(tensor) for tensor in tensors_in(output)]
+
+
+class _Surroundings:
+    """What checkpoint restores for a second run: random states, and autocast."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._random = torch.get_rng_state()
+        self._devices, self._states = get_device_states(*args)
+        kinds = {"cpu", *(tensor.device.type for tensor in tensors_in(args))}
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted(kinds)
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self._devices))
+            torch.set_rng_state(self._random)
+            set_device_states(self._devices, self._states)
+            for kind, dtype, is_on in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, is_on))
+            stack.enter_context(torch.enable_grad())
+            # What it saves is nobody's business.
+            stack.enter_context(saved_tensors_hooks(_itself, _itself))
+            yield
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextmanager
-def running_again(root: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Inside of it, the named modules below a root run again in backward."""
-    modules = [root.get_submodule(name) for name in names]
+def running_again(
+    root: nn.Module, names: Iterable[str], audit: Audit | None = None
+) -> Iterator[None]:
+    """Inside of it, the named modules below a root run again in backward.
+
+    Args:
+        root: the model.
+        names: which modules.
+        audit: is told whether they yield the same; None: nobody looks.
+    """
     installed = []
-    for module in modules:
-        again = Again(module)
+    for name in names:
+        module = root.get_submodule(name)
+        again = Again(module, None if audit is None else partial(audit.note, name))
         module.forward = again
         installed.append((module, again))
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def _content(value: Any, depth: int) -> Any:
     otherwise."""
     if isinstance(value, Tensor):
         with torch.no_grad():
-            return value, _checksum(value)
+            return value, checksum(value)
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, random.Random):
@@ -62,7 +63,7 @@ def _content(value: Any, depth: int) -> Any:
     return value
 
 
-def _checksum(tensor: Tensor) -> Any:
+def checksum(tensor: Tensor) -> Any:
     """Return the sum of a tensor's bits as whole numbers: it differs if an element does, but for
     rare accidents."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
@@ -81,3 +82,21 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, (*PLAIN, np.ndarray)) and type(one) is type(other):
         return bool(one == other) or one != one
     return one is other
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors with memory in nested containers."""
+    if isinstance(value, Tensor):
+        if is_lazy(value) or value.layout is not torch.strided or value.is_nested:
+            return
+        if value.device.type != "meta" and value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (list, tuple, set)):
+        for inner in value:
+            yield from tensors_in(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from tensors_in(getattr(value, item.name, None))

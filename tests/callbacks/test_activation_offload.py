@@ -33,7 +33,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "compress": {"budget": "min", "actions": ["compress"]},
     "both": {"budget": "min", "actions": ["compress", "offload"]},
     "recompute": {"budget": "min", "actions": ["recompute"]},
-    "all": {"budget": "min", "actions": ["compress", "offload", "recompute"]},
+    "reuse": {"budget": "min", "actions": ["reuse"]},
+    "all": {"budget": "min", "actions": ["compress", "offload", "reuse", "recompute"]},
     "half": {"budget": "1TiB", "saved_budget": 0.6},
 }
 
@@ -294,7 +295,7 @@ def fit_with_ddp(context: RankContext, way: str | None, name: str) -> dict[str, 
         "max_epochs": 2,
     }
     task, callbacks = Regression(name), [ours(way)] if way else []
-    weights = fit(task, batches(name), *callbacks, **options)
+    weights = fit(task, batches(name, 14), *callbacks, **options)
     if callbacks:
         assert callbacks[0].plan is not None
     return weights

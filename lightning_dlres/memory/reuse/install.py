@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from lightning_dlres.memory.audit import Audit
 from lightning_dlres.memory.reuse.activations import SignedRelu
-from lightning_dlres.memory.reuse.function import InPlaceGradient, Owner
+from lightning_dlres.memory.reuse.function import InPlaceGradient, Owner, Report
 from lightning_dlres.memory.reuse.kinds import Fit, fit_of
 from lightning_dlres.memory.reuse.norms import BatchNorm
 
@@ -22,13 +24,18 @@ class InPlace:
     Args:
         module: whose forward it is.
         owner: knows who reads what.
+        report: is told whether it computes what the module does; None: nobody looks.
     """
 
-    def __init__(self, module: nn.Module, owner: Owner | None) -> None:
-        self.module, self.owner = module, owner
+    def __init__(
+        self, module: nn.Module, owner: Owner | None, report: Report | None = None
+    ) -> None:
+        self.module, self.owner, self.report = module, owner, report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fit = fit_of(self.module, args, kwargs) if self.owner is not None else None
+        if (fit is None or fit.formula is None) and self.report is not None:
+            self.report(True)
         if fit is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         if fit.formula is None:
@@ -36,7 +43,7 @@ class InPlace:
         self._count(fit)
         x, params = fit.tensors()
         return InPlaceGradient.apply(  # type: ignore[no-untyped-call]
-            fit.formula, self.owner, x, *params
+            fit.formula, self.owner, self.report, x, *params
         )
 
     def _count(self, fit: Fit) -> None:
@@ -47,18 +54,28 @@ class InPlace:
             batches.add_(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "owner": None}
+        return {"module": self.module, "owner": None, "report": None}
 
 
 @contextmanager
-def reusing(root: nn.Module, names: Iterable[str], owner: Owner) -> Iterator[None]:
-    """Inside of it, the named modules below a root reuse their inputs' memory."""
+def reusing(
+    root: nn.Module, names: Iterable[str], owner: Owner, audit: Audit | None = None
+) -> Iterator[None]:
+    """Inside of it, the named modules below a root reuse their inputs' memory.
+
+    Args:
+        root: the model.
+        names: which modules.
+        owner: knows who reads what.
+        audit: is told whether they compute the same; None: nobody looks.
+    """
     installed = []
     for name in names:
         module = root.get_submodule(name)
         # A forward that somebody else has put there does what it is there for.
         if "forward" not in vars(module):
-            module.forward = InPlace(module, owner)
+            report = None if audit is None else partial(audit.note, name)
+            module.forward = InPlace(module, owner, report)
             installed.append(module)
     try:
         yield
