@@ -18,14 +18,14 @@ from lightning_dlres.memory.profile import StepProfile
 
 
 class ActivationOffload(Callback):
-    """Keeps device memory within a budget (Method A, A1 and A3 to A5).
+    """Keeps device memory within a budget (Method A, A1 and A3 to A6).
 
     The first steps of every batch shape are measured, while all that autograd saves is away, so
     that they fit where any plan does. Then a plan says for each saved tensor whether it stays, is
     compressed (ZVC: zeros left out), goes to the host's memory or a disk and is brought back ahead
-    of its use, or is computed again, at the least predicted time. Gradients are those of plain
-    training, bit for bit; the LightningModule is not changed. Nothing happens where the budget
-    holds everything.
+    of its use, is overwritten by a gradient as soon as it may be, or is computed again, at the
+    least predicted time. Gradients are those of plain training, bit for bit; the LightningModule
+    is not changed. Nothing happens where the budget holds everything.
 
     Works on one device and with DDP; strategies that shard the model are refused.
 
@@ -44,11 +44,15 @@ class ActivationOffload(Callback):
             where data go: None is the system's directory for temporary files there.
         disk_budget: Bytes on that disk. None: no limit.
         min_size: Smaller tensors stay.
-        actions: Some of "compress", "offload" and "recompute". The last is off by default: a module
-            that runs again in backward yields the same bits only if its forward depends on nothing
-            but its inputs, weights and torch's random state. Modules that are seen to leave traces
-            never run again; what a forward does outside of its module cannot be seen.
+        actions: Some of "compress", "offload", "reuse" and "recompute". "reuse" lets layers write
+            their input's gradient into their input's memory where nobody else reads it. The last
+            is off by default: a module that runs again in backward yields the same bits only if
+            its forward depends on nothing but its inputs, weights and torch's random state.
+            Modules that are seen to leave traces never run again; what a forward does outside of
+            its module cannot be seen.
         profile_steps: Steps that are measured for a shape; the first one is slow for other reasons.
+        exact: Whether modules are changed (reuse, recompute) only if, in one more step, they
+            compute the same bits as before. False: rounding may differ.
 
     Raises:
         ConfigError: an argument is of no use; when `fit` starts: the strategy or device cannot
@@ -66,10 +70,19 @@ class ActivationOffload(Callback):
         min_size: int | str = "64KiB",
         actions: Sequence[str] = DEFAULT_ACTIONS,
         profile_steps: int = 2,
+        exact: bool = True,
     ) -> None:
         super().__init__()
         self._options = MemoryOptions(
-            budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps
+            budget,
+            saved_budget,
+            host_budget,
+            disk,
+            disk_budget,
+            min_size,
+            actions,
+            profile_steps,
+            exact,
         )
         self.training_steps: TrainingSteps | None = None
 

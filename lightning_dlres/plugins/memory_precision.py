@@ -34,8 +34,8 @@ class MemoryPrecision(Precision):
 
     Args:
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
-        budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps: see
-            `ActivationOffload`.
+        budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps,
+            exact: see `ActivationOffload`.
 
     Raises:
         ConfigError: an argument is of no use; when `fit` starts, the strategy or device cannot
@@ -53,9 +53,18 @@ class MemoryPrecision(Precision):
         min_size: int | str = "64KiB",
         actions: Sequence[str] = DEFAULT_ACTIONS,
         profile_steps: int = 2,
+        exact: bool = True,
     ) -> None:
         self._options = MemoryOptions(
-            budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps
+            budget,
+            saved_budget,
+            host_budget,
+            disk,
+            disk_budget,
+            min_size,
+            actions,
+            profile_steps,
+            exact,
         )
         if precision not in get_args(Kind):
             expected = f"one of {', '.join(map(repr, get_args(Kind)))}"

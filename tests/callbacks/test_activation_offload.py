@@ -329,6 +329,7 @@ def test_strategies_that_shard_the_model_are_refused() -> None:
         ({"actions": "offload"}, "actions: got 'offload', expected a list"),
         ({"actions": ["forget"]}, "actions: got .'forget'., expected a list"),
         ({"profile_steps": 0}, "profile_steps: got 0, expected"),
+        ({"exact": 1}, "exact: got 1, expected True or False"),
         ({"disk": "s3://bucket"}, "disk: got 's3://bucket', expected a local directory"),
         ({"disk": 3}, "disk: got 3, expected a local directory"),
         ({"disk": ""}, "disk: got '', expected a local directory"),
