@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_dlres.codecs.base import Codec, Encoded, register
 from lightning_dlres.codecs.layout import dense_bytes
 from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.kernels.copying import copy_bytes
 
 
 @register
@@ -30,14 +31,14 @@ class Raw(Codec):
                 f"raw data: got {encoded.nbytes} bytes, expected {target.numel()} for "
                 f"{encoded.dtype} of {tuple(encoded.shape)}."
             )
-        target.copy_(encoded.payload)
+        copy_bytes(target, encoded.payload)
         return result
 
 
 def copied(tensor: Tensor, source: Tensor, stride: tuple[int, ...], out: Tensor | None) -> Encoded:
     """Return a tensor as this codec does; `source` and `stride` are what `dense_bytes` says."""
     count = source.numel()
-    data = source.clone() if out is None else out[:count].copy_(source)
+    data = copy_bytes(torch.empty_like(source) if out is None else out[:count], source)
     return Encoded(Raw.name, tensor.dtype, tensor.shape, stride, data, count)
 
 

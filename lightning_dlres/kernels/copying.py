@@ -1,0 +1,75 @@
+"""Copies past the processor's cache. What is put away is not read again soon; and an ordinary store
+first reads the line that it fills, so that half as many bytes again go over the memory's bus."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from numba import cfunc, types
+from torch import Tensor
+
+from lightning_dlres.core.arrays import require_memory
+from lightning_dlres.kernels import workers
+from lightning_dlres.kernels.x86 import finish_stores, has_avx2, store_past_cache
+
+# Less stays in the cache, where an ordinary copy is as fast.
+_LEAST_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+_LINE_BYTES = 64
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> Tensor:
+    """Copy uint8[n] to uint8[n], on any devices; return the target."""
+    count = source.numel()
+    if not _can_stream(target, source, count):
+        return target.copy_(source)
+    number = max(1, min(workers.count(), count // _PIECE_BYTES))
+    step = -(-count // number // _LINE_BYTES) * _LINE_BYTES
+    to, begin = target.data_ptr(), source.data_ptr()
+    ends = [*range(0, count, step), count]
+    workers.run([partial(_copy, to + a, begin + a, b - a) for a, b in pairwise(ends)])
+    # As copy_ would: whoever has saved it sees that it has changed.
+    torch.autograd.graph.increment_version(target)
+    return target
+
+
+def _can_stream(target: Tensor, source: Tensor, count: int) -> bool:
+    if target.is_cuda or source.is_cuda or not has_avx2():
+        return False
+    if count < _LEAST_BYTES or target.numel() != count or target.is_inference():
+        return False
+    for tensor in (target, source):
+        if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
+            return False
+        require_memory(tensor)
+    return abs(target.data_ptr() - source.data_ptr()) >= count
+
+
+def _copy(target: int, source: int, count: int) -> None:
+    head = min(-target % _LINE_BYTES, count)
+    body = (count - head) // _LINE_BYTES * _LINE_BYTES
+    tail = head + body
+    ctypes.memmove(target, source, head)
+    _streamer()(target + head, source + head, body)
+    ctypes.memmove(target + tail, source + tail, count - tail)
+
+
+@cache
+def _streamer() -> Any:
+    """Return the compiled function: of addresses, since it is to let go of the interpreter's
+    lock."""
+    numbers = [types.int64] * 3
+    stream = cfunc(types.void(*numbers), cache=True)(_stream).ctypes
+    stream.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return stream
+
+
+def _stream(target: int, source: int, count: int) -> None:
+    for place in range(0, count, _LINE_BYTES):
+        store_past_cache(target, source, place)
+        store_past_cache(target, source, place + 32)
+    finish_stores()

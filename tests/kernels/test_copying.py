@@ -1,0 +1,55 @@
+"""Copies past the cache are copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.kernels import copying
+from lightning_dlres.kernels.copying import copy_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 3000),
+    to=st.integers(0, 70),
+    start=st.integers(0, 70),
+    threads=st.integers(1, 3),
+)
+def test_any_bytes_from_any_place_to_any_other(
+    count: int, to: int, start: int, threads: int
+) -> None:
+    source = torch.randint(256, (start + count,), dtype=torch.uint8)[start:]
+    room = torch.full((to + count + 100,), 7, dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_LEAST_BYTES", 1)
+        patch.setattr(copying, "_PIECE_BYTES", 64)
+        patch.setattr("lightning_dlres.kernels.workers.count", lambda: threads)
+        copy_bytes(room[to : to + count], source)
+    assert torch.equal(room[to : to + count], source)
+    assert bool((room[:to] == 7).all())
+    assert bool((room[to + count :] == 7).all())
+
+
+def test_a_large_copy() -> None:
+    source = torch.randint(256, ((5 << 20) + 13,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    version = target._version
+    assert copy_bytes(target, source) is target
+    assert torch.equal(target, source)
+    assert target._version > version
+
+
+def test_what_lies_over_itself_is_copied_as_torch_does() -> None:
+    room = torch.arange(256, dtype=torch.uint8).repeat(1 << 13)
+    count = 1 << 20
+    assert not copying._can_stream(room[:count], room[100 : count + 100], count)
+    if copying.has_avx2():
+        assert copying._can_stream(room[:count], room[count : 2 * count], count)
+
+
+def test_other_sizes_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        copy_bytes(torch.zeros(1 << 21, dtype=torch.uint8), torch.zeros(3, 5, dtype=torch.uint8))
