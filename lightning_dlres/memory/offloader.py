@@ -19,6 +19,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.audit import Audit
 from lightning_dlres.memory.changes import UNCHANGED, Changes, without
+from lightning_dlres.memory.choices import Limits
 from lightning_dlres.memory.copies import Copies, DirectCopies, StreamCopies
 from lightning_dlres.memory.engine import SavedTensors
 from lightning_dlres.memory.follow import Follower
@@ -30,7 +31,6 @@ from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import Link, StepProfile
 from lightning_dlres.memory.record import Recorder
 from lightning_dlres.memory.settings import Settings, TierSettings
-from lightning_dlres.memory.simulator import Limits
 from lightning_dlres.memory.tiers import GrowingTier, SlabTier
 
 # Plans for so many shapes are kept.

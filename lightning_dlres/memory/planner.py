@@ -17,21 +17,20 @@ import msgspec
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.placement import Lifetime, overlap, place
-from lightning_dlres.memory.plan import Decision, MemoryPlan
-from lightning_dlres.memory.profile import Datum, StepProfile
-from lightning_dlres.memory.program import Program, Selection, choices_of
-from lightning_dlres.memory.simulator import (
+from lightning_dlres.memory.choices import (
     KEEP,
     NO_LIMITS,
     SPARE,
     Choice,
     Limits,
-    Outcome,
     packed_room,
     room_for,
-    simulate,
 )
+from lightning_dlres.memory.placement import Lifetime, overlap, place
+from lightning_dlres.memory.plan import Decision, MemoryPlan
+from lightning_dlres.memory.profile import Datum, StepProfile
+from lightning_dlres.memory.program import Program, Selection, choices_of
+from lightning_dlres.memory.simulator import Outcome, simulate
 
 # How much of a copy's time is taken to show where the device computes meanwhile.
 _SHOWN = (1.0, 0.3, 0.02)

@@ -17,8 +17,7 @@ from highspy import HighsModelStatus, HighsVarType
 from numpy.typing import NDArray
 
 from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.profile import Datum, Region, Reuse, StepProfile
-from lightning_dlres.memory.simulator import (
+from lightning_dlres.memory.choices import (
     KEEP,
     Choice,
     Limits,
@@ -27,6 +26,7 @@ from lightning_dlres.memory.simulator import (
     relief,
     room_for,
 )
+from lightning_dlres.memory.profile import Datum, Region, Reuse, StepProfile
 
 # Rows that are added at a time.
 _MOST_NEW_ROWS = 8

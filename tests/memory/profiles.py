@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.choices import KEEP, Choice
 from lightning_dlres.memory.profile import Datum, Link, Region, Reuse, StepProfile
-from lightning_dlres.memory.simulator import KEEP, Choice
 
 MIB = 1 << 20
 

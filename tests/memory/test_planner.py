@@ -12,11 +12,12 @@ from hypothesis import given, settings
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.choices import KEEP, Choice, Limits
 from lightning_dlres.memory.placement import Lifetime, overlap
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import StepProfile
-from lightning_dlres.memory.simulator import KEEP, Choice, Limits, simulate
+from lightning_dlres.memory.simulator import simulate
 from tests.memory.profiles import MIB, all_selections, any_profile, profiles, stack
 
 OFFLOAD = Choice(Action.OFFLOAD, "host")
