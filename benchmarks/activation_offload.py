@@ -40,6 +40,7 @@ PICTURE = Path("build/activation_offload.png")
 SLOWER_TARGET = 1.05
 # A peer counts as better on an axis if it is by more than this.
 _NOISE = 0.02
+_MOST_MEASURED = 30
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class Way:
     peak: int = 0
     gradients: list[Tensor] = field(default_factory=list)
 
+    @property
+    def follows(self) -> bool:
+        """Return whether its steps follow a plan by now, if there is to be one."""
+        return self.offloader is None or self.offloader.measured.steps > 0
+
     def step(self, x: Tensor) -> None:
         torch.manual_seed(0)
         with self.around():
@@ -180,15 +186,20 @@ def measured(make: Any, settings: Settings, device: torch.device, directory: Pat
         ways.append(ours(copy(), budget, device, directory, x))
     for way in ways:
         way.optimizer = torch.optim.SGD(way.network.parameters(), lr=1e-3)
-    for turn in range(settings.rounds + 6):
+    turn = counted = 0
+    while counted < settings.rounds:
+        # Steps are measured and planned first.
+        counts = all(way.follows for way in ways)
+        if turn == _MOST_MEASURED and not counts:
+            raise RuntimeError(f"no plan after {turn} steps")
         for way in ways if turn % 2 else reversed(ways):
             began = time.perf_counter()
             way.step(x)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            # The first ones are measured and planned.
-            if turn >= 6:
+            if counts:
                 way.seconds.append(time.perf_counter() - began)
+        turn, counted = turn + 1, counted + counts
         require_same(ways)
     for way in ways:
         way.peak = peak_of(way, x, device)
