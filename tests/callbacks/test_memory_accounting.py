@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_dlres as dlres
@@ -45,9 +46,24 @@ class WideUNet(UNet):
     pass
 
 
+class Checkpointed(nn.Module):
+    """Runs its blocks again by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(128, 0.1) for _ in range(3))
+        self.head = nn.Linear(128, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "gpt": (wide_gpt, lambda: torch.randn(16, 96, 128)),
     "mlp": (deep_mlp, lambda: torch.randn(4096, 256)),
+    "checkpointed": (Checkpointed, lambda: torch.randn(16, 96, 128)),
     "unet": (WideUNet, lambda: torch.randn(8, 3, 64, 64)),
 }
 
@@ -160,8 +176,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+COUNTED = [(name, way) for name in ("gpt", "mlp", "unet") for way in WAYS]
+COUNTED += [("checkpointed", "keep"), ("checkpointed", "offload")]
+
+
+@pytest.mark.parametrize(("name", "way"), COUNTED)
 def test_the_predicted_peak_is_what_the_allocator_counts(name: str, way: str) -> None:
     callback, counter = dlres.ActivationOffload(**WAYS[way]), AllocatorPeak(11)
     fit(Wide(name), loader(name, 12), callback, counter)
