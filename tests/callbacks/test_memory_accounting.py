@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,89 +251,3 @@ def test_memory_that_somebody_reads_is_not_reused(
     assert callback.plan is not None
     assert "net.net.2" not in callback.plan.reuse
     assert ours.peak == pytest.approx(callback.plan.peak, rel=0.03)
-
-
-def anonymous_bytes() -> int:
-    """Return what this process holds that is no file's."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no such line")
-
-
-class AtTurn(Callback):
-    """Looks at what the process's memory has grown by between forward and backward."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        gc.collect()
-        self.before = anonymous_bytes()
-
-    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        self.seen.append(anonymous_bytes() - self.before)
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
-def test_with_the_disk_the_process_itself_gets_smaller(tmp_path: Path) -> None:
-    CASES["large"] = (large_mlp, lambda: torch.randn(40960, 256))
-    try:
-        plain, ours = AtTurn(), AtTurn()
-        fit(Wide("large"), loader("large", 4), plain)
-        callback = dlres.ActivationOffload(
-            "1TiB", saved_budget=0.5, disk=tmp_path, actions=["offload"], profile_steps=1
-        )
-        fit(Wide("large"), loader("large", 4), ours, callback)
-    finally:
-        del CASES["large"]
-    assert callback.plan is not None
-    planned_out = callback.plan.tiers["disk"]
-    assert planned_out > 100 * MIB
-    assert plain.seen[-1] - ours.seen[-1] >= 0.8 * planned_out
-
-
-class Resident(Callback):
-    """Notes what the process holds after every hundred steps."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int, int]] = []
-        self.offload: dlres.ActivationOffload | None = None
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx % 100 == 99:
-            gc.collect()
-            assert self.offload is not None
-            steps = self.offload.training_steps
-            assert steps is not None
-            assert steps.offloader is not None
-            slabs = sum(tier.nbytes for tier in steps.offloader._tiers.values())
-            self.seen.append((anonymous_bytes(), len(os.listdir("/proc/self/fd")), slabs))
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
-def test_nothing_grows_in_many_steps() -> None:
-    watcher = Resident()
-    watcher.offload = dlres.ActivationOffload("1TiB", saved_budget=0.5, min_size=1)
-    data = [torch.randn(3, 10 - (number % 20 == 0), 16) for number in range(2000)]
-    task = Regression("mlp")
-    task.net = nn.Sequential(Block(16, 0.1))
-    fit(task, DataLoader(data, batch_size=None), watcher, watcher.offload)  # type: ignore[arg-type]
-    early, late = watcher.seen[9], watcher.seen[-1]
-    assert late[0] - early[0] < 2 * MIB
-    assert late[1:] == early[1:]
-
-
-@pytest.mark.parametrize("actions", [["offload"], ["offload", "compress", "recompute"]], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
-def test_saved_data_never_take_more_than_half(name: str, actions: list[str]) -> None:
-    callback = dlres.ActivationOffload("1TiB", saved_budget=0.5, actions=actions)
-    fit(Wide(name), loader(name, 10), callback)
-    steps = callback.training_steps
-    assert callback.plan is not None
-    assert steps is not None
-    assert steps.offloader is not None
-    # Counted whenever a tensor is saved or asked for.
-    assert 0 < steps.offloader.measured.saved_peak <= 0.5 * callback.plan.plain_saved_peak
