@@ -192,6 +192,15 @@ def is_only_in_python(tensor: Tensor) -> bool:
     return count is not None and int(count()) == 1
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for many under torch.vmap: it has no memory of its own. There
+    is no public name to ask."""
+    functorch = getattr(torch._C, "_functorch", None)
+    if functorch is None:
+        return False
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd knows a tensor as a view of another; no public name tells."""
     return bool(tensor._is_view())

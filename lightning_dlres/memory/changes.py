@@ -10,6 +10,7 @@ import msgspec
 from torch import nn
 
 from lightning_dlres.memory.audit import Audit
+from lightning_dlres.memory.calling import Calls
 from lightning_dlres.memory.profile import StepProfile
 from lightning_dlres.memory.recompute import running_again
 from lightning_dlres.memory.reuse.function import Owner
@@ -42,9 +43,14 @@ class Changes:
             owner: knows who reads what is saved.
             audit: looks at what they compute; None: nobody does.
         """
+        if not self.names:
+            yield
+            return
+        calls = Calls()
         with (
-            running_again(root, self.again, audit),
-            reusing(root, self.reuse, owner, audit),
+            calls.followed(),
+            running_again(root, self.again, calls, audit),
+            reusing(root, self.reuse, owner, calls, audit),
         ):
             yield
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from lightning_dlres.core._compat import (
     Version,
     graph_is_kept,
+    is_batched,
     is_zeros_without_memory,
     owners_of_memory,
     storage_key,
@@ -222,6 +223,7 @@ def _has_storage(tensor: Tensor) -> bool:
         tensor.layout is torch.strided
         and not tensor.is_nested
         and not is_lazy(tensor)
+        and not is_batched(tensor)
         and tensor.device.type != "meta"
         and not is_zeros_without_memory(tensor)
         and not tensor.is_quantized

@@ -74,6 +74,31 @@ class _Call:
         return self.peak(trace) - max(trace.at(self.memory_mark), after)
 
 
+class _Hook:
+    """A hook that stays with its module: a copy of that, or an unpickled one, has one that does
+    nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _inert, ()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _inert() -> Callable[..., None]:
+    return _nothing
+
+
 def _are_plain(args: Any, kwargs: Any) -> bool:
     """Return whether tensors are arguments themselves, by position, and nothing else can be
     changed."""
@@ -125,12 +150,11 @@ class LayerRecord:
         }
         for name, module in self._root.named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):
-                before = self._entering(name)
+                before, after = _Hook(self._entering(name)), _Hook(self._leaving(name))
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                after = module.register_forward_hook(
-                    self._leaving(name), with_kwargs=True, always_call=True
+                handles.append(
+                    module.register_forward_hook(after, with_kwargs=True, always_call=True)
                 )
-                handles.append(after)
         try:
             yield
         finally:

@@ -37,6 +37,8 @@ from lightning_dlres.memory.tiers import GrowingTier, SlabTier
 _MOST_PLANS = 64
 # So many times steps of one shape may be unlike each other before they are taken as they are.
 _PATIENCE = 3
+# So many steps are looked at until all changed modules were seen.
+_MOST_AUDITS = 3
 
 
 @dataclass
@@ -238,9 +240,14 @@ class Offloader:
 
     def _judge(self, kind: _Kind, audit: Audit) -> None:
         """Go on with the changes that are exact."""
+        names, audit.steps = kind.changes.names, audit.steps + 1
+        failed = audit.unlike(names)
+        if not failed and audit.unseen(names) and audit.steps < _MOST_AUDITS:
+            # Not every step runs every module.
+            return
         kind.audit = None
-        failed = audit.failed(kind.changes.names)
-        kind.exact |= kind.changes.names - failed
+        failed |= audit.unseen(names)
+        kind.exact |= names - failed
         if failed:
             assert kind.first is not None
             profile, kind.first = kind.first[1], None

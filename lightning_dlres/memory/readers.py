@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import storage_reference
 from lightning_dlres.memory.profile import Datum, Reuse
+from lightning_dlres.memory.reuse.install import has_own_forward
 from lightning_dlres.memory.reuse.kinds import fit_of, is_relu
 
 # A ReLU's output is read once more for its signs, and they are written.
@@ -55,7 +56,7 @@ class Readers:
         self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Note that a module's forward begins."""
-        fit = None if "forward" in vars(module) else fit_of(module, args, kwargs)
+        fit = None if has_own_forward(module) else fit_of(module, args, kwargs)
         if fit is None or name in self._calls:
             self._refused.add(name)
             return

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from lightning_dlres.memory.audit import Audit
+from lightning_dlres.memory.calling import Calls
 from lightning_dlres.memory.traces import checksum, tensors_in
 
 Report = Callable[[bool], None]
@@ -28,16 +29,18 @@ class Again:
 
     Args:
         module: whose forward it is.
+        calls: knows which module is called.
         report: is told whether a run again yields what the first one did; None: nobody looks.
     """
 
-    def __init__(self, module: nn.Module, report: Report | None = None) -> None:
-        self.module, self.report = module, report
+    def __init__(self, module: nn.Module, calls: Calls, report: Report | None = None) -> None:
+        self.module, self.calls, self.report = module, calls, report
         # A forward that somebody else has put there before.
         self.before = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.before or partial(type(self.module).forward, self.module)
+        module = self.calls.copy_of(self.module, self) or self.module
+        forward = self.before or partial(type(module).forward, module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         run = partial(forward, **kwargs)
@@ -60,12 +63,14 @@ def _watched(run: Callable[..., Any], args: Sequence[Any], report: Report) -> An
         nonlocal reported
         if not reported:
             reported = True
+            for handle in handles:
+                handle.remove()
             with surroundings.restored():
                 report(_checksums(run(*args)) == first)
 
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(look)
+    # Not on leaves: they live longer than the step.
+    inner = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    handles = [tensor.register_hook(look) for tensor in inner]
     return output
 
 
@@ -105,19 +110,25 @@ def _itself(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def running_again(
-    root: nn.Module, names: Iterable[str], audit: Audit | None = None
+    root: nn.Module,
+    names: Iterable[str],
+    calls: Calls | None = None,
+    audit: Audit | None = None,
 ) -> Iterator[None]:
     """Inside of it, the named modules below a root run again in backward.
 
     Args:
         root: the model.
         names: which modules.
+        calls: knows which module is called.
         audit: is told whether they yield the same; None: nobody looks.
     """
     installed = []
     for name in names:
         module = root.get_submodule(name)
-        again = Again(module, None if audit is None else partial(audit.note, name))
+        again = Again(
+            module, calls or Calls(), None if audit is None else partial(audit.note, name)
+        )
         module.forward = again
         installed.append((module, again))
     try:

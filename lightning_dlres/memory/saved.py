@@ -146,9 +146,13 @@ class Datum:
         Returns:
             Whether the memory is the asking one's: all of it, and to write to.
         """
-        memory = tensor.untyped_storage().nbytes()
-        if list(self._readers) != [reader] or memory != self.span.nbytes:
+        storage = tensor.untyped_storage()
+        if list(self._readers) != [reader] or storage.nbytes() != self.span.nbytes:
             return False
+        # Memory of others than torch (an array's), or of other processes, too.
+        if not storage.resizable() or (storage.device.type == "cpu" and tensor.is_shared()):
+            return False
+        del storage
         if self._here is None and not self._original.expired():
             # It is a copy, but with the original kept this would not be possible: what was planned
             # must not depend on where the data are.

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_dlres.core._compat import is_batched
+
 # How deep containers in attributes are looked into.
 _DEPTH = 4
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -88,6 +90,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors with memory in nested containers."""
     if isinstance(value, Tensor):
         if is_lazy(value) or value.layout is not torch.strided or value.is_nested:
+            return
+        if is_batched(value):
             return
         if value.device.type != "meta" and value.numel():
             yield value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +114,8 @@ def test_what_an_audit_finds() -> None:
     audit = Audit()
     for name, is_same in (("a", True), ("b", False), ("b", True), ("c", True), ("c", False)):
         audit.note(name, is_same)
-    assert audit.failed({"a", "b", "c", "never"}) == {"b", "c", "never"}
+    assert audit.unlike({"a", "b", "c", "never"}) == {"b", "c"}
+    assert audit.unseen({"a", "b", "c", "never"}) == {"never"}
     nan = torch.tensor([float("nan"), 0.0])
     assert are_same([nan, None], [nan.clone(), None])
     assert not are_same([torch.tensor(0.0)], [torch.tensor(-0.0)])
@@ -138,3 +141,45 @@ def test_a_profile_without_some_changes() -> None:
     found = without(profile, {"c", "b"})
     assert [region.layer for region in found.regions] == ["a"]
     assert [reuse.layers for reuse in found.reuses] == [("d",)]
+
+
+class Skips(Regression):
+    """Has no loss in the first steps of a plan."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in (3, 4) else loss
+
+
+def test_a_layer_is_looked_at_when_it_is_there() -> None:
+    def make() -> Regression:
+        found = Skips("mlp")
+        found.net = task(nn.GELU()).net
+        return found
+
+    callback = require_parity(make, 2048, actions=["reuse"])
+    assert callback.plan is not None
+    assert callback.plan.reuse == ("net.1", "net.2")
+
+
+class Copying(Regression):
+    """Makes a copy of itself in the first step, and uses vmap."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.copies = [copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))]
+        several = torch.vmap(torch.sin)(batch * next(self.net.parameters()).sum())
+        return super().training_step(batch, batch_idx) + several.mean()
+
+
+def test_copies_from_a_measured_step_are_left_alone() -> None:
+    def make() -> Copying:
+        found = Copying("mlp")
+        found.net = task(nn.GELU()).net
+        return found
+
+    plain, ours = make(), make()
+    callback = dlres.ActivationOffload("min", min_size=1)
+    require_same(fit(plain, loader(64)), fit(ours, loader(64), callback))
+    for one in ours.copies:
+        torch.testing.assert_close(one(torch.ones(2, 64)), ours.copies[0](torch.ones(2, 64)))

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.calling import Calls
 from lightning_dlres.memory.reuse.activations import _mask, signs_of
 from lightning_dlres.memory.reuse.install import InPlace, reusing
 from lightning_dlres.memory.reuse.kinds import fit_of
@@ -342,7 +344,7 @@ def test_autocast(name: str) -> None:
     make, shape = LAYERS[name]
     torch.manual_seed(1)
     net = Layers(make())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         plain, _ = trained(net, shape, None)
         separate, _ = trained(net, shape, engine(), Refusing)
         found, given_up = trained(net, shape, engine())
@@ -436,3 +438,123 @@ def test_signs_of_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(7, 3, 5, 4, requires_grad=True)
     net = block(nn.ReLU())
     require_same(trained(net, x.shape, None)[0], trained(net, x.shape, engine())[0])
+
+
+@pytest.mark.parametrize("how", ["add", "set", "relu"])
+def test_outputs_may_be_changed_in_place(how: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1.0
+            y = self.linear(x)
+            if how == "add":
+                y += x
+            elif how == "set":
+                y[:, 0] = 0.0
+            else:
+                y = y.relu_()
+            return y
+
+    net = Net()
+    require_same(trained(net, (2, 5, 6), None)[0], trained(net, (2, 5, 6), engine())[0])
+
+
+class Stops(torch.autograd.Function):
+    """Lets no gradient through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def test_no_gradient_is_not_a_gradient_of_zeros() -> None:
+    net = block(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
+    x = torch.randn(5, 6, requires_grad=True)
+    told = engine()
+    with told.hooks(net.parameters()), reusing(net, names_of(net), told.owner):
+        loss = Stops.apply(net(x)).sum() + x.sum()
+    loss.backward()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_shallow_copy_computes_with_its_own_weights() -> None:
+    net, told, calls = nn.Linear(6, 4), engine(), Calls()
+    root, x = nn.Sequential(net), torch.randn(5, 6, requires_grad=True)
+    with told.hooks(net.parameters()), calls.followed(), reusing(root, ["0"], told.owner, calls):
+        other = copy.copy(net)
+        other._parameters = {"weight": nn.Parameter(torch.zeros(4, 6)), "bias": None}
+        assert torch.equal(other(x * 1.0), torch.zeros(5, 4))
+        assert torch.equal(net(x * 1.0), type(net).forward(net, x))
+
+
+def test_memory_of_an_array_is_not_written_to() -> None:
+    net, told = nn.Linear(6, 4), engine()
+    array = np.ones((5, 6), np.float32)
+    position = nn.Parameter(torch.ones(6))
+    owner = Watching(told)
+    with told.hooks(net.parameters()), reusing(nn.Sequential(net), ["0"], owner):
+        x = torch.from_numpy(array)
+        x += position
+        loss = net(x).sum()
+        del x
+    loss.backward()
+    assert owner.given_up == 0
+    assert (array == 2.0).all()
+
+
+def test_memory_that_another_process_shares_is_not_written_to() -> None:
+    net, told = nn.Linear(6, 4), engine()
+    owner = Watching(told)
+    with told.hooks(net.parameters()), reusing(nn.Sequential(net), ["0"], owner):
+        x = torch.randn(5, 6, requires_grad=True) * 1.0
+        x.detach().share_memory_()
+        loss = net(x).sum()
+        del x
+    loss.backward()
+    assert owner.given_up == 0
+
+
+def test_gradients_in_another_layout_are_computed_as_they_would_be() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.head = nn.GELU(), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.act(x * 1.0).permute(0, 2, 3, 1))
+
+    net = Net()
+    strides = []
+    for told in (None, engine()):
+        x = torch.randn(2, 3, 4, 5, requires_grad=True)
+        inner = x * 1.0
+        inner.register_hook(lambda gradient: strides.append(gradient.stride()))
+        if told is None:
+            net(inner).sum().backward()
+        else:
+            with told.hooks(net.parameters()), reusing(net, ["act", "head"], told.owner):
+                loss = net(inner).sum()
+            loss.backward()
+    assert strides[0] == strides[1]
+
+
+def test_many_gradients_at_once() -> None:
+    net = block(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
+    x = torch.randn(5, 6, requires_grad=True)
+    many = torch.randn(3, 5, 4)
+
+    def step() -> Tensor:
+        (found,) = torch.autograd.grad(net(x), x, many, is_grads_batched=True)
+        return found
+
+    plain, told = step(), engine()
+    with told.hooks(net.parameters()), reusing(net, names_of(net), told.owner):
+        found = step()
+    torch.testing.assert_close(found, plain)

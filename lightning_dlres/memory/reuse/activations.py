@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
+from lightning_dlres.core._compat import is_batched
 from lightning_dlres.memory.reuse.formula import Extras, Params
 
 # Elements whose signs are packed at a time; a multiple of 8.
@@ -85,6 +86,7 @@ class SignedRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, inplace: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
         if inplace:
             ctx.mark_dirty(x)
         y = x.relu_() if inplace else torch.relu(x)
@@ -93,9 +95,11 @@ class SignedRelu(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradient is None:
+            return None, None
         (signs,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_batched(gradient):
             # The bits are constants, and what follows is differentiable.
             return torch.where(_mask(signs, ctx.shape, ctx.stride), gradient, 0.0), None
         found = torch.empty_strided(

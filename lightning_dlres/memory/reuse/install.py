@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_dlres.memory.audit import Audit
+from lightning_dlres.memory.calling import Calls
 from lightning_dlres.memory.reuse.activations import SignedRelu
 from lightning_dlres.memory.reuse.function import InPlaceGradient, Owner, Report
 from lightning_dlres.memory.reuse.kinds import Fit, fit_of
@@ -24,21 +25,31 @@ class InPlace:
     Args:
         module: whose forward it is.
         owner: knows who reads what.
+        calls: knows which module is called.
         report: is told whether it computes what the module does; None: nobody looks.
     """
 
     def __init__(
-        self, module: nn.Module, owner: Owner | None, report: Report | None = None
+        self,
+        module: nn.Module,
+        owner: Owner | None,
+        calls: Calls,
+        report: Report | None = None,
     ) -> None:
-        self.module, self.owner, self.report = module, owner, report
+        self.module, self.owner, self.calls, self.report = module, owner, calls, report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        fit = fit_of(self.module, args, kwargs) if self.owner is not None else None
-        if (fit is None or fit.formula is None) and self.report is not None:
-            self.report(True)
+        copy = self.calls.copy_of(self.module, self)
+        fit = None
+        if copy is None and self.owner is not None:
+            fit = fit_of(self.module, args, kwargs)
         if fit is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
+            module = copy or self.module
+            return type(module).forward(module, *args, **kwargs)
         if fit.formula is None:
+            # Exact whatever it is given.
+            if self.report is not None:
+                self.report(True)
             return SignedRelu.apply(fit.x, self.module.inplace)  # type: ignore[no-untyped-call]
         self._count(fit)
         x, params = fit.tensors()
@@ -54,12 +65,23 @@ class InPlace:
             batches.add_(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "owner": None, "report": None}
+        return {**vars(self), "owner": None, "report": None}
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether somebody else has put a forward there: a copy's that is left over does
+    nothing."""
+    forward = vars(module).get("forward")
+    return forward is not None and not (isinstance(forward, InPlace) and forward.owner is None)
 
 
 @contextmanager
 def reusing(
-    root: nn.Module, names: Iterable[str], owner: Owner, audit: Audit | None = None
+    root: nn.Module,
+    names: Iterable[str],
+    owner: Owner,
+    calls: Calls | None = None,
+    audit: Audit | None = None,
 ) -> Iterator[None]:
     """Inside of it, the named modules below a root reuse their inputs' memory.
 
@@ -67,15 +89,16 @@ def reusing(
         root: the model.
         names: which modules.
         owner: knows who reads what.
+        calls: knows which module is called.
         audit: is told whether they compute the same; None: nobody looks.
     """
     installed = []
     for name in names:
         module = root.get_submodule(name)
         # A forward that somebody else has put there does what it is there for.
-        if "forward" not in vars(module):
+        if not has_own_forward(module):
             report = None if audit is None else partial(audit.note, name)
-            module.forward = InPlace(module, owner, report)
+            module.forward = InPlace(module, owner, calls or Calls(), report)
             installed.append(module)
     try:
         yield

@@ -108,12 +108,20 @@ def _dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def _can_lower(x: Tensor) -> bool:
+    """Return whether autocast does what `Fit.tensors` does: with its cache, a weight that several
+    layers share is cast once, and its gradients are added up before they are cast back."""
+    return not (_is_autocast(x) and torch.is_autocast_cache_enabled())
+
+
 def _is_autocast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
 def _linear(module: Any, x: Tensor) -> Fit | None:
     if not x.is_contiguous() or x.dim() < 2 or x.shape[-1] != module.in_features:
+        return None
+    if not _can_lower(x) or not module.weight.requires_grad:
         return None
     return Fit(Linear(), x, (module.weight, module.bias), _dtype(x))
 
@@ -123,6 +131,8 @@ def _convolution(module: Any, x: Tensor) -> Fit | None:
     if module.padding_mode != "zeros" or x.dim() != dims + 2 or len(x) < 2:
         return None
     if x.shape[1] != module.in_channels:
+        return None
+    if not _can_lower(x) or not module.weight.requires_grad:
         return None
     padding = module.padding
     if padding == "valid":
