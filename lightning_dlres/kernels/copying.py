@@ -38,9 +38,9 @@ def copy_bytes(target: Tensor, source: Tensor) -> Tensor:
 
 
 def _can_stream(target: Tensor, source: Tensor, count: int) -> bool:
-    if target.is_cuda or source.is_cuda or not has_avx2():
-        return False
     if count < _LEAST_BYTES or target.numel() != count or target.is_inference():
+        return False
+    if target.is_cuda or source.is_cuda or not has_avx2():
         return False
     for tensor in (target, source):
         if tensor.dtype != torch.uint8 or not tensor.is_contiguous():

@@ -5,6 +5,7 @@ without the latter a copy by half as much again on the memory's bus."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -21,6 +22,7 @@ _ROW_BYTES = 32
 _SLOW = {"bdver4", "znver1", "znver2"}
 
 
+@cache
 def has_fast_bit_gather() -> bool:
     """Return whether `gather_bits` and `scatter_bits` may be called here, and pay."""
     # Empty on processors other than x86.
@@ -28,6 +30,7 @@ def has_fast_bit_gather() -> bool:
     return bool(features.get("bmi2")) and llvm.get_host_cpu_name() not in _SLOW
 
 
+@cache
 def has_avx2() -> bool:
     """Return whether `pack_elements` and `spread_elements` may be called here."""
     return bool(llvm.get_host_cpu_features().get("avx2"))

@@ -80,14 +80,15 @@ def measure_link(
 
 def measure_copies(device: torch.device) -> float:
     """Return how many bytes a second the device copies from its memory to its memory."""
-    count = _UNCACHED_BYTES // _LEAST_BYTES
+    count = max(2, _UNCACHED_BYTES // _LEAST_BYTES)
     pieces = [torch.zeros(_LEAST_BYTES, dtype=torch.uint8, device=device) for _ in range(count)]
+    pairs = cycle(pairwise(pieces))
 
     def copy() -> None:
-        for source, target in pairwise(pieces):
-            target.copy_(source)
+        source, target = next(pairs)
+        target.copy_(source)
 
-    return (count - 1) * _LEAST_BYTES / max(_seconds(copy, device), 1e-9)
+    return _LEAST_BYTES / max(_seconds(copy, device), 1e-9)
 
 
 def _seconds(copy: Callable[[], None], device: torch.device) -> float:

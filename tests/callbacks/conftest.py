@@ -1,4 +1,5 @@
-"""One thread computes: several workers with several threads each wait for each other."""
+"""One thread computes: several workers with several threads each wait for each other. And links are
+measured with less memory: what they are exactly is of no interest here."""
 
 from __future__ import annotations
 
@@ -14,3 +15,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dlres.memory.links._UNCACHED_BYTES", 4 << 20)
