@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.memory.offloader import Offloader
-from lightning_dlres.memory.options import MemoryOptions
+from lightning_dlres.memory.options import ACTIONS, MemoryOptions
 from tests.memory.networks import CASES
+from tests.memory.test_reuse import LAYERS, Layers, Refusing, engine, require_same, trained
 from tests.zoo import Block
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +20,7 @@ DEVICE = torch.device("cuda")
 
 
 def train(
-    make: Any, batch: Any, options: MemoryOptions | None, steps: int = 8
+    make: Any, batch: Any, options: MemoryOptions | None, steps: int = 12
 ) -> tuple[list[Tensor], Offloader | None]:
     """Return the gradients of the last steps, and who offloaded."""
     torch.manual_seed(0)
@@ -57,6 +58,8 @@ OPTIONS = {
     "half": MemoryOptions("1PiB", saved_budget=0.6, min_size=1),
     "offload": MemoryOptions("1PiB", saved_budget=0.6, min_size=1, actions=["offload"]),
     "compress": MemoryOptions("min", min_size=1, actions=["compress"]),
+    "reuse": MemoryOptions("min", min_size=1, actions=["reuse"]),
+    "all": MemoryOptions("min", min_size=1, actions=ACTIONS),
 }
 
 
@@ -84,3 +87,16 @@ def test_the_predicted_peak_is_what_torch_counts(way: str) -> None:
     assert offloader is not None
     assert offloader.plan is not None
     assert offloader.measured.device_peak == pytest.approx(offloader.plan.peak, rel=0.03)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_reused_memory_holds_the_same_gradients(name: str) -> None:
+    make, shape = LAYERS[name]
+    torch.manual_seed(1)
+    net = Layers(make()).to(DEVICE)
+    with DEVICE:
+        separate, _ = trained(net, shape, engine(), Refusing)
+        found, given_up = trained(net, shape, engine())
+    require_same(separate, found)
+    # cuDNN's batch normalisation runs as it is.
+    assert given_up == (not name.startswith(("relu", "batch norm")))
