@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_dlres.codecs.base import Codec, Encoded, register
 from lightning_dlres.codecs.layout import dense_bytes
 from lightning_dlres.core.errors import ProtocolError
-from lightning_dlres.kernels.copying import copy_bytes
+from lightning_dlres.kernels.copying import put_away
 
 
 @register
@@ -31,14 +31,14 @@ class Raw(Codec):
                 f"raw data: got {encoded.nbytes} bytes, expected {target.numel()} for "
                 f"{encoded.dtype} of {tuple(encoded.shape)}."
             )
-        copy_bytes(target, encoded.payload)
+        target.copy_(encoded.payload)
         return result
 
 
 def copied(tensor: Tensor, source: Tensor, stride: tuple[int, ...], out: Tensor | None) -> Encoded:
     """Return a tensor as this codec does; `source` and `stride` are what `dense_bytes` says."""
     count = source.numel()
-    data = copy_bytes(torch.empty_like(source) if out is None else out[:count], source)
+    data = put_away(torch.empty_like(source) if out is None else out[:count], source)
     return Encoded(Raw.name, tensor.dtype, tensor.shape, stride, data, count)
 
 

@@ -1,11 +1,10 @@
-"""Copies past the processor's cache. What is put away is not read again soon; and an ordinary store
+"""Copies past the processor's cache, for what is put away and not read again soon: an ordinary store
 first reads the line that it fills, so that half as many bytes again go over the memory's bus."""
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache, partial
-from itertools import pairwise
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,25 +12,21 @@ from numba import cfunc, types
 from torch import Tensor
 
 from lightning_dlres.core.arrays import require_memory
-from lightning_dlres.kernels import workers
 from lightning_dlres.kernels.x86 import finish_stores, has_avx2, store_past_cache
 
 # Less stays in the cache, where an ordinary copy is as fast.
 _LEAST_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 20
 _LINE_BYTES = 64
 
 
-def copy_bytes(target: Tensor, source: Tensor) -> Tensor:
-    """Copy uint8[n] to uint8[n], on any devices; return the target."""
-    count = source.numel()
-    if not _can_stream(target, source, count):
+def put_away(target: Tensor, source: Tensor) -> Tensor:
+    """Copy uint8[n] to uint8[n], on any devices; return the target.
+
+    Where torch computes with several threads, their ordinary copy is faster.
+    """
+    if not _can_stream(target, source, source.numel()):
         return target.copy_(source)
-    number = max(1, min(workers.count(), count // _PIECE_BYTES))
-    step = -(-count // number // _LINE_BYTES) * _LINE_BYTES
-    to, begin = target.data_ptr(), source.data_ptr()
-    ends = [*range(0, count, step), count]
-    workers.run([partial(_copy, to + a, begin + a, b - a) for a, b in pairwise(ends)])
+    _copy(target.data_ptr(), source.data_ptr(), source.numel())
     # As copy_ would: whoever has saved it sees that it has changed.
     torch.autograd.graph.increment_version(target)
     return target
@@ -40,7 +35,7 @@ def copy_bytes(target: Tensor, source: Tensor) -> Tensor:
 def _can_stream(target: Tensor, source: Tensor, count: int) -> bool:
     if count < _LEAST_BYTES or target.numel() != count or target.is_inference():
         return False
-    if target.is_cuda or source.is_cuda or not has_avx2():
+    if torch.get_num_threads() > 1 or target.is_cuda or source.is_cuda or not has_avx2():
         return False
     for tensor in (target, source):
         if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
