@@ -1,5 +1,6 @@
-"""Copies past the processor's cache, for what is put away and not read again soon: an ordinary store
-first reads the line that it fills, so that half as many bytes again go over the memory's bus."""
+"""Copies past the processor's cache, for what is put away and not read again soon: an ordinary
+store first reads the line that it fills, so that half as many bytes again go over the memory's bus.
+"""
 
 from __future__ import annotations
 
