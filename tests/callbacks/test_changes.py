@@ -18,6 +18,7 @@ from lightning_dlres.memory.audit import Audit, are_same
 from lightning_dlres.memory.changes import without
 from lightning_dlres.memory.profile import Region, Reuse
 from lightning_dlres.memory.reuse.dense import Linear
+from lightning_dlres.memory.reuse.formula import Backward
 from tests.callbacks.offload_tasks import Regression, fit, require_same
 from tests.memory.profiles import stack
 
@@ -82,11 +83,10 @@ def test_a_module_with_random_numbers_runs_again() -> None:
     assert callback.plan.recompute == ("net.1",)
 
 
-def off_by_one_bit(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    into = args[-1]
-    found = _BACKWARD(*args, **kwargs)
-    if into is not None:
-        into.view(torch.int32)[..., 0] ^= 1
+def off_by_one_bit(self: Linear, call: Backward) -> tuple[Tensor | None, ...]:
+    found = _BACKWARD(self, call)
+    if call.into is not None:
+        call.into.view(torch.int32)[..., 0] ^= 1
     return found
 
 

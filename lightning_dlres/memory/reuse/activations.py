@@ -3,7 +3,7 @@ element, and ReLU, of which the signs say all that backward needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from lightning_dlres.core._compat import is_batched
-from lightning_dlres.memory.reuse.formula import Extras, Params
+from lightning_dlres.memory.reuse.formula import Backward, Extras, Params
 
 # Elements whose signs are packed at a time; a multiple of 8.
 _AT_A_TIME = 1 << 20
@@ -36,18 +36,10 @@ class Gelu:
     def spare(self, x: Tensor) -> int:
         return x.nbytes
 
-    def backward(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        wanted: Sequence[bool],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        if into is not None:
+    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
+        if call.into is not None:
             torch.ops.aten.gelu_backward.grad_input(
-                gradient, x, approximate=self.approximate, grad_input=into
+                call.gradient, call.x, approximate=self.approximate, grad_input=call.into
             )
         return ()
 
@@ -67,17 +59,9 @@ class Silu:
     def spare(self, x: Tensor) -> int:
         return x.nbytes
 
-    def backward(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        wanted: Sequence[bool],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        if into is not None:
-            torch.ops.aten.silu_backward.grad_input(gradient, x, grad_input=into)
+    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
+        if call.into is not None:
+            torch.ops.aten.silu_backward.grad_input(call.gradient, call.x, grad_input=call.into)
         return ()
 
 

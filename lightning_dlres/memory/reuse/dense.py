@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dlres.memory.reuse.formula import Extras, Params, parts, spare_bytes
+from lightning_dlres.memory.reuse.formula import Backward, Extras, Params, parts, spare_bytes
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,15 @@ class Linear:
     def spare(self, x: Tensor) -> int:
         return x.nbytes
 
-    def backward(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        wanted: Sequence[bool],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        weight, _ = params
+    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
+        weight, _ = call.params
         assert weight is not None
-        rows = gradient.reshape(-1, weight.shape[0])
-        of_weight = rows.t().mm(x.view(-1, weight.shape[1])) if wanted[0] else None
-        of_bias = rows.sum(0) if wanted[1] else None
-        if into is not None:
-            torch.mm(rows, weight, out=into.view(-1, weight.shape[1]))
+        rows = call.gradient.reshape(-1, weight.shape[0])
+        x = call.x.view(-1, weight.shape[1])
+        of_weight = rows.t().mm(x) if call.wanted[0] else None
+        of_bias = rows.sum(0) if call.wanted[1] else None
+        if call.into is not None:
+            torch.mm(rows, weight, out=call.into.view(-1, weight.shape[1]))
         return of_weight, of_bias
 
 
@@ -71,23 +64,16 @@ class Convolution:
     def spare(self, x: Tensor) -> int:
         return spare_bytes(x, len(x))
 
-    def backward(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        wanted: Sequence[bool],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
         found: tuple[Tensor | None, ...] = (None, None)
-        if any(wanted):
-            found = self._gradients(gradient, x, params, (False, *wanted))[1:]
-        if into is not None:
-            for part in parts(len(x)):
-                some = self._gradients(gradient[part], x[part], params, (True, False, False))[0]
+        if any(call.wanted):
+            found = self._gradients(call.gradient, call.x, call.params, (False, *call.wanted))[1:]
+        if call.into is not None:
+            only_x = (True, False, False)
+            for part in parts(len(call.x)):
+                some, *_ = self._gradients(call.gradient[part], call.x[part], call.params, only_x)
                 assert some is not None
-                into[part].copy_(some)
+                call.into[part].copy_(some)
         return found
 
     def _gradients(

@@ -4,6 +4,7 @@ free when the input's gradient is written (Method A, A6)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -13,6 +14,26 @@ PARTS = 8
 
 Extras = tuple[Tensor, ...]
 Params = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a backward is given.
+
+    Attributes:
+        gradient: of the output.
+        x, params, extras: see `Formula.forward`.
+        wanted: which parameters' gradients are.
+        into: the input's gradient is written there, like `x` and perhaps the same memory; None: it
+            is not wanted.
+    """
+
+    gradient: Tensor
+    x: Tensor
+    params: Params
+    extras: Extras
+    wanted: Sequence[bool]
+    into: Tensor | None
 
 
 class Formula(Protocol):
@@ -25,24 +46,8 @@ class Formula(Protocol):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
         """Return the output, and what backward needs beside the input and the parameters."""
 
-    def backward(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        wanted: Sequence[bool],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the parameters.
-
-        Args:
-            gradient: of the output.
-            x, params, extras: see `forward`.
-            wanted: which parameters' gradients are.
-            into: the input's gradient is written there, like `x` and perhaps the same memory;
-                None: it is not wanted.
-        """
+    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
+        """Write the input's gradient, and return those of the parameters."""
 
     def plain(self, x: Tensor, params: Params) -> Tensor:
         """Return the output by what autograd can follow, changing nothing."""

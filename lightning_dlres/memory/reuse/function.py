@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dlres.core._compat import is_batched, is_view
 from lightning_dlres.memory.audit import are_same, layout_of
-from lightning_dlres.memory.reuse.formula import Formula, Params
+from lightning_dlres.memory.reuse.formula import Backward, Formula, Params
 
 Report = Callable[[bool], None]
 # So many random gradients are looked at beside the one that comes.
@@ -87,7 +87,7 @@ class InPlaceGradient(torch.autograd.Function):
                 expected = plainly(gradient)
                 for other in _random_like(gradient):
                     room = torch.empty_like(x) if wants_x else None
-                    own = formula.backward(other, x, params, extras, wanted, room)
+                    own = formula.backward(Backward(other, x, params, extras, wanted, room))
                     ctx.report(are_same(plainly(other), (room, *own)))
             except torch.OutOfMemoryError:
                 # There is no room to look: then it is not known.
@@ -100,7 +100,7 @@ class InPlaceGradient(torch.autograd.Function):
         del asked, plainly
         gradients: tuple[Tensor | None, ...] = (
             into,
-            *formula.backward(gradient, x, params, extras, wanted, into),
+            *formula.backward(Backward(gradient, x, params, extras, wanted, into)),
         )
         if expected is not None:
             # While it is looked at, what autograd computes counts.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dlres.memory.reuse.formula import Extras, Params, parts, spare_bytes
+from lightning_dlres.memory.reuse.formula import Backward, Extras, Params, parts, spare_bytes
 
 _ops = torch.ops.aten
 
@@ -37,25 +37,17 @@ class LayerNorm:
     def _rows(self, x: Tensor) -> Tensor:
         return x.reshape(-1, *self.shape)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        wanted: Sequence[bool],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        gradient, x = self._rows(gradient), self._rows(x)
-        mean, scale = (extra.view(-1, *(1 for _ in self.shape)) for extra in extras)
+    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
+        gradient, x = self._rows(call.gradient), self._rows(call.x)
+        mean, scale = (extra.view(-1, *(1 for _ in self.shape)) for extra in call.extras)
         found: tuple[Tensor | None, ...] = (None, None)
-        if any(wanted):
-            mask = [False, *wanted]
+        if any(call.wanted):
+            mask = [False, *call.wanted]
             found = _ops.native_layer_norm_backward(
-                gradient, x, self.shape, mean, scale, *params, mask
+                gradient, x, self.shape, mean, scale, *call.params, mask
             )[1:]
-        if into is not None:
-            into = into.view(x.shape)
+        if call.into is not None:
+            into = call.into.view(x.shape)
             for part in parts(len(x)):
                 some, _, _ = _ops.native_layer_norm_backward(
                     gradient[part],
@@ -63,11 +55,11 @@ class LayerNorm:
                     self.shape,
                     mean[part],
                     scale[part],
-                    *params,
+                    *call.params,
                     [True, False, False],
                 )
                 into[part].copy_(some)
-        return _only(found, wanted)
+        return _only(found, call.wanted)
 
 
 @dataclass(frozen=True)
@@ -93,48 +85,30 @@ class GroupNorm:
     def spare(self, x: Tensor) -> int:
         return spare_bytes(x, len(x))
 
-    def backward(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        wanted: Sequence[bool],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        gradient = gradient.contiguous()
-        every = slice(0, len(x))
+    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
         found: tuple[Tensor | None, ...] = (None, None)
-        if any(wanted):
-            found = self._gradients(gradient, x, params, extras, every, [False, *wanted])[1:]
-        if into is not None:
-            for part in parts(len(x)):
-                mask = [True, False, False]
-                some = self._gradients(gradient, x, params, extras, part, mask)[0]
+        if any(call.wanted):
+            found = self._gradients(call, slice(0, len(call.x)), [False, *call.wanted])[1:]
+        if call.into is not None:
+            for part in parts(len(call.x)):
+                some = self._gradients(call, part, [True, False, False])[0]
                 assert some is not None
-                into[part].copy_(some)
-        return _only(found, wanted)
+                call.into[part].copy_(some)
+        return _only(found, call.wanted)
 
     def _gradients(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        part: slice,
-        mask: list[bool],
+        self, call: Backward, part: slice, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
-        weight, _ = params
-        mean, scale = extras
+        mean, scale = call.extras
         found: tuple[Tensor | None, ...] = _ops.native_group_norm_backward(
-            gradient[part],
-            x[part],
+            call.gradient[part].contiguous(),
+            call.x[part],
             mean[part],
             scale[part],
-            weight,
+            call.params[0],
             part.stop - part.start,
-            x.shape[1],
-            _inner(x),
+            call.x.shape[1],
+            _inner(call.x),
             self.groups,
             mask,
         )
@@ -178,36 +152,28 @@ class BatchNorm:
         # Its gradient, and what is copied of the input and of the output's gradient.
         return x.nbytes - 3 * (x.nbytes - spare_bytes(x, x.shape[1]))
 
-    def backward(
-        self,
-        gradient: Tensor,
-        x: Tensor,
-        params: Params,
-        extras: Extras,
-        wanted: Sequence[bool],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        weight, _ = params
+    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
+        weight, _ = call.params
         found = []
-        for part in parts(x.shape[1]):
-            own = [extra[part] for extra in extras]
+        for part in parts(call.x.shape[1]):
+            own = [extra[part] for extra in call.extras]
             batch, running = (own, [None, None]) if self.uses_batch else ([None, None], own)
             some, *rest = _ops.native_batch_norm_backward(
-                gradient[:, part].contiguous(),
-                x[:, part].contiguous(),
+                call.gradient[:, part].contiguous(),
+                call.x[:, part].contiguous(),
                 None if weight is None else weight[part],
                 *running,
                 *batch,
                 self.uses_batch,
                 self.eps,
-                [into is not None, *wanted],
+                [call.into is not None, *call.wanted],
             )
-            if into is not None:
-                into[:, part].copy_(some)
+            if call.into is not None:
+                call.into[:, part].copy_(some)
             found.append(rest)
         return tuple(
             torch.cat(pieces) if is_wanted else None
-            for pieces, is_wanted in zip(zip(*found, strict=True), wanted, strict=True)
+            for pieces, is_wanted in zip(zip(*found, strict=True), call.wanted, strict=True)
         )
 
 
