@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.pool import RankPool, python_environ
 
@@ -193,6 +194,15 @@ class ScriptHandle:
 
 StartScript = Callable[..., ScriptHandle]
 RunScript = Callable[..., ScriptResult]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread computes meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

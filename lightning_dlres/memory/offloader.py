@@ -81,6 +81,8 @@ class _Kind:
         self.profiles.clear()
         self.changes, self.first, self.follower, self.failures = UNCHANGED, None, None, 0
         self.audit = None
+        # By now other modules may have these names.
+        self.exact.clear()
 
 
 class Offloader:
