@@ -14,6 +14,7 @@ from lightning_dlres.core.errors import (
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
+    StorageError,
     UnsupportedStepError,
 )
 from lightning_dlres.memory.plan import MemoryPlan
@@ -42,6 +43,7 @@ __all__ = [
     "ProfileConfig",
     "ProtocolError",
     "ResourceReport",
+    "StorageError",
     "UnsupportedStepError",
     "__version__",
 ]

@@ -34,6 +34,10 @@ class ProtocolError(PeerError):
     """Bytes from a peer are not what the protocol says must come next."""
 
 
+class StorageError(PeerError):
+    """A sample cannot be had; the message names where it should be, and its key."""
+
+
 class BatchMismatchError(PeerError):
     """Two ranks that must see the same batch saw different ones."""
 

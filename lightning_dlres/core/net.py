@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import zmq
 import zmq.auth
@@ -167,7 +168,8 @@ class _Endpoint:
 class Server(_Endpoint):
     """The side that others connect to (ROUTER); a client that comes back keeps its name.
 
-    `bind` is a numeric address or interface of this machine, `port` 0 lets the system choose.
+    `bind` is a numeric address or interface of this machine, `port` 0 lets the system choose; with
+    `path`, a Unix socket is bound there instead, for processes of this machine that may reach it.
     `curve` encrypts and authenticates; then either `allowed` lists the clients' public keys, or
     `allow_any=True` lets in whoever knows the server's public key. `send_timeout` in seconds bounds
     a send to a client that does not read.
@@ -183,6 +185,7 @@ class Server(_Endpoint):
         *,
         bind: str = "127.0.0.1",
         port: int = 0,
+        path: Path | None = None,
         curve: CurveKeys | None = None,
         allowed: Collection[bytes] = (),
         allow_any: bool = False,
@@ -207,16 +210,15 @@ class Server(_Endpoint):
             self._authenticate(curve, frozenset(allowed))
         if monitor:
             self._watch()
-        host = f"[{bind}]" if ":" in bind else bind
-        self._socket.setsockopt(zmq.IPV6, int(":" in bind))
-        try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(
-                f"listening on {bind} port {port or 'any'}: {error}. Expected a free port and a "
-                "numeric address or interface of this machine; see `ip address`."
-            ) from error
+        if path is None:
+            host = f"[{bind}]" if ":" in bind else bind
+            self._socket.setsockopt(zmq.IPV6, int(":" in bind))
+            self._bind(
+                f"tcp://{host}:{port or '*'}",
+                "a free port and a numeric address or interface of this machine; see `ip address`",
+            )
+        else:
+            self._bind(f"ipc://{path}", "a directory that can be written to, and a shorter path")
         self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._peers = f"a client of {self._endpoint}"
 
@@ -241,6 +243,13 @@ class Server(_Endpoint):
         if self._authenticator is not None:
             self._authenticator.stop()
         super().close()
+
+    def _bind(self, endpoint: str, expected: str) -> None:
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"listening on {endpoint}: {error}. Expected {expected}.") from error
 
     def _read(self, frames: list[bytes], connection: int) -> Message:
         try:

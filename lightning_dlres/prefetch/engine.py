@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
 from lightning_dlres.prefetch.index import CacheIndex, extend, missing
 from lightning_dlres.prefetch.kept import KeptSamples
 from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.space import Bytes, CacheSpace, Lengths, Used
-from lightning_dlres.prefetch.space_kernels import ASKED, DONE, KEPT, UNASKED
+from lightning_dlres.prefetch.space_kernels import ASKED, BROKEN, DONE, KEPT, UNASKED
 
 # Where a delivered sample is: in the cache space, in the pinned tier, or in the delivery itself.
 CACHED_TIER, KEPT_TIER, DIRECT_TIER = 0, 1, 2
@@ -52,9 +52,19 @@ class Delivery:
     direct: Bytes
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A take that cannot be delivered."""
+
+    client: str
+    take: int
+    error: StorageError
+
+
 @dataclass
 class Counts:
-    """What has happened since the start; bytes where a name says so."""
+    """What has happened since the start; bytes where a name says so. With look-ahead a hit is a
+    sample that was there when it was asked for."""
 
     samples: int = 0
     hits: int = 0
@@ -122,7 +132,9 @@ class PrefetchEngine:
         space: where samples wait.
         kept: the pinned tier.
         prefetch: samples of one request, Method C's k.
-        lookahead: bytes that may be promised room ahead of need; 0: fetch on a miss only.
+        lookahead: bytes that may be promised room ahead of need; 0: fetch on a miss only; None:
+            half of the capacity. The more room is left beside them, the fewer bytes eviction moves:
+            one for every byte stored where half is left, ever more where next to nothing is.
         depth: requests under way to one node, at most.
 
     Raises:
@@ -143,7 +155,7 @@ class PrefetchEngine:
         for name, value in (("nodes", nodes), ("prefetch", prefetch), ("depth", depth)):
             if value < 1:
                 raise ConfigError(got_expected(name, value, "at least 1", f"{name}=1"))
-        budget = space.capacity if lookahead is None else lookahead
+        budget = -(-space.capacity // 2) if lookahead is None else lookahead
         if not 0 <= budget <= space.capacity:
             raise ConfigError(
                 got_expected("lookahead", lookahead, "at most the capacity", "lookahead=None")
@@ -159,6 +171,7 @@ class PrefetchEngine:
         self._tickets = 0
         self._outgoing: deque[Request] = deque()
         self._deliveries: deque[Delivery] = deque()
+        self._failures: list[Failure] = []
         self._takes: deque[_Take] = deque()
         self._landings: deque[_Landing] = deque()
         self._leases: dict[tuple[str, int], tuple[_Epoch, Used]] = {}
@@ -226,11 +239,16 @@ class PrefetchEngine:
         epoch = self._find(number)
         if len(positions) and int(positions.max()) >= len(epoch.index):
             raise ConfigError(
-                f"epoch {number}: position {int(positions.max())} of {len(epoch.index)} was asked for"
+                f"epoch {number}: got position {int(positions.max())}, expected less than "
+                f"{len(epoch.index)}."
             )
         if epoch.is_taken[positions].any() or len(np.unique(positions)) < len(positions):
             raise ConfigError(f"epoch {number}: a sample was taken twice; an epoch has each once.")
         epoch.is_taken[positions] = True
+        if self._budget:
+            places = self._space.places[epoch.row]
+            kept = int((places[positions] == KEPT).sum())
+            self.counts.hits += len(positions) - kept - missing(places, positions)
         self._takes.append(_Take(client, take, epoch, positions))
         epoch.taken += len(positions)
         self._pump()
@@ -270,6 +288,28 @@ class PrefetchEngine:
             self._landings.append(_Landing(epoch, positions, lengths, data))
         self._pump()
 
+    def fail(self, ticket: int, error: StorageError) -> None:
+        """Say that a request has failed. Who waits for its samples is told; what was asked for
+        ahead of need is asked for once more when it is needed.
+
+        Raises:
+            KeyError: there is no such request.
+        """
+        asked = self._asked.pop(ticket)
+        self._under_way[asked.node] -= 1
+        if asked.epoch in self._epochs:
+            state = BROKEN if self._budget else UNASKED
+            self._space.places[asked.epoch.row, asked.positions] = state
+            if asked.take is not None and asked.take in self._takes:
+                self._takes.remove(asked.take)
+                self._failures.append(Failure(asked.take.client, asked.take.take, error))
+        self._pump()
+
+    def failures(self) -> list[Failure]:
+        """Return the takes that have failed, each once."""
+        found, self._failures = self._failures, []
+        return found
+
     def work(self) -> bool:
         """Go on with an eviction pass by one slice; return whether there is more."""
         return self._space.advance()
@@ -286,11 +326,7 @@ class PrefetchEngine:
         moved = self._from_landings(take)
         places = self._space.places[take.epoch.row]
         lacking = take.positions[places[take.positions] == UNASKED]
-        nodes = take.epoch.index.numbers[lacking] % self._nodes
-        for node in np.unique(nodes).tolist():
-            mine = lacking[nodes == node]
-            for at in range(0, len(mine), self._prefetch):
-                self._ask(take.epoch, mine[at : at + self._prefetch], take)
+        self._ask_directly(take, lacking)
         self._pump()
         return moved or bool(len(lacking))
 
@@ -374,10 +410,12 @@ class PrefetchEngine:
 
     def _serve_ahead(self, take: _Take) -> bool:
         """Deliver a take if all of it is there: nothing is held while something is waited for."""
-        lacking = [p for p in take.positions.tolist() if p not in take.ready] if take.ready else []
-        positions = np.array(lacking, dtype=np.uint32) if take.ready else take.positions
         places = self._space.places[take.epoch.row]
+        positions = take.positions
+        if take.ready:
+            positions = positions[places[positions] != DONE]
         if missing(places, positions):
+            self._ask_directly(take, positions[places[positions] == BROKEN])
             return False
         cached = positions[places[positions] != KEPT]
         rows = dict(zip(cached.tolist(), self._space.use(take.epoch.row, cached), strict=True))
@@ -439,8 +477,6 @@ class PrefetchEngine:
         counts.taken_bytes += int(places[:, 2].sum())
         counts.kept_hits += kept_hits
         counts.direct_samples += len(direct)
-        if self._budget:
-            counts.hits += len(used)
 
     def _hand_over(
         self, take: _Take, epoch: _Epoch, positions: Positions, lengths: Lengths, data: Bytes
@@ -519,6 +555,14 @@ class PrefetchEngine:
             if not len(run) or not (whole or int(run[0]) < urgent):
                 return
             self._ask(epoch, run, None)
+
+    def _ask_directly(self, take: _Take, positions: Positions) -> None:
+        """Ask for samples that go to a take and not into the cache."""
+        nodes = take.epoch.index.numbers[positions] % self._nodes
+        for node in np.unique(nodes).tolist():
+            mine = positions[nodes == node]
+            for at in range(0, len(mine), self._prefetch):
+                self._ask(take.epoch, mine[at : at + self._prefetch], take)
 
     def _ask(self, epoch: _Epoch, positions: Positions, take: _Take | None) -> None:
         self._space.places[epoch.row, positions] = ASKED

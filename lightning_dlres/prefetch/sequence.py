@@ -29,7 +29,7 @@ def shuffled(count: int, seed: int, epoch: int) -> Positions:
     """Return uint32[count], the numbers of the samples in the order of this epoch: a permutation,
     each with the same probability (Fisher and Yates)."""
     order = np.arange(count, dtype=np.uint32)
-    _shuffle(order, np.uint64(_mixed(_mixed(seed & _WORD) + epoch)))
+    _shuffle(order, np.uint64(mixed(mixed(seed & _WORD) + epoch)))
     return order
 
 
@@ -117,8 +117,8 @@ class Deal:
         return dealt[np.resize(chosen, len(dealt))]
 
 
-def _mixed(word: int) -> int:
-    """Return SplitMix64's output function of a word, plus one step."""
+def mixed(word: int) -> int:
+    """Return 64 bits in which every bit of a number counts (SplitMix64)."""
     word = (word + _STEP) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD

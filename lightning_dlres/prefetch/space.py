@@ -121,7 +121,8 @@ class CacheSpace:
             stored += self._append(row, positions[stored:], lengths[stored:], rest)
         if not self.passing and self.end >= self.threshold * self.capacity:
             self._begin_pass()
-        self.advance(max(SLICE_BYTES, int(lengths[:stored].sum())))
+        # Faster than the room behind the zone fills up.
+        self.advance(max(SLICE_BYTES, 4 * int(lengths[:stored].sum())))
         return stored
 
     def use(self, row: int, positions: Positions) -> Used:

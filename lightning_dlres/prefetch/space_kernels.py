@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-UNASKED, ASKED, DONE, KEPT = -1, -2, -3, -4
+UNASKED, ASKED, DONE, KEPT, BROKEN = -1, -2, -3, -4, -5
 WAITING, IN_USE, HIT = 0, 1, 2
 NIL = -1
 NO_ROW = 255

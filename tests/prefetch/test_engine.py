@@ -206,7 +206,7 @@ def test_a_take_that_cannot_be() -> None:
     for positions in ([1], [3, 3]):
         with pytest.raises(ConfigError, match="taken twice"):
             bench.engine.take("a", 1, 0, np.array(positions, np.uint32))
-    with pytest.raises(ConfigError, match="position 10 of 10"):
+    with pytest.raises(ConfigError, match="position 10, expected less than 10"):
         bench.engine.take("a", 1, 0, np.array([10], np.uint32))
     for argument in ({"prefetch": 0}, {"nodes": 0}, {"depth": 0}, {"lookahead": 101}):
         values = {"nodes": 1, "prefetch": 1, "lookahead": None, "depth": 1, **argument}

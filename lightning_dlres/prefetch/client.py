@@ -1,0 +1,238 @@
+"""A process's end of its host's cache: asks for samples ahead of need, and lets go of them when
+nothing looks at them any more, from whichever thread that happens in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError, ProtocolError
+from lightning_dlres.core.frames import Message
+from lightning_dlres.core.net import Client
+from lightning_dlres.prefetch import messages
+from lightning_dlres.prefetch.launch import HostProcess, error_of
+from lightning_dlres.prefetch.messages import Begin, HostConfig
+from lightning_dlres.prefetch.samples import Regions, Samples
+from lightning_dlres.prefetch.sequence import Positions
+
+_WAIT = 0.5
+# Besides the storage's own deadline, which comes first and says more.
+_MARGIN = 30.0
+_JOIN_TRY = 2.0
+
+
+class CacheClient:
+    """A connection to the cache called `name` on this host; it is started where there is none.
+
+    May be used from any thread, but not across a fork.
+
+    Args:
+        name: unique for the data set and the job on this host.
+        config: of the cache; the same in all processes.
+
+    Raises:
+        ConfigError: the cache cannot be as it is asked for.
+        PeerTimeoutError: the cache, or a storage node, does not answer.
+    """
+
+    def __init__(self, name: str, config: HostConfig) -> None:
+        self._timeout = config.source.timeout + _MARGIN
+        self._host = HostProcess(name, config)
+        self._client, self.joined = self._join(messages.fingerprint(config))
+        joined = self.joined
+        self._regions = Regions(
+            joined.cache_path, joined.cache_bytes, joined.kept_path, joined.kept_bytes
+        )
+        self._pid = os.getpid()
+        self._numbers = itertools.count()
+        self._generations = itertools.count()
+        self._outgoing: deque[tuple[str, bytes]] = deque()
+        self._released: deque[int] = deque()
+        self._takes: dict[int, Future[Samples]] = {}
+        # Answers that name no take come in the order of the questions.
+        self._questions: deque[Future[bytes]] = deque()
+        self._lock = threading.Lock()
+        self._lost: DlresError | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dlres-cache-client", daemon=True)
+        self._thread.start()
+
+    def begin(self, **arguments: Any) -> tuple[int, int]:
+        """Start an epoch, see `messages.Begin`; return its generation, and how many samples of it
+        are dealt to all ranks.
+
+        Raises:
+            ConfigError: other ranks start another epoch.
+        """
+        generation = next(self._generations)
+        begin = Begin(generation=generation, **arguments)
+        with self._lock:
+            # What the epoch before has not delivered never comes.
+            self._takes.clear()
+        payload = self._ask(messages.BEGIN, msgspec.msgpack.encode(begin))
+        return generation, msgspec.msgpack.decode(payload, type=int)
+
+    def take(self, generation: int, positions: Positions) -> Future[Samples]:
+        """Ask for samples; the future has them, or the error, within the deadline."""
+        take, future = next(self._numbers), Future[Samples]()
+        payload = messages.pack_take(take, generation, positions)
+        with self._lock:
+            if self._lost is not None:
+                future.set_exception(self._lost)
+                return future
+            self._takes[take] = future
+            self._outgoing.append((messages.TAKE, payload))
+        self._client.interrupt()
+        return future
+
+    def wait(self, future: Future[Samples]) -> Samples:
+        """Return what was asked for.
+
+        Raises:
+            StorageError: a sample cannot be had; it names the node and the sample.
+            PeerError: the cache is gone, or does not answer.
+        """
+        try:
+            return future.result(self._timeout)
+        except TimeoutError:
+            if future.done():
+                raise
+            raise self._silent("samples") from None
+
+    def end(self) -> None:
+        """Say that this process is in no epoch any more."""
+        with self._lock:
+            self._takes.clear()
+            self._outgoing.append((messages.END, b""))
+        self._client.interrupt()
+
+    def metrics(self) -> messages.Metrics:
+        """Return what the cache has counted."""
+        payload = self._ask(messages.METRICS, b"")
+        return msgspec.msgpack.decode(payload, type=messages.Metrics)
+
+    def close(self) -> None:
+        """Leave the cache, which ends when the last process has left; may be called again."""
+        if self._closing.is_set() or os.getpid() != self._pid:
+            return
+        self._closing.set()
+        self._client.interrupt()
+        self._thread.join()
+        self._client.close()
+
+    def _join(self, config: str) -> tuple[Client, messages.Joined]:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            self._host.ensure(max(0.0, deadline - time.monotonic()))
+            client = Client(
+                f"pid {os.getpid()} {uuid.uuid4().hex[:8]}",
+                f"ipc://{self._host.socket}",
+                server="the cache of this host",
+                monitor=True,
+            )
+            try:
+                client.send(messages.JOIN, msgspec.msgpack.encode(messages.Join(config)))
+                message = client.expect(_JOIN_TRY, "an answer")
+                if message.kind == messages.FAILED:
+                    raise error_of(message.decode(messages.Failed))
+                return client, message.decode(messages.Joined)
+            except PeerTimeoutError:
+                client.close()
+                # It may have ended just now, since nobody used it.
+                if time.monotonic() > deadline:
+                    raise
+            except BaseException:
+                client.close()
+                raise
+
+    def _ask(self, kind: str, payload: bytes) -> bytes:
+        answer = Future[bytes]()
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._questions.append(answer)
+            self._outgoing.append((kind, payload))
+        self._client.interrupt()
+        try:
+            return answer.result(self._timeout)
+        except TimeoutError:
+            raise self._silent(f"an answer to {kind!r}") from None
+
+    def _silent(self, what: str) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            f"waited {self._timeout:g} s for {what} from the cache of this host (process "
+            f"{self.joined.pid}). Its last words:\n{self._host.last_words()}"
+        )
+
+    def _release(self, take: int) -> None:
+        """Note that nothing looks at a take any more; may run in the garbage collector, in any
+        thread, so it takes no lock."""
+        self._released.append(take)
+        self._client.interrupt()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                message = self._client.receive(0.0 if self._outgoing else _WAIT)
+                if message is not None:
+                    self._handle(message)
+                if any(not event.opened for event in self._client.connection_events()):
+                    raise PeerLostError(
+                        f"the cache of this host (process {self.joined.pid}) has ended. Its last "
+                        f"words:\n{self._host.last_words()}"
+                    )
+                self._send()
+            except DlresError as error:
+                self._fail(error)
+                return
+        self._fail(PeerLostError("the cache was left while something was asked of it."))
+
+    def _send(self) -> None:
+        released = []
+        while self._released:
+            released.append(self._released.popleft())
+        if released:
+            self._client.send(messages.RELEASE, messages.pack_release(released))
+        while self._outgoing:
+            self._client.send(*self._outgoing.popleft())
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == messages.DELIVERY:
+            delivered = messages.unpack_delivery(message.payload, message.peer)
+            take = delivered.take
+            samples = Samples(delivered, self._regions, lambda: self._release(take))
+            with self._lock:
+                future = self._takes.pop(take, None)
+            # Of an epoch that was given up: gone with `samples`.
+            if future is not None:
+                future.set_result(samples)
+        elif message.kind == messages.FAILED:
+            failed = message.decode(messages.Failed)
+            with self._lock:
+                waiting: Future[Any] | None = self._takes.pop(failed.take, None)
+                if waiting is None and failed.take < 0 and self._questions:
+                    waiting = self._questions.popleft()
+            if waiting is not None:
+                waiting.set_exception(error_of(failed))
+        elif message.kind in (messages.BEGUN, messages.MEASURED):
+            self._questions.popleft().set_result(message.payload)
+        else:
+            raise ProtocolError(f"{message.peer} sent {message.kind!r}, which is not known here.")
+
+    def _fail(self, error: DlresError) -> None:
+        with self._lock:
+            self._lost = error
+            waiting: list[Future[Any]] = [*self._takes.values(), *self._questions]
+            self._takes.clear()
+            self._questions.clear()
+        for future in waiting:
+            future.set_exception(error)

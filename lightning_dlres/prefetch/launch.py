@@ -1,0 +1,186 @@
+"""Finding the process that keeps a host's cache, and starting it if there is none.
+
+Who holds a lock on a file is that process, or is about to start it; a lock ends with its holder,
+however that ends, so what a killed one has left behind is found and removed by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError, PeerTimeoutError
+from lightning_dlres.core.units import format_seconds
+from lightning_dlres.prefetch import messages
+from lightning_dlres.prefetch.messages import HostConfig
+
+# A path of a Unix socket may have 107 bytes, on some systems 103.
+_LONGEST_SOCKET = 100
+_POLL = 0.02
+_LAST_WORDS = 2000
+
+# The package imports torch and Lightning, which would cost this small process seconds and hundreds
+# of megabytes; so only this room is imported, and the floor below it.
+_START = (
+    "import sys, types; package = types.ModuleType('lightning_dlres'); "
+    "package.__path__ = [sys.argv.pop(1)]; sys.modules['lightning_dlres'] = package; "
+    "from lightning_dlres.prefetch.host import main; main()"
+)
+
+
+def runtime_directory() -> Path:
+    """Return this user's directory for sockets and locks, which nobody else may enter.
+
+    Raises:
+        ConfigError: somebody else has made it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    parent = Path(base) if base and os.access(base, os.W_OK) else Path(tempfile.gettempdir())
+    path = parent / f"dlres-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}: it belongs to another user or others may enter it; expected a directory of "
+            "this user alone. Remove it, or set TMPDIR to another place."
+        )
+    return path
+
+
+class HostProcess:
+    """The process that keeps the cache called `name`, as others see it.
+
+    Args:
+        name: unique for the data set and the job on this host.
+        config: what it is started with, if it has to be.
+
+    Raises:
+        ConfigError: the name makes no path of a socket.
+    """
+
+    def __init__(self, name: str, config: HostConfig) -> None:
+        base = runtime_directory()
+        self._config = config
+        self._directory, self._lock = base / name, base / f"{name}.lock"
+        self._log = base / f"{name}.log"
+        self.socket = self._directory / "cache.sock"
+        if not name or "/" in name or len(os.fsencode(self.socket)) > _LONGEST_SOCKET:
+            raise ConfigError(
+                f"name of a cache: got {name!r}, which makes the socket {self.socket}; expected a "
+                f"path of at most {_LONGEST_SOCKET} bytes. Try a shorter name, or a shorter TMPDIR."
+            )
+
+    def ensure(self, timeout: float) -> None:
+        """Return when the process listens; start it if there is none.
+
+        Raises:
+            DlresError: why it could not start.
+            PeerTimeoutError: it did not come up within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        started: subprocess.Popen[bytes] | None = None
+        while not self.socket.exists():
+            if started is None:
+                # A failure of an earlier process is swept away by this.
+                started = self._start()
+            failed = self._failure()
+            if failed is None and started is not None and started.poll():
+                failed = PeerLostError(
+                    f"the process that keeps the cache ended with status {started.returncode} "
+                    f"before it listened. Its last words:\n{self.last_words()}"
+                )
+            if failed is not None:
+                raise failed
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(
+                    f"waited {format_seconds(timeout)} for the process that keeps the cache "
+                    f"({self._directory}). Its last words:\n{self.last_words()}"
+                )
+            time.sleep(_POLL)
+
+    def last_words(self) -> str:
+        """Return the end of what the process has printed."""
+        try:
+            return self._log.read_text(errors="replace")[-_LAST_WORDS:] or "(nothing)"
+        except OSError:
+            return "(nothing)"
+
+    def _failure(self) -> DlresError | None:
+        try:
+            data = (self._directory / "failed.json").read_bytes()
+        except OSError:
+            return None
+        return error_of(msgspec.json.decode(data, type=messages.Failed))
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        """Start the process unless another one holds the lock."""
+        with _locked(self._lock) as lock:
+            if lock is None:
+                return None
+            _sweep(self._lock.parent)
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.mkdir(mode=0o700)
+            package = str(Path(__file__).resolve().parent.parent)
+            with self._log.open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _START, package, str(self._directory), str(lock)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[lock],
+                    # ^C and a terminal's end are for those that use the cache.
+                    start_new_session=True,
+                )
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(msgspec.json.encode(self._config))
+            return process
+
+
+def error_of(failed: messages.Failed) -> DlresError:
+    """Return the error that a message tells of."""
+    from lightning_dlres.core import errors
+
+    found = getattr(errors, failed.error, None)
+    if isinstance(found, type) and issubclass(found, DlresError):
+        return found(failed.text)
+    return errors.PeerError(f"{failed.error}: {failed.text}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int | None]:
+    """Give a descriptor that holds the lock, or None; a process that inherits it goes on holding
+    the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Somebody may have removed the file between its opening and the lock.
+            held = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+        except BlockingIOError:
+            held = False
+        yield descriptor if held else None
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(base: Path) -> None:
+    """Remove what processes that are gone have left behind."""
+    for path in base.glob("*.lock"):
+        with _locked(path) as lock:
+            if lock is not None:
+                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+                path.with_suffix(".log").unlink(missing_ok=True)
+                path.unlink(missing_ok=True)

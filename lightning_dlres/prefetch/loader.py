@@ -1,0 +1,286 @@
+"""The loader: batches of one rank, whose state is where the epoch stands and nothing else, so that
+any number of ranks can go on from it on the very next sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.prefetch.client import CacheClient
+from lightning_dlres.prefetch.messages import HostConfig, Metrics
+from lightning_dlres.prefetch.samples import Samples
+from lightning_dlres.prefetch.sequence import Deal, Positions, Tail, mixed
+from lightning_dlres.prefetch.workers import BatchMaker, Collate, Decode, DecodePool, Workers
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which data-parallel rank this is, of how many, and which of them share this host's cache
+    (ascending)."""
+
+    rank: int = 0
+    ranks: int = 1
+    local: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        fits = all(0 <= rank < self.ranks for rank in self.local)
+        if self.rank not in self.local or not fits or list(self.local) != sorted(set(self.local)):
+            raise ConfigError(
+                f"ranks: got rank {self.rank} of {self.ranks} with {self.local} on this host, "
+                "expected it to be one of them, ascending."
+            )
+
+
+class PrefetchLoader:
+    """An iterable of batches; every `iter` goes through the next epoch.
+
+    Args:
+        cache: the name of the host's cache, see `CacheClient`.
+        config: of the cache.
+        ranks: who this is.
+        batch_size: samples of a batch of this rank.
+        shuffle: whether every epoch has an order of its own; else it is that of the data set.
+        seed: of the orders.
+        tail: see `Deal`.
+        decode, collate: see `BatchMaker`.
+        workers, worker_type: see `DecodePool`.
+        epochs: how many there will be, so that nothing is fetched for one more; None: unknown.
+        report: called after every batch with the metrics that have become known, see `metrics`.
+
+    Raises:
+        ConfigError: a bad value.
+    """
+
+    def __init__(
+        self,
+        cache: str,
+        config: HostConfig,
+        *,
+        ranks: Ranks | None = None,
+        batch_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        tail: Tail = "pad",
+        decode: Decode | None = None,
+        collate: Collate | None = None,
+        workers: int = 0,
+        worker_type: Workers = "thread",
+        epochs: int | None = None,
+        report: Callable[[PrefetchLoader], None] | None = None,
+    ) -> None:
+        self._cache, self._config = cache, config
+        self._ranks = ranks or Ranks()
+        # What cannot be is said now.
+        Deal(0, 0, self._ranks.ranks, batch_size, tail)
+        DecodePool(BatchMaker(None, None, "raw"), workers, worker_type)
+        self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
+        self._seed, self._epochs, self._report = seed, epochs, report
+        self._decode, self._collate = decode, collate
+        self._workers, self._worker_type = workers, worker_type
+        self._client: CacheClient | None = None
+        self._pool: DecodePool | None = None
+        self._epoch, self._start, self._before, self._yielded = 0, 0, 0, 0
+        self._iteration: _Iteration | None = None
+        self._finished = False
+        # Seconds that the caller has waited for batches.
+        self.stalled = 0.0
+        self.last_stall = 0.0
+
+    def __len__(self) -> int:
+        """How many batches this rank has in the epoch under way or, between epochs, in the next;
+        after a resume with other ranks those before it count as they were."""
+        if self._exhausted() or self._finished:
+            return self._deal(0).batches_of(self._ranks.rank)
+        return self._before + self._deal(self._start).batches_of(self._ranks.rank)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iteration is not None:
+            self._iteration.close()
+        if self._yielded or self._finished:
+            self._next_epoch()
+        if self._deal(self._start).batches_of(self._ranks.rank) == 0 and self._before:
+            self._next_epoch()
+        self._iteration = _Iteration(self, self._deal(self._start), self._start_epoch())
+        return self._iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch stands; the same on all ranks."""
+        epoch, before = self._epoch, self._before + self._yielded
+        consumed = self._deal(self._start).consumed_after(self._yielded)
+        if self._exhausted():
+            epoch, consumed, before = epoch + 1, 0, 0
+        return {
+            "version": _VERSION,
+            "epoch": epoch,
+            "consumed": consumed,
+            "batches": before,
+            "seed": self._seed,
+            "samples": self.client.joined.samples,
+            "digest": self.client.joined.digest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, with the next `iter`.
+
+        Raises:
+            ConfigError: the state is of another data set.
+        """
+        joined = self.client.joined
+        if state.get("version") != _VERSION:
+            raise ConfigError(
+                got_expected("state of a loader", state.get("version"), f"{_VERSION}", "another")
+            )
+        if (state["samples"], state["digest"]) != (joined.samples, joined.digest):
+            raise ConfigError(
+                f"state of a loader: got {state['samples']} samples with digest "
+                f"{state['digest']}, expected those of this data set, {joined.samples} with "
+                f"{joined.digest}. Its order would be another: start without the checkpoint, or "
+                "with the data set that it was made with."
+            )
+        if self._iteration is not None:
+            self._iteration.close()
+            self._iteration = None
+        self._epoch, self._start = state["epoch"], state["consumed"]
+        self._before, self._yielded, self._finished = state["batches"], 0, False
+        self._seed = state["seed"]
+
+    @property
+    def client(self) -> CacheClient:
+        """The connection to the cache, made when it is first needed."""
+        if self._client is None:
+            self._client = CacheClient(self._cache, self._config)
+        return self._client
+
+    def metrics(self) -> Metrics:
+        """Return what the host's cache has counted since it started."""
+        return self.client.metrics()
+
+    def close(self) -> None:
+        """Leave the cache, and end the workers; the loader can be used again."""
+        if self._iteration is not None:
+            self._iteration.close()
+            self._iteration = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _exhausted(self) -> bool:
+        left = self._deal(self._start).batches_of(self._ranks.rank)
+        return self._yielded > 0 and self._yielded >= left
+
+    def _next_epoch(self) -> None:
+        self._epoch += 1
+        self._start = self._before = self._yielded = 0
+        self._finished = False
+
+    def _deal(self, consumed: int) -> Deal:
+        samples = self.client.joined.samples
+        return Deal(samples, consumed, self._ranks.ranks, self._batch_size, self._tail)
+
+    def _start_epoch(self) -> int:
+        generation, _ = self.client.begin(
+            seed=self._seed,
+            epoch=self._epoch,
+            shuffle=self._shuffle,
+            consumed=self._start,
+            ranks=self._ranks.ranks,
+            local_ranks=self._ranks.local,
+            batch=self._batch_size,
+            tail=self._tail,
+            more=self._epochs is None or self._epoch + 1 < self._epochs,
+        )
+        return generation
+
+    def _decoders(self) -> DecodePool:
+        if self._pool is None:
+            maker = BatchMaker(self._decode, self._collate, self.client.joined.encoding)
+            self._pool = DecodePool(maker, self._workers, self._worker_type)
+        return self._pool
+
+
+class _Iteration(Iterator[Any]):
+    """One pass through what is left of an epoch."""
+
+    def __init__(self, loader: PrefetchLoader, deal: Deal, generation: int) -> None:
+        self._loader, self._generation = loader, generation
+        ranks = loader._ranks
+        self._stride, self._lane = len(ranks.local), ranks.local.index(ranks.rank)
+        self._mine = deal.samples_of(ranks.rank)
+        self._batches = deal.batches_of(ranks.rank)
+        self._asked = 0
+        self._takes: deque[Future[Samples]] = deque()
+        self._making: deque[Callable[[], Any]] = deque()
+        self._pool = loader._decoders()
+        # Method C as published takes one sample after the other.
+        self._plain = loader._config.lookahead == 0
+        self._most_takes = 1 if self._plain else 2 + self._pool.workers
+        self._most_making = 1 + self._pool.workers
+        self._seed = mixed(mixed(loader._seed % 2**64) + loader._epoch)
+        self._closed = False
+        if not self._plain:
+            self._ask()
+
+    def __next__(self) -> Any:
+        started = time.monotonic()
+        if self._closed:
+            raise StopIteration
+        self._ask()
+        if not self._making and not self._takes:
+            self._loader._finished = True
+            self.close()
+            raise StopIteration
+        self._fill()
+        batch = self._making.popleft()()
+        self._loader._yielded += 1
+        if not self._plain:
+            self._fill()
+        self._loader.last_stall = time.monotonic() - started
+        self._loader.stalled += self._loader.last_stall
+        if self._loader._report:
+            self._loader._report(self._loader)
+        return batch
+
+    def close(self) -> None:
+        """Give up what is left."""
+        if not self._closed:
+            self._closed = True
+            self._takes.clear()
+            self._making.clear()
+
+    def _fill(self) -> None:
+        """Hand what has come to the workers, and ask for more; wait for the first if there is
+        nothing to return."""
+        while self._takes and len(self._making) < self._most_making:
+            if self._making and not self._takes[0].done():
+                return
+            samples = self._loader.client.wait(self._takes.popleft())
+            samples.epoch_seed = self._seed
+            self._making.append(self._pool.submit(samples))
+            del samples
+            if not self._plain:
+                self._ask()
+
+    def _ask(self) -> None:
+        while self._asked < self._batches and len(self._takes) < self._most_takes:
+            positions = self._positions(self._asked)
+            take = self._loader.client.take(self._generation, positions)
+            self._takes.append(take)
+            self._asked += 1
+
+    def _positions(self, batch: int) -> Positions:
+        size = self._loader._batch_size
+        mine = np.arange(batch * size, min((batch + 1) * size, self._mine), dtype=np.int64)
+        return (mine * self._stride + self._lane).astype(np.uint32)

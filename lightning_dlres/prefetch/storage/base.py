@@ -1,0 +1,65 @@
+"""What the cache asks of a storage: requests go in, replies come out, nobody waits in between."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlres.core.errors import StorageError
+from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.table import SampleTable
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The end of a request: uint8, the samples one behind the other, or why they cannot be had."""
+
+    ticket: int
+    data: NDArray[np.uint8] | StorageError
+
+
+class Storage(ABC):
+    """N storage nodes; sample i is on node i mod N.
+
+    Attributes:
+        table: the data set.
+        nodes: N.
+        on_reply: called from any thread when a reply is there; set it before the first request.
+    """
+
+    table: SampleTable
+    nodes: int
+    on_reply: Callable[[], None]
+
+    def __init__(self) -> None:
+        self.on_reply = _nothing
+        self._replies: deque[Reply] = deque()
+
+    @abstractmethod
+    def submit(self, ticket: int, node: int, numbers: Positions) -> None:
+        """Ask a node for samples (uint32[n], all of this node). Returns at once; a reply with this
+        ticket follows within the storage's deadline, whatever happens. For one thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads and sockets; replies that are under way are lost."""
+
+    def replies(self) -> list[Reply]:
+        """Return the replies that have come, each once."""
+        found = []
+        while self._replies:
+            found.append(self._replies.popleft())
+        return found
+
+    def _reply(self, reply: Reply) -> None:
+        self._replies.append(reply)
+        self.on_reply()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,74 @@
+"""A folder, a store on a disk, or a URL as storage: a few threads read, and one that fails in
+passing is asked again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlres.core.errors import StorageError
+from lightning_dlres.core.units import format_seconds
+from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.storage.base import Reply, Storage
+from lightning_dlres.prefetch.storage.readers import Reader, check
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+
+
+class FileStorage(Storage):
+    """Storage that this process reads itself.
+
+    Args:
+        reader: of the source.
+        nodes: into how many prefetch lists the samples are split.
+        threads: how many requests are read at once.
+        timeout: seconds for which a request is tried again.
+    """
+
+    def __init__(self, reader: Reader, nodes: int = 1, threads: int = 4, timeout: float = 30.0):
+        super().__init__()
+        self.table, self.nodes = reader.table, nodes
+        self._reader, self._timeout = reader, timeout
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dlres-read")
+
+    def submit(self, ticket: int, node: int, numbers: Positions) -> None:
+        """See `Storage`."""
+        self._pool.submit(self._run, ticket, numbers)
+
+    def close(self) -> None:
+        """See `Storage`."""
+        self._closing.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self, ticket: int, numbers: Positions) -> None:
+        try:
+            self._reply(Reply(ticket, self._read(numbers)))
+        except StorageError as error:
+            self._reply(Reply(ticket, error))
+        except Exception as error:  # whatever a file system of fsspec may raise
+            self._reply(Reply(ticket, StorageError(f"{self._first(numbers)}: {error!r}.")))
+
+    def _read(self, numbers: Positions) -> NDArray[np.uint8]:
+        deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
+        while True:
+            try:
+                found = self._reader.read(numbers)
+                wrong = check(self.table, numbers, found)
+                if wrong is None:
+                    return np.frombuffer(b"".join(found), dtype=np.uint8)
+            except OSError as error:
+                wrong = f"{self._first(numbers)}: {error}"
+            if time.monotonic() + pause > deadline or self._closing.wait(pause):
+                raise StorageError(
+                    f"{wrong}. It was tried for {format_seconds(self._timeout)}. Check the "
+                    "storage; `dlres store verify` reads all of it."
+                )
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _first(self, numbers: Positions) -> str:
+        return f"sample {self.table.key(int(numbers[0]))!r} or one of {len(numbers) - 1} after it"

@@ -1,0 +1,124 @@
+"""The thread that talks to one storage node: sends what is asked, and says of every try how it
+ended, be it that the node is silent, gone, or sends nonsense.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightning_dlres.core.errors import PeerError, ProtocolError
+from lightning_dlres.core.frames import Message
+from lightning_dlres.core.net import Client
+from lightning_dlres.core.units import format_seconds
+from lightning_dlres.prefetch.storage import protocol
+
+# A reply, or why there is none.
+Outcome = Message | str
+_LONGEST_WAIT = 1.0
+
+
+@dataclass(eq=False)
+class Order:
+    """One try of a request: not before `start`, given up at `until` (seconds of `monotonic`)."""
+
+    payload: bytes
+    start: float
+    until: float
+    context: tuple[object, int]
+    sent: float = field(default=0.0, init=False)
+
+
+class Link:
+    """A connection to a node.
+
+    Args:
+        client: handed over: only this thread uses it from now on.
+        name: of the node, for errors.
+        settled: called in this thread with every order and how it ended.
+    """
+
+    def __init__(
+        self, client: Client, name: str, settled: Callable[[Order, Outcome], None]
+    ) -> None:
+        # Until the first connection fails it counts as connected: orders wait for it.
+        self.connected = True
+        self._client, self._name, self._settled = client, name, settled
+        self._new: deque[Order] = deque()
+        self._waiting: list[Order] = []
+        self._sent: dict[int, Order] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"dlres {name}", daemon=True)
+        self._thread.start()
+
+    def ask(self, order: Order) -> None:
+        """Send an order when its time has come; for any thread."""
+        self._new.append(order)
+        self._client.interrupt()
+
+    def close(self) -> None:
+        """Stop; orders under way are forgotten."""
+        self._closing.set()
+        self._client.interrupt()
+        self._thread.join()
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                message = self._client.receive(self._pause())
+            except ProtocolError as error:
+                # Which order it was for cannot be known; those that were sent are tried again.
+                self._fail_sent(str(error))
+                message = None
+            if message is not None:
+                # The reply to an order that was given up comes late, and is dropped.
+                order = self._sent.pop(message.sequence, None)
+                if order is not None:
+                    self._settled(order, message)
+            self._watch_connection()
+            self._send_due()
+            self._give_up_late()
+
+    def _pause(self) -> float:
+        if self._new:
+            return 0.0
+        times = [order.start for order in self._waiting]
+        times += [order.until for order in self._sent.values()]
+        return max(0.0, min([_LONGEST_WAIT, *(t - time.monotonic() for t in times)]))
+
+    def _watch_connection(self) -> None:
+        for event in self._client.connection_events():
+            self.connected = event.opened
+            if not event.opened:
+                self._fail_sent("it closed the connection")
+
+    def _send_due(self) -> None:
+        while self._new:
+            self._waiting.append(self._new.popleft())
+        now = time.monotonic()
+        due = [order for order in self._waiting if order.start <= now]
+        self._waiting = [order for order in self._waiting if order.start > now]
+        for order in due:
+            try:
+                number = self._client.send(protocol.GET, order.payload)
+            except PeerError as error:
+                self._settled(order, str(error))
+                continue
+            order.sent = now
+            self._sent[number] = order
+
+    def _give_up_late(self) -> None:
+        now = time.monotonic()
+        for number, order in list(self._sent.items()):
+            if order.until <= now:
+                del self._sent[number]
+                self._settled(order, f"no answer for {format_seconds(now - order.sent)}")
+
+    def _fail_sent(self, why: str) -> None:
+        orders, self._sent = list(self._sent.values()), {}
+        for order in orders:
+            self._settled(order, why)

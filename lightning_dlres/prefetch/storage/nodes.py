@@ -1,0 +1,258 @@
+"""Storage nodes as storage: every request goes to the node of its samples, and on to their replicas
+or to the same node again where that fails, until a deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlres.core.errors import (
+    ConfigError,
+    PeerTimeoutError,
+    ProtocolError,
+    StorageError,
+    got_expected,
+)
+from lightning_dlres.core.frames import Message
+from lightning_dlres.core.net import Client, CurveKeys
+from lightning_dlres.core.units import format_seconds
+from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.storage import protocol
+from lightning_dlres.prefetch.storage.base import Reply, Storage
+from lightning_dlres.prefetch.storage.link import Link, Order, Outcome
+from lightning_dlres.prefetch.storage.readers import check
+from lightning_dlres.prefetch.table import SampleTable
+
+_TABLE_PART = 1 << 18
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """How to be let in by nodes that use CURVE: one's own keys and the nodes' public key."""
+
+    curve: CurveKeys
+    server_key: bytes
+
+
+@dataclass(eq=False)
+class _Request:
+    ticket: int
+    node: int
+    numbers: Positions
+    deadline: float
+    tries: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+
+class NodeStorage(Storage):
+    """N storage nodes that run elsewhere.
+
+    Args:
+        endpoints: of the nodes, in order: sample i is on node i mod N.
+        replicas: r: sample i is also on the next r - 1 nodes.
+        timeout: seconds after which a request has failed for good.
+        identity: for nodes that use CURVE.
+
+    Raises:
+        ConfigError: fewer nodes than replicas, or the nodes serve different data sets or call
+            themselves by other numbers.
+        PeerTimeoutError: a node does not answer, and no replica does.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        replicas: int = 1,
+        timeout: float = 30.0,
+        identity: Identity | None = None,
+    ) -> None:
+        super().__init__()
+        if not endpoints:
+            raise ConfigError(
+                got_expected("endpoints", endpoints, "at least one", "tcp://host:5555")
+            )
+        if not 1 <= replicas <= len(endpoints):
+            raise ConfigError(
+                got_expected("replicas", replicas, f"1 to {len(endpoints)} nodes", "replicas=1")
+            )
+        self.nodes = len(endpoints)
+        self._endpoints, self._replicas, self._timeout = list(endpoints), replicas, timeout
+        self._identity = identity
+        # A slow node is left for its replica earlier than for good.
+        self._patience = timeout / (3 if replicas == 1 else 2 * replicas)
+        self._lock = threading.Lock()
+        self._closed = False
+        self.table = self._greet()
+        self._links = [
+            Link(self._client(node), self._name(node), self._settled) for node in range(self.nodes)
+        ]
+
+    def submit(self, ticket: int, node: int, numbers: Positions) -> None:
+        """See `Storage`."""
+        self._try(_Request(ticket, node, numbers, time.monotonic() + self._timeout))
+
+    def close(self) -> None:
+        """See `Storage`."""
+        self._closed = True
+        for link in self._links:
+            link.close()
+
+    def _client(self, node: int) -> Client:
+        identity = self._identity
+        return Client(
+            f"cache {uuid.uuid4().hex}",
+            self._endpoints[node],
+            server=f"storage node {node}",
+            curve=identity.curve if identity else None,
+            server_key=identity.server_key if identity else None,
+            monitor=True,
+        )
+
+    def _name(self, node: int) -> str:
+        return f"storage node {node} ({self._endpoints[node]})"
+
+    def _greet(self) -> SampleTable:
+        """Ask every node what it serves, and one for the table."""
+        deadline = time.monotonic() + self._timeout
+        clients = [self._client(node) for node in range(self.nodes)]
+        welcomes: dict[int, protocol.Welcome] = {}
+        silent: dict[int, PeerTimeoutError] = {}
+        try:
+            for client in clients:
+                client.send(protocol.HELLO)
+            for node, client in enumerate(clients):
+                try:
+                    message = client.expect(max(0.0, deadline - time.monotonic()), "a welcome")
+                except PeerTimeoutError as error:
+                    silent[node] = error
+                    # Another node's silence has used up the time of those after it.
+                    deadline = max(deadline, time.monotonic() + 1.0)
+                    continue
+                welcomes[node] = message.decode(protocol.Welcome)
+            self._check(welcomes)
+            for node in silent:
+                mirrors = {(node + other) % self.nodes for other in range(self._replicas)}
+                if not mirrors & welcomes.keys():
+                    raise silent[node]
+            first = min(welcomes)
+            return self._fetch_table(clients[first], welcomes[first], self._name(first))
+        finally:
+            for client in clients:
+                client.close()
+
+    def _check(self, welcomes: dict[int, protocol.Welcome]) -> None:
+        for node, welcome in welcomes.items():
+            first = min(welcomes)
+            if welcome.version != protocol.VERSION:
+                raise ConfigError(
+                    f"{self._name(node)}: got protocol {welcome.version}, expected "
+                    f"{protocol.VERSION}. Run the same version there."
+                )
+            if (welcome.node, welcome.nodes) != (node, self.nodes):
+                raise ConfigError(
+                    f"{self._name(node)}: it is node {welcome.node} of {welcome.nodes}, expected "
+                    f"node {node} of {self.nodes}. List all nodes in their order."
+                )
+            if welcome.digest != welcomes[first].digest:
+                raise ConfigError(
+                    f"{self._name(node)} and {self._name(first)} serve different data sets: got "
+                    f"{welcome.samples} samples (digest {welcome.digest}) and "
+                    f"{welcomes[first].samples} (digest {welcomes[first].digest}), expected the "
+                    "same. Copy one store to all of them."
+                )
+
+    def _fetch_table(self, client: Client, welcome: protocol.Welcome, name: str) -> SampleTable:
+        parts = []
+        for first in range(0, welcome.samples, _TABLE_PART):
+            count = min(_TABLE_PART, welcome.samples - first)
+            wish = protocol.PartWish(first, count)
+            client.send(protocol.TABLE, msgspec.msgpack.encode(wish))
+            message = client.expect(self._timeout, "a part of the table")
+            if message.kind != protocol.TABLE:
+                raise ProtocolError(f"{name}: {message.payload.decode(errors='replace')}")
+            data = np.frombuffer(message.payload, dtype=np.uint8)
+            parts.append(SampleTable.from_bytes(data, name))
+        table = SampleTable.join(parts)
+        if table.digest != welcome.digest:
+            raise ProtocolError(
+                f"{name} sent a table with digest {table.digest}, expected {welcome.digest}. Did "
+                "its data set change? Start it again."
+            )
+        return table
+
+    def _try(self, request: _Request, pause: float = 0.0) -> None:
+        now = time.monotonic()
+        node = self._next_node(request)
+        until = min(request.deadline, now + pause + self._patience)
+        payload = protocol.pack_numbers(request.numbers)
+        self._links[node].ask(Order(payload, now + pause, until, (request, node)))
+
+    def _next_node(self, request: _Request) -> int:
+        """Return the node to try next: the replicas in turn, those that can be reached first."""
+        order = [
+            (request.node + (request.tries + other) % self._replicas) % self.nodes
+            for other in range(self._replicas)
+        ]
+        return next((node for node in order if self._links[node].connected), order[0])
+
+    def _settled(self, order: Order, outcome: Outcome) -> None:
+        """Handle the end of one try; for the threads of all links."""
+        request, node = order.context
+        assert isinstance(request, _Request)
+        data: Message | str = outcome
+        if isinstance(data, Message):
+            found = self._accept(request, data)
+            if not isinstance(found, str):
+                self._reply(Reply(request.ticket, found))
+                return
+            data = found
+        if self._closed:
+            return
+        request.tries += 1
+        request.reasons.append(f"{self._name(node)}: {data}")
+        rounds = request.tries // self._replicas
+        another = request.tries % self._replicas
+        pause = 0.0 if another else min(_FIRST_PAUSE * 2**rounds, _LONGEST_PAUSE)
+        if time.monotonic() + pause >= request.deadline:
+            self._reply(Reply(request.ticket, self._error(request)))
+        else:
+            self._try(request, pause)
+
+    def _accept(self, request: _Request, message: Message) -> NDArray[np.uint8] | str:
+        """Return the samples of a reply, or what is wrong with it."""
+        if message.kind != protocol.DATA:
+            return message.payload.decode(errors="replace")
+        sizes = self.table.sizes[request.numbers]
+        expected = int(sizes.sum())
+        if len(message.payload) != expected:
+            return f"got {len(message.payload)} bytes for {len(sizes)} samples, expected {expected}"
+        view, ends = memoryview(message.payload), np.cumsum(sizes)
+        starts = ends - sizes
+        pieces = [view[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        wrong = check(self.table, request.numbers, pieces)
+        return wrong or np.frombuffer(message.payload, dtype=np.uint8)
+
+    def _error(self, request: _Request) -> StorageError:
+        number = int(request.numbers[0])
+        others = f" or one of {len(request.numbers) - 1} asked for with it"
+        advice = (
+            "Check that the node runs and can be reached"
+            if self._replicas > 1
+            else "Check that the node runs and can be reached; with replicas=2 another is asked"
+        )
+        return StorageError(
+            f"sample {self.table.key(number)!r} (number {number})"
+            f"{others if len(request.numbers) > 1 else ''} did not come from "
+            f"{self._name(request.node)} within {format_seconds(self._timeout)}; the last of "
+            f"{request.tries} tries: {request.reasons[-1].rstrip('.')}. {advice}."
+        )

@@ -1,0 +1,144 @@
+"""Writing stores, and looking whether they are whole: samples packed into a few files, so that
+millions of small ones cost one open file."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
+from lightning_dlres.prefetch.storage.readers import Reader, check, open_reader, pack_name
+from lightning_dlres.prefetch.table import MANIFEST, SampleTable
+
+_AT_ONCE = 256
+
+
+def put(
+    source: str | Path | Any,
+    directory: str | Path,
+    *,
+    packs: int = 1,
+    overwrite: bool = False,
+    encode: Callable[[Any], bytes] | None = None,
+    encoding: str = "raw",
+    progress: Callable[[int, int], None] | None = None,
+) -> SampleTable:
+    """Write a store and return its table.
+
+    Args:
+        source: a folder, store, listing or URL (see `open_reader`), or a map-style data set.
+        directory: made where it is missing.
+        packs: in how many files; sample i goes into file i mod `packs`.
+        overwrite: whether a store that is there is replaced.
+        encode: turns an item of a data set into bytes; None: the items are bytes.
+        encoding: what to note about these bytes.
+        progress: called with how many samples are written, and of how many.
+
+    Raises:
+        ConfigError: the source cannot be read, or the directory has a store already.
+        StorageError: a sample cannot be read.
+    """
+    if packs < 1:
+        raise ConfigError(got_expected("packs", packs, "at least 1", "packs=4"))
+    target = Path(directory).expanduser()
+    if (target / MANIFEST).exists() and not overwrite:
+        raise ConfigError(
+            f"{target}: got a store that is already there, expected none. Try another directory, "
+            "or overwrite it."
+        )
+    total, items, encoding = _items(source, encode, encoding)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / MANIFEST).unlink(missing_ok=True)
+    keys: list[str] = []
+    sizes, sums = array("q"), array("L")
+    names = [pack_name(pack, packs) for pack in range(packs)]
+    with ExitStack() as stack:
+        files = [stack.enter_context((target / f"{name}.part").open("wb")) for name in names]
+        for number, (key, data) in enumerate(items):
+            files[number % packs].write(data)
+            keys.append(key)
+            sizes.append(len(data))
+            sums.append(zlib.crc32(data))
+            if progress:
+                progress(number + 1, total)
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+    for name in names:
+        (target / f"{name}.part").replace(target / name)
+    table = SampleTable.build(
+        keys, np.array(sizes, dtype=np.int64), list(sums), encoding=encoding, packs=packs
+    )
+    table.save(target / MANIFEST)
+    return table
+
+
+def damaged(
+    source: str | Path, progress: Callable[[int, int], None] | None = None
+) -> Iterator[str]:
+    """Read a whole source and yield what is wrong, one line for each damaged or missing sample.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    reader = open_reader(source)
+    total = len(reader.table)
+    for first in range(0, total, _AT_ONCE):
+        numbers = np.arange(first, min(first + _AT_ONCE, total), dtype=np.uint32)
+        if _damage(reader, numbers):
+            # One by one, to name every one.
+            yield from filter(None, (_damage(reader, one) for one in numbers.reshape(-1, 1)))
+        if progress:
+            progress(int(numbers[-1]) + 1, total)
+
+
+def _damage(reader: Reader, numbers: Any) -> str | None:
+    try:
+        return check(reader.table, numbers, reader.read(numbers))
+    except (StorageError, OSError) as error:
+        return str(error)
+
+
+def _items(
+    source: Any, encode: Callable[[Any], bytes] | None, encoding: str
+) -> tuple[int, Iterator[tuple[str, bytes]], str]:
+    if isinstance(source, (str, Path)):
+        reader = open_reader(source)
+        return len(reader.table), _read_all(reader), reader.table.encoding
+    if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
+        raise ConfigError(
+            got_expected(
+                "source", type(source).__name__, "a path, a URL or a map-style data set", "a folder"
+            )
+        )
+    return len(source), _encode_all(source, encode), encoding
+
+
+def _read_all(reader: Reader) -> Iterator[tuple[str, bytes]]:
+    for first in range(0, len(reader.table), _AT_ONCE):
+        numbers = np.arange(first, min(first + _AT_ONCE, len(reader.table)), dtype=np.uint32)
+        found = reader.read(numbers)
+        if wrong := check(reader.table, numbers, found):
+            raise StorageError(f"{wrong}. Nothing was written.")
+        yield from zip(map(reader.table.key, numbers.tolist()), found, strict=True)
+
+
+def _encode_all(source: Any, encode: Callable[[Any], bytes] | None) -> Iterator[tuple[str, bytes]]:
+    width = len(str(max(len(source) - 1, 0)))
+    for number in range(len(source)):
+        item = source[number]
+        data = encode(item) if encode else item
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise ConfigError(
+                got_expected(
+                    f"item {number} of the data set", type(data).__name__, "bytes", "encode=..."
+                )
+            )
+        yield f"{number:0{width}d}", bytes(data)

@@ -1,0 +1,218 @@
+"""What a data set is: a list of sample keys with sizes and checksums, as arrays, which a file holds
+so that it can be mapped instead of read.
+
+The file (`manifest.dlres`) is one line of JSON, padded with spaces, and four arrays behind it,
+little-endian: sizes int64[n], CRC-32 uint32[n], ends of the keys int64[n], and the keys in UTF-8.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.prefetch.sequence import MOST_SAMPLES
+
+MANIFEST = "manifest.dlres"
+_FORMAT, _VERSION = "dlres-store", 1
+_HEADER_BYTES = 512
+
+
+class _Header(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+    samples: int
+    key_bytes: int
+    packs: int
+    encoding: str
+    checksums: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SampleTable:
+    """Keys, sizes and checksums of n samples.
+
+    `sizes` is int64[n], in bytes; `checksums` is uint32[n] (CRC-32), or None where the source has
+    none; `keys` is uint8, the keys in UTF-8 one behind the other, and `key_ends` int64[n] where
+    each ends. `encoding` says what the bytes of a sample are: "raw", as they were found, or
+    "tensors" (see `samples`). `packs` is in how many files a store keeps them; 0: one file each.
+    """
+
+    sizes: NDArray[np.int64]
+    checksums: NDArray[np.uint32] | None
+    keys: NDArray[np.uint8]
+    key_ends: NDArray[np.int64]
+    encoding: str = "raw"
+    packs: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.sizes) <= MOST_SAMPLES:
+            raise ConfigError(
+                got_expected(
+                    "a data set", len(self.sizes), f"1 to {MOST_SAMPLES} samples", "another"
+                )
+            )
+
+    @staticmethod
+    def build(
+        keys: Iterable[str],
+        sizes: Sequence[int] | NDArray[np.int64],
+        checksums: Sequence[int] | None = None,
+        *,
+        encoding: str = "raw",
+        packs: int = 0,
+    ) -> SampleTable:
+        """Return a table of lists."""
+        texts = [key.encode() for key in keys]
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        blob = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        sums = None if checksums is None else np.array(checksums, dtype=np.uint32)
+        return SampleTable(np.array(sizes, dtype=np.int64), sums, blob, ends, encoding, packs)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all samples."""
+        return int(self.sizes.sum())
+
+    def key(self, number: int) -> str:
+        """Return the key of a sample."""
+        start = int(self.key_ends[number - 1]) if number else 0
+        return self.keys[start : int(self.key_ends[number])].tobytes().decode()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A fingerprint of keys, sizes and checksums: equal tables are the same data set."""
+        found = hashlib.blake2b(digest_size=16)
+        sums = np.empty(0, dtype=np.uint32) if self.checksums is None else self.checksums
+        for array in (self.sizes, sums, self.key_ends, self.keys):
+            found.update(np.ascontiguousarray(array).data)
+        found.update(self.encoding.encode())
+        return found.hexdigest()
+
+    def part(self, first: int, count: int) -> SampleTable:
+        """Return so many samples from one on."""
+        rows = slice(first, first + count)
+        start = int(self.key_ends[first - 1]) if first else 0
+        ends = self.key_ends[rows]
+        sums = None if self.checksums is None else self.checksums[rows]
+        keys = self.keys[start : int(ends[-1])]
+        return SampleTable(self.sizes[rows], sums, keys, ends - start, self.encoding, self.packs)
+
+    @staticmethod
+    def join(parts: Sequence[SampleTable]) -> SampleTable:
+        """Return the table of which these are the parts."""
+        before = np.cumsum([0, *(len(part.keys) for part in parts[:-1])])
+        ends = [part.key_ends + start for part, start in zip(parts, before, strict=True)]
+        sums = [part.checksums for part in parts if part.checksums is not None]
+        return SampleTable(
+            np.concatenate([part.sizes for part in parts]),
+            np.concatenate(sums) if len(sums) == len(parts) else None,
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate(ends),
+            parts[0].encoding,
+            parts[0].packs,
+        )
+
+    def to_bytes(self) -> list[memoryview]:
+        """Return what the file holds."""
+        header = _Header(
+            format=_FORMAT,
+            version=_VERSION,
+            samples=len(self),
+            key_bytes=len(self.keys),
+            packs=self.packs,
+            encoding=self.encoding,
+            checksums=self.checksums is not None,
+        )
+        line = msgspec.json.encode(header).ljust(_HEADER_BYTES - 1) + b"\n"
+        sums = np.zeros(len(self), dtype=np.uint32) if self.checksums is None else self.checksums
+        arrays: list[tuple[NDArray[Any], str]] = [
+            (self.sizes, "<i8"),
+            (sums, "<u4"),
+            (self.key_ends, "<i8"),
+            (self.keys, "u1"),
+        ]
+        return [
+            memoryview(line),
+            *(
+                np.ascontiguousarray(array, kind).data.cast("B")
+                for array, kind in arrays
+                if len(array)
+            ),
+        ]
+
+    def save(self, path: Path) -> None:
+        """Write the file, all of it or none."""
+        unfinished = path.with_name(path.name + ".part")
+        with unfinished.open("wb") as file:
+            for piece in self.to_bytes():
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> SampleTable:
+        """Return the table of a file, mapped.
+
+        Raises:
+            ConfigError: the file is not there, or not such a file.
+        """
+        try:
+            data = np.memmap(path, dtype=np.uint8, mode="r")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: {error}. Expected the manifest of a store; `dlres store put` makes one."
+            ) from error
+        return SampleTable.from_bytes(data, str(path))
+
+    @staticmethod
+    def from_bytes(data: NDArray[np.uint8], name: str) -> SampleTable:
+        """Return the table of a file's contents; `name` is what errors call it.
+
+        Raises:
+            ConfigError: the bytes are no such file.
+        """
+        try:
+            header = msgspec.json.decode(data[:_HEADER_BYTES].tobytes(), type=_Header)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(_no_manifest(name, f"no header ({error})")) from error
+        if (header.format, header.version) != (_FORMAT, _VERSION):
+            raise ConfigError(_no_manifest(name, f"{header.format} {header.version}"))
+        count = header.samples
+        expected = _HEADER_BYTES + 20 * count + header.key_bytes
+        if len(data) != expected or count < 1:
+            raise ConfigError(_no_manifest(name, f"{len(data)} bytes for {count} samples"))
+        at = _HEADER_BYTES
+        found = []
+        for kind, size in (("<i8", 8), ("<u4", 4), ("<i8", 8)):
+            found.append(np.frombuffer(data[at : at + size * count], dtype=kind))
+            at += size * count
+        sizes, sums, ends = found
+        if (
+            (sizes < 0).any()
+            or (np.diff(ends, prepend=0) < 0).any()
+            or ends[-1] != header.key_bytes
+        ):
+            raise ConfigError(_no_manifest(name, "sizes or keys that contradict each other"))
+        known = sums if header.checksums else None
+        return SampleTable(sizes, known, data[at:], ends, header.encoding, header.packs)
+
+
+def _no_manifest(name: str, got: str) -> str:
+    return (
+        f"{name}: got {got}, expected a manifest of version {_VERSION}. Write the store again with "
+        "`dlres store put`."
+    )

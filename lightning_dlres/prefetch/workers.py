@@ -1,0 +1,121 @@
+"""Where samples are decoded and put together into a batch: in the caller, in threads, or in
+processes, which look at the same memory as the caller does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.multiprocessing
+from torch.utils.data import default_collate
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.prefetch.items import decode_item
+from lightning_dlres.prefetch.samples import Sample, Samples
+from lightning_dlres.prefetch.sequence import mixed
+
+Workers = Literal["thread", "process"]
+Decode = Callable[[Sample], Any]
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Makes a batch of samples.
+
+    Args:
+        decode: of one sample; None: tensors where a data set of tensors was put in, else the
+            samples themselves.
+        collate: of the list of what `decode` returns; None: torch's `default_collate`, or the list
+            where samples are not decoded.
+        encoding: as in `SampleTable`.
+    """
+
+    decode: Decode | None
+    collate: Collate | None
+    encoding: str
+
+    def __call__(self, samples: Samples) -> Any:
+        """Return the batch."""
+        decode = self.decode
+        if decode is None and self.encoding == "tensors":
+            decode = decode_item
+        found = [decode(sample) if decode else sample for sample in samples]
+        if self.collate is not None:
+            return self.collate(found)
+        return default_collate(found) if decode else found
+
+
+class DecodePool:
+    """Runs a `BatchMaker` on what arrives, a few batches at a time.
+
+    Args:
+        maker: what is run.
+        workers: how many at a time; 0: in the caller, when the batch is asked for.
+        kind: "thread" for decoding that lets go of the interpreter's lock (most image decoders),
+            "process" for any other.
+
+    Raises:
+        ConfigError: a bad number or kind.
+    """
+
+    def __init__(self, maker: BatchMaker, workers: int = 0, kind: Workers = "thread") -> None:
+        if workers < 0:
+            raise ConfigError(got_expected("workers", workers, "at least 0", "workers=2"))
+        if kind not in get_args(Workers):
+            names = " or ".join(map(repr, get_args(Workers)))
+            raise ConfigError(got_expected("worker_type", kind, names, "'thread'"))
+        self._maker, self.workers, self._kind = maker, workers, kind
+        self._executor: Executor | None = None
+
+    def submit(self, samples: Samples) -> Callable[[], Any]:
+        """Start to make a batch, and return what waits for it; the samples are held until it is
+        made."""
+        if not self.workers:
+            return lambda: self._maker(samples)
+        executor = self._started()
+        if self._kind == "thread":
+            return executor.submit(self._maker, samples).result
+        future = executor.submit(_seeded, self._maker, samples)
+        return lambda: _result(future, samples)
+
+    def close(self) -> None:
+        """End threads and processes."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+
+    def _started(self) -> Executor:
+        if self._executor is None:
+            if self._kind == "thread":
+                self._executor = ThreadPoolExecutor(self.workers, "dlres-decode")
+            else:
+                context = torch.multiprocessing.get_context()
+                self._executor = ProcessPoolExecutor(
+                    self.workers, mp_context=context, initializer=_start_worker
+                )
+        return self._executor
+
+
+def _start_worker() -> None:
+    # As many processes as there are cores compute already.
+    torch.set_num_threads(1)
+
+
+def _seeded(maker: BatchMaker, samples: Samples) -> Any:
+    """In a worker process: what is random follows from the samples, not from the worker."""
+    seed = mixed(samples.epoch_seed + int(samples.delivered.numbers[0]))
+    torch.manual_seed(seed % 2**63)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    return maker(samples)
+
+
+def _result(future: Future[Any], held: Samples) -> Any:
+    return future.result()
