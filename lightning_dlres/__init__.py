@@ -17,10 +17,13 @@ from lightning_dlres.core.errors import (
     StorageError,
     UnsupportedStepError,
 )
+from lightning_dlres.datamodules import PrefetchCacheDataModule
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.plugins import MemoryPrecision
+from lightning_dlres.prefetch.node import PrefetchCacheNode
+from lightning_dlres.prefetch.samples import Sample
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
 from lightning_dlres.strategies.samples import ProfileConfig
 
@@ -40,9 +43,12 @@ __all__ = [
     "PeerLostError",
     "PeerTimeoutError",
     "PipelinePlan",
+    "PrefetchCacheDataModule",
+    "PrefetchCacheNode",
     "ProfileConfig",
     "ProtocolError",
     "ResourceReport",
+    "Sample",
     "StorageError",
     "UnsupportedStepError",
     "__version__",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightning_dlres.core.errors import ConfigError
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
-COMMANDS = ("demo", "plan", *TRAINER_COMMANDS)
+COMMANDS = ("demo", "plan", "store", *TRAINER_COMMANDS)
 
 HELP = """\
 usage: dlres COMMAND [options]
@@ -19,6 +19,7 @@ Train with PyTorch Lightning on the machines you happen to have.
 commands:
   demo        train a small GPT on three CPU processes of unlike speed; about two minutes
   plan        profile, plan, and do not train:        dlres plan --config FILE [--cluster FILE]
+  store       samples for the prefetch cache:         dlres store serve|put|ls|verify|keys
   fit         train what a config file describes:     dlres fit --config FILE [overrides]
   validate    run its validation loop:                dlres validate --config FILE --ckpt_path CKPT
   test        run its test loop:                      dlres test --config FILE --ckpt_path CKPT
@@ -64,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from lightning_dlres.cli.plan import plan
 
             return plan(options)
+        if command == "store":
+            from lightning_dlres.cli.store import store
+
+            return store(options)
         from lightning_dlres.cli.fit import run_trainer
 
         return run_trainer(command, options)

@@ -215,10 +215,12 @@ class Server(_Endpoint):
             self._socket.setsockopt(zmq.IPV6, int(":" in bind))
             self._bind(
                 f"tcp://{host}:{port or '*'}",
+                f"{bind} port {port or 'any'}",
                 "a free port and a numeric address or interface of this machine; see `ip address`",
             )
         else:
-            self._bind(f"ipc://{path}", "a directory that can be written to, and a shorter path")
+            expected = "a directory that can be written to, and a path of about 100 bytes at most"
+            self._bind(f"ipc://{path}", str(path), expected)
         self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._peers = f"a client of {self._endpoint}"
 
@@ -244,12 +246,12 @@ class Server(_Endpoint):
             self._authenticator.stop()
         super().close()
 
-    def _bind(self, endpoint: str, expected: str) -> None:
+    def _bind(self, endpoint: str, where: str, expected: str) -> None:
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"listening on {endpoint}: {error}. Expected {expected}.") from error
+            raise ConfigError(f"listening on {where}: {error}. Expected {expected}.") from error
 
     def _read(self, frames: list[bytes], connection: int) -> Message:
         try:

@@ -4,6 +4,7 @@ nothing looks at them any more, from whichever thread that happens in.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -28,6 +29,7 @@ _WAIT = 0.5
 # Besides the storage's own deadline, which comes first and says more.
 _MARGIN = 30.0
 _JOIN_TRY = 2.0
+_LEAVE_SECONDS = 2.0
 
 
 class CacheClient:
@@ -108,13 +110,6 @@ class CacheClient:
                 raise
             raise self._silent("samples") from None
 
-    def end(self) -> None:
-        """Say that this process is in no epoch any more."""
-        with self._lock:
-            self._takes.clear()
-            self._outgoing.append((messages.END, b""))
-        self._client.interrupt()
-
     def metrics(self) -> messages.Metrics:
         """Return what the cache has counted."""
         payload = self._ask(messages.METRICS, b"")
@@ -124,6 +119,9 @@ class CacheClient:
         """Leave the cache, which ends when the last process has left; may be called again."""
         if self._closing.is_set() or os.getpid() != self._pid:
             return
+        # Whoever joins after this must not find this process still in an epoch.
+        with contextlib.suppress(DlresError):
+            self._ask(messages.LEAVE, b"", _LEAVE_SECONDS)
         self._closing.set()
         self._client.interrupt()
         self._thread.join()
@@ -154,7 +152,7 @@ class CacheClient:
                 client.close()
                 raise
 
-    def _ask(self, kind: str, payload: bytes) -> bytes:
+    def _ask(self, kind: str, payload: bytes, timeout: float | None = None) -> bytes:
         answer = Future[bytes]()
         with self._lock:
             if self._lost is not None:
@@ -163,7 +161,7 @@ class CacheClient:
             self._outgoing.append((kind, payload))
         self._client.interrupt()
         try:
-            return answer.result(self._timeout)
+            return answer.result(timeout or self._timeout)
         except TimeoutError:
             raise self._silent(f"an answer to {kind!r}") from None
 
@@ -223,7 +221,7 @@ class CacheClient:
                     waiting = self._questions.popleft()
             if waiting is not None:
                 waiting.set_exception(error_of(failed))
-        elif message.kind in (messages.BEGUN, messages.MEASURED):
+        elif message.kind in (messages.BEGUN, messages.MEASURED, messages.LEFT):
             self._questions.popleft().set_result(message.payload)
         else:
             raise ProtocolError(f"{message.peer} sent {message.kind!r}, which is not known here.")

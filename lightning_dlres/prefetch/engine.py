@@ -212,7 +212,7 @@ class PrefetchEngine:
             if np.array_equal(epoch.index.numbers, index.numbers) and not epoch.taken:
                 self._pump()
                 return
-            self.end(number)
+            self._give_up(epoch)
         if len(self._epochs) == 2:
             numbers = [epoch.number for epoch in self._epochs]
             raise ConfigError(f"epoch {number} starts while epochs {numbers} are under way.")
@@ -222,11 +222,7 @@ class PrefetchEngine:
     def end(self, number: int) -> None:
         """Give up what is left of an epoch, if it is under way; what is in use stays so."""
         for epoch in [epoch for epoch in self._epochs if epoch.number == number]:
-            self._epochs.remove(epoch)
-            self._space.clear(epoch.row)
-            self._takes = deque(take for take in self._takes if take.epoch is not epoch)
-            self._landings = deque(left for left in self._landings if left.epoch is not epoch)
-        self._promised = self._count_promised()
+            self._give_up(epoch)
         self._pump()
 
     def take(self, client: str, take: int, number: int, positions: Positions) -> None:
@@ -356,6 +352,14 @@ class PrefetchEngine:
             kept = self._kept.ready[index.numbers]
             self._space.places[row, : len(index)][kept] = KEPT
         self._epochs.append(_Epoch(number, row, index, np.zeros(len(index), dtype=np.bool_)))
+
+    def _give_up(self, epoch: _Epoch) -> None:
+        self._epochs.remove(epoch)
+        self._space.clear(epoch.row)
+        self._takes = deque(take for take in self._takes if take.epoch is not epoch)
+        self._landings = deque(left for left in self._landings if left.epoch is not epoch)
+        self._is_full = False
+        self._promised = self._count_promised()
 
     def _count_promised(self) -> int:
         """Return the bytes of what is in use or has been promised room."""

@@ -172,9 +172,9 @@ class CacheHost:
                     self._engine.release(peer, released)
             elif message.kind == messages.BEGIN:
                 self._begin(peer, message.decode(Begin))
-            elif message.kind == messages.END:
-                self._clients[peer] = None
-                self._end_unused()
+            elif message.kind == messages.LEAVE:
+                self._leave(peer)
+                self._send(peer, messages.LEFT, b"")
             elif message.kind == messages.METRICS:
                 self._send(peer, messages.MEASURED, msgspec.msgpack.encode(self._measure()))
             else:
@@ -313,3 +313,6 @@ def main() -> None:
             sys.exit(1)
         stack.callback(host.close)
         host.run()
+        # What it has printed is of interest only where it has not come to this.
+        for ending in (".log", ".lock"):
+            directory.with_name(directory.name + ending).unlink(missing_ok=True)

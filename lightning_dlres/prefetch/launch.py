@@ -12,7 +12,6 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError, PeerTimeoutError
+from lightning_dlres.core.light import light_command
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch import messages
 from lightning_dlres.prefetch.messages import HostConfig
@@ -29,14 +29,6 @@ from lightning_dlres.prefetch.messages import HostConfig
 _LONGEST_SOCKET = 100
 _POLL = 0.02
 _LAST_WORDS = 2000
-
-# The package imports torch and Lightning, which would cost this small process seconds and hundreds
-# of megabytes; so only this room is imported, and the floor below it.
-_START = (
-    "import sys, types; package = types.ModuleType('lightning_dlres'); "
-    "package.__path__ = [sys.argv.pop(1)]; sys.modules['lightning_dlres'] = package; "
-    "from lightning_dlres.prefetch.host import main; main()"
-)
 
 
 def runtime_directory() -> Path:
@@ -132,10 +124,10 @@ class HostProcess:
             _sweep(self._lock.parent)
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory.mkdir(mode=0o700)
-            package = str(Path(__file__).resolve().parent.parent)
+            main = "lightning_dlres.prefetch.host:main"
             with self._log.open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _START, package, str(self._directory), str(lock)],
+                    light_command(main, str(self._directory), str(lock)),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -5,10 +5,12 @@ any number of ranks can go on from it on the very next sample.
 from __future__ import annotations
 
 import time
+import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,8 @@ class PrefetchLoader:
         tail: see `Deal`.
         decode, collate: see `BatchMaker`.
         workers, worker_type: see `DecodePool`.
+        epoch: the number of the first.
+        unit: how many samples of a rank "drop" does not split; None: a batch.
         epochs: how many there will be, so that nothing is fetched for one more; None: unknown.
         report: called after every batch with the metrics that have become known, see `metrics`.
 
@@ -75,7 +79,9 @@ class PrefetchLoader:
         collate: Collate | None = None,
         workers: int = 0,
         worker_type: Workers = "thread",
+        epoch: int = 0,
         epochs: int | None = None,
+        unit: int | None = None,
         report: Callable[[PrefetchLoader], None] | None = None,
     ) -> None:
         self._cache, self._config = cache, config
@@ -89,8 +95,9 @@ class PrefetchLoader:
         self._workers, self._worker_type = workers, worker_type
         self._client: CacheClient | None = None
         self._pool: DecodePool | None = None
-        self._epoch, self._start, self._before, self._yielded = 0, 0, 0, 0
-        self._iteration: _Iteration | None = None
+        self._unit = unit or batch_size
+        self._epoch, self._start, self._before, self._yielded = epoch, 0, 0, 0
+        self._iteration: weakref.ref[_Iteration] | None = None
         self._finished = False
         # Seconds that the caller has waited for batches.
         self.stalled = 0.0
@@ -100,23 +107,25 @@ class PrefetchLoader:
         """How many batches this rank has in the epoch under way or, between epochs, in the next;
         after a resume with other ranks those before it count as they were."""
         if self._exhausted() or self._finished:
-            return self._deal(0).batches_of(self._ranks.rank)
-        return self._before + self._deal(self._start).batches_of(self._ranks.rank)
+            return self._batches(0)
+        return self._before + self._batches(self._start)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._iteration is not None:
-            self._iteration.close()
+        self._end_iteration()
         if self._yielded or self._finished:
             self._next_epoch()
-        if self._deal(self._start).batches_of(self._ranks.rank) == 0 and self._before:
+        if self._before and not self._batches(self._start):
             self._next_epoch()
-        self._iteration = _Iteration(self, self._deal(self._start), self._start_epoch())
-        return self._iteration
+        iteration = _Iteration(self)
+        # A weak one, or the connection would stay until the garbage collector comes by.
+        self._iteration = weakref.ref(iteration)
+        return iteration
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch stands; the same on all ranks."""
         epoch, before = self._epoch, self._before + self._yielded
-        consumed = self._deal(self._start).consumed_after(self._yielded)
+        dealt = self._yielded * self._batch_size * self._ranks.ranks
+        consumed = min(self._start + dealt, self.client.joined.samples)
         if self._exhausted():
             epoch, consumed, before = epoch + 1, 0, 0
         return {
@@ -147,9 +156,7 @@ class PrefetchLoader:
                 f"{joined.digest}. Its order would be another: start without the checkpoint, or "
                 "with the data set that it was made with."
             )
-        if self._iteration is not None:
-            self._iteration.close()
-            self._iteration = None
+        self._end_iteration()
         self._epoch, self._start = state["epoch"], state["consumed"]
         self._before, self._yielded, self._finished = state["batches"], 0, False
         self._seed = state["seed"]
@@ -159,6 +166,7 @@ class PrefetchLoader:
         """The connection to the cache, made when it is first needed."""
         if self._client is None:
             self._client = CacheClient(self._cache, self._config)
+            self._leaving = weakref.finalize(self, self._client.close)
         return self._client
 
     def metrics(self) -> Metrics:
@@ -167,19 +175,40 @@ class PrefetchLoader:
 
     def close(self) -> None:
         """Leave the cache, and end the workers; the loader can be used again."""
-        if self._iteration is not None:
-            self._iteration.close()
-            self._iteration = None
+        self._end_iteration()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
         if self._client is not None:
-            self._client.close()
+            self._leaving()
             self._client = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has a cache of its own: in one cache every sample is taken once in an epoch."""
+        return {
+            **vars(self),
+            "_cache": f"{self._cache.partition('~')[0]}~{uuid.uuid4().hex[:8]}",
+            "_ranks": replace(self._ranks, local=(self._ranks.rank,)),
+            **dict.fromkeys(("_client", "_pool", "_iteration", "_leaving", "_report")),
+        }
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of this rank."""
+        return self._batch_size
+
+    def _end_iteration(self) -> None:
+        iteration = self._iteration() if self._iteration is not None else None
+        if iteration is not None:
+            iteration.close()
+        self._iteration = None
+
     def _exhausted(self) -> bool:
-        left = self._deal(self._start).batches_of(self._ranks.rank)
-        return self._yielded > 0 and self._yielded >= left
+        return self._yielded > 0 and self._yielded >= self._batches(self._start)
+
+    def _batches(self, consumed: int) -> int:
+        """Return how many batches of this rank are left of an epoch."""
+        return -(-self._deal(consumed).samples_of(self._ranks.rank) // self._batch_size)
 
     def _next_epoch(self) -> None:
         self._epoch += 1
@@ -188,7 +217,7 @@ class PrefetchLoader:
 
     def _deal(self, consumed: int) -> Deal:
         samples = self.client.joined.samples
-        return Deal(samples, consumed, self._ranks.ranks, self._batch_size, self._tail)
+        return Deal(samples, consumed, self._ranks.ranks, self._unit, self._tail)
 
     def _start_epoch(self) -> int:
         generation, _ = self.client.begin(
@@ -198,7 +227,7 @@ class PrefetchLoader:
             consumed=self._start,
             ranks=self._ranks.ranks,
             local_ranks=self._ranks.local,
-            batch=self._batch_size,
+            batch=self._unit,
             tail=self._tail,
             more=self._epochs is None or self._epoch + 1 < self._epochs,
         )
@@ -212,31 +241,37 @@ class PrefetchLoader:
 
 
 class _Iteration(Iterator[Any]):
-    """One pass through what is left of an epoch."""
+    """One pass through what is left of an epoch. It starts with the first batch that is asked for:
+    Lightning makes iterators only to see that it can."""
 
-    def __init__(self, loader: PrefetchLoader, deal: Deal, generation: int) -> None:
-        self._loader, self._generation = loader, generation
-        ranks = loader._ranks
-        self._stride, self._lane = len(ranks.local), ranks.local.index(ranks.rank)
-        self._mine = deal.samples_of(ranks.rank)
-        self._batches = deal.batches_of(ranks.rank)
-        self._asked = 0
+    def __init__(self, loader: PrefetchLoader) -> None:
+        self._loader = loader
         self._takes: deque[Future[Samples]] = deque()
         self._making: deque[Callable[[], Any]] = deque()
+        self._started = self._closed = False
+
+    def _start(self) -> None:
+        loader, ranks = self._loader, self._loader._ranks
+        deal = loader._deal(loader._start)
+        self._generation = loader._start_epoch()
+        self._stride, self._lane = len(ranks.local), ranks.local.index(ranks.rank)
+        self._mine = deal.samples_of(ranks.rank)
+        self._batches = -(-self._mine // loader._batch_size)
+        self._asked = 0
         self._pool = loader._decoders()
         # Method C as published takes one sample after the other.
         self._plain = loader._config.lookahead == 0
         self._most_takes = 1 if self._plain else 2 + self._pool.workers
         self._most_making = 1 + self._pool.workers
         self._seed = mixed(mixed(loader._seed % 2**64) + loader._epoch)
-        self._closed = False
-        if not self._plain:
-            self._ask()
+        self._started = True
 
     def __next__(self) -> Any:
         started = time.monotonic()
         if self._closed:
             raise StopIteration
+        if not self._started:
+            self._start()
         self._ask()
         if not self._making and not self._takes:
             self._loader._finished = True

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.prefetch.sequence import Positions, Tail
 
-JOIN, JOINED, BEGIN, BEGUN, END = "join", "joined", "begin", "begun", "end"
+JOIN, JOINED, BEGIN, BEGUN, LEAVE, LEFT = "join", "joined", "begin", "begun", "leave", "left"
 TAKE, DELIVERY, RELEASE, FAILED = "take", "delivery", "release", "failed"
 METRICS, MEASURED = "metrics", "measured"
 

@@ -1,0 +1,209 @@
+"""`dlres store`: serve samples to other hosts, pack, list and verify them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lightning_dlres.core.errors import ConfigError, DlresError, StorageError, got_expected
+from lightning_dlres.core.keys import create_keys, load_keys, load_public_key
+from lightning_dlres.core.light import light_command
+from lightning_dlres.core.tables import render
+from lightning_dlres.core.units import format_bytes
+from lightning_dlres.prefetch.storage.put import damaged, put
+from lightning_dlres.prefetch.storage.readers import open_reader
+from lightning_dlres.prefetch.storage.server import StoreNode
+
+_PORT = 5570
+_LOOPBACK = ("127.", "::1")
+
+
+def store(options: Sequence[str]) -> int:
+    """Run a subcommand and return its exit status."""
+    settings = _parser().parse_args(options)
+    if settings.command == "serve":
+        # Nodes need neither torch nor Lightning, and may be many.
+        sys.stdout.flush()
+        command = light_command("lightning_dlres.cli.store:serve_main", *options)
+        os.execv(command[0], command)
+    try:
+        run: Callable[[argparse.Namespace], int] = settings.run
+        return run(settings)
+    except StorageError as error:
+        print(f"dlres: {error}", file=sys.stderr)
+        return 1
+
+
+def serve_main() -> int:
+    """Serve, as the arguments of this process say."""
+    try:
+        return _serve(_parser().parse_args(sys.argv[1:]))
+    except DlresError as error:
+        print(f"dlres: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(settings: argparse.Namespace) -> int:
+    if settings.nodes < 1:
+        raise ConfigError(got_expected("--nodes", settings.nodes, "at least 1", "--nodes 4"))
+    if (settings.key is None) != (not settings.allow):
+        raise ConfigError("CURVE needs both --key and --allow: got one. Pass the other, too.")
+    if settings.key is None and not settings.bind.startswith(_LOOPBACK):
+        print(
+            f"dlres: whoever can reach {settings.bind} can read these samples; --key and --allow "
+            "let in only those you know.",
+            file=sys.stderr,
+        )
+    numbers = range(settings.nodes) if settings.node is None else [settings.node]
+    reader = open_reader(settings.source)
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                StoreNode(
+                    reader,
+                    node=node,
+                    nodes=settings.nodes,
+                    bind=settings.bind,
+                    port=settings.port + node if settings.port else 0,
+                    curve=load_keys(settings.key) if settings.key else None,
+                    allowed=[load_public_key(path) for path in settings.allow],
+                    concurrency=settings.concurrency,
+                    emulate_delay=settings.emulate_delay,
+                )
+            )
+            for node in numbers
+        ]
+        table = reader.table
+        names = ",".join(_public(node.endpoint) for node in nodes)
+        which = f"all {settings.nodes} nodes" if len(nodes) > 1 else f"node {numbers[0]}"
+        print(
+            f"Serving {len(table)} samples ({format_bytes(table.total_bytes)}) of "
+            f"{settings.source} as {which} of {settings.nodes}: {names}",
+            flush=True,
+        )
+        stopped.wait()
+        sent = sum(node.sent_bytes for node in nodes)
+        print(f"Answered {sum(n.requests for n in nodes)} requests, {format_bytes(sent)}.")
+    return 0
+
+
+def _put(settings: argparse.Namespace) -> int:
+    with _progress("packing") as show:
+        table = put(
+            settings.source,
+            settings.directory,
+            packs=settings.packs,
+            overwrite=settings.overwrite,
+            progress=show,
+        )
+    print(
+        f"Put {len(table)} samples ({format_bytes(table.total_bytes)}) into {settings.directory}. "
+        f"Serve them: dlres store serve {settings.directory}"
+    )
+    return 0
+
+
+def _ls(settings: argparse.Namespace) -> int:
+    table = open_reader(settings.source).table
+    count = len(table) if settings.limit == 0 else min(settings.limit, len(table))
+    sums = table.checksums
+    rows = [
+        (n, table.key(n), int(table.sizes[n]), f"{int(sums[n]):08x}" if sums is not None else "-")
+        for n in range(count)
+    ]
+    print(render(str(settings.source), ("number", "key", "bytes", "CRC-32"), rows))
+    more = f"the first {count} of " if count < len(table) else ""
+    print(f"{more}{len(table)} samples, {format_bytes(table.total_bytes)}, digest {table.digest}")
+    return 0
+
+
+def _verify(settings: argparse.Namespace) -> int:
+    found = 0
+    with _progress("reading") as show:
+        for line in damaged(settings.source, show):
+            found += 1
+            print(line, file=sys.stderr)
+    table = open_reader(settings.source).table
+    known = "" if table.checksums is not None else " It has no checksums; only sizes were compared."
+    print(f"{len(table) - found} of {len(table)} samples are whole.{known}")
+    return 1 if found else 0
+
+
+def _keys(settings: argparse.Namespace) -> int:
+    public, secret = create_keys(settings.directory, settings.name)
+    print(f"Written: {secret} (keep it here) and {public} (for the other side).")
+    return 0
+
+
+def _public(endpoint: str) -> str:
+    """Return an address for others: a name instead of "any interface"."""
+    return endpoint.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
+
+
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dlres store", description="Samples for the prefetch cache: serve, pack, list, verify."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    about = "a folder, a store, a listing (.txt or .tsv) or a URL"
+
+    serve = commands.add_parser("serve", help="answer requests for samples until ^C")
+    serve.add_argument("source", help=about)
+    serve.add_argument("--nodes", type=int, default=1, help="how many storage nodes there are")
+    serve.add_argument("--node", type=int, help="which of them to be (default: all, here)")
+    serve.add_argument("--bind", default="127.0.0.1", help="numeric address (0.0.0.0: every one)")
+    serve.add_argument(
+        "--port", type=int, default=_PORT, help=f"of node 0; node m has the m-th after it ({_PORT})"
+    )
+    serve.add_argument("--concurrency", type=int, default=4, help="requests read at once (4)")
+    serve.add_argument("--emulate-delay", default="0s", help="how much longer a request takes")
+    serve.add_argument("--key", type=Path, help="NAME.key_secret: let in only --allow, encrypted")
+    serve.add_argument("--allow", type=Path, nargs="+", default=[], help="public keys of clients")
+    serve.set_defaults(run=_serve)
+
+    pack = commands.add_parser("put", help="pack samples into a store, with checksums")
+    pack.add_argument("source", help=about)
+    pack.add_argument("directory", type=Path, help="where to")
+    pack.add_argument("--packs", type=int, default=1, help="into how many files (1)")
+    pack.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+    pack.set_defaults(run=_put)
+
+    listing = commands.add_parser("ls", help="list samples")
+    listing.add_argument("source", help=about)
+    listing.add_argument("--limit", type=int, default=20, help="how many (20); 0: all")
+    listing.set_defaults(run=_ls)
+
+    verify = commands.add_parser("verify", help="read every sample and compare its checksum")
+    verify.add_argument("source", help=about)
+    verify.set_defaults(run=_verify)
+
+    keys = commands.add_parser("keys", help="write a pair of keys for CURVE")
+    keys.add_argument("name", help="of the host or job")
+    keys.add_argument("--directory", type=Path, default=Path(), help="where to (here)")
+    keys.set_defaults(run=_keys)
+    return parser

@@ -1,0 +1,336 @@
+"""Samples through a cache that knows what comes next, as a DataModule: one line in place of a
+DataLoader, and no DistributedSampler."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.units import parse_bytes
+from lightning_dlres.prefetch.items import ENCODING, encode_item
+from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.messages import Metrics
+from lightning_dlres.prefetch.options import host_config
+from lightning_dlres.prefetch.sequence import Tail
+from lightning_dlres.prefetch.storage.put import put
+from lightning_dlres.prefetch.table import MANIFEST
+from lightning_dlres.prefetch.workers import Collate, Decode, Workers
+from lightning_dlres.strategies import HeteroPipeStrategy
+
+Split = str | Path | list[str] | Dataset[Any] | None
+_SPLITS = ("train", "val", "test", "predict")
+
+
+class PrefetchCacheDataModule(LightningDataModule):
+    """Feeds training from slow or shared storage (Method C: the order of an epoch is known, so what
+    is needed next is asked for in large requests, ahead of need, and waits in a cache that the
+    ranks of a host share).
+
+    A split is a folder (every file is a sample), a store (`dlres store put`), a listing, any URL
+    that fsspec knows, the addresses of storage nodes (`dlres store serve`) with commas between
+    them, or a map-style data set, which is written into a store first.
+
+    Batches go to data-parallel ranks as `DistributedSampler` would deal them, under any strategy;
+    the state that is saved with a checkpoint goes on with the very next sample, on any number of
+    ranks. The metrics `prefetch/hit_rate`, `prefetch/requests_per_sample`,
+    `prefetch/bytes_per_sample`, `prefetch/stall_ms` and `prefetch/cache_bytes` go to the Trainer's
+    loggers.
+
+    Args:
+        train: what `fit` trains on.
+        val: what it validates on, in the order of the data set.
+        test: for `test`.
+        predict: for `predict`.
+        storage: "auto", "embedded", "files" or "nodes", see `prefetch.options.host_config`; or the
+            addresses of storage nodes that have the training samples, instead of `train`.
+        batch_size: samples of one batch of a rank.
+        capacity: bytes of a host's cache, for training; each other split has a quarter of it.
+        prefetch: samples of one request, Method C's k.
+        lookahead: bytes asked for ahead of need; None: half of the capacity. 0: the method as it
+            was published, which fetches on a miss.
+        replicas: on how many storage nodes every sample is.
+        nodes: how many embedded storage nodes there are; None: 4.
+        pinned: bytes for training samples that are fetched once and stay over all epochs.
+        pinned_directory: a directory on a local disk for them; None: in memory.
+        threshold: the part of the capacity at which eviction starts.
+        tail: what happens to training samples that do not fill a batch of every rank: "drop" leaves
+            them out, "pad" adds samples from the epoch's start so that all ranks have as many,
+            "uneven" does neither. Validation and test pad, prediction is uneven.
+        shuffle: whether training samples come in another order in every epoch.
+        seed: of these orders; the same on all ranks.
+        decode: makes of a `Sample` (key, bytes, seed) what is collated; None: tensors of a data set
+            that was put in, else the samples themselves.
+        collate: makes a batch of a list; None: torch's `default_collate`.
+        workers: threads or processes that decode; 0: the training process does.
+        worker_type: "thread" or "process".
+        timeout: after which a sample that does not come is an error.
+        requests_under_way: to one storage node, at most.
+        read_threads: requests that an embedded node reads at once.
+        store: directory for map-style data sets, one store in it for each split; a store that is
+            there is used as it is. None: a temporary directory, removed at the end.
+        key, server_key: files of keys, for storage nodes that use CURVE.
+
+    Raises:
+        ConfigError: a bad value.
+    """
+
+    def __init__(
+        self,
+        train: Split = None,
+        val: Split = None,
+        test: Split = None,
+        predict: Split = None,
+        storage: str = "auto",
+        batch_size: int = 32,
+        capacity: str | int = "2GiB",
+        prefetch: int = 32,
+        lookahead: str | int | None = None,
+        replicas: int = 1,
+        nodes: int | None = None,
+        pinned: str | int = 0,
+        pinned_directory: str | Path | None = None,
+        threshold: float = 0.75,
+        tail: Tail = "pad",
+        shuffle: bool = True,
+        seed: int = 0,
+        decode: Decode | None = None,
+        collate: Collate | None = None,
+        workers: int = 0,
+        worker_type: Workers = "thread",
+        timeout: str | float | timedelta = "30s",
+        requests_under_way: int = 4,
+        read_threads: int = 4,
+        store: str | Path | None = None,
+        key: str | Path | None = None,
+        server_key: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        if storage.startswith("tcp://"):
+            if train is not None:
+                raise ConfigError(
+                    got_expected("train", train, "None beside addresses in storage", "train=None")
+                )
+            train, storage = storage, "auto"
+        self._splits: dict[str, Split] = dict(
+            zip(_SPLITS, (train, val, test, predict), strict=True)
+        )
+        self._capacity = parse_bytes(capacity, "capacity")
+        self._options: dict[str, Any] = {
+            "storage": storage,
+            "nodes": nodes,
+            "replicas": replicas,
+            "prefetch": prefetch,
+            "lookahead": lookahead,
+            "threshold": threshold,
+            "requests_under_way": requests_under_way,
+            "read_threads": read_threads,
+            "timeout": timeout,
+            "key": key,
+            "server_key": server_key,
+        }
+        self._pinned: dict[str, Any] = {"pinned": pinned, "pinned_directory": pinned_directory}
+        self._loading: dict[str, Any] = {
+            "batch_size": batch_size,
+            "decode": decode,
+            "collate": collate,
+            "workers": workers,
+            "worker_type": worker_type,
+            "seed": seed,
+        }
+        self._tail, self._shuffle = tail, shuffle
+        self._store = None if store is None else Path(store).expanduser()
+        self._stores: dict[str, Path] = {}
+        self._temporary: Path | None = None
+        self._job = ""
+        self._loaders: dict[str, PrefetchLoader] = {}
+        self._state: dict[str, Any] | None = None
+        self._last: Metrics | None = None
+        self._batches, self._stalled_before = 0, 0.0
+        for split in _SPLITS:
+            # Bad values are said now, whatever will be loaded.
+            source = self._splits[split]
+            known = source if isinstance(source, (str, Path, list)) else self._options_probe()
+            PrefetchLoader("x", self._config(split, known), tail=tail, **self._loading)
+
+    @override
+    def setup(self, stage: str) -> None:
+        trainer = self._trainer()
+        # One name for all ranks, and another one for every job.
+        self._job = self._job or str(trainer.strategy.broadcast(uuid.uuid4().hex[:12], 0))
+        wanted = {"fit": ("train", "val"), "validate": ("val",)}.get(stage, (stage,))
+        for split in wanted:
+            source = self._splits[split]
+            if source is not None and not isinstance(source, (str, Path, list)):
+                self._stores[split] = self._put(trainer, split, source)
+
+    @override
+    def teardown(self, stage: str) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+        self._last, self._batches, self._stalled_before = None, 0, 0.0
+        self._stores.clear()
+        if self._temporary is not None:
+            if self._trainer().local_rank == 0:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+
+    @override
+    def train_dataloader(self) -> PrefetchLoader:
+        known = self._loaders.get("train")
+        if known is not None:
+            return known
+        trainer = self._trainer()
+        loader = self._loader("train", self._tail, self._shuffle)
+        if self._state is not None and trainer.state.fn == "fit":
+            full = len(loader)
+            loader.load_state_dict(self._state)
+            self._state = None
+            if len(loader) != full:
+                # It counts batches once. Asked for a loader again, it gets this one and counts the
+                # batches of a whole epoch, of which these ranks have another number.
+                trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        return loader
+
+    @override
+    def val_dataloader(self) -> PrefetchLoader:
+        return self._loaders.get("val") or self._loader("val", "pad", False)
+
+    @override
+    def test_dataloader(self) -> PrefetchLoader:
+        return self._loaders.get("test") or self._loader("test", "pad", False)
+
+    @override
+    def predict_dataloader(self) -> PrefetchLoader:
+        return self._loaders.get("predict") or self._loader("predict", "uneven", False)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        loader = self._loaders.get("train")
+        return {} if loader is None else {"train": loader.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = state_dict.get("train")
+
+    def _config(self, split: str, source: str | Path | Sequence[str]) -> Any:
+        train = split == "train"
+        options = {**self._options, **(self._pinned if train else {})}
+        capacity = self._capacity if train else max(1, self._capacity // 4)
+        ahead = options["lookahead"]
+        if not train and ahead is not None:
+            options["lookahead"] = min(parse_bytes(ahead, "lookahead"), capacity)
+        return host_config(source, capacity=capacity, **options)
+
+    def _loader(self, split: str, tail: Tail, shuffle: bool) -> PrefetchLoader:
+        source = self._stores.get(split) or self._splits[split]
+        if source is None:
+            raise ConfigError(
+                got_expected(
+                    split, None, "a folder, store, URL or data set", f"{split}='data/{split}'"
+                )
+            )
+        assert isinstance(source, (str, Path, list))
+        trainer = self._trainer()
+        ranks, shared = _ranks(trainer)
+        name = f"{self._job}-{split}" if shared else f"{self._job}-{split}-{trainer.global_rank}"
+        self._loaders[split] = PrefetchLoader(
+            name,
+            self._config(split, source),
+            ranks=ranks,
+            tail=tail,
+            shuffle=shuffle,
+            epoch=trainer.current_epoch if split == "train" else 0,
+            epochs=_epochs(trainer) if split == "train" else 1,
+            report=self._report if split == "train" else None,
+            **self._loading,
+        )
+        return self._loaders[split]
+
+    def _options_probe(self) -> str:
+        return "tcp://127.0.0.1:1" if self._options["storage"] == "nodes" else "."
+
+    def _put(self, trainer: Trainer, split: str, dataset: Dataset[Any]) -> Path:
+        """Write a data set into a store, once on every host, and return where it is."""
+        if self._store is None:
+            self._temporary = Path(tempfile.gettempdir(), f"dlres-store-{self._job}")
+        directory = (self._store or self._temporary or Path()) / split
+        if trainer.local_rank == 0 and not (directory / MANIFEST).exists():
+            rank_zero_info(f"Putting {len(dataset)} {split} samples into {directory}")  # type: ignore[arg-type]
+            put(dataset, directory, encode=encode_item, encoding=ENCODING)
+        trainer.strategy.barrier("dlres_store")
+        return directory
+
+    def _report(self, loader: PrefetchLoader) -> None:
+        trainer = self._trainer()
+        self._batches += 1
+        if not trainer.loggers or self._batches % max(trainer.log_every_n_steps, 1):  # type: ignore[attr-defined]
+            return
+        if trainer.is_global_zero:
+            now = loader.metrics()
+            for logger in trainer.loggers:
+                logger.log_metrics(self._figures(now, loader), step=trainer.global_step)
+            self._last, self._stalled_before = now, loader.stalled
+
+    def _figures(self, now: Metrics, loader: PrefetchLoader) -> dict[str, float]:
+        """Return what has happened since the last time."""
+        before = self._last
+        every = max(self._trainer().log_every_n_steps, 1)  # type: ignore[attr-defined]
+
+        def more(name: str) -> float:
+            return float(getattr(now, name) - (getattr(before, name) if before else 0))
+
+        figures = {
+            "prefetch/stall_ms": 1000 * (loader.stalled - self._stalled_before) / every,
+            "prefetch/cache_bytes": float(now.cache_bytes),
+        }
+        # The last batches of an epoch may have been handed over before.
+        if samples := more("samples"):
+            figures["prefetch/hit_rate"] = (more("hits") + more("kept_hits")) / samples
+            figures["prefetch/bytes_per_sample"] = more("requested_bytes") / samples
+            figures["prefetch/requests_per_sample"] = more("requests") / samples
+        return figures
+
+    def _trainer(self) -> Trainer:
+        if self.trainer is None:
+            raise ConfigError(
+                "PrefetchCacheDataModule is not attached to a Trainer. Pass it to one: "
+                "trainer.fit(model, datamodule=...)."
+            )
+        return self.trainer
+
+
+def _epochs(trainer: Trainer) -> int | None:
+    most = trainer.max_epochs
+    return None if most is None or most < 0 else most
+
+
+def _ranks(trainer: Trainer) -> tuple[Ranks, bool]:
+    """Return who this process is among the data-parallel ranks, and whether those of this host can
+    share a cache."""
+    dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    if dealt is None or isinstance(trainer.strategy, HeteroPipeStrategy):
+        # There is only one, or one reads for all.
+        return Ranks(), True
+    rank, ranks = dealt["rank"], dealt["num_replicas"]
+    first = trainer.node_rank * trainer.num_devices
+    plain = ranks == trainer.world_size and rank == first + trainer.local_rank
+    if plain:
+        return Ranks(rank, ranks, tuple(range(first, first + trainer.num_devices))), True
+    return Ranks(rank, ranks, (rank,)), False

@@ -1,0 +1,155 @@
+"""What a user says about a cache, checked and turned into what its process is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.keys import load_keys, load_public_key
+from lightning_dlres.core.units import parse_bytes, parse_seconds
+from lightning_dlres.prefetch.messages import HostConfig, SourceConfig
+from lightning_dlres.prefetch.source import KINDS
+
+Source = str | Path | Sequence[str]
+_SCHEME = "tcp://"
+_EMBEDDED_NODES = 4
+
+
+def host_config(
+    source: Source,
+    *,
+    storage: str = "auto",
+    nodes: int | None = None,
+    replicas: int = 1,
+    capacity: str | int = "2GiB",
+    prefetch: int = 32,
+    lookahead: str | int | None = None,
+    threshold: float = 0.75,
+    requests_under_way: int = 4,
+    read_threads: int = 4,
+    pinned: str | int = 0,
+    pinned_directory: str | Path | None = None,
+    timeout: str | float | timedelta = "30s",
+    key: str | Path | None = None,
+    server_key: str | Path | None = None,
+) -> HostConfig:
+    """Return the configuration of a cache over a source.
+
+    Args:
+        source: a folder, a store, a listing, a URL; or the addresses of storage nodes in their
+            order, as a list or with commas ("tcp://10.0.0.1:5555,tcp://10.0.0.2:5555").
+        storage: "embedded": the cache's process runs storage nodes over the source; "files": it
+            reads the source itself; "nodes": `source` has addresses; "auto": "nodes" for addresses,
+            "files" for a URL, else "embedded".
+        nodes: N, where they are not addresses; None: 4 embedded ones, one for files.
+        replicas: on how many nodes each sample is.
+        capacity: bytes of the cache of one host.
+        prefetch: samples of one request, Method C's k.
+        lookahead: bytes that may be asked for ahead of need; None: half of the capacity; 0: nothing
+            is, a miss fetches the sample and the next k - 1 of its list.
+        threshold: the part of the capacity at which eviction starts.
+        requests_under_way: to one node at a time, at most.
+        read_threads: how many requests are read at once, by each embedded node or of files.
+        pinned: bytes for samples that stay over all epochs.
+        pinned_directory: a directory on a local disk for them; None: memory.
+        timeout: after which a sample that does not come is an error.
+        key, server_key: files of keys, for nodes that use CURVE (see `dlres store keys`).
+
+    Raises:
+        ConfigError: a bad value.
+    """
+    addresses = _addresses(source)
+    are_nodes = all(address.startswith(_SCHEME) for address in addresses)
+    kind = storage
+    if storage == "auto":
+        kind = "nodes" if are_nodes else "files" if "://" in addresses[0] else "embedded"
+    if kind not in KINDS:
+        known = " or ".join(map(repr, ("auto", *KINDS)))
+        raise ConfigError(got_expected("storage", storage, known, "storage='auto'"))
+    if (kind == "nodes") != are_nodes or (kind != "nodes" and len(addresses) > 1):
+        raise ConfigError(
+            got_expected(
+                f"a source for storage={kind!r}",
+                source,
+                "addresses" if kind == "nodes" else "one folder, store, listing or URL",
+                "'tcp://10.0.0.1:5555'" if kind == "nodes" else "storage='auto'",
+            )
+        )
+    if kind == "nodes" and nodes not in (None, len(addresses)):
+        raise ConfigError(got_expected("nodes", nodes, f"the {len(addresses)} addresses", "None"))
+    count = len(addresses) if kind == "nodes" else nodes
+    if count is None:
+        count = _EMBEDDED_NODES if kind == "embedded" else 1
+    for name, value in (
+        ("nodes", count),
+        ("prefetch", prefetch),
+        ("requests_under_way", requests_under_way),
+        ("read_threads", read_threads),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(got_expected(name, value, "at least 1", f"{name}=4"))
+    if not 1 <= replicas <= count:
+        raise ConfigError(
+            got_expected("replicas", replicas, f"1 to the number of nodes, {count}", "replicas=1")
+        )
+    if not 0 < threshold <= 1:
+        raise ConfigError(got_expected("threshold", threshold, "a part of 1", "threshold=0.75"))
+    if (key is None) != (server_key is None):
+        raise ConfigError("CURVE needs both key and server_key: got one. Pass the other, too.")
+    room = parse_bytes(capacity, "capacity")
+    ahead = None if lookahead is None else parse_bytes(lookahead, "lookahead")
+    if room < 1 or (ahead or 0) > room:
+        raise ConfigError(
+            got_expected(
+                "lookahead" if ahead else "capacity",
+                lookahead if ahead else capacity,
+                "at most the capacity" if ahead else "at least the largest sample",
+                "'2GiB'",
+            )
+        )
+    own = load_keys(Path(key)) if key is not None else None
+    return HostConfig(
+        source=SourceConfig(
+            kind=kind,
+            addresses=addresses,
+            nodes=count,
+            replicas=replicas,
+            threads=read_threads,
+            timeout=_positive(parse_seconds(timeout, "timeout")),
+            public_key=own.public if own else b"",
+            secret_key=own.secret if own else b"",
+            server_key=load_public_key(Path(server_key)) if server_key is not None else b"",
+        ),
+        capacity=room,
+        prefetch=prefetch,
+        lookahead=ahead,
+        threshold=threshold,
+        depth=requests_under_way,
+        kept=parse_bytes(pinned, "pinned"),
+        kept_directory=None if pinned_directory is None else str(pinned_directory),
+    )
+
+
+def _addresses(source: Source) -> tuple[str, ...]:
+    if isinstance(source, Path):
+        return (str(source.expanduser().absolute()),)
+    if isinstance(source, str):
+        if source.startswith(_SCHEME):
+            return tuple(part.strip() for part in source.split(","))
+        if not source:
+            raise ConfigError(got_expected("source", source, "a folder, store or URL", "'data'"))
+        # The cache's process must not depend on where it was started.
+        return (source if "://" in source else str(Path(source).expanduser().absolute()),)
+    if not source or not all(isinstance(part, str) for part in source):
+        raise ConfigError(
+            got_expected("source", source, "a path, a URL or addresses", "'tcp://10.0.0.1:5555'")
+        )
+    return tuple(source)
+
+
+def _positive(seconds: float) -> float:
+    if seconds <= 0:
+        raise ConfigError(got_expected("timeout", seconds, "more than 0 seconds", "timeout='30s'"))
+    return seconds
