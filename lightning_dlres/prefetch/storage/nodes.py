@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import (
     ConfigError,
-    PeerTimeoutError,
     ProtocolError,
     StorageError,
     got_expected,
@@ -32,6 +31,8 @@ from lightning_dlres.prefetch.storage.readers import check
 from lightning_dlres.prefetch.table import SampleTable
 
 _TABLE_PART = 1 << 18
+# How long is waited for nodes whose samples others have, too.
+_GREETING = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 
@@ -123,27 +124,24 @@ class NodeStorage(Storage):
 
     def _greet(self) -> SampleTable:
         """Ask every node what it serves, and one for the table."""
-        deadline = time.monotonic() + self._timeout
+        start = time.monotonic()
         clients = [self._client(node) for node in range(self.nodes)]
         welcomes: dict[int, protocol.Welcome] = {}
-        silent: dict[int, PeerTimeoutError] = {}
         try:
             for client in clients:
                 client.send(protocol.HELLO)
             for node, client in enumerate(clients):
-                try:
-                    message = client.expect(max(0.0, deadline - time.monotonic()), "a welcome")
-                except PeerTimeoutError as error:
-                    silent[node] = error
-                    # Another node's silence has used up the time of those after it.
-                    deadline = max(deadline, time.monotonic() + 1.0)
-                    continue
-                welcomes[node] = message.decode(protocol.Welcome)
-            self._check(welcomes)
-            for node in silent:
+                # Those that have answered meanwhile need no time of their own.
+                left = max(0.0, start + _GREETING - time.monotonic())
+                if message := client.receive(min(left, self._timeout)):
+                    welcomes[node] = message.decode(protocol.Welcome)
+            for node, client in enumerate(clients):
                 mirrors = {(node + other) % self.nodes for other in range(self._replicas)}
                 if not mirrors & welcomes.keys():
-                    raise silent[node]
+                    left = max(0.0, start + self._timeout - time.monotonic())
+                    message = client.expect(left, "a welcome")
+                    welcomes[node] = message.decode(protocol.Welcome)
+            self._check(welcomes)
             first = min(welcomes)
             return self._fetch_table(clients[first], welcomes[first], self._name(first))
         finally:

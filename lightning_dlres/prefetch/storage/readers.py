@@ -214,19 +214,21 @@ def _packed(table: SampleTable, files: Files, prefix: str) -> Reader:
 
 def _folder(root: Path) -> Reader:
     """Every file of a folder and those below it, but for hidden ones."""
-    keys, sizes = [], []
+    keys = []
     for directory, below, names in os.walk(root):
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
-            path = os.path.join(directory, name)
-            keys.append(os.path.relpath(path, root).replace(os.sep, "/"))
-            sizes.append(_size(path))
+        below[:] = [name for name in below if not name.startswith(".")]
+        inside = (
+            "" if directory == str(root) else f"{Path(directory).relative_to(root).as_posix()}/"
+        )
+        keys += [inside + name for name in names if not name.startswith(".")]
+    keys.sort()
     if not keys:
         raise ConfigError(
             f"a data set: got {root}, expected files in it. Hidden ones do not count."
         )
     paths = [f"{root}/{key}" for key in keys]
-    return Reader(SampleTable.build(keys, sizes), LocalFiles(), paths, packed=False)
+    table = SampleTable.build(keys, [_size(path) for path in paths])
+    return Reader(table, LocalFiles(), paths, packed=False)
 
 
 def _listed(listing: Path) -> Reader:
@@ -264,11 +266,16 @@ def _open_url(url: str) -> Reader:
             f"a data set: {url}: {error or type(error).__name__}. Expected a URL that fsspec can "
             "open, of a store or a folder."
         ) from error
-    paths = sorted(path for path, info in found.items() if info["type"] == "file")
+    files_of = {
+        path.removeprefix(prefix): path
+        for path, info in found.items()
+        if info["type"] == "file" and "/." not in "/" + path.removeprefix(prefix)
+    }
+    keys = sorted(files_of)
+    paths = [files_of[key] for key in keys]
     if not paths:
         raise ConfigError(f"a data set: {url}: got no files, expected a store or a folder.")
     sizes = [int(found[path]["size"]) for path in paths]
-    keys = [path.removeprefix(prefix) for path in paths]
     return Reader(SampleTable.build(keys, sizes), files, paths, packed=False)
 
 

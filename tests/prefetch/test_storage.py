@@ -1,0 +1,187 @@
+"""Sources of samples: folders, listings, stores and URLs hold the same bytes; what is not whole is
+named."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.core.errors import ConfigError, StorageError
+from lightning_dlres.prefetch.storage.files import FileStorage
+from lightning_dlres.prefetch.storage.put import damaged, put
+from lightning_dlres.prefetch.storage.readers import open_reader
+from lightning_dlres.prefetch.table import MANIFEST, SampleTable
+from tests.prefetch.conftest import SAMPLES, bytes_of
+from tests.waiting import wait_until
+
+EVERY = np.arange(SAMPLES, dtype=np.uint32)
+
+
+def test_a_folder_a_listing_a_store_and_urls_hold_the_same(folder: Path, tmp_path: Path) -> None:
+    listing = tmp_path / "listing.tsv"
+    names = [f"part{n // 50}/sample {n:03d}.bin" for n in range(SAMPLES)]
+    listing.write_text("".join(f"{n}\t{folder}/{name}\n" for n, name in enumerate(names)))
+    put(folder, tmp_path / "store", packs=3)
+    sources = [
+        folder,
+        listing,
+        tmp_path / "store",
+        folder.as_uri(),
+        (tmp_path / "store").as_uri(),
+    ]
+    for source in sources:
+        reader = open_reader(source)
+        assert [bytes(data) for data in reader.read(EVERY)] == [*map(bytes_of, range(SAMPLES))]
+        some = np.array([50, 3, 96], np.uint32)
+        assert [bytes(data) for data in reader.read(some)] == [*map(bytes_of, some)]
+        keys = [reader.table.key(number) for number in range(SAMPLES)]
+        assert keys == ([*map(str, range(SAMPLES))] if source == listing else names)
+
+
+def test_any_map_style_data_set_can_be_put(tmp_path: Path) -> None:
+    table = put([b"one", b"", b"three"], tmp_path)
+    assert [table.key(n) for n in range(3)] == ["0", "1", "2"]
+    found = open_reader(tmp_path).read(np.arange(3, dtype=np.uint32))
+    assert [bytes(data) for data in found] == [b"one", b"", b"three"]
+    with pytest.raises(ConfigError, match="already there"):
+        put([b"x"], tmp_path)
+    put([b"x"], tmp_path, overwrite=True)
+    assert len(open_reader(tmp_path).table) == 1
+    with pytest.raises(ConfigError, match=r"item 1 .*got 'int', expected bytes"):
+        put([b"x", 3], tmp_path / "other")
+    # What is unfinished is no store.
+    assert not (tmp_path / "other" / MANIFEST).exists()
+    for wrong in (iter([b"x"]), 3):
+        with pytest.raises(ConfigError, match="map-style"):
+            put(wrong, tmp_path / "third")
+
+
+def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
+    put(folder, tmp_path, packs=2)
+    assert list(damaged(tmp_path)) == []
+    pack = tmp_path / "samples-00001-of-00002.bin"
+    data = bytearray(pack.read_bytes())
+    # Sample 1 is the first of this pack.
+    data[5] ^= 1
+    pack.write_bytes(data[:-10])
+    lines = list(damaged(tmp_path))
+    assert "'part0/sample 001.bin' (number 1) is damaged" in lines[0]
+    assert "got CRC-32" in lines[0]
+    assert "'part1/sample 095.bin'" in lines[1]
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda d: d / "nothing", "Nothing is there"),
+        (lambda d: (d / "a.jpg").write_bytes(b"x") and d / "a.jpg", "ending is none"),
+        (lambda d: (d / "empty").mkdir() or d / "empty", "expected files in it"),
+        (lambda d: "nosuch://bucket/x", "fsspec"),
+        (lambda d: f"file://{d}/missing", "got no files"),
+        (lambda d: (d / "l.txt").write_text("gone.bin\n") and d / "l.txt", "gone.bin"),
+        (lambda d: (d / "e.txt").write_text("\n") and d / "e.txt", "a data set"),
+        (
+            lambda d: (d / MANIFEST).write_bytes(b"x" * 600) and d,
+            "expected a manifest",
+        ),
+    ],
+)
+def test_what_is_no_source(make: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_reader(make(tmp_path))  # type: ignore[operator]
+
+
+def test_files_that_change_or_vanish_are_named(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"12345")
+    reader = open_reader(tmp_path)
+    (tmp_path / "b").write_bytes(b"1234567")
+    with pytest.raises(StorageError, match=r"sample 'b'.*got 6 bytes.*expected 5"):
+        reader.read(np.arange(3, dtype=np.uint32))
+    (tmp_path / "a").unlink()
+    with pytest.raises(StorageError, match=r"sample 'a': No such file"):
+        reader.read(np.arange(3, dtype=np.uint32))
+
+
+def test_a_storage_of_files_answers_every_request(folder: Path) -> None:
+    storage = FileStorage(open_reader(folder), nodes=3, threads=2, timeout=0.3)
+    came = threading.Event()
+    storage.on_reply = came.set
+    for ticket in range(9):
+        storage.submit(ticket, ticket % 3, np.arange(ticket, SAMPLES, 9, dtype=np.uint32))
+    found: dict[int, bytes] = {}
+    while len(found) < 9:
+        assert came.wait(20)
+        came.clear()
+        for reply in storage.replies():
+            assert not isinstance(reply.data, StorageError)
+            found[reply.ticket] = reply.data.tobytes()
+    for ticket, data in found.items():
+        assert data == b"".join(bytes_of(n) for n in range(ticket, SAMPLES, 9))
+    storage.close()
+
+
+def test_a_damaged_store_is_tried_again_and_then_an_error(folder: Path, tmp_path: Path) -> None:
+    put(folder, tmp_path)
+    pack = tmp_path / "samples-00000-of-00001.bin"
+    data = bytearray(pack.read_bytes())
+    data[0] ^= 1
+    pack.write_bytes(data)
+    storage = FileStorage(open_reader(tmp_path), timeout=0.3)
+    storage.submit(7, 0, np.array([1, 2], np.uint32))
+    replies = []
+    wait_until(lambda: replies.extend(storage.replies()) or replies, "there is a reply")
+    assert isinstance(replies[0].data, StorageError)
+    assert "'part0/sample 001.bin' (number 1) is damaged" in str(replies[0].data)
+    storage.close()
+
+
+@given(st.lists(st.tuples(st.text(), st.integers(0, 2**40)), min_size=1), st.booleans(), st.data())
+@settings(max_examples=50, deadline=None)
+def test_tables_come_back_whole_and_in_parts(
+    rows: list[tuple[str, int]], summed: bool, data: st.DataObject
+) -> None:
+    rows = [(key.encode(errors="ignore").decode(), size) for key, size in rows]
+    sums = [size % 2**32 for _, size in rows] if summed else None
+    table = SampleTable.build([k for k, _ in rows], [s for _, s in rows], sums, packs=2)
+    cut = data.draw(st.integers(1, len(rows)))
+    parts = [table.part(0, cut)] + ([table.part(cut, len(rows) - cut)] if cut < len(rows) else [])
+    whole = SampleTable.join(
+        [
+            SampleTable.from_bytes(np.frombuffer(b"".join(p.to_bytes()), np.uint8), "x")
+            for p in parts
+        ]
+    )
+    for found in (table, whole):
+        assert [found.key(n) for n in range(len(rows))] == [key for key, _ in rows]
+        assert found.sizes.tolist() == [size for _, size in rows]
+        assert (found.checksums is None) == (sums is None)
+        assert found.digest == table.digest
+
+
+def test_tables_that_differ_have_other_digests() -> None:
+    base = SampleTable.build(["a", "b"], [1, 2])
+    others = [
+        SampleTable.build(["a", "c"], [1, 2]),
+        SampleTable.build(["a", "b"], [1, 3]),
+        SampleTable.build(["ab", ""], [1, 2]),
+        SampleTable.build(["a", "b"], [1, 2], [0, 0]),
+        SampleTable.build(["a", "b"], [1, 2], encoding="tensors"),
+    ]
+    assert len({table.digest for table in [base, *others]}) == 6
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    reader = open_reader(tmp_path)
+    (tmp_path / "a").chmod(0)
+    with pytest.raises(StorageError, match="Permission"):
+        reader.read(np.zeros(1, np.uint32))
