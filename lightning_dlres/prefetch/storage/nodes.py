@@ -4,6 +4,7 @@ or to the same node again where that fails, until a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import (
     ConfigError,
+    PeerTimeoutError,
     ProtocolError,
     StorageError,
     got_expected,
@@ -132,9 +134,9 @@ class NodeStorage(Storage):
                 client.send(protocol.HELLO)
             for node, client in enumerate(clients):
                 # Those that have answered meanwhile need no time of their own.
-                left = max(0.0, start + _GREETING - time.monotonic())
-                if message := client.receive(min(left, self._timeout)):
-                    welcomes[node] = message.decode(protocol.Welcome)
+                left = max(0.0, start + min(_GREETING, self._timeout) - time.monotonic())
+                with contextlib.suppress(PeerTimeoutError):
+                    welcomes[node] = client.expect(left, "").decode(protocol.Welcome)
             for node, client in enumerate(clients):
                 mirrors = {(node + other) % self.nodes for other in range(self._replicas)}
                 if not mirrors & welcomes.keys():
