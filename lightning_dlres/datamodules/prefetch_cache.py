@@ -209,7 +209,10 @@ class PrefetchCacheDataModule(LightningDataModule):
         return loader
 
     @override
-    def val_dataloader(self) -> PrefetchLoader:
+    def val_dataloader(self) -> PrefetchLoader | list[Any]:
+        if self._splits["val"] is None and self._trainer().state.fn == "fit":
+            # Lightning validates on nothing then.
+            return []
         return self._loaders.get("val") or self._loader("val", "pad", False)
 
     @override

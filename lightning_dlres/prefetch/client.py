@@ -28,7 +28,6 @@ from lightning_dlres.prefetch.sequence import Positions
 _WAIT = 0.5
 # Besides the storage's own deadline, which comes first and says more.
 _MARGIN = 30.0
-_JOIN_TRY = 2.0
 _LEAVE_SECONDS = 2.0
 
 
@@ -139,13 +138,19 @@ class CacheClient:
             )
             try:
                 client.send(messages.JOIN, msgspec.msgpack.encode(messages.Join(config)))
-                message = client.expect(_JOIN_TRY, "an answer")
+                message = client.receive(_WAIT)
+                while message is None:
+                    left = deadline - time.monotonic()
+                    if left < 0 or not self._host.runs():
+                        # It may have ended just now, since nobody used it.
+                        message = client.expect(0.0, "an answer")
+                    else:
+                        message = client.receive(min(left, _WAIT))
                 if message.kind == messages.FAILED:
                     raise error_of(message.decode(messages.Failed))
                 return client, message.decode(messages.Joined)
             except PeerTimeoutError:
                 client.close()
-                # It may have ended just now, since nobody used it.
                 if time.monotonic() > deadline:
                     raise
             except BaseException:

@@ -346,7 +346,7 @@ class PrefetchEngine:
 
     def _open(self, number: int, index: CacheIndex) -> None:
         row = 1 - self._epochs[0].row if self._epochs else 0
-        self._space.clear(row)
+        self._space.clear(row, len(index))
         self._kept.choose(index.numbers)
         if len(self._kept.ready):
             kept = self._kept.ready[index.numbers]

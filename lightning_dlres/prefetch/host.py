@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -106,11 +107,12 @@ class CacheHost:
             except ProtocolError as error:
                 print(f"dlres cache: {error}", file=sys.stderr, flush=True)
                 message = None
-            if message is not None:
-                self._handle(message)
+            # First: a new connection may have the number of one that was closed before it.
             for event in self._server.connection_events():
                 if not event.opened:
                     self._leave(self._connections.pop(event.connection, ""))
+            if message is not None:
+                self._handle(message)
             self._move()
 
     def close(self) -> None:
@@ -312,7 +314,13 @@ def main() -> None:
             stack.pop_all()
             sys.exit(1)
         stack.callback(host.close)
-        host.run()
+        try:
+            host.run()
+        except Exception:
+            # Before the connections close: those at their other ends will read it.
+            traceback.print_exc()
+            sys.stderr.flush()
+            sys.exit(1)
         # What it has printed is of interest only where it has not come to this.
         for ending in (".log", ".lock"):
             directory.with_name(directory.name + ending).unlink(missing_ok=True)

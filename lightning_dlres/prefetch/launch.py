@@ -102,6 +102,11 @@ class HostProcess:
                 )
             time.sleep(_POLL)
 
+    def runs(self) -> bool:
+        """Return whether there is such a process."""
+        with _locked(self._lock) as lock:
+            return lock is None
+
     def last_words(self) -> str:
         """Return the end of what the process has printed."""
         try:

@@ -147,7 +147,9 @@ class PrefetchLoader:
         joined = self.client.joined
         if state.get("version") != _VERSION:
             raise ConfigError(
-                got_expected("state of a loader", state.get("version"), f"{_VERSION}", "another")
+                got_expected(
+                    "version of a loader's state", state.get("version"), f"{_VERSION}", "another"
+                )
             )
         if (state["samples"], state["digest"]) != (joined.samples, joined.digest):
             raise ConfigError(

@@ -47,7 +47,7 @@ class CacheSpace:
 
     Args:
         data: uint8[capacity], the memory.
-        samples: the most positions that an epoch may have.
+        samples: how many positions an epoch has, as a rule.
         threshold: the part of the capacity at which a store starts an eviction pass, in (0, 1].
 
     Raises:
@@ -100,9 +100,14 @@ class CacheSpace:
         """Return the bytes of the metadata list and of `places`."""
         return int(self._entries.nbytes + self.places.nbytes + self._moves.nbytes)
 
-    def clear(self, row: int) -> None:
-        """Make a row ready for another epoch: what waits in it counts as hit, since nobody will ask
-        for it, and what is in use stays until it is released."""
+    def clear(self, row: int, positions: int = 0) -> None:
+        """Make a row ready for another epoch, with so many positions: what waits in it counts as
+        hit, since nobody will ask for it, and what is in use stays until it is released."""
+        if positions > self.places.shape[1]:
+            # Padding makes an epoch longer than the data set.
+            grown = np.full((2, positions), kernels.UNASKED, dtype=np.int32)
+            grown[:, : self.places.shape[1]] = self.places
+            self.places = grown
         if kernels.abandon(self._entries, self._at, self.places, row) and not self.passing:
             self._begin_pass()
 

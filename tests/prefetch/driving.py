@@ -35,6 +35,7 @@ class Bench:
     threshold: float = 0.75
     kept: int = 0
     depth: int = 4
+    padding: int = 0
     open: list[Request] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 

@@ -389,7 +389,7 @@ def test_a_node_for_torchdata(stack: ExitStack, folder: Path) -> None:
 
 
 def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> None:
-    batches = loader(stack, folder, workers=2, storage="embedded", pinned="1KiB")
+    batches = loader(stack, folder, workers=2, read_threads=1, pinned="1KiB")
 
     def counted() -> tuple[int, int, int, int, int]:
         pid = batches.client.joined.pid

@@ -1,0 +1,84 @@
+"""`dlres store` as a user types it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_dlres.cli.main import main
+from lightning_dlres.prefetch.storage.nodes import NodeStorage
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "files"
+    root.mkdir()
+    for number in range(30):
+        (root / f"{number:02d}.txt").write_text(f"sample {number}" * number)
+    return root
+
+
+def test_put_ls_and_verify(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    assert main(["store", "put", str(folder), str(store), "--packs", "2"]) == 0
+    assert "Put 30 samples" in capsys.readouterr().out
+    assert main(["store", "ls", str(store), "--limit", "3"]) == 0
+    listed = capsys.readouterr().out
+    assert "02.txt" in listed
+    assert "03.txt" not in listed
+    assert "the first 3 of 30 samples" in listed
+    assert main(["store", "verify", str(store)]) == 0
+    assert "30 of 30 samples are whole" in capsys.readouterr().out
+    pack = store / "samples-00001-of-00002.bin"
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    pack.write_bytes(data)
+    assert main(["store", "verify", str(store)]) == 1
+    printed = capsys.readouterr()
+    assert "29 of 30 samples are whole" in printed.out
+    assert "'29.txt' (number 29) is damaged" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["put", "{files}", "{files}/../store", "--packs", "0"], "packs"),
+        (["ls", "{files}/nothing"], "Nothing is there"),
+        (["keys", "a", "--directory", "/proc/nowhere"], "directory to write to"),
+    ],
+)
+def test_mistakes_are_said_in_a_line(
+    argv: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["store", *(word.format(files=folder) for word in argv)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_serve_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Path) -> None:
+    script = "import sys; from lightning_dlres.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    serving = start_script(script, "store", "serve", folder, "--nodes", 2, "--port", 0)
+    found = serving.wait_for_line("Serving 30 samples .* as all 2 nodes of 2: (.*)")
+    storage = NodeStorage(found[1].split(","), timeout=20)
+    assert storage.table.key(3) == "03.txt"
+    storage.submit(0, 1, np.array([1, 3], np.uint32))
+    storage.close()
+    for mistake, words in [
+        (["--nodes", 0], "--nodes"),
+        (["--node", 2, "--nodes", 2, "--port", 0], "node: got 2"),
+        (["--port", int(re.search(r":(\d+)", found[1][6:])[1])], "listening on"),  # type: ignore[index]
+        (["--key", tmp_path / "x"], "--allow"),
+    ]:
+        wrong = start_script(script, "store", "serve", folder, *mistake)
+        assert wrong.wait() == 2
+        assert words in wrong.output()
+    os.kill(serving.pid, signal.SIGTERM)
+    assert serving.wait() == 0
+    assert "Answered" in serving.output()

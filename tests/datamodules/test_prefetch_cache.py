@@ -1,0 +1,230 @@
+"""The data module under Lightning: the same samples as they should be, whatever the strategy, and
+on the very next sample after a checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_dlres as dlres
+from lightning_dlres.prefetch.sequence import shuffled
+from tests.pool import RankContext, RankPool
+
+COUNT = 50
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="dl") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        yield
+
+
+def data_set() -> TensorDataset:
+    values = torch.randn(COUNT, 4, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(values, torch.arange(COUNT))
+
+
+class Model(LightningModule):
+    """Notes which samples it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
+        self.seen: list[tuple[int, list[int]]] = []
+        self.validated: list[int] = []
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen.append((self.current_epoch, batch[1].tolist()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.validated += batch[1].tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(directory: Path, **options: Any) -> Trainer:
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 2,
+        "default_root_dir": directory,
+        "max_epochs": 2,
+    }
+    return Trainer(**{**quiet, **options})
+
+
+def order(epoch: int, seed: int = 0) -> list[int]:
+    return shuffled(COUNT, seed, epoch).tolist()
+
+
+def seen_in(model: Model, epoch: int) -> list[int]:
+    return [number for at, numbers in model.seen if at == epoch for number in numbers]
+
+
+def module(**options: Any) -> dlres.PrefetchCacheDataModule:
+    return dlres.PrefetchCacheDataModule(
+        **{"train": data_set(), "batch_size": 8, "capacity": "1MiB", **options}
+    )
+
+
+def test_epochs_and_validation(tmp_path: Path) -> None:
+    model = Model()
+    data = module(val=data_set(), workers=1)
+    trainer(tmp_path).fit(model, datamodule=data)
+    for epoch in range(2):
+        assert seen_in(model, epoch) == order(epoch)
+    # Two batches to see that it works, and two whole ones.
+    assert model.validated == [*range(16), *range(COUNT), *range(COUNT)]
+    assert not list(Path(tempfile.gettempdir()).glob(f"dlres-store-{data._job}"))
+
+
+def test_the_same_weights_as_with_a_plain_loader(tmp_path: Path) -> None:
+    model, plain = Model(), Model()
+    trainer(tmp_path).fit(model, datamodule=module())
+    optimizer = plain.configure_optimizers()
+    for epoch in range(2):
+        for at in range(0, COUNT, 8):
+            x = data_set()[order(epoch)[at : at + 8]][0]
+            optimizer.zero_grad()
+            plain.net(x).square().mean().backward()
+            optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
+
+
+@pytest.mark.parametrize("steps", [1, 4, 7, 10])
+def test_a_checkpoint_goes_on_with_the_next_sample(tmp_path: Path, steps: int) -> None:
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+    first = Model()
+    trainer(
+        tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=steps, max_epochs=-1
+    ).fit(first, datamodule=module(seed=4))
+    second = Model()
+    trainer(tmp_path, max_epochs=3).fit(
+        second, datamodule=module(seed=4), ckpt_path=tmp_path / "last.ckpt"
+    )
+    whole = [number for epoch in range(3) for number in order(epoch, 4)]
+    assert [n for model in (first, second) for _, numbers in model.seen for n in numbers] == whole
+
+
+def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, Any]) -> Any:
+    import os
+
+    os.environ["XDG_RUNTIME_DIR"] = runtime
+    model = Model()
+    saving = ModelCheckpoint(work, save_last=True, every_n_train_steps=1)
+    strategy = options.pop("strategy", "ddp")
+    batch = options.pop("batch", 4)
+    resume = options.pop("resume", None)
+    trainer(
+        Path(work),
+        strategy=strategy,
+        devices=context.world_size,
+        plugins=[context.environment],
+        callbacks=[saving],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+        **options,
+    ).fit(model, datamodule=module(batch_size=batch, tail="pad"), ckpt_path=resume)
+    return model.seen
+
+
+def test_ranks_share_out_and_go_on_as_other_ranks(pool: RankPool, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="dl") as runtime:
+        first = pool.run(
+            fit_ddp, 2, str(tmp_path), runtime, {"max_steps": 3, "max_epochs": -1}, timeout=100
+        )
+        assert [len(numbers) for _, numbers in first[0]] == [4, 4, 4]
+        trained = [n for seen in first for _, numbers in seen for n in numbers]
+        assert sorted(trained) == sorted(order(0)[:24])
+        resume = str(tmp_path / "last.ckpt")
+        second = pool.run(
+            fit_ddp, 3, str(tmp_path), runtime, {"max_epochs": 3, "resume": resume}, timeout=100
+        )
+        rest = [n for seen in second for epoch, numbers in seen if epoch == 0 for n in numbers]
+        # 26 are left: three ranks pad them to 27 with the epoch's first.
+        assert sorted(rest) == sorted([*order(0)[24:], order(0)[0]])
+        for epoch in (1, 2):
+            found = [n for seen in second for at, ns in seen if at == epoch for n in ns]
+            assert sorted(found) == sorted([*order(epoch), order(epoch)[0]])
+
+
+def test_a_pipeline_reads_once_for_all(pool: RankPool, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="dl") as runtime:
+        options = {"strategy": "dlres_hetero_pipe", "max_epochs": 2, "batch": 10}
+        for seen in pool.run(fit_ddp, 2, str(tmp_path), runtime, options, timeout=100):
+            for epoch in range(2):
+                assert [n for at, ns in seen if at == epoch for n in ns] == order(epoch)
+
+
+class Notes(Logger):
+    """A logger that keeps what it is told."""
+
+    name, version = "notes", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics.append(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_metrics_go_to_the_logger(tmp_path: Path) -> None:
+    notes = Notes()
+    trainer(tmp_path, logger=notes, log_every_n_steps=2, max_epochs=3).fit(
+        Model(), datamodule=module()
+    )
+    found = {name: value for entry in notes.metrics for name, value in entry.items()}
+    for name in ("hit_rate", "requests_per_sample", "bytes_per_sample", "stall_ms", "cache_bytes"):
+        assert f"prefetch/{name}" in found
+    assert all(entry.get("prefetch/hit_rate", 0) <= 1 for entry in notes.metrics)
+
+
+def test_a_split_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(dlres.ConfigError, match="train: got None"):
+        trainer(tmp_path).fit(Model(), datamodule=dlres.PrefetchCacheDataModule())
+    with pytest.raises(dlres.ConfigError, match="Nothing is there"):
+        trainer(tmp_path).fit(Model(), datamodule=module(train=str(tmp_path / "nothing")))
+    with pytest.raises(dlres.ConfigError, match="not attached"):
+        module().train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "batch"),
+        ({"capacity": "large"}, "capacity"),
+        ({"tail": "cut"}, "tail"),
+        ({"storage": "tape"}, "storage"),
+        ({"storage": "tcp://a:1"}, "train"),
+        ({"workers": -1}, "workers"),
+        ({"replicas": 7}, "replicas"),
+    ],
+)
+def test_bad_values_are_said_at_once(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(dlres.ConfigError, match=words):
+        module(**options)
