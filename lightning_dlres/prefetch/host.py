@@ -40,6 +40,7 @@ _PATIENCE = 0.1
 # Ranks start and restart: the first may be slow, and the next may come soon.
 _UNUSED_AT_START, _UNUSED = 60.0, 3.0
 _WAIT = 0.5
+_SWITCH_SECONDS = 0.0002
 
 
 class CacheHost:
@@ -66,10 +67,12 @@ class CacheHost:
         self._kept_memory = shared_memory.create(
             "dlres-kept", min(config.kept, table.total_bytes), directory
         )
+        # Mapped arrays are of another type to Numba, which would compile everything for them, too.
+        sizes = np.array(table.sizes)
         self._space = CacheSpace(self._cache.data, len(table), config.threshold)
-        self._kept = KeptSamples(self._kept_memory.data, table.sizes)
+        self._kept = KeptSamples(self._kept_memory.data, sizes)
         self._engine = PrefetchEngine(
-            table.sizes,
+            sizes,
             storage.nodes,
             self._space,
             self._kept,
@@ -280,6 +283,24 @@ class CacheHost:
                 self._begun.clear()
 
 
+def warm_up() -> None:
+    """Have everything compiled, or loaded from where it was kept, before anybody waits for it."""
+    sizes = np.full(8, 3, dtype=np.int64)
+    space = CacheSpace(np.zeros(20, dtype=np.uint8), len(sizes))
+    engine = PrefetchEngine(sizes, 2, space, KeptSamples(np.zeros(6, np.uint8), sizes), prefetch=2)
+    order = shuffled(len(sizes), 0, 0)
+    engine.begin(0, CacheIndex.build(order, 2, np.zeros(8, dtype=np.bool_)), lambda _: None)
+    for take in range(4):
+        engine.take("warm-up", take, 0, np.arange(2 * take, 2 * take + 2, dtype=np.uint32))
+        while not engine.deliveries():
+            for request in engine.requests():
+                engine.arrive(request.ticket, np.zeros(3 * len(request.numbers), dtype=np.uint8))
+            engine.relieve()
+        engine.release("warm-up", take)
+    space.settle()
+    engine.end(0)
+
+
 def _check_memory(config: HostConfig) -> None:
     wanted = config.capacity + (0 if config.kept_directory else config.kept)
     free = available_bytes()
@@ -298,11 +319,14 @@ def main() -> None:
     # ^C is for those that use the cache; without them it ends by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Threads that receive must not keep the one that decides waiting for 5 ms each time.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         try:
+            warm_up()
             storage = open_storage(config.source, directory)
             stack.callback(storage.close)
             host = CacheHost(storage, config, directory / "cache.sock")

@@ -93,7 +93,7 @@ def missing(places: Any, positions: Positions) -> int:
     return int(_missing(places, positions))
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def extend(
     numbers: Any, sizes: Any, places: Any, reach: int, promised: int, budget: int
 ) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def extend(
     return reach, promised
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _split(numbers: Any, kept: Any, starts: Any) -> Any:
     nodes = len(starts) - 1
     total = 0
@@ -133,14 +133,14 @@ def _split(numbers: Any, kept: Any, starts: Any) -> Any:
     return lists
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _first_unasked(lists: Any, at: int, stop: int, places: Any) -> int:
     while at < stop and places[lists[at]] != UNASKED:
         at += 1
     return at
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _unasked(
     lists: Any, at: int, stop: int, places: Any, reach: int, found: Any
 ) -> tuple[int, int]:
@@ -153,7 +153,7 @@ def _unasked(
     return count, at
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _missing(places: Any, positions: Any) -> int:
     count = 0
     for position in positions:

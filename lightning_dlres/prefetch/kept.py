@@ -63,7 +63,7 @@ class KeptSamples:
         return self._offsets[numbers]
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _choose(numbers: Any, sizes: Any, offsets: Any, capacity: int) -> int:
     used = 0
     for number in numbers:

@@ -83,7 +83,8 @@ class HostProcess:
         """
         deadline = time.monotonic() + timeout
         started: subprocess.Popen[bytes] | None = None
-        while not self.socket.exists():
+        # The socket of a killed process is still there.
+        while not (self.socket.exists() and self.runs()):
             if started is None:
                 # A failure of an earlier process is swept away by this.
                 started = self._start()

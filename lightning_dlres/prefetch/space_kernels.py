@@ -1,5 +1,6 @@
 """The metadata list of the cache space (C6) as an array of records, linked in the order of their
-offsets, and the loops over it: no object per sample, and no loop over samples in Python.
+offsets, and the loops over it: no object per sample, and no loop over samples in Python. They keep
+the interpreter's lock: they take microseconds, and to get it back from another thread takes longer.
 
 `places` is int32[2, n]: for each of two epochs and each position of the cache index, which entry
 holds its sample, or one of the negative states below.
@@ -47,7 +48,7 @@ REGISTERS = (
 HEAD, TAIL, FREE, CURSOR, GAP, WRITE, END, LIVE, PASSING, COUNT, HITS = range(len(REGISTERS))
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def link_free(entries: Any, at: Any, first: int) -> None:
     """Chain the entries from `first` on as free ones."""
     for number in range(len(entries) - 1, first - 1, -1):
@@ -55,7 +56,7 @@ def link_free(entries: Any, at: Any, first: int) -> None:
         at[FREE] = number
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def append(
     entries: Any, at: Any, places: Any, row: int, positions: Any, lengths: Any, capacity: int
 ) -> int:
@@ -88,7 +89,7 @@ def append(
     return stored
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def use(entries: Any, places: Any, row: int, positions: Any, found: Any) -> bool:
     """Mark samples as in use, and note entry, offset and length of each in int64[n, 3]; return
     False, and change nothing, where one of them is not waiting."""
@@ -103,7 +104,7 @@ def use(entries: Any, places: Any, row: int, positions: Any, found: Any) -> bool
     return True
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def release(entries: Any, at: Any, places: Any, used: Any) -> int:
     """Mark entries in use as hit: nobody looks at them any more. Return how many were not in
     use."""
@@ -121,7 +122,7 @@ def release(entries: Any, at: Any, places: Any, used: Any) -> int:
     return wrong
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def abandon(entries: Any, at: Any, places: Any, row: int) -> int:
     """Mark what waits for an epoch that is over as hit, and part what is in use from its row;
     return how many samples waited."""
@@ -140,13 +141,13 @@ def abandon(entries: Any, at: Any, places: Any, row: int) -> int:
     return found
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def begin_pass(at: Any) -> None:
     """Start a pass over everything that is there."""
     at[PASSING], at[CURSOR], at[GAP], at[WRITE] = 1, at[HEAD], at[HEAD], 0
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def evict(entries: Any, at: Any, moves: Any, most_bytes: int) -> tuple[int, int]:
     """Go on with a pass until so many bytes have to move or `moves` (int64[m, 3]: source, target,
     length) is full; return how many moves there are and how many samples were evicted.
@@ -211,7 +212,7 @@ def evict(entries: Any, at: Any, moves: Any, most_bytes: int) -> tuple[int, int]
     return count, evicted
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _finish(entries: Any, at: Any) -> int:
     """End a pass: what was let go behind its back, up to the first sample to be hit, goes too
     (C10); return how many."""
@@ -230,7 +231,7 @@ def _finish(entries: Any, at: Any) -> int:
     return evicted
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _remove(entries: Any, at: Any, number: int) -> None:
     """Take a hit entry out of the list."""
     _remove_links(entries, at, number)
@@ -240,7 +241,7 @@ def _remove(entries: Any, at: Any, number: int) -> None:
     at[HITS] -= 1
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _remove_links(entries: Any, at: Any, number: int) -> None:
     before, after = entries[number].previous, entries[number].next
     if before == NIL:
@@ -253,7 +254,7 @@ def _remove_links(entries: Any, at: Any, number: int) -> None:
         entries[after].previous = before
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True)
 def _insert(entries: Any, at: Any, number: int, before: int) -> None:
     earlier = entries[before].previous
     entries[number].previous, entries[number].next = earlier, before

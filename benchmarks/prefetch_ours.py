@@ -1,0 +1,169 @@
+"""The trainer's side of benchmarks.prefetch: this package's loader, a plain DataLoader, and
+torchdata's ParallelMapper, over the same storage nodes.
+
+Prints one line of JSON: samples, bytes and seconds of what was counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchdata.nodes import Batcher, Loader, ParallelMapper, SamplerWrapper
+
+from lightning_dlres.prefetch.loader import PrefetchLoader
+from lightning_dlres.prefetch.options import host_config
+from lightning_dlres.prefetch.samples import Sample
+from lightning_dlres.prefetch.sequence import shuffled
+from lightning_dlres.prefetch.storage.nodes import NodeStorage
+
+
+class RemoteFiles(Dataset[bytes]):
+    """One request for every sample, as a data set over remote files has it."""
+
+    def __init__(self, endpoints: str, samples: int) -> None:
+        self.endpoints, self.samples = endpoints.split(","), samples
+        self._own = threading.local()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> bytes:
+        own = self._own
+        if not hasattr(own, "storage"):
+            # Every worker, be it a thread or a process, has connections of its own.
+            own.come = threading.Event()
+            own.storage = NodeStorage(self.endpoints)
+            own.storage.on_reply = own.come.set
+        own.storage.submit(number, number % own.storage.nodes, np.array([number], np.uint32))
+        while True:
+            own.come.wait()
+            own.come.clear()
+            for reply in own.storage.replies():
+                if isinstance(reply.data, Exception):
+                    raise reply.data
+                return bytes(reply.data.tobytes())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_own": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _own=threading.local())
+
+
+def size_of(sample: Sample) -> int:
+    """Touch a sample as a decoder would, and return its size."""
+    return len(bytes(sample.data))
+
+
+def count(batches: Iterator[Any], seconds: float, sizes: Any) -> dict[str, float]:
+    """Return what comes after the first batch, for so many seconds at most."""
+    next(batches)
+    start = time.monotonic()
+    samples = total = 0
+    for batch in batches:
+        found = sizes(batch)
+        samples, total = samples + len(found), total + sum(found)
+        if time.monotonic() - start > seconds:
+            break
+    return {"samples": samples, "bytes": total, "seconds": time.monotonic() - start}
+
+
+def ours(options: argparse.Namespace) -> dict[str, Any]:
+    """Go through epochs for some seconds; with a pace, as a training of that demand would."""
+    config = host_config(
+        options.endpoints,
+        capacity=options.capacity,
+        prefetch=options.prefetch,
+        requests_under_way=options.depth,
+    )
+    loader = PrefetchLoader(
+        "bench",
+        config,
+        batch_size=options.batch,
+        decode=size_of,
+        collate=list,
+        tail="drop",
+    )
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))
+    next(endless)
+    before, stalled, start = loader.metrics(), loader.stalled, time.monotonic()
+    samples = total = 0
+    for batch in endless:
+        samples, total = samples + len(batch), total + sum(batch)
+        now = time.monotonic()
+        if options.pace:
+            # What a step takes at this demand, the time spent on loading included.
+            time.sleep(max(0.0, start + total / options.pace - now))
+        if now - start > options.seconds:
+            break
+    seconds = time.monotonic() - start
+    after = loader.metrics()
+    asked = after.requested_samples - before.requested_samples
+    figures = {
+        "samples": samples,
+        "bytes": total,
+        "seconds": seconds,
+        "stalled": loader.stalled - stalled,
+        "requests_per_sample": (after.requests - before.requests) / max(asked, 1),
+        "moved_bytes": after.moved_bytes - before.moved_bytes,
+        "peak_bytes": after.peak_bytes,
+    }
+    loader.close()
+    return figures
+
+
+def plain(options: argparse.Namespace) -> dict[str, Any]:
+    """A DataLoader over one request for every sample."""
+    data = RemoteFiles(options.endpoints, options.samples)
+    loader: Iterable[Any] = DataLoader(
+        data,
+        batch_size=options.batch,
+        shuffle=True,
+        num_workers=options.workers,
+        collate_fn=list,
+    )
+    return count(iter(loader), options.seconds, lambda batch: [len(data) for data in batch])
+
+
+def mapper(options: argparse.Namespace) -> dict[str, Any]:
+    """torchdata's ParallelMapper over one request for every sample."""
+    data = RemoteFiles(options.endpoints, options.samples)
+    order = shuffled(options.samples, 0, 0).tolist()
+    node = ParallelMapper(
+        SamplerWrapper(order), data.__getitem__, num_workers=options.workers, method=options.method
+    )
+    loader = Loader(Batcher(node, options.batch))
+    return count(iter(loader), options.seconds, lambda batch: [len(data) for data in batch])
+
+
+def main() -> None:
+    """Measure one of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("side", choices=("ours", "plain", "mapper"))
+    parser.add_argument("--endpoints", required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--method", default="thread")
+    parser.add_argument("--capacity", default="64MiB")
+    parser.add_argument("--prefetch", type=int, default=32)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--pace", type=float, default=0.0, help="demand, in bytes a second")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sides = {"ours": ours, "plain": plain, "mapper": mapper}
+    print(json.dumps(sides[options.side](options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""The peers' side of benchmarks.prefetch, run by the interpreter of their own environment: LitData
+and MosaicML streaming, which fetch shards of samples, here from the storage nodes that all use.
+
+    prefetch_peers.py write DIRECTORY SOURCE COPIES   shards of several sizes, in both formats
+    prefetch_peers.py read ...                        one line of JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The storage client without the rest of the package, which this environment does not have.
+_package = types.ModuleType("lightning_dlres")
+_package.__path__ = [str(ROOT / "lightning_dlres")]
+sys.modules["lightning_dlres"] = _package
+
+import numpy as np  # noqa: E402
+
+from lightning_dlres.prefetch.storage.nodes import NodeStorage  # noqa: E402
+
+LITDATA, MOSAIC = "litdata", "mosaic"
+
+
+def without_torchvision() -> None:
+    """torchvision's wheels load beside the CUDA build of torch only; nothing here uses it."""
+    try:
+        import torchvision  # noqa: F401
+    except Exception:
+        for name in [name for name in sys.modules if name.startswith("torchvision")]:
+            del sys.modules[name]
+        for name in ("", ".datasets", ".transforms", ".transforms.functional", ".io"):
+            stub = types.ModuleType(f"torchvision{name}")
+            stub.__spec__ = importlib.machinery.ModuleSpec(stub.__name__, None)
+            stub.__getattr__ = _anything  # type: ignore[method-assign]
+            stub.__path__ = []
+            sys.modules[f"torchvision{name}"] = stub
+
+
+def _anything(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return object
+
+
+class Shards:
+    """Files by name out of storage nodes: one request for each, from a thread that asks for it."""
+
+    def __init__(self, endpoints: str) -> None:
+        self._endpoints = endpoints.split(",")
+        self._own = threading.local()
+
+    def fetch(self, name: str) -> bytes:
+        """Return a file."""
+        own = self._own
+        if getattr(own, "pid", None) != os.getpid():
+            own.pid, own.come = os.getpid(), threading.Event()
+            own.storage = NodeStorage(self._endpoints)
+            own.storage.on_reply = own.come.set
+            table = own.storage.table
+            own.numbers = {table.key(number): number for number in range(len(table))}
+        number = own.numbers[name]
+        own.storage.submit(number, number % own.storage.nodes, np.array([number], np.uint32))
+        while True:
+            own.come.wait()
+            own.come.clear()
+            for reply in own.storage.replies():
+                if isinstance(reply.data, Exception):
+                    raise reply.data
+                return bytes(reply.data)
+
+
+def write(options: argparse.Namespace) -> None:
+    """Write every sample into shards of both formats."""
+    without_torchvision()
+    from litdata.streaming.writer import BinaryWriter
+    from streaming import MDSWriter
+
+    files = sorted(path for path in Path(options.source).rglob("*") if path.is_file())
+    for size in options.sizes:
+        lit = BinaryWriter(str(Path(options.directory, LITDATA, str(size))), chunk_bytes=size)
+        mds = MDSWriter(
+            out=str(Path(options.directory, MOSAIC, str(size))),
+            columns={"data": "bytes"},
+            size_limit=size,
+        )
+        number = 0
+        for _ in range(options.copies):
+            for path in files:
+                data = path.read_bytes()
+                lit[number] = {"data": data}
+                mds.write({"data": data})
+                number += 1
+        lit.done()
+        lit.merge()
+        mds.finish()
+
+
+def read(options: argparse.Namespace) -> dict[str, float]:
+    """Read an epoch in shuffled order, past a cache that is empty at the start."""
+    without_torchvision()
+    cache = tempfile.mkdtemp(prefix="dlres-bench-")
+    try:
+        make = _litdata if options.peer == LITDATA else _mosaic
+        return count(iter(make(options, cache)), options.seconds)
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+def _litdata(options: argparse.Namespace, cache: str) -> Any:
+    import litdata
+    from litdata.streaming.downloader import Downloader, register_downloader
+
+    shards = Shards(options.endpoints)
+
+    class Nodes(Downloader):
+        def download_file(self, remote_filepath: str, local_filepath: str) -> None:
+            data = shards.fetch(remote_filepath.partition("://")[2])
+            unfinished = f"{local_filepath}.{os.getpid()}.part"
+            Path(unfinished).write_bytes(data)
+            os.replace(unfinished, local_filepath)
+
+    register_downloader("dlres://", Nodes)
+    dataset = litdata.StreamingDataset(
+        input_dir=litdata.streaming.resolver.Dir(path=cache, url="dlres://"),
+        shuffle=True,
+        drop_last=False,
+        max_pre_download=options.ahead,
+        max_cache_size="100GB",
+    )
+    return litdata.StreamingDataLoader(
+        dataset, batch_size=options.batch, num_workers=options.workers, collate_fn=_copied
+    )
+
+
+def _copied(items: list[Any]) -> list[Any]:
+    """LitData's samples are views, which its workers cannot send."""
+    return [{"data": bytes(item["data"])} for item in items]
+
+
+def _mosaic(options: argparse.Namespace, cache: str) -> Any:
+    from streaming import StreamingDataset
+    from streaming.base.storage import download
+    from torch.utils.data import DataLoader
+
+    shards = Shards(options.endpoints)
+
+    class Nodes(download.CloudDownloader):
+        @staticmethod
+        def _client_identifier() -> str:
+            return "dlres"
+
+        def clean_up(self) -> None:
+            pass
+
+        def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
+            data = shards.fetch(remote.partition("://")[2].lstrip("/"))
+            unfinished = f"{local}.{os.getpid()}.part"
+            Path(unfinished).write_bytes(data)
+            os.replace(unfinished, local)
+
+        def _validate_remote_path(self, remote: str) -> None:
+            pass
+
+    download.DOWNLOADER_MAPPINGS["dlres"] = Nodes
+    dataset = StreamingDataset(
+        remote="dlres://",
+        local=cache,
+        shuffle=True,
+        batch_size=options.batch,
+        predownload=options.ahead,
+        num_canonical_nodes=1,
+    )
+    return DataLoader(
+        dataset, batch_size=options.batch, num_workers=options.workers, collate_fn=list
+    )
+
+
+def count(batches: Any, seconds: float) -> dict[str, float]:
+    """Return what comes after the first batch, for so many seconds at most."""
+    next(batches)
+    start = time.monotonic()
+    samples = total = 0
+    for batch in batches:
+        samples, total = samples + len(batch), total + sum(len(item["data"]) for item in batch)
+        if time.monotonic() - start > seconds:
+            break
+    return {"samples": samples, "bytes": total, "seconds": time.monotonic() - start}
+
+
+def main() -> None:
+    """Write shards or read them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    writing = commands.add_parser("write")
+    writing.add_argument("directory")
+    writing.add_argument("source")
+    writing.add_argument("copies", type=int)
+    writing.add_argument("--sizes", type=int, nargs="+", required=True)
+    reading = commands.add_parser("read")
+    reading.add_argument("peer", choices=(LITDATA, MOSAIC))
+    reading.add_argument("--endpoints", required=True)
+    reading.add_argument("--seconds", type=float, required=True)
+    reading.add_argument("--batch", type=int, default=64)
+    reading.add_argument("--workers", type=int, default=2)
+    reading.add_argument("--ahead", type=int, default=4, help="shards, or samples for Mosaic")
+    options = parser.parse_args()
+    if options.command == "write":
+        write(options)
+    else:
+        print(json.dumps(read(options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
