@@ -37,7 +37,7 @@ lint: $(VENV)/.installed-dev ## run ruff (rules and format) and mypy
 		echo "$$check"; $(BIN)/python -m $$check || status=1; \
 	done; exit $$status
 
-bench: $(if $(NAME),$(VENV)/.installed-test) ## make bench NAME=...: run one benchmark; without NAME: list them
+bench: $(if $(NAME),$(VENV)/.installed-test) $(if $(filter prefetch,$(NAME)),$(VENV)/.installed-peers) ## make bench NAME=...: run one benchmark; without NAME: list them
 ifeq ($(NAME),)
 	@echo "make bench NAME=..., where NAME is one of:"
 	@found=; for file in benchmarks/*.py; do \
@@ -72,6 +72,13 @@ $(VENV)/.installed-test: $(PINS) | $(BIN)/python
 	@echo "Installing into $(VENV), with what the tests need (once; torch is a large download) ..."
 	@$(PIP) -e '.[test]'
 	@touch $(VENV)/.installed-runtime $@
+
+# Peers that need other versions than we do, in an environment of their own.
+$(VENV)/.installed-peers: benchmarks/peers.txt | $(BIN)/python
+	@echo "Installing peers into $(VENV)/peers (once; torch is a large download) ..."
+	@$(BIN)/python -m venv $(VENV)/peers
+	@$(VENV)/peers/bin/python -m pip install -q --disable-pip-version-check -r benchmarks/peers.txt
+	@touch $@
 
 $(VENV)/.installed-dev: $(PINS) | $(BIN)/python
 	@echo "Installing into $(VENV), with the development tools (once; torch is a large download) ..."

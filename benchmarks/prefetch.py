@@ -47,18 +47,26 @@ class Settings:
     """Sizes of a run."""
 
     copies: int = 16
-    seconds: float = 10.0
+    seconds: float = 8.0
     repeats: int = 3
     delay: str = "5ms"
     concurrency: int = 4
     prefetch: int = 32
     shard_bytes: tuple[int, ...] = (1 << 20, 4 << 20)
-    peer_workers: tuple[int, ...] = (2, 4, 8)
-    shards_ahead: tuple[int, ...] = (4, 16)
+    peer_workers: tuple[int, ...] = (4, 8)
+    litdata_ahead: tuple[int, ...] = (4, 16)
+    # Mosaic shuffles over some hundred thousand samples: little ahead, it waits for every shard.
+    mosaic_ahead: tuple[int, ...] = (32, 1000)
 
 
 QUICK = Settings(
-    copies=1, seconds=1.0, repeats=1, shard_bytes=(1 << 20,), peer_workers=(2,), shards_ahead=(4,)
+    copies=1,
+    seconds=1.0,
+    repeats=1,
+    shard_bytes=(1 << 20,),
+    peer_workers=(2,),
+    litdata_ahead=(4,),
+    mosaic_ahead=(1000,),
 )
 
 
@@ -147,7 +155,8 @@ def _sweep(bed: Testbed, work: Path, settings: Settings, run: Any) -> dict[str, 
         for size in settings.shard_bytes:
             shards = work / "shards" / peer / str(size)
             for workers in settings.peer_workers:
-                for ahead in settings.shards_ahead:
+                aheads = settings.litdata_ahead if peer == "litdata" else settings.mosaic_ahead
+                for ahead in aheads:
                     # Mosaic counts samples.
                     count = ahead if peer == "litdata" else ahead * size // 17_000
                     name = f"{peer}, {size >> 20} MiB, {workers} workers, {ahead} shards ahead"

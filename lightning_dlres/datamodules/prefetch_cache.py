@@ -163,6 +163,13 @@ class PrefetchCacheDataModule(LightningDataModule):
             known = source if isinstance(source, (str, Path, list)) else self._options_probe()
             PrefetchLoader("x", self._config(split, known), tail=tail, **self._loading)
 
+    def use(self, split: str, source: Split) -> None:
+        """Set the source of "train", "val", "test" or "predict", for data modules that find it when
+        they are set up."""
+        if split not in _SPLITS:
+            raise ConfigError(got_expected("split", split, " or ".join(_SPLITS), "'train'"))
+        self._splits[split] = source
+
     @override
     def setup(self, stage: str) -> None:
         trainer = self._trainer()

@@ -66,6 +66,8 @@ class CacheSpace:
         self.moved_bytes = 0
         self.passes = 0
         self.peak = 0
+        # What a store has a pass move: so many bytes, and as many times what it stores.
+        self.slice_bytes, self.pace = SLICE_BYTES, 4
         # Called with every move, and with None at the start and the end of a pass.
         self.watch: Callable[[Move | None], None] | None = None
         self._data = data
@@ -127,7 +129,7 @@ class CacheSpace:
         if not self.passing and self.end >= self.threshold * self.capacity:
             self._begin_pass()
         # Faster than the room behind the zone fills up.
-        self.advance(max(SLICE_BYTES, 4 * int(lengths[:stored].sum())))
+        self.advance(max(self.slice_bytes, self.pace * int(lengths[:stored].sum())))
         return stored
 
     def use(self, row: int, positions: Positions) -> Used:
