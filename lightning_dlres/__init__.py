@@ -5,6 +5,9 @@ Importing this package registers its strategies: `Trainer(strategy="dlres_hetero
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning_dlres.callbacks import ActivationOffload, ResourceReport
 from lightning_dlres.core.errors import (
     BatchMismatchError,
@@ -17,13 +20,10 @@ from lightning_dlres.core.errors import (
     StorageError,
     UnsupportedStepError,
 )
-from lightning_dlres.datamodules import PrefetchCacheDataModule
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.plugins import MemoryPrecision
-from lightning_dlres.prefetch.node import PrefetchCacheNode
-from lightning_dlres.prefetch.samples import Sample
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
 from lightning_dlres.strategies.samples import ProfileConfig
 
@@ -55,5 +55,24 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lightning_dlres.datamodules import PrefetchCacheDataModule
+    from lightning_dlres.prefetch.node import PrefetchCacheNode
+    from lightning_dlres.prefetch.samples import Sample
+
+# Imported when they are asked for: they bring Numba, which takes a while and not everybody needs.
+_LAZY = {
+    "PrefetchCacheDataModule": "lightning_dlres.datamodules",
+    "PrefetchCacheNode": "lightning_dlres.prefetch.node",
+    "Sample": "lightning_dlres.prefetch.samples",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
 
 register_strategies()

@@ -49,9 +49,9 @@ def simulate(
     samples: int = 120,
     nodes: int = 4,
     prefetch: int = 6,
-    capacity: int = 4000,
+    capacity: int = 4096,
     batch: int = 4,
-    slice_bytes: int = 250,
+    slice_bytes: int = 90,
 ) -> History:
     """Return the history of one epoch over samples of random sizes, with slow eviction so that it
     can be seen."""

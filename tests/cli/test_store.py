@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from lightning_dlres.cli.main import main
+from lightning_dlres.core import light
 from lightning_dlres.prefetch.storage.nodes import NodeStorage
+
+# What `dlres store serve` goes over into.
+LIGHT = f"""
+import os, runpy, sys
+light = runpy.run_path({light.__file__!r})["light_command"]
+command = light("lightning_dlres.cli.store:serve_main", *sys.argv[1:])
+os.execv(command[0], command)
+"""
 
 
 @pytest.fixture
@@ -63,8 +72,8 @@ def test_mistakes_are_said_in_a_line(
 
 
 def test_serve_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Path) -> None:
-    script = "import sys; from lightning_dlres.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    serving = start_script(script, "store", "serve", folder, "--nodes", 2, "--port", 0)
+    whole = "import sys; from lightning_dlres.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    serving = start_script(whole, "store", "serve", folder, "--nodes", 2, "--port", 0)
     found = serving.wait_for_line("Serving 30 samples .* as all 2 nodes of 2: (.*)")
     storage = NodeStorage(found[1].split(","), timeout=20)
     assert storage.table.key(3) == "03.txt"
@@ -76,7 +85,7 @@ def test_serve_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Pa
         (["--port", int(re.search(r":(\d+)", found[1][6:])[1])], "listening on"),  # type: ignore[index]
         (["--key", tmp_path / "x"], "--allow"),
     ]:
-        wrong = start_script(script, "store", "serve", folder, *mistake)
+        wrong = start_script(LIGHT, "serve", folder, *mistake)
         assert wrong.wait() == 2
         assert words in wrong.output()
     os.kill(serving.pid, signal.SIGTERM)

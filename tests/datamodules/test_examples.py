@@ -26,7 +26,12 @@ def own_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
-def test_digits(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+def test_digits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not a dependency of the tests: with SciPy beside it, whatever imports torchmetrics takes
+    # seconds more.
+    pytest.importorskip("sklearn", reason="the example asks for scikit-learn")
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples/prefetch_cache.py"), run_name="__main__")
     accuracy = float(capsys.readouterr().out.rpartition("accuracy: ")[2])
