@@ -7,6 +7,7 @@ Prints one line of JSON: samples, bytes and seconds of what was counted.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import threading
@@ -19,11 +20,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.nodes import Batcher, Loader, ParallelMapper, SamplerWrapper
 
+from lightning_dlres.prefetch.engine import PrefetchEngine
+from lightning_dlres.prefetch.index import CacheIndex
+from lightning_dlres.prefetch.kept import KeptSamples
 from lightning_dlres.prefetch.loader import PrefetchLoader
 from lightning_dlres.prefetch.options import host_config
 from lightning_dlres.prefetch.samples import Sample
 from lightning_dlres.prefetch.sequence import shuffled
+from lightning_dlres.prefetch.space import CacheSpace
 from lightning_dlres.prefetch.storage.nodes import NodeStorage
+
+_MANY = 10_000_000
+_FIRST_BATCHES = 20
 
 
 class RemoteFiles(Dataset[bytes]):
@@ -65,7 +73,8 @@ def size_of(sample: Sample) -> int:
 
 
 def count(batches: Iterator[Any], seconds: float, sizes: Any) -> dict[str, float]:
-    """Return what comes after the first batch, for so many seconds at most."""
+    """Return what comes after the first batch, for so many seconds at most: one that all workers
+    have been started for."""
     next(batches)
     start = time.monotonic()
     samples = total = 0
@@ -92,17 +101,22 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         decode=size_of,
         collate=list,
         tail="drop",
+        workers=options.workers,
     )
-    endless = itertools.chain.from_iterable(itertools.repeat(loader))
-    next(endless)
+    # The cache's process is there: what counts begins with the first request, as for the others.
     before, stalled, start = loader.metrics(), loader.stalled, time.monotonic()
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))
     samples = total = 0
-    for batch in endless:
+    settled, paced = start, 0
+    for at, batch in enumerate(endless):
         samples, total = samples + len(batch), total + sum(batch)
         now = time.monotonic()
+        if at == _FIRST_BATCHES:
+            # The first ones wait for the storage whatever is done.
+            stalled, settled, paced = loader.stalled, now, total
         if options.pace:
             # What a step takes at this demand, the time spent on loading included.
-            time.sleep(max(0.0, start + total / options.pace - now))
+            time.sleep(max(0.0, settled + (total - paced) / options.pace - now))
         if now - start > options.seconds:
             break
     seconds = time.monotonic() - start
@@ -112,7 +126,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         "samples": samples,
         "bytes": total,
         "seconds": seconds,
-        "stalled": loader.stalled - stalled,
+        "stalled": (loader.stalled - stalled) / (time.monotonic() - settled),
         "requests_per_sample": (after.requests - before.requests) / max(asked, 1),
         "moved_bytes": after.moved_bytes - before.moved_bytes,
         "peak_bytes": after.peak_bytes,
@@ -145,23 +159,51 @@ def mapper(options: argparse.Namespace) -> dict[str, Any]:
     return count(iter(loader), options.seconds, lambda batch: [len(data) for data in batch])
 
 
+def index(options: argparse.Namespace) -> dict[str, Any]:
+    """Build what the cache keeps about ten million samples of synthetic sizes, two epochs of them,
+    and go through some batches."""
+    sizes = np.random.default_rng(0).integers(1_000, 100_000, _MANY)
+    shuffled(8, 0, 0)
+    CacheIndex.build(shuffled(8, 0, 0), 4)  # compiled before the clock starts
+    gc.collect()
+    objects = len(gc.get_objects())
+    start = time.monotonic()
+    first = CacheIndex.build(shuffled(_MANY, 0, 0), 4)
+    seconds = time.monotonic() - start
+    space = CacheSpace(np.zeros(64 << 20, dtype=np.uint8), _MANY)
+    engine = PrefetchEngine(sizes, 4, space, KeptSamples(np.zeros(0, dtype=np.uint8), sizes))
+    engine.begin(0, first, lambda _: None)
+    engine.begin(1, CacheIndex.build(shuffled(_MANY, 0, 1), 4), lambda _: None)
+    for take in range(100):
+        engine.take("rank 0", take, 0, np.arange(64 * take, 64 * take + 64, dtype=np.uint32))
+        while not engine.deliveries():
+            for request in engine.requests():
+                data = np.zeros(int(sizes[request.numbers].sum()), dtype=np.uint8)
+                engine.arrive(request.ticket, data)
+        engine.release("rank 0", take)
+    per_sample = engine.management_bytes() / _MANY
+    gc.collect()
+    more = len(gc.get_objects()) - objects
+    return {"index_seconds": seconds, "bytes_per_sample": per_sample, "objects": more}
+
+
 def main() -> None:
     """Measure one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("side", choices=("ours", "plain", "mapper"))
-    parser.add_argument("--endpoints", required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("side", choices=("ours", "plain", "mapper", "index"))
+    parser.add_argument("--endpoints")
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--seconds", type=float)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--method", default="thread")
-    parser.add_argument("--capacity", default="64MiB")
+    parser.add_argument("--capacity", default="128MiB")
     parser.add_argument("--prefetch", type=int, default=32)
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--pace", type=float, default=0.0, help="demand, in bytes a second")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sides = {"ours": ours, "plain": plain, "mapper": mapper}
+    sides = {"ours": ours, "plain": plain, "mapper": mapper, "index": index}
     print(json.dumps(sides[options.side](options)), flush=True)
 
 

@@ -8,6 +8,7 @@ and MosaicML streaming, which fetch shards of samples, here from the storage nod
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.machinery
 import json
 import os
@@ -58,8 +59,8 @@ def _anything(name: str) -> type:
 class Shards:
     """Files by name out of storage nodes: one request for each, from a thread that asks for it."""
 
-    def __init__(self, endpoints: str) -> None:
-        self._endpoints = endpoints.split(",")
+    def __init__(self, endpoints: str, first: Path) -> None:
+        self._endpoints, self._first = endpoints.split(","), first
         self._own = threading.local()
 
     def fetch(self, name: str) -> bytes:
@@ -71,6 +72,9 @@ class Shards:
             own.storage.on_reply = own.come.set
             table = own.storage.table
             own.numbers = {table.key(number): number for number in range(len(table))}
+        with contextlib.suppress(FileExistsError), self._first.open("x") as file:
+            # Of all workers, the first request: what counts begins here.
+            file.write(repr(time.monotonic()))
         number = own.numbers[name]
         own.storage.submit(number, number % own.storage.nodes, np.array([number], np.uint32))
         while True:
@@ -109,21 +113,28 @@ def write(options: argparse.Namespace) -> None:
 
 
 def read(options: argparse.Namespace) -> dict[str, float]:
-    """Read an epoch in shuffled order, past a cache that is empty at the start."""
+    """Read an epoch in shuffled order, past a cache that is empty at the start; the time from the
+    first request to the last batch."""
     without_torchvision()
     cache = tempfile.mkdtemp(prefix="dlres-bench-")
+    first = Path(f"{cache}.first")
     try:
         make = _litdata if options.peer == LITDATA else _mosaic
-        return count(iter(make(options, cache)), options.seconds)
+        samples, total = 0, 0
+        for batch in make(options, cache, first):
+            samples, total = samples + len(batch), total + sum(len(item["data"]) for item in batch)
+        seconds = time.monotonic() - float(first.read_text())
+        return {"samples": samples, "bytes": total, "seconds": seconds}
     finally:
+        first.unlink(missing_ok=True)
         shutil.rmtree(cache, ignore_errors=True)
 
 
-def _litdata(options: argparse.Namespace, cache: str) -> Any:
+def _litdata(options: argparse.Namespace, cache: str, first: Path) -> Any:
     import litdata
     from litdata.streaming.downloader import Downloader, register_downloader
 
-    shards = Shards(options.endpoints)
+    shards = Shards(options.endpoints, first)
 
     class Nodes(Downloader):
         def download_file(self, remote_filepath: str, local_filepath: str) -> None:
@@ -150,12 +161,12 @@ def _copied(items: list[Any]) -> list[Any]:
     return [{"data": bytes(item["data"])} for item in items]
 
 
-def _mosaic(options: argparse.Namespace, cache: str) -> Any:
+def _mosaic(options: argparse.Namespace, cache: str, first: Path) -> Any:
     from streaming import StreamingDataset
     from streaming.base.storage import download
     from torch.utils.data import DataLoader
 
-    shards = Shards(options.endpoints)
+    shards = Shards(options.endpoints, first)
 
     class Nodes(download.CloudDownloader):
         @staticmethod
@@ -188,18 +199,6 @@ def _mosaic(options: argparse.Namespace, cache: str) -> Any:
     )
 
 
-def count(batches: Any, seconds: float) -> dict[str, float]:
-    """Return what comes after the first batch, for so many seconds at most."""
-    next(batches)
-    start = time.monotonic()
-    samples = total = 0
-    for batch in batches:
-        samples, total = samples + len(batch), total + sum(len(item["data"]) for item in batch)
-        if time.monotonic() - start > seconds:
-            break
-    return {"samples": samples, "bytes": total, "seconds": time.monotonic() - start}
-
-
 def main() -> None:
     """Write shards or read them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -212,7 +211,6 @@ def main() -> None:
     reading = commands.add_parser("read")
     reading.add_argument("peer", choices=(LITDATA, MOSAIC))
     reading.add_argument("--endpoints", required=True)
-    reading.add_argument("--seconds", type=float, required=True)
     reading.add_argument("--batch", type=int, default=64)
     reading.add_argument("--workers", type=int, default=2)
     reading.add_argument("--ahead", type=int, default=4, help="shards, or samples for Mosaic")

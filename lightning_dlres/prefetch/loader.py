@@ -99,7 +99,7 @@ class PrefetchLoader:
         self._epoch, self._start, self._before, self._yielded = epoch, 0, 0, 0
         self._iteration: weakref.ref[_Iteration] | None = None
         self._finished = False
-        # Seconds that the caller has waited for batches.
+        # Seconds that the caller has waited for samples and workers; its own decoding is work.
         self.stalled = 0.0
         self.last_stall = 0.0
 
@@ -269,7 +269,7 @@ class _Iteration(Iterator[Any]):
         self._started = True
 
     def __next__(self) -> Any:
-        started = time.monotonic()
+        before = self._loader.stalled
         if self._closed:
             raise StopIteration
         if not self._started:
@@ -280,12 +280,17 @@ class _Iteration(Iterator[Any]):
             self.close()
             raise StopIteration
         self._fill()
-        batch = self._making.popleft()()
+        make = self._making.popleft()
+        started = time.monotonic()
+        batch = make()
+        if self._pool.workers:
+            self._loader.stalled += time.monotonic() - started
+        # What it holds is let go now.
+        del make
         self._loader._yielded += 1
         if not self._plain:
             self._fill()
-        self._loader.last_stall = time.monotonic() - started
-        self._loader.stalled += self._loader.last_stall
+        self._loader.last_stall = self._loader.stalled - before
         if self._loader._report:
             self._loader._report(self._loader)
         return batch
@@ -303,7 +308,9 @@ class _Iteration(Iterator[Any]):
         while self._takes and len(self._making) < self._most_making:
             if self._making and not self._takes[0].done():
                 return
+            started = time.monotonic()
             samples = self._loader.client.wait(self._takes.popleft())
+            self._loader.stalled += time.monotonic() - started
             samples.epoch_seed = self._seed
             self._making.append(self._pool.submit(samples))
             del samples
