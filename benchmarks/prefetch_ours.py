@@ -31,7 +31,7 @@ from lightning_dlres.prefetch.space import CacheSpace
 from lightning_dlres.prefetch.storage.nodes import NodeStorage
 
 _MANY = 10_000_000
-_FIRST_BATCHES = 20
+_FIRST_BATCHES = 100
 
 
 class RemoteFiles(Dataset[bytes]):
@@ -112,7 +112,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         samples, total = samples + len(batch), total + sum(batch)
         now = time.monotonic()
         if at == _FIRST_BATCHES:
-            # The first ones wait for the storage whatever is done.
+            # The first second, in which the cache fills at the rate that is left.
             stalled, settled, paced = loader.stalled, now, total
         if options.pace:
             # What a step takes at this demand, the time spent on loading included.
@@ -197,9 +197,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--method", default="thread")
-    parser.add_argument("--capacity", default="128MiB")
+    parser.add_argument("--capacity", default="64MiB")
     parser.add_argument("--prefetch", type=int, default=32)
-    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--pace", type=float, default=0.0, help="demand, in bytes a second")
     options = parser.parse_args()
     torch.set_num_threads(1)

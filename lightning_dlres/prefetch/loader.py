@@ -263,8 +263,9 @@ class _Iteration(Iterator[Any]):
         self._pool = loader._decoders()
         # Method C as published takes one sample after the other.
         self._plain = loader._config.lookahead == 0
-        self._most_takes = 1 if self._plain else 2 + self._pool.workers
-        self._most_making = 1 + self._pool.workers
+        # Two batches for each worker, as torch's DataLoader has it, and one that is handed over.
+        self._most_takes = 1 if self._plain else 2 + 2 * self._pool.workers
+        self._most_making = 1 + 2 * self._pool.workers
         self._seed = mixed(mixed(loader._seed % 2**64) + loader._epoch)
         self._started = True
 
