@@ -183,10 +183,7 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        for loader in self._loaders.values():
-            loader.close()
-        self._loaders.clear()
-        self._last, self._batches, self._stalled_before = None, 0, 0.0
+        self._forget()
         self._stores.clear()
         if self._temporary is not None:
             if self._trainer().local_rank == 0:
@@ -195,8 +192,7 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        for loader in self._loaders.values():
-            loader.close()
+        self._forget()
 
     @override
     def train_dataloader(self) -> PrefetchLoader:
@@ -237,7 +233,16 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._state = state_dict.get("train")
+        # Of a checkpoint that is tested only nothing is gone on with.
+        if self._trainer().state.fn == "fit":
+            self._state = state_dict.get("train")
+
+    def _forget(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+        self._state = None
+        self._last, self._batches, self._stalled_before = None, 0, 0.0
 
     def _config(self, split: str, source: str | Path | Sequence[str]) -> Any:
         train = split == "train"

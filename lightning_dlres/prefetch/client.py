@@ -58,6 +58,8 @@ class CacheClient:
         self._generations = itertools.count()
         self._outgoing: deque[tuple[str, bytes]] = deque()
         self._released: deque[int] = deque()
+        # The takes of which something may be left; for the thread alone.
+        self._held: set[int] = set()
         self._takes: dict[int, Future[Samples]] = {}
         # Answers that name no take come in the order of the questions.
         self._questions: deque[Future[bytes]] = deque()
@@ -123,8 +125,8 @@ class CacheClient:
             self._ask(messages.LEAVE, b"", _LEAVE_SECONDS)
         self._closing.set()
         self._client.interrupt()
-        self._thread.join()
-        self._client.close()
+        # While something looks at samples the connection stays, and with it their place.
+        self._thread.join(None if not self._held else 0.0)
 
     def _join(self, config: str) -> tuple[Client, messages.Joined]:
         deadline = time.monotonic() + self._timeout
@@ -183,7 +185,13 @@ class CacheClient:
         self._client.interrupt()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        try:
+            self._serve()
+        finally:
+            self._client.close()
+
+    def _serve(self) -> None:
+        while self._held or not self._closing.is_set():
             try:
                 message = self._client.receive(0.0 if self._outgoing else _WAIT)
                 if message is not None:
@@ -203,6 +211,7 @@ class CacheClient:
         released = []
         while self._released:
             released.append(self._released.popleft())
+        self._held.difference_update(released)
         if released:
             self._client.send(messages.RELEASE, messages.pack_release(released))
         while self._outgoing:
@@ -212,6 +221,7 @@ class CacheClient:
         if message.kind == messages.DELIVERY:
             delivered = messages.unpack_delivery(message.payload, message.peer)
             take = delivered.take
+            self._held.add(take)
             samples = Samples(delivered, self._regions, lambda: self._release(take))
             with self._lock:
                 future = self._takes.pop(take, None)

@@ -257,9 +257,14 @@ class PrefetchEngine:
         self._promised -= int(used[:, 2].sum()) if self._budget else 0
         self._pump()
 
+    def drop_takes(self, client: str) -> None:
+        """Forget what a client waits for; what it holds stays."""
+        self._drop([take for take in self._takes if take.client == client])
+        self._pump()
+
     def forget(self, client: str) -> None:
         """Let go of everything that a client holds or waits for: it is gone."""
-        self._takes = deque(take for take in self._takes if take.client != client)
+        self._drop([take for take in self._takes if take.client == client])
         for holder, take in [key for key in self._leases if key[0] == client]:
             self.release(holder, take)
         self._pump()
@@ -297,7 +302,7 @@ class PrefetchEngine:
             state = BROKEN if self._budget else UNASKED
             self._space.places[asked.epoch.row, asked.positions] = state
             if asked.take is not None and asked.take in self._takes:
-                self._takes.remove(asked.take)
+                self._drop([asked.take])
                 self._failures.append(Failure(asked.take.client, asked.take.take, error))
         self._pump()
 
@@ -356,10 +361,18 @@ class PrefetchEngine:
     def _give_up(self, epoch: _Epoch) -> None:
         self._epochs.remove(epoch)
         self._space.clear(epoch.row)
-        self._takes = deque(take for take in self._takes if take.epoch is not epoch)
+        self._drop([take for take in self._takes if take.epoch is epoch])
         self._landings = deque(left for left in self._landings if left.epoch is not epoch)
         self._is_full = False
         self._promised = self._count_promised()
+
+    def _drop(self, takes: list[_Take]) -> None:
+        for take in takes:
+            self._takes.remove(take)
+            if take.used:
+                # Marked as in use one after the other, and delivered by nobody now.
+                self._space.release(np.array(list(take.used.values()), dtype=np.int64))
+                self._is_full = False
 
     def _count_promised(self) -> int:
         """Return the bytes of what is in use or has been promised room."""

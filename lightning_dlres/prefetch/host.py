@@ -7,6 +7,7 @@ It ends by itself when nobody uses it any more; its memory goes with it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import os
 import shutil
@@ -113,7 +114,9 @@ class CacheHost:
             # First: a new connection may have the number of one that was closed before it.
             for event in self._server.connection_events():
                 if not event.opened:
-                    self._leave(self._connections.pop(event.connection, ""))
+                    gone = self._connections.pop(event.connection, "")
+                    self._leave(gone)
+                    self._engine.forget(gone)
             if message is not None:
                 self._handle(message)
             self._move()
@@ -166,15 +169,16 @@ class CacheHost:
         try:
             if message.kind == messages.JOIN:
                 self._join(message)
+            elif message.kind == messages.RELEASE:
+                # Also of processes that have left: what they look at stays until then.
+                self._last_move = time.monotonic()
+                for released in messages.unpack_release(message.payload, peer):
+                    self._engine.release(peer, released)
             elif peer not in self._clients:
                 raise ConfigError("the cache was not joined, or this connection was given up.")
             elif message.kind == messages.TAKE:
                 take, generation, positions = messages.unpack_take(message.payload, peer)
                 self._engine.take(peer, take, generation, positions)
-            elif message.kind == messages.RELEASE:
-                self._last_move = time.monotonic()
-                for released in messages.unpack_release(message.payload, peer):
-                    self._engine.release(peer, released)
             elif message.kind == messages.BEGIN:
                 self._begin(peer, message.decode(Begin))
             elif message.kind == messages.LEAVE:
@@ -273,7 +277,7 @@ class CacheHost:
         if peer in self._clients:
             del self._clients[peer]
             self._last_used = time.monotonic()
-            self._engine.forget(peer)
+            self._engine.drop_takes(peer)
             self._end_unused()
             if not self._clients:
                 # Whoever comes next counts epochs anew.
@@ -316,6 +320,8 @@ def main() -> None:
     """Read a configuration from standard input and serve; the first argument is the directory that
     is this cache's, the second a descriptor that locks it."""
     directory, lock = Path(sys.argv[1]), int(sys.argv[2])
+    # A crash below Python is told with its stack, too: it is in the log, and so in others' errors.
+    faulthandler.enable()
     # ^C is for those that use the cache; without them it ends by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.client import CacheClient
-from lightning_dlres.prefetch.messages import HostConfig, Metrics
+from lightning_dlres.prefetch.messages import HostConfig, Joined, Metrics
 from lightning_dlres.prefetch.samples import Samples
 from lightning_dlres.prefetch.sequence import Deal, Positions, Tail, mixed
 from lightning_dlres.prefetch.workers import BatchMaker, Collate, Decode, DecodePool, Workers
@@ -94,6 +94,7 @@ class PrefetchLoader:
         self._decode, self._collate = decode, collate
         self._workers, self._worker_type = workers, worker_type
         self._client: CacheClient | None = None
+        self._data_set: Joined | None = None
         self._pool: DecodePool | None = None
         self._unit = unit or batch_size
         self._epoch, self._start, self._before, self._yielded = epoch, 0, 0, 0
@@ -125,7 +126,7 @@ class PrefetchLoader:
         """Return where the epoch stands; the same on all ranks."""
         epoch, before = self._epoch, self._before + self._yielded
         dealt = self._yielded * self._batch_size * self._ranks.ranks
-        consumed = min(self._start + dealt, self.client.joined.samples)
+        consumed = min(self._start + dealt, self.data_set.samples)
         if self._exhausted():
             epoch, consumed, before = epoch + 1, 0, 0
         return {
@@ -134,8 +135,8 @@ class PrefetchLoader:
             "consumed": consumed,
             "batches": before,
             "seed": self._seed,
-            "samples": self.client.joined.samples,
-            "digest": self.client.joined.digest,
+            "samples": self.data_set.samples,
+            "digest": self.data_set.digest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -144,7 +145,7 @@ class PrefetchLoader:
         Raises:
             ConfigError: the state is of another data set.
         """
-        joined = self.client.joined
+        joined = self.data_set
         if state.get("version") != _VERSION:
             raise ConfigError(
                 got_expected(
@@ -170,6 +171,13 @@ class PrefetchLoader:
             self._client = CacheClient(self._cache, self._config)
             self._leaving = weakref.finalize(self, self._client.close)
         return self._client
+
+    @property
+    def data_set(self) -> Joined:
+        """What the cache says of the data set; known also after `close`."""
+        if self._data_set is None:
+            self._data_set = self.client.joined
+        return self._data_set
 
     def metrics(self) -> Metrics:
         """Return what the host's cache has counted since it started."""
@@ -218,7 +226,7 @@ class PrefetchLoader:
         self._finished = False
 
     def _deal(self, consumed: int) -> Deal:
-        samples = self.client.joined.samples
+        samples = self.data_set.samples
         return Deal(samples, consumed, self._ranks.ranks, self._unit, self._tail)
 
     def _start_epoch(self) -> int:
@@ -237,7 +245,7 @@ class PrefetchLoader:
 
     def _decoders(self) -> DecodePool:
         if self._pool is None:
-            maker = BatchMaker(self._decode, self._collate, self.client.joined.encoding)
+            maker = BatchMaker(self._decode, self._collate, self.data_set.encoding)
             self._pool = DecodePool(maker, self._workers, self._worker_type)
         return self._pool
 

@@ -137,6 +137,9 @@ class Samples(Sequence[Sample]):
         array = memory[offset : offset + length]
         if tier == DIRECT_TIER:
             array = array.copy()
+        elif tier == KEPT_TIER:
+            # Other epochs and ranks look at the same bytes.
+            array.flags.writeable = False
         number = int(delivered.numbers[at])
         return Sample(key, number, array, mixed(self.epoch_seed + number), tier == KEPT_TIER)
 

@@ -227,6 +227,21 @@ def test_more_than_fits_may_be_held(stack: ExitStack, folder: Path) -> None:
     assert metrics.direct_samples > SAMPLES // 2
 
 
+def test_what_is_held_stays_when_its_loader_has_left(stack: ExitStack, folder: Path) -> None:
+    options = {"decode": lambda s: s, "collate": lambda s: s, "capacity": "8KiB"}
+    first, second = (loader(stack, folder, "left", **options) for _ in range(2))
+    held = [sample for _, batch in zip(range(3), first, strict=False) for sample in batch]
+    first.close()
+    assert first.state_dict()["consumed"] == 21
+    assert first._client is None
+    # The same process goes on with the same memory.
+    for _ in range(4):
+        for batch in second:
+            del batch
+    assert [bytes(sample.data) for sample in held] == [bytes_of(s.number) for s in held]
+    assert second.client.joined.cache_path == first.data_set.cache_path
+
+
 def test_bytes_cannot_be_written_to(stack: ExitStack, folder: Path) -> None:
     batches = loader(
         stack, folder, decode=lambda s: s, collate=lambda s: s, pinned="1MiB", storage="files"
