@@ -28,6 +28,7 @@ from lightning_dlres.prefetch.messages import HostConfig
 # A path of a Unix socket may have 107 bytes, on some systems 103.
 _LONGEST_SOCKET = 100
 _POLL = 0.02
+_MOST_CRASHES = 2
 _LAST_WORDS = 2000
 
 
@@ -83,12 +84,17 @@ class HostProcess:
         """
         deadline = time.monotonic() + timeout
         started: subprocess.Popen[bytes] | None = None
+        crashes = 0
         # The socket of a killed process is still there.
         while not (self.socket.exists() and self.runs()):
             if started is None:
                 # A failure of an earlier process is swept away by this.
                 started = self._start()
             failed = self._failure()
+            if started is not None and (started.poll() or 0) < 0 and crashes < _MOST_CRASHES:
+                # Killed, or crashed below Python: seen once, while others compiled the same.
+                started, crashes = None, crashes + 1
+                continue
             if failed is None and started is not None and started.poll():
                 failed = PeerLostError(
                     f"the process that keeps the cache ended with status {started.returncode} "
