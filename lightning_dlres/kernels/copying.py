@@ -9,10 +9,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from numba import cfunc, types
+from numba import types
 from torch import Tensor
 
 from lightning_dlres.core.arrays import require_memory
+from lightning_dlres.core.compiled import compiled_for_addresses
 from lightning_dlres.kernels.x86 import finish_stores, has_avx2, store_past_cache
 
 # Less stays in the cache, where an ordinary copy is as fast.
@@ -58,10 +59,7 @@ def _copy(target: int, source: int, count: int) -> None:
 def _streamer() -> Any:
     """Return the compiled function: of addresses, since it is to let go of the interpreter's
     lock."""
-    numbers = [types.int64] * 3
-    stream = cfunc(types.void(*numbers), cache=True)(_stream).ctypes
-    stream.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    return stream
+    return compiled_for_addresses(_stream, types.void(types.int64, types.int64, types.int64))
 
 
 def _stream(target: int, source: int, count: int) -> None:

@@ -12,9 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 from numpy.typing import NDArray
 
+from lightning_dlres.core.compiled import compiled, compiled_for_addresses
 from lightning_dlres.kernels import workers, zvc_portable, zvc_x86
 from lightning_dlres.kernels.x86 import count_bits
 
@@ -116,12 +117,10 @@ def density(address: int, count: int, width: int, runs: int, length: int) -> flo
 def _counter(width: int) -> Any:
     """Return the compiled function: from an address, as arrays take longer to hand over than the
     sample takes."""
-    count = cfunc(
-        types.int64(types.CPointer(_TYPES[width]), types.int64, types.int64, types.int64),
-        cache=True,
-    )(_count_nonzero).ctypes
-    count.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
-    return count
+    address = types.CPointer(_TYPES[width])
+    return compiled_for_addresses(
+        _count_nonzero, types.int64(address, types.int64, types.int64, types.int64)
+    )
 
 
 def _pieces(count: int, width: int) -> list[int]:
@@ -131,7 +130,7 @@ def _pieces(count: int, width: int) -> list[int]:
     return [min(words * i // number * _WORD_ELEMENTS, count) for i in range(number + 1)]
 
 
-@njit(nogil=True, cache=True)
+@compiled((types.uint64[::1],), nogil=True)
 def _count(words: Any) -> Any:
     total = np.uint64(0)
     for word in words:

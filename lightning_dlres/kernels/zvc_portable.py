@@ -9,10 +9,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import types
+
+from lightning_dlres.core.compiled import compiled, part
+
+_WIDTHS = (1, 2, 4)
+_ELEMENTS: dict[int, Any] = {1: types.uint8, 2: types.uint16, 4: types.uint32}
 
 
-@njit(nogil=True, cache=True)
+def encoder_types(width: int) -> tuple[Any, Any, Any]:
+    """Return Numba's types of what an encoder of elements of so many bytes is called with."""
+    elements = _ELEMENTS[width][::1]
+    return elements, types.uint8[::1], elements
+
+
+def decoder_types(width: int) -> tuple[Any, Any, Any]:
+    """Return Numba's types of what a decoder is called with."""
+    elements = _ELEMENTS[width][::1]
+    return types.uint8[::1], elements, elements
+
+
+@compiled(*map(encoder_types, _WIDTHS), nogil=True)
 def _encode_elements(source: Any, mask: Any, values: Any) -> Any:
     kept: Any = 0
     for first in range(0, source.size - 7, 8):
@@ -27,7 +44,7 @@ def _encode_elements(source: Any, mask: Any, values: Any) -> Any:
     return encode_rest(source, mask, values, kept)
 
 
-@njit(nogil=True, cache=True)
+@part
 def encode_rest(source: Any, mask: Any, values: Any, kept: Any) -> Any:
     """Encode what is behind the last group of eight elements; return how many are kept of all."""
     first = source.size // 8 * 8
@@ -43,7 +60,7 @@ def encode_rest(source: Any, mask: Any, values: Any, kept: Any) -> Any:
     return kept
 
 
-@njit(nogil=True, cache=True)
+@compiled(*map(decoder_types, _WIDTHS), nogil=True)
 def _decode_elements(mask: Any, values: Any, out: Any) -> Any:
     groups, group, kept = out.size // 8, 0, 0
     while group < groups and kept + 8 <= values.size:
@@ -56,7 +73,7 @@ def _decode_elements(mask: Any, values: Any, out: Any) -> Any:
     return decode_rest(mask, values, out, group, kept)
 
 
-@njit(nogil=True, cache=True)
+@part
 def decode_rest(mask: Any, values: Any, out: Any, group: Any, kept: Any) -> Any:
     """Decode from a group of eight elements on; return how many are kept of all."""
     # Here nothing may be read ahead: there is less than a group of values left.
@@ -67,5 +84,5 @@ def decode_rest(mask: Any, values: Any, out: Any, group: Any, kept: Any) -> Any:
     return kept
 
 
-ENCODERS: dict[int, Any] = dict.fromkeys((1, 2, 4), _encode_elements)
-DECODERS: dict[int, Any] = dict.fromkeys((1, 2, 4), _decode_elements)
+ENCODERS: dict[int, Any] = dict.fromkeys(_WIDTHS, _encode_elements)
+DECODERS: dict[int, Any] = dict.fromkeys(_WIDTHS, _decode_elements)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from lightning_dlres.core.compiled import compiled
 from lightning_dlres.kernels.x86 import (
     count_bits,
     gather_bits,
@@ -20,7 +20,12 @@ from lightning_dlres.kernels.x86 import (
     spread_elements,
     store_word,
 )
-from lightning_dlres.kernels.zvc_portable import decode_rest, encode_rest
+from lightning_dlres.kernels.zvc_portable import (
+    decode_rest,
+    decoder_types,
+    encode_rest,
+    encoder_types,
+)
 
 _LOW_1, _HIGH_1 = np.uint64(0x7F7F7F7F7F7F7F7F), np.uint64(0x8080808080808080)
 _LOW_2, _HIGH_2 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0x8000800080008000)
@@ -42,7 +47,7 @@ def _orders() -> tuple[NDArray[np.int32], NDArray[np.int32]]:
 _PACK, _SPREAD = _orders()
 
 
-@njit(nogil=True, cache=True)
+@compiled(encoder_types(1), nogil=True)
 def _encode_gathering_1(source: Any, mask: Any, values: Any) -> Any:
     kept: Any = 0
     for group in range(source.size // 8):
@@ -55,7 +60,7 @@ def _encode_gathering_1(source: Any, mask: Any, values: Any) -> Any:
     return encode_rest(source, mask, values, kept)
 
 
-@njit(nogil=True, cache=True)
+@compiled(encoder_types(2), nogil=True)
 def _encode_gathering_2(source: Any, mask: Any, values: Any) -> Any:
     kept: Any = 0
     for group in range(source.size // 8):
@@ -72,7 +77,7 @@ def _encode_gathering_2(source: Any, mask: Any, values: Any) -> Any:
     return encode_rest(source, mask, values, kept)
 
 
-@njit(nogil=True, cache=True)
+@compiled(decoder_types(1), nogil=True)
 def _decode_scattering_1(mask: Any, values: Any, out: Any) -> Any:
     groups, group = out.size // 8, 0
     kept: Any = 0
@@ -85,7 +90,7 @@ def _decode_scattering_1(mask: Any, values: Any, out: Any) -> Any:
     return decode_rest(mask, values, out, group, kept)
 
 
-@njit(nogil=True, cache=True)
+@compiled(decoder_types(2), nogil=True)
 def _decode_scattering_2(mask: Any, values: Any, out: Any) -> Any:
     groups, group = out.size // 8, 0
     kept: Any = 0
@@ -103,7 +108,7 @@ def _decode_scattering_2(mask: Any, values: Any, out: Any) -> Any:
     return decode_rest(mask, values, out, group, kept)
 
 
-@njit(nogil=True, cache=True)
+@compiled(encoder_types(4), nogil=True)
 def _encode_packing_4(source: Any, mask: Any, values: Any) -> Any:
     kept: Any = 0
     for group in range(source.size // 8):
@@ -113,7 +118,7 @@ def _encode_packing_4(source: Any, mask: Any, values: Any) -> Any:
     return encode_rest(source, mask, values, kept)
 
 
-@njit(nogil=True, cache=True)
+@compiled(decoder_types(4), nogil=True)
 def _decode_spreading_4(mask: Any, values: Any, out: Any) -> Any:
     groups, group = out.size // 8, 0
     kept: Any = 0

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from lightning_dlres.core import shared_memory
+from lightning_dlres.core.compiled import load_all
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerError, ProtocolError
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.host_memory import available_bytes
@@ -68,7 +69,7 @@ class CacheHost:
         self._kept_memory = shared_memory.create(
             "dlres-kept", min(config.kept, table.total_bytes), directory
         )
-        # Mapped arrays are of another type to Numba, which would compile everything for them, too.
+        # What is compiled takes no arrays that are mapped from a file and not to be written to.
         sizes = np.array(table.sizes)
         self._space = CacheSpace(self._cache.data, len(table), config.threshold)
         self._kept = KeptSamples(self._kept_memory.data, sizes)
@@ -287,24 +288,6 @@ class CacheHost:
                 self._begun.clear()
 
 
-def warm_up() -> None:
-    """Have everything compiled, or loaded from where it was kept, before anybody waits for it."""
-    sizes = np.full(8, 3, dtype=np.int64)
-    space = CacheSpace(np.zeros(20, dtype=np.uint8), len(sizes))
-    engine = PrefetchEngine(sizes, 2, space, KeptSamples(np.zeros(6, np.uint8), sizes), prefetch=2)
-    order = shuffled(len(sizes), 0, 0)
-    engine.begin(0, CacheIndex.build(order, 2, np.zeros(8, dtype=np.bool_)), lambda _: None)
-    for take in range(4):
-        engine.take("warm-up", take, 0, np.arange(2 * take, 2 * take + 2, dtype=np.uint32))
-        while not engine.deliveries():
-            for request in engine.requests():
-                engine.arrive(request.ticket, np.zeros(3 * len(request.numbers), dtype=np.uint8))
-            engine.relieve()
-        engine.release("warm-up", take)
-    space.settle()
-    engine.end(0)
-
-
 def _check_memory(config: HostConfig) -> None:
     wanted = config.capacity + (0 if config.kept_directory else config.kept)
     free = available_bytes()
@@ -332,7 +315,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         try:
-            warm_up()
+            # Before anybody waits for it.
+            load_all()
             storage = open_storage(config.source, directory)
             stack.callback(storage.close)
             host = CacheHost(storage, config, directory / "cache.sock")

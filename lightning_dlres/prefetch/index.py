@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import boolean, int32, int64, uint32
 from numpy.typing import NDArray
 
+from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.space_kernels import DONE, KEPT, UNASKED
@@ -93,7 +94,7 @@ def missing(places: Any, positions: Positions) -> int:
     return int(_missing(places, positions))
 
 
-@njit(cache=True)
+@compiled((uint32[::1], int64[::1], int32[::1], int64, int64, int64))
 def extend(
     numbers: Any, sizes: Any, places: Any, reach: int, promised: int, budget: int
 ) -> tuple[int, int]:
@@ -112,7 +113,7 @@ def extend(
     return reach, promised
 
 
-@njit(cache=True)
+@compiled((uint32[::1], boolean[::1], int64[::1]))
 def _split(numbers: Any, kept: Any, starts: Any) -> Any:
     nodes = len(starts) - 1
     total = 0
@@ -133,14 +134,14 @@ def _split(numbers: Any, kept: Any, starts: Any) -> Any:
     return lists
 
 
-@njit(cache=True)
+@compiled((uint32[::1], int64, int64, int32[::1]))
 def _first_unasked(lists: Any, at: int, stop: int, places: Any) -> int:
     while at < stop and places[lists[at]] != UNASKED:
         at += 1
     return at
 
 
-@njit(cache=True)
+@compiled((uint32[::1], int64, int64, int32[::1], int64, uint32[::1]))
 def _unasked(
     lists: Any, at: int, stop: int, places: Any, reach: int, found: Any
 ) -> tuple[int, int]:
@@ -153,7 +154,7 @@ def _unasked(
     return count, at
 
 
-@njit(cache=True)
+@compiled((int32[::1], uint32[::1]))
 def _missing(places: Any, positions: Any) -> int:
     count = 0
     for position in positions:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import int64, uint32
 from numpy.typing import NDArray
 
+from lightning_dlres.core.compiled import compiled
 from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.space import Bytes
 
@@ -63,7 +64,7 @@ class KeptSamples:
         return self._offsets[numbers]
 
 
-@njit(cache=True)
+@compiled((uint32[::1], int64[::1], int64[::1], int64))
 def _choose(numbers: Any, sizes: Any, offsets: Any, capacity: int) -> int:
     used = 0
     for number in numbers:

@@ -28,7 +28,6 @@ from lightning_dlres.prefetch.messages import HostConfig
 # A path of a Unix socket may have 107 bytes, on some systems 103.
 _LONGEST_SOCKET = 100
 _POLL = 0.02
-_MOST_CRASHES = 2
 _LAST_WORDS = 2000
 
 
@@ -84,17 +83,12 @@ class HostProcess:
         """
         deadline = time.monotonic() + timeout
         started: subprocess.Popen[bytes] | None = None
-        crashes = 0
         # The socket of a killed process is still there.
         while not (self.socket.exists() and self.runs()):
             if started is None:
                 # A failure of an earlier process is swept away by this.
                 started = self._start()
             failed = self._failure()
-            if started is not None and (started.poll() or 0) < 0 and crashes < _MOST_CRASHES:
-                # Killed, or crashed below Python: seen once, while others compiled the same.
-                started, crashes = None, crashes + 1
-                continue
             if failed is None and started is not None and started.poll():
                 failed = PeerLostError(
                     f"the process that keeps the cache ended with status {started.returncode} "
@@ -111,7 +105,8 @@ class HostProcess:
 
     def runs(self) -> bool:
         """Return whether there is such a process."""
-        with _locked(self._lock) as lock:
+        # Shared: whoever else looks at the same time must not take this for the process.
+        with _locked(self._lock, fcntl.LOCK_SH) as lock:
             return lock is None
 
     def last_words(self) -> str:
@@ -164,13 +159,13 @@ def error_of(failed: messages.Failed) -> DlresError:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int | None]:
+def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int | None]:
     """Give a descriptor that holds the lock, or None; a process that inherits it goes on holding
     the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             # Somebody may have removed the file between its opening and the lock.
             held = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
         except BlockingIOError:

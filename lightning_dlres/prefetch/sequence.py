@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numba import njit
+from numba import uint32, uint64
 from numpy.typing import NDArray
 
+from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 Tail = Literal["drop", "pad", "uneven"]
@@ -125,7 +126,7 @@ def mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
-@njit(nogil=True, cache=True)
+@compiled((uint32[::1], uint64), nogil=True)
 def _shuffle(order: Any, state: Any) -> None:
     step, first, second = (
         np.uint64(0x9E3779B97F4A7C15),

@@ -149,7 +149,7 @@ class CacheSpace:
         Raises:
             KeyError: one of them was released before.
         """
-        if kernels.release(self._entries, self._at, self.places, used[:, 0]):
+        if kernels.release(self._entries, self._at, self.places, used[:, 0].copy()):
             raise KeyError("a sample was released twice")
 
     def view(self, offset: int, length: int) -> Bytes:

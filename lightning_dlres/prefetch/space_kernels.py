@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import int32, int64, typeof, uint32
+
+from lightning_dlres.core.compiled import compiled, part
 
 UNASKED, ASKED, DONE, KEPT, BROKEN = -1, -2, -3, -4, -5
 WAITING, IN_USE, HIT = 0, 1, 2
@@ -47,8 +49,14 @@ REGISTERS = (
 )
 HEAD, TAIL, FREE, CURSOR, GAP, WRITE, END, LIVE, PASSING, COUNT, HITS = range(len(REGISTERS))
 
+# What the loops are called with, as Numba has it.
+_ENTRIES: Any = typeof(np.empty(0, dtype=ENTRY))
+_AT: Any = int64[::1]
+_PLACES: Any = int32[:, ::1]
+_POSITIONS: Any = uint32[::1]
 
-@njit(cache=True)
+
+@compiled((_ENTRIES, _AT, int64))
 def link_free(entries: Any, at: Any, first: int) -> None:
     """Chain the entries from `first` on as free ones."""
     for number in range(len(entries) - 1, first - 1, -1):
@@ -56,7 +64,7 @@ def link_free(entries: Any, at: Any, first: int) -> None:
         at[FREE] = number
 
 
-@njit(cache=True)
+@compiled((_ENTRIES, _AT, _PLACES, int64, _POSITIONS, int64[::1], int64))
 def append(
     entries: Any, at: Any, places: Any, row: int, positions: Any, lengths: Any, capacity: int
 ) -> int:
@@ -89,7 +97,7 @@ def append(
     return stored
 
 
-@njit(cache=True)
+@compiled((_ENTRIES, _PLACES, int64, _POSITIONS, int64[:, ::1]))
 def use(entries: Any, places: Any, row: int, positions: Any, found: Any) -> bool:
     """Mark samples as in use, and note entry, offset and length of each in int64[n, 3]; return
     False, and change nothing, where one of them is not waiting."""
@@ -104,7 +112,7 @@ def use(entries: Any, places: Any, row: int, positions: Any, found: Any) -> bool
     return True
 
 
-@njit(cache=True)
+@compiled((_ENTRIES, _AT, _PLACES, int64[::1]))
 def release(entries: Any, at: Any, places: Any, used: Any) -> int:
     """Mark entries in use as hit: nobody looks at them any more. Return how many were not in
     use."""
@@ -122,7 +130,7 @@ def release(entries: Any, at: Any, places: Any, used: Any) -> int:
     return wrong
 
 
-@njit(cache=True)
+@compiled((_ENTRIES, _AT, _PLACES, int64))
 def abandon(entries: Any, at: Any, places: Any, row: int) -> int:
     """Mark what waits for an epoch that is over as hit, and part what is in use from its row;
     return how many samples waited."""
@@ -141,13 +149,13 @@ def abandon(entries: Any, at: Any, places: Any, row: int) -> int:
     return found
 
 
-@njit(cache=True)
+@compiled((_AT,))
 def begin_pass(at: Any) -> None:
     """Start a pass over everything that is there."""
     at[PASSING], at[CURSOR], at[GAP], at[WRITE] = 1, at[HEAD], at[HEAD], 0
 
 
-@njit(cache=True)
+@compiled((_ENTRIES, _AT, int64[:, ::1], int64))
 def evict(entries: Any, at: Any, moves: Any, most_bytes: int) -> tuple[int, int]:
     """Go on with a pass until so many bytes have to move or `moves` (int64[m, 3]: source, target,
     length) is full; return how many moves there are and how many samples were evicted.
@@ -212,7 +220,7 @@ def evict(entries: Any, at: Any, moves: Any, most_bytes: int) -> tuple[int, int]
     return count, evicted
 
 
-@njit(cache=True)
+@part
 def _finish(entries: Any, at: Any) -> int:
     """End a pass: what was let go behind its back, up to the first sample to be hit, goes too
     (C10); return how many."""
@@ -231,7 +239,7 @@ def _finish(entries: Any, at: Any) -> int:
     return evicted
 
 
-@njit(cache=True)
+@part
 def _remove(entries: Any, at: Any, number: int) -> None:
     """Take a hit entry out of the list."""
     _remove_links(entries, at, number)
@@ -241,7 +249,7 @@ def _remove(entries: Any, at: Any, number: int) -> None:
     at[HITS] -= 1
 
 
-@njit(cache=True)
+@part
 def _remove_links(entries: Any, at: Any, number: int) -> None:
     before, after = entries[number].previous, entries[number].next
     if before == NIL:
@@ -254,7 +262,7 @@ def _remove_links(entries: Any, at: Any, number: int) -> None:
         entries[after].previous = before
 
 
-@njit(cache=True)
+@part
 def _insert(entries: Any, at: Any, number: int, before: int) -> None:
     earlier = entries[before].previous
     entries[number].previous, entries[number].next = earlier, before

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lightning_dlres.core.errors import ConfigError, PeerLostError, StorageError
+from lightning_dlres.prefetch.launch import HostProcess
 from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
 from lightning_dlres.prefetch.model import predict
 from lightning_dlres.prefetch.node import PrefetchCacheNode
@@ -301,6 +302,8 @@ def test_a_killed_cache_is_named_and_the_next_one_cleans_up(
     assert len(list(again)) == 14
     os.kill(again.client.joined.pid, signal.SIGKILL)
     again.close()
+    process = HostProcess("k", host_config(folder))
+    wait_until(lambda: not process.runs(), "the system has ended the killed process")
     list(loader(stack, folder, "other"))
     assert not (own_runtime_directory / f"dlres-{os.getuid()}" / "k").exists()
 

@@ -1,0 +1,94 @@
+"""Code that several processes compile and keep in one place: one at a time, and always the right
+one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import float64, int64
+
+from lightning_dlres.core import compiled as compiled_module
+from lightning_dlres.core.compiled import compiled, in_turn
+from lightning_dlres.core.errors import PeerTimeoutError
+from lightning_dlres.core.light import light_command
+
+MODULE = """
+    import sys
+    import numpy as np
+    from numba import float64, int64
+    from lightning_dlres.core.compiled import compiled
+
+    KINDS = [(int64[::1],), (float64[::1],)]
+
+    @compiled(*(KINDS if sys.argv[1:] == ["forwards"] else KINDS[::-1]))
+    def total(numbers):
+        found = numbers[0] - numbers[0]
+        for number in numbers:
+            found += number
+        return found
+
+    def main():
+        print(total(np.arange(5)), total(np.arange(5) / 2))
+"""
+DEADLINE = 120
+
+
+def test_every_process_gets_the_code_for_its_types(tmp_path: Path) -> None:
+    (tmp_path / "totals.py").write_text(textwrap.dedent(MODULE))
+    kept = tmp_path / "kept"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(kept), "PYTHONPATH": str(tmp_path)}
+    running = [
+        subprocess.Popen(
+            light_command("totals:main", order),
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        # The last one loads what the others have kept.
+        for order in ("forwards", "backwards", "forwards")
+    ]
+    found = [process.communicate(timeout=DEADLINE)[0].split() for process in running]
+    assert found == [["10", "5.0"]] * 3
+    assert len(list(kept.rglob("*.nbc"))) == 2
+
+
+def test_other_types_are_not_compiled() -> None:
+    @compiled((int64[::1],))
+    def first(numbers: np.ndarray) -> int:
+        """Return the first."""
+        return numbers[0]
+
+    assert first(np.arange(3, 5)) == 3
+    assert first.__doc__ == "Return the first."
+    with pytest.raises(TypeError, match="No matching definition"):
+        first(np.arange(3.0))
+    with pytest.raises(TypeError, match="No matching definition"):
+        first(np.arange(8)[::2])
+
+
+def test_compiling_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module, "PATIENCE", 0.05)
+
+    @compiled((float64,))
+    def twice(number: float) -> float:
+        return 2 * number
+
+    directory = twice.kept_in
+    assert directory is not None
+    with in_turn(directory), pytest.raises(PeerTimeoutError, match=r"NUMBA_CACHE_DIR"):
+        twice(1.0)
+    monkeypatch.undo()
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(twice(1.5)))
+    with in_turn(directory):
+        waiting.start()
+        waiting.join(0.2)
+        assert not found
+    waiting.join(DEADLINE)
+    assert found == [3.0]
