@@ -290,8 +290,8 @@ class PrefetchEngine:
         self._pump()
 
     def fail(self, ticket: int, error: StorageError) -> None:
-        """Say that a request has failed. Who waits for its samples is told; what was asked for
-        ahead of need is asked for once more when it is needed.
+        """Say that a request has failed. Who waits for its samples is told; those that nobody waits
+        for yet are asked for once more when somebody does.
 
         Raises:
             KeyError: there is no such request.
@@ -301,9 +301,9 @@ class PrefetchEngine:
         if asked.epoch in self._epochs:
             state = BROKEN if self._budget else UNASKED
             self._space.places[asked.epoch.row, asked.positions] = state
-            if asked.take is not None and asked.take in self._takes:
-                self._drop([asked.take])
-                self._failures.append(Failure(asked.take.client, asked.take.take, error))
+            waiting = [take for take in self._takes if self._waits_for(take, asked)]
+            self._drop(waiting)
+            self._failures += [Failure(take.client, take.take, error) for take in waiting]
         self._pump()
 
     def failures(self) -> list[Failure]:
@@ -373,6 +373,12 @@ class PrefetchEngine:
                 # Marked as in use one after the other, and delivered by nobody now.
                 self._space.release(np.array(list(take.used.values()), dtype=np.int64))
                 self._is_full = False
+
+    def _waits_for(self, take: _Take, asked: _Asked) -> bool:
+        if asked.take is not None or not self._budget:
+            return take is asked.take
+        # It has waited for as long as the storage has tried: another try would take as long again.
+        return take.epoch is asked.epoch and bool(np.isin(asked.positions, take.positions).any())
 
     def _count_promised(self) -> int:
         """Return the bytes of what is in use or has been promised room."""

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from lightning_dlres.prefetch import messages
 from lightning_dlres.prefetch.engine import Delivery, PrefetchEngine
 from lightning_dlres.prefetch.index import CacheIndex
 from lightning_dlres.prefetch.kept import KeptSamples
+from lightning_dlres.prefetch.launch import PROGRESS, failure_path
 from lightning_dlres.prefetch.messages import Begin, HostConfig
 from lightning_dlres.prefetch.sequence import Deal, shuffled
 from lightning_dlres.prefetch.source import open_storage
@@ -43,6 +45,7 @@ _PATIENCE = 0.1
 _UNUSED_AT_START, _UNUSED = 60.0, 3.0
 _WAIT = 0.5
 _SWITCH_SECONDS = 0.0002
+_PROGRESS_SECONDS = 0.5
 
 
 class CacheHost:
@@ -299,7 +302,19 @@ def _check_memory(config: HostConfig) -> None:
         )
 
 
-def main() -> None:
+class _Progress:
+    """Tells those that wait what is done before anything is served."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path, self._next = directory / PROGRESS, time.monotonic() + _PROGRESS_SECONDS
+
+    def __call__(self, listed: int) -> None:
+        if time.monotonic() > self._next:
+            self._path.write_text(f"{listed} samples listed")
+            self._next = time.monotonic() + _PROGRESS_SECONDS
+
+
+def main() -> NoReturn:
     """Read a configuration from standard input and serve; the first argument is the directory that
     is this cache's, the second a descriptor that locks it."""
     directory, lock = Path(sys.argv[1]), int(sys.argv[2])
@@ -310,23 +325,37 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Threads that receive must not keep the one that decides waiting for 5 ms each time.
     sys.setswitchinterval(_SWITCH_SECONDS)
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    status = 1
+    try:
+        config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = _serve(config, directory)
+    except SystemExit:
+        shutil.rmtree(directory, ignore_errors=True)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A thread that hangs in a read would keep the interpreter from ending.
+        os._exit(status)
+
+
+def _serve(config: HostConfig, directory: Path) -> int:
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
         try:
             # Before anybody waits for it.
             load_all()
-            storage = open_storage(config.source, directory)
+            storage = open_storage(config.source, directory, _Progress(directory))
             stack.callback(storage.close)
             host = CacheHost(storage, config, directory / "cache.sock")
         except DlresError as error:
             failed = messages.Failed(-1, type(error).__name__, str(error))
             (directory / "failed.part").write_bytes(msgspec.json.encode(failed))
             # Whoever waits for the socket finds this instead.
-            (directory / "failed.part").rename(directory / "failed.json")
-            stack.pop_all()
-            sys.exit(1)
+            (directory / "failed.part").rename(failure_path(directory, config))
+            return 1
         stack.callback(host.close)
         try:
             host.run()
@@ -334,7 +363,10 @@ def main() -> None:
             # Before the connections close: those at their other ends will read it.
             traceback.print_exc()
             sys.stderr.flush()
-            sys.exit(1)
-        # What it has printed is of interest only where it has not come to this.
-        for ending in (".log", ".lock"):
-            directory.with_name(directory.name + ending).unlink(missing_ok=True)
+            return 1
+    # What it has printed is of interest only where it has not come to this. The lock goes last: who
+    # finds none makes a new one, and what is here then belongs to the next cache.
+    shutil.rmtree(directory, ignore_errors=True)
+    for ending in (".log", ".lock"):
+        directory.with_name(directory.name + ending).unlink(missing_ok=True)
+    return 0

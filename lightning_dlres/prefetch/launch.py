@@ -29,6 +29,8 @@ from lightning_dlres.prefetch.messages import HostConfig
 _LONGEST_SOCKET = 100
 _POLL = 0.02
 _LAST_WORDS = 2000
+# The file in which a process says what it does before it listens.
+PROGRESS = "progress"
 
 
 def runtime_directory() -> Path:
@@ -81,11 +83,11 @@ class HostProcess:
             DlresError: why it could not start.
             PeerTimeoutError: it did not come up within `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
+        deadline, progress = time.monotonic() + timeout, ""
         started: subprocess.Popen[bytes] | None = None
         # The socket of a killed process is still there.
         while not (self.socket.exists() and self.runs()):
-            if started is None:
+            if started is None or started.poll() == 0:
                 # A failure of an earlier process is swept away by this.
                 started = self._start()
             failed = self._failure()
@@ -96,10 +98,14 @@ class HostProcess:
                 )
             if failed is not None:
                 raise failed
+            if (now := self._progress()) != progress:
+                # To list millions of files takes as long as it takes.
+                deadline, progress = time.monotonic() + timeout, now
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"waited {format_seconds(timeout)} for the process that keeps the cache "
-                    f"({self._directory}). Its last words:\n{self.last_words()}"
+                    f"({self._directory}){progress and f', which last said: {progress}'}. Its last "
+                    f"words:\n{self.last_words()}"
                 )
             time.sleep(_POLL)
 
@@ -117,11 +123,18 @@ class HostProcess:
             return "(nothing)"
 
     def _failure(self) -> DlresError | None:
+        """Return why a process with this configuration could not start."""
         try:
-            data = (self._directory / "failed.json").read_bytes()
+            data = failure_path(self._directory, self._config).read_bytes()
         except OSError:
             return None
         return error_of(msgspec.json.decode(data, type=messages.Failed))
+
+    def _progress(self) -> str:
+        try:
+            return (self._directory / PROGRESS).read_text()
+        except OSError:
+            return ""
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         """Start the process unless another one holds the lock."""
@@ -146,6 +159,11 @@ class HostProcess:
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(msgspec.json.encode(self._config))
             return process
+
+
+def failure_path(directory: Path, config: HostConfig) -> Path:
+    """Return the file that says why a process could not start."""
+    return directory / f"failed-{messages.fingerprint(config)}.json"
 
 
 def error_of(failed: messages.Failed) -> DlresError:

@@ -12,18 +12,19 @@ from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply, Storage
 from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.nodes import Identity, NodeStorage
-from lightning_dlres.prefetch.storage.readers import open_reader
+from lightning_dlres.prefetch.storage.readers import Listed, open_reader
 from lightning_dlres.prefetch.storage.server import StoreNode
 
 KINDS = ("embedded", "files", "nodes")
 
 
-def open_storage(config: SourceConfig, directory: Path) -> Storage:
+def open_storage(config: SourceConfig, directory: Path, listed: Listed | None = None) -> Storage:
     """Return the storage that a configuration describes.
 
     Args:
         config: the description.
         directory: where sockets of embedded nodes may lie; only this user may enter it.
+        listed: see `open_reader`.
 
     Raises:
         ConfigError: it describes none, or what it describes is not there.
@@ -41,10 +42,10 @@ def open_storage(config: SourceConfig, directory: Path) -> Storage:
             identity=identity,
         )
     if config.kind == "files":
-        reader = open_reader(config.addresses[0])
+        reader = open_reader(config.addresses[0], listed)
         return FileStorage(reader, config.nodes, config.threads, config.timeout)
     if config.kind == "embedded":
-        return EmbeddedStorage(config, directory)
+        return EmbeddedStorage(config, directory, listed)
     raise ConfigError(got_expected("storage", config.kind, " or ".join(KINDS), "'embedded'"))
 
 
@@ -52,9 +53,9 @@ class EmbeddedStorage(Storage):
     """Storage nodes in this process, over Unix sockets that only this user can reach: what runs on
     many hosts, on one."""
 
-    def __init__(self, config: SourceConfig, directory: Path) -> None:
+    def __init__(self, config: SourceConfig, directory: Path, listed: Listed | None = None) -> None:
         super().__init__()
-        reader = open_reader(config.addresses[0])
+        reader = open_reader(config.addresses[0], listed)
         with ExitStack() as stack:
             running = [
                 stack.enter_context(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, StorageError
 from lightning_dlres.prefetch.engine import Delivery
 from lightning_dlres.prefetch.index import CacheIndex
 from lightning_dlres.prefetch.model import predict
@@ -219,3 +219,38 @@ def test_a_take_that_cannot_be() -> None:
         values = {"nodes": 1, "prefetch": 1, "lookahead": None, "depth": 1, **argument}
         with pytest.raises(ConfigError, match=next(iter(argument))):
             Bench(np.full(10, 10, np.int64), capacity=100, **values)
+
+
+def test_a_failed_request_fails_who_waits_and_is_asked_again_for_who_does_not() -> None:
+    bench = Bench(np.full(12, 10, np.int64), nodes=1, capacity=400, prefetch=4, lookahead=None)
+    index = index_of(bench, 0)
+    bench.engine.begin(0, index, lambda _: None)
+    bench.engine.take("rank 0", 0, 0, np.arange(2, dtype=np.uint32))
+    bench.collect()
+    first, second = bench.open.pop(0), bench.open.pop(0)
+    bench.engine.fail(first.ticket, StorageError("it burns"))
+    assert [(f.take, str(f.error)) for f in bench.engine.failures()] == [(0, "it burns")]
+    # Nobody waits for these: they are asked for once more, and come.
+    bench.engine.fail(second.ticket, StorageError("it burns"))
+    assert bench.engine.failures() == []
+    bench.engine.take("rank 0", 1, 0, np.arange(4, 6, dtype=np.uint32))
+    bench.collect()
+    again = next(request for request in bench.open if request.numbers[0] == index.numbers[4])
+    assert again.numbers.tolist() == index.numbers[4:6].tolist()
+    bench.answer(bench.open.index(again))
+    (delivery,) = bench.engine.deliveries()
+    bench.check(delivery)
+
+
+def test_without_look_ahead_a_failed_request_fails_who_has_made_it() -> None:
+    bench = Bench(np.full(12, 10, np.int64), nodes=1, capacity=400, prefetch=4, lookahead=0)
+    bench.engine.begin(0, index_of(bench, 0), lambda _: None)
+    bench.engine.take("rank 0", 0, 0, np.arange(2, dtype=np.uint32))
+    bench.collect()
+    bench.engine.fail(bench.open.pop().ticket, StorageError("it burns"))
+    assert [failure.take for failure in bench.engine.failures()] == [0]
+    bench.engine.take("rank 0", 1, 0, np.arange(2, 4, dtype=np.uint32))
+    bench.collect()
+    bench.answer()
+    (delivery,) = bench.engine.deliveries()
+    bench.check(delivery)

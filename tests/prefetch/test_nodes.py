@@ -178,6 +178,20 @@ def test_a_silent_node(stack: ExitStack, store: Path) -> None:
     assert "no answer for" in str(reply.data)
     twice = connect(stack, nodes.endpoints, replicas=2, timeout=2.0)
     check(twice, fetch(twice, [2, 5]), [2, 5])
+    # And from now on its replica is asked first.
+    asked = nodes.readers[2].asked
+    check(twice, fetch(twice, [2, 8]), [2, 8])
+    assert nodes.readers[2].asked == asked
+
+
+def test_a_node_that_is_down_from_the_start_is_not_waited_for(
+    stack: ExitStack, store: Path
+) -> None:
+    nodes = start(stack, store)
+    nodes.kill(0)
+    storage = connect(stack, nodes.endpoints, replicas=2, timeout=80.0)
+    # It alone would be waited for 20 s.
+    check(storage, fetch(storage, [0, 3], 10.0), [0, 3])
 
 
 def test_a_node_that_is_killed_and_comes_back(stack: ExitStack, store: Path) -> None:

@@ -19,6 +19,8 @@ from lightning_dlres.prefetch.storage import protocol
 # A reply, or why there is none.
 Outcome = Message | str
 _LONGEST_WAIT = 1.0
+# So long one that was silent is asked only where nobody else can be; unless it answers late.
+_DOUBT = 10.0
 
 
 @dataclass(eq=False)
@@ -39,13 +41,13 @@ class Link:
         client: handed over: only this thread uses it from now on.
         name: of the node, for errors.
         settled: called in this thread with every order and how it ended.
+        reachable: whether the node is known to be.
     """
 
     def __init__(
-        self, client: Client, name: str, settled: Callable[[Order, Outcome], None]
+        self, client: Client, name: str, settled: Callable[[Order, Outcome], None], reachable: bool
     ) -> None:
-        # Until the first connection fails it counts as connected: orders wait for it.
-        self.connected = True
+        self._reachable, self._doubted_until = reachable, 0.0
         self._client, self._name, self._settled = client, name, settled
         self._new: deque[Order] = deque()
         self._waiting: list[Order] = []
@@ -53,6 +55,11 @@ class Link:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"dlres {name}", daemon=True)
         self._thread.start()
+
+    @property
+    def answers(self) -> bool:
+        """Whether the node is likely to answer: it is connected, and was not silent just now."""
+        return self._reachable and time.monotonic() >= self._doubted_until
 
     def ask(self, order: Order) -> None:
         """Send an order when its time has come; for any thread."""
@@ -75,6 +82,7 @@ class Link:
                 self._fail_sent(str(error))
                 message = None
             if message is not None:
+                self._reachable, self._doubted_until = True, 0.0
                 # The reply to an order that was given up comes late, and is dropped.
                 order = self._sent.pop(message.sequence, None)
                 if order is not None:
@@ -92,7 +100,7 @@ class Link:
 
     def _watch_connection(self) -> None:
         for event in self._client.connection_events():
-            self.connected = event.opened
+            self._reachable, self._doubted_until = event.opened, 0.0
             if not event.opened:
                 self._fail_sent("it closed the connection")
 
@@ -116,6 +124,7 @@ class Link:
         for number, order in list(self._sent.items()):
             if order.until <= now:
                 del self._sent[number]
+                self._doubted_until = now + _DOUBT
                 self._settled(order, f"no answer for {format_seconds(now - order.sent)}")
 
     def _fail_sent(self, why: str) -> None:

@@ -95,9 +95,10 @@ class NodeStorage(Storage):
         self._patience = timeout / (3 if replicas == 1 else 2 * replicas)
         self._lock = threading.Lock()
         self._closed = False
-        self.table = self._greet()
+        self.table, answering = self._greet()
         self._links = [
-            Link(self._client(node), self._name(node), self._settled) for node in range(self.nodes)
+            Link(self._client(node), self._name(node), self._settled, node in answering)
+            for node in range(self.nodes)
         ]
 
     def submit(self, ticket: int, node: int, numbers: Positions) -> None:
@@ -124,8 +125,8 @@ class NodeStorage(Storage):
     def _name(self, node: int) -> str:
         return f"storage node {node} ({self._endpoints[node]})"
 
-    def _greet(self) -> SampleTable:
-        """Ask every node what it serves, and one for the table."""
+    def _greet(self) -> tuple[SampleTable, set[int]]:
+        """Ask every node what it serves, and one for the table; return it, and who answers."""
         start = time.monotonic()
         clients = [self._client(node) for node in range(self.nodes)]
         welcomes: dict[int, protocol.Welcome] = {}
@@ -145,7 +146,8 @@ class NodeStorage(Storage):
                     welcomes[node] = message.decode(protocol.Welcome)
             self._check(welcomes)
             first = min(welcomes)
-            return self._fetch_table(clients[first], welcomes[first], self._name(first))
+            table = self._fetch_table(clients[first], welcomes[first], self._name(first))
+            return table, set(welcomes)
         finally:
             for client in clients:
                 client.close()
@@ -198,12 +200,12 @@ class NodeStorage(Storage):
         self._links[node].ask(Order(payload, now + pause, until, (request, node)))
 
     def _next_node(self, request: _Request) -> int:
-        """Return the node to try next: the replicas in turn, those that can be reached first."""
+        """Return the node to try next: the replicas in turn, those that answer first."""
         order = [
             (request.node + (request.tries + other) % self._replicas) % self.nodes
             for other in range(self._replicas)
         ]
-        return next((node for node in order if self._links[node].connected), order[0])
+        return next((node for node in order if self._links[node].answers), order[0])
 
     def _settled(self, order: Order, outcome: Outcome) -> None:
         """Handle the end of one try; for the threads of all links."""

@@ -5,9 +5,10 @@ fsspec knows, all with the same two methods.
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 
 _LISTINGS = (".txt", ".tsv")
+Listed = Callable[[int], None]
+_MOST_PREAD = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class LocalFiles(Files):
 
     def __init__(self, keep_open: bool = False) -> None:
         self._open: dict[str, int] | None = {} if keep_open else None
+        self._opening = threading.Lock()
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes]:
         """See `Files`."""
@@ -61,14 +65,16 @@ class LocalFiles(Files):
             descriptor = os.open(piece.path, os.O_RDONLY)
             try:
                 # One byte more shows that a file has grown.
-                return os.pread(descriptor, piece.length + 1, piece.start)
+                return _read(descriptor, piece.length + 1, piece.start)
             finally:
                 os.close(descriptor)
-        # Two threads may open one file twice; both descriptors work, and one is kept.
         known = self._open.get(piece.path)
         if known is None:
-            known = self._open.setdefault(piece.path, os.open(piece.path, os.O_RDONLY))
-        return os.pread(known, piece.length, piece.start)
+            with self._opening:
+                known = self._open.get(piece.path)
+                if known is None:
+                    known = self._open[piece.path] = os.open(piece.path, os.O_RDONLY)
+        return _read(known, piece.length, piece.start)
 
 
 class UrlFiles(Files):
@@ -159,6 +165,16 @@ class Reader:
         )
 
 
+def _read(descriptor: int, length: int, start: int) -> bytes:
+    """Return what is there of so many bytes; the system gives less than 2 GiB at a time."""
+    if length <= _MOST_PREAD:
+        return os.pread(descriptor, length, start)
+    first = os.pread(descriptor, _MOST_PREAD, start)
+    if len(first) < _MOST_PREAD:
+        return first
+    return first + _read(descriptor, length - _MOST_PREAD, start + _MOST_PREAD)
+
+
 def check(table: SampleTable, numbers: Positions, data: Sequence[memoryview | bytes]) -> str | None:
     """Return what is damaged about samples, or None; without checksums nothing is."""
     if table.checksums is None:
@@ -175,11 +191,15 @@ def check(table: SampleTable, numbers: Positions, data: Sequence[memoryview | by
     return None
 
 
-def open_reader(source: str | Path) -> Reader:
+def open_reader(source: str | Path, listed: Listed | None = None) -> Reader:
     """Return the reader of a store, a folder, a listing or a URL of a store or folder.
 
     A listing is a text file (.txt, .tsv) with one sample in each line: a path, or a key, a tab and
     a path; relative paths count from the listing.
+
+    Args:
+        source: what to read.
+        listed: called now and then with how many samples were found.
 
     Raises:
         ConfigError: there is nothing of the kind.
@@ -193,9 +213,9 @@ def open_reader(source: str | Path) -> Reader:
             table = SampleTable.load(path / MANIFEST)
             if table.packs:
                 return _packed(table, LocalFiles(keep_open=True), f"{path}/")
-        return _folder(path)
+        return _folder(path, listed)
     if path.suffix in _LISTINGS and path.is_file():
-        return _listed(path)
+        return _listed(path, listed)
     raise ConfigError(
         f"a data set: got {text!r}, expected a folder, a store, a listing (.txt or .tsv), or a "
         "URL. " + ("Its ending is none of these." if path.is_file() else "Nothing is there.")
@@ -212,7 +232,7 @@ def _packed(table: SampleTable, files: Files, prefix: str) -> Reader:
     return Reader(table, files, names, packed=True)
 
 
-def _folder(root: Path) -> Reader:
+def _folder(root: Path, listed: Listed | None) -> Reader:
     """Every file of a folder and those below it, but for hidden ones."""
     keys = []
     for directory, below, names in os.walk(root):
@@ -221,25 +241,36 @@ def _folder(root: Path) -> Reader:
             "" if directory == str(root) else f"{Path(directory).relative_to(root).as_posix()}/"
         )
         keys += [inside + name for name in names if not name.startswith(".")]
+        if listed:
+            listed(len(keys))
     keys.sort()
     if not keys:
         raise ConfigError(
             f"a data set: got {root}, expected files in it. Hidden ones do not count."
         )
     paths = [f"{root}/{key}" for key in keys]
-    table = SampleTable.build(keys, [_size(path) for path in paths])
+    table = SampleTable.build(keys, _sizes(paths, listed))
     return Reader(table, LocalFiles(), paths, packed=False)
 
 
-def _listed(listing: Path) -> Reader:
+def _listed(listing: Path, listed: Listed | None) -> Reader:
     keys, paths = [], []
     for line in listing.read_text(encoding="utf-8").splitlines():
         if line.strip():
             key, tab, path = line.partition("\t")
             keys.append(key)
             paths.append(str(listing.parent / (path if tab else key)))
-    sizes = [_size(path) for path in paths]
-    return Reader(SampleTable.build(keys, sizes), LocalFiles(), paths, packed=False)
+    table = SampleTable.build(keys, _sizes(paths, listed))
+    return Reader(table, LocalFiles(), paths, packed=False)
+
+
+def _sizes(paths: Iterable[str], listed: Listed | None) -> list[int]:
+    sizes: list[int] = []
+    for path in paths:
+        sizes.append(_size(path))
+        if listed:
+            listed(len(sizes))
+    return sizes
 
 
 def _size(path: str) -> int:
