@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.trace import Scalar, Span, Tracer
 
 # Returns the source's object on all ranks; called by all of them.
@@ -107,7 +108,7 @@ def decode(text: str) -> list[Span]:
     """
     return [
         Span(r.name, r.category, r.start_ns, r.end_ns, r.thread, r.args)
-        for r in msgspec.json.decode(text, type=list[_Row])
+        for r in from_json(text, list[_Row])
     ]
 
 

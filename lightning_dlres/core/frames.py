@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import ProtocolError
 
 Buffer = bytes | bytearray | memoryview
@@ -46,7 +47,7 @@ class Message:
             ProtocolError: the payload is something else.
         """
         try:
-            return msgspec.msgpack.decode(self.payload, type=expected)
+            return from_msgpack(self.payload, expected)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise broken(
                 self.peer, f"a {self.kind!r} payload ({error})", f"a {expected.__name__}"
@@ -68,7 +69,7 @@ def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
     if len(frames) != 2:
         raise broken(peer, f"{len(frames)} frames", "a header and a payload")
     try:
-        header = msgspec.msgpack.decode(frames[0], type=Header)
+        header = from_msgpack(frames[0], Header)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise broken(peer, f"an unreadable header ({error})", "a message header") from error
     payload = frames[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes, format_seconds
@@ -133,7 +134,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: it is none.
         """
         try:
-            return msgspec.json.decode(text, type=MemoryPlan)
+            return from_json(text, MemoryPlan)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"memory plan: cannot be read: {error}. Expected the JSON that "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes, format_seconds
@@ -221,7 +222,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: it is none.
         """
         try:
-            return msgspec.json.decode(text, type=StepProfile)
+            return from_json(text, StepProfile)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"memory profile: cannot be read: {error}. Expected what to_json wrote."

@@ -32,6 +32,7 @@ from types import TracebackType
 
 import msgspec
 
+from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolError, got_expected
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.net import Client, CurveKeys, Server
@@ -167,7 +168,7 @@ class Watch:
             ProtocolError: the invitation cannot be read.
         """
         try:
-            invited = msgspec.msgpack.decode(invitation, type=Invitation)
+            invited = from_msgpack(invitation, Invitation)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(
                 f"the invitation cannot be read ({error}): expected the bytes of rank 0's "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
@@ -247,7 +248,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: not JSON, or not a plan.
         """
         try:
-            return msgspec.json.decode(text, type=PipelinePlan)
+            return from_json(text, PipelinePlan)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"plan: cannot be read: {error}. Expected the JSON that PipelinePlan.to_json "

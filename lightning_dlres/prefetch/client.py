@@ -4,7 +4,6 @@ nothing looks at them any more, from whichever thread that happens in.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.net import Client
@@ -50,9 +50,16 @@ class CacheClient:
         self._host = HostProcess(name, config)
         self._client, self.joined = self._join(messages.fingerprint(config))
         joined = self.joined
-        self._regions = Regions(
-            joined.cache_path, joined.cache_bytes, joined.kept_path, joined.kept_bytes
-        )
+        try:
+            self._regions = Regions(
+                joined.cache_path, joined.cache_bytes, joined.kept_path, joined.kept_bytes
+            )
+        except OSError as error:
+            self._client.close()
+            raise PeerLostError(
+                f"the memory of the cache of this host (process {joined.pid}): {error}. Has it "
+                "just ended? Expected it to run, as this user."
+            ) from error
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._generations = itertools.count()
@@ -65,7 +72,9 @@ class CacheClient:
         self._questions: deque[Future[bytes]] = deque()
         self._lock = threading.Lock()
         self._lost: DlresError | None = None
-        self._closing = threading.Event()
+        # Set by whoever closes, which may be the garbage collector: so it has no lock.
+        self._is_closing = False
+        self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlres-cache-client", daemon=True)
         self._thread.start()
 
@@ -82,7 +91,7 @@ class CacheClient:
             # What the epoch before has not delivered never comes.
             self._takes.clear()
         payload = self._ask(messages.BEGIN, msgspec.msgpack.encode(begin))
-        return generation, msgspec.msgpack.decode(payload, type=int)
+        return generation, from_msgpack(payload, int)
 
     def take(self, generation: int, positions: Positions) -> Future[Samples]:
         """Ask for samples; the future has them, or the error, within the deadline."""
@@ -114,19 +123,22 @@ class CacheClient:
     def metrics(self) -> messages.Metrics:
         """Return what the cache has counted."""
         payload = self._ask(messages.METRICS, b"")
-        return msgspec.msgpack.decode(payload, type=messages.Metrics)
+        return from_msgpack(payload, messages.Metrics)
 
     def close(self) -> None:
         """Leave the cache, which ends when the last process has left; may be called again."""
-        if self._closing.is_set() or os.getpid() != self._pid:
-            return
-        # Whoever joins after this must not find this process still in an epoch.
-        with contextlib.suppress(DlresError):
-            self._ask(messages.LEAVE, b"", _LEAVE_SECONDS)
-        self._closing.set()
-        self._client.interrupt()
-        # While something looks at samples the connection stays, and with it their place.
-        self._thread.join(None if not self._held else 0.0)
+        self.leave()
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            # Whoever joins after this must not find this process still in an epoch.
+            self._left.wait(2 * _LEAVE_SECONDS)
+            # While something looks at samples the connection stays, and with it their place.
+            self._thread.join(None if not self._held else 0.0)
+
+    def leave(self) -> None:
+        """Begin to leave, and wait for nothing: for the garbage collector, in any thread."""
+        if os.getpid() == self._pid:
+            self._is_closing = True
+            self._client.interrupt()
 
     def _join(self, config: str) -> tuple[Client, messages.Joined]:
         deadline = time.monotonic() + self._timeout
@@ -159,7 +171,7 @@ class CacheClient:
                 client.close()
                 raise
 
-    def _ask(self, kind: str, payload: bytes, timeout: float | None = None) -> bytes:
+    def _ask(self, kind: str, payload: bytes) -> bytes:
         answer = Future[bytes]()
         with self._lock:
             if self._lost is not None:
@@ -168,7 +180,7 @@ class CacheClient:
             self._outgoing.append((kind, payload))
         self._client.interrupt()
         try:
-            return answer.result(timeout or self._timeout)
+            return answer.result(self._timeout)
         except TimeoutError:
             raise self._silent(f"an answer to {kind!r}") from None
 
@@ -189,10 +201,17 @@ class CacheClient:
             self._serve()
         finally:
             self._client.close()
+            self._left.set()
 
     def _serve(self) -> None:
-        while self._held or not self._closing.is_set():
+        leave_until: float | None = None
+        while self._held or not self._left.is_set():
             try:
+                if self._is_closing and leave_until is None:
+                    leave_until = time.monotonic() + _LEAVE_SECONDS
+                    self._outgoing.append((messages.LEAVE, b""))
+                elif leave_until is not None and time.monotonic() > leave_until:
+                    self._left.set()
                 message = self._client.receive(0.0 if self._outgoing else _WAIT)
                 if message is not None:
                     self._handle(message)
@@ -236,7 +255,9 @@ class CacheClient:
                     waiting = self._questions.popleft()
             if waiting is not None:
                 waiting.set_exception(error_of(failed))
-        elif message.kind in (messages.BEGUN, messages.MEASURED, messages.LEFT):
+        elif message.kind == messages.LEFT:
+            self._left.set()
+        elif message.kind in (messages.BEGUN, messages.MEASURED):
             self._questions.popleft().set_result(message.payload)
         else:
             raise ProtocolError(f"{message.peer} sent {message.kind!r}, which is not known here.")

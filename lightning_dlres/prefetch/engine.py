@@ -100,6 +100,8 @@ class _Take:
     ready: dict[int, Bytes] = field(default_factory=dict)
     # Only without look-ahead: how many positions have been gone through, and the hits among them.
     through: int = 0
+    # Bytes in `ready` that the cache had promised room.
+    beside: int = 0
     used: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
 
@@ -175,6 +177,7 @@ class PrefetchEngine:
         self._takes: deque[_Take] = deque()
         self._landings: deque[_Landing] = deque()
         self._leases: dict[tuple[str, int], tuple[_Epoch, Used]] = {}
+        self._beside: dict[tuple[str, int], int] = {}
         # Whether landing was tried in vain since something was let go.
         self._is_full = False
 
@@ -252,6 +255,7 @@ class PrefetchEngine:
     def release(self, client: str, take: int) -> None:
         """Let go of what was delivered: nobody looks at it any more."""
         _, used = self._leases.pop((client, take))
+        del self._beside[client, take]
         self._space.release(used)
         self._is_full = False
         self._promised -= int(used[:, 2].sum()) if self._budget else 0
@@ -469,7 +473,9 @@ class PrefetchEngine:
         """Return a miss and those next ones of its list for which there is room."""
         run = index.on_miss(position, self._prefetch, self._space.places[row])
         landing = sum(int(landing.lengths.sum()) for landing in self._landings)
-        room = self._space.capacity - self._space.live_bytes - landing
+        # What found no room in one piece takes its part of the capacity nevertheless.
+        beside = sum(self._beside.values()) + sum(take.beside for take in self._takes)
+        room = self._space.capacity - self._space.live_bytes - landing - beside
         fits = np.cumsum(self._sizes[index.numbers[run[1:]]]) <= room
         return run[: 1 + int(fits.sum())]
 
@@ -493,6 +499,7 @@ class PrefetchEngine:
                 places[at, 0], places[at, 1] = KEPT_TIER, self._kept.offsets(number)[0]
         entries = np.array(list(used.values()), dtype=np.int64).reshape(-1, 3)
         self._leases[take.client, take.take] = (take.epoch, entries)
+        self._beside[take.client, take.take] = take.beside
         done = np.concatenate(direct) if direct else np.empty(0, dtype=np.uint8)
         self._deliveries.append(Delivery(take.client, take.take, numbers, places, done))
         counts = self.counts
@@ -541,6 +548,7 @@ class PrefetchEngine:
                 self._give(
                     take, take.epoch, landing.positions[one], landing.lengths[one], pieces[number]
                 )
+                take.beside += len(pieces[number])
             rest = [piece for piece, gone in zip(pieces, mine.tolist(), strict=True) if not gone]
             data = np.concatenate(rest) if rest else np.empty(0, dtype=np.uint8)
             self._landings[at] = _Landing(

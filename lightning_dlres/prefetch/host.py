@@ -23,6 +23,7 @@ import numpy as np
 
 from lightning_dlres.core import shared_memory
 from lightning_dlres.core.compiled import load_all
+from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerError, ProtocolError
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.host_memory import available_bytes
@@ -327,7 +328,7 @@ def main() -> NoReturn:
     sys.setswitchinterval(_SWITCH_SECONDS)
     status = 1
     try:
-        config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
+        config = from_json(sys.stdin.buffer.read(), HostConfig)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         status = _serve(config, directory)
     except SystemExit:

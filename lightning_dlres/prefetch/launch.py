@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError, PeerTimeoutError
 from lightning_dlres.core.light import light_command
 from lightning_dlres.core.units import format_seconds
@@ -118,9 +119,12 @@ class HostProcess:
     def last_words(self) -> str:
         """Return the end of what the process has printed."""
         try:
-            return self._log.read_text(errors="replace")[-_LAST_WORDS:] or "(nothing)"
+            words = self._log.read_text(errors="replace")
         except OSError:
-            return "(nothing)"
+            words = ""
+        crash = words.rfind("Fatal Python error")
+        # Of a crash the thread that it happened in comes first.
+        return (words[-_LAST_WORDS:] if crash < 0 else words[crash:][:_LAST_WORDS]) or "(nothing)"
 
     def _failure(self) -> DlresError | None:
         """Return why a process with this configuration could not start."""
@@ -128,7 +132,7 @@ class HostProcess:
             data = failure_path(self._directory, self._config).read_bytes()
         except OSError:
             return None
-        return error_of(msgspec.json.decode(data, type=messages.Failed))
+        return error_of(from_json(data, messages.Failed))
 
     def _progress(self) -> str:
         try:

@@ -102,7 +102,6 @@ class PrefetchLoader:
         self._finished = False
         # Seconds that the caller has waited for samples and workers; its own decoding is work.
         self.stalled = 0.0
-        self.last_stall = 0.0
 
     def __len__(self) -> int:
         """How many batches this rank has in the epoch under way or, between epochs, in the next;
@@ -169,7 +168,7 @@ class PrefetchLoader:
         """The connection to the cache, made when it is first needed."""
         if self._client is None:
             self._client = CacheClient(self._cache, self._config)
-            self._leaving = weakref.finalize(self, self._client.close)
+            self._leaving = weakref.finalize(self, self._client.leave)
         return self._client
 
     @property
@@ -190,7 +189,8 @@ class PrefetchLoader:
             self._pool.close()
             self._pool = None
         if self._client is not None:
-            self._leaving()
+            self._leaving.detach()
+            self._client.close()
             self._client = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,7 +210,13 @@ class PrefetchLoader:
     def _end_iteration(self) -> None:
         iteration = self._iteration() if self._iteration is not None else None
         if iteration is not None:
-            iteration.close()
+            iteration.end(
+                ConfigError(
+                    "this iterator of a PrefetchLoader has ended: the loader was closed, got a "
+                    "state, or started another iterator. It has one at a time; a copy "
+                    "(copy.copy) goes through the epoch by itself."
+                )
+            )
         self._iteration = None
 
     def _exhausted(self) -> bool:
@@ -258,7 +264,9 @@ class _Iteration(Iterator[Any]):
         self._loader = loader
         self._takes: deque[Future[Samples]] = deque()
         self._making: deque[Callable[[], Any]] = deque()
-        self._started = self._closed = False
+        self._started = False
+        # What every further call raises.
+        self._over: Exception | None = None
 
     def _start(self) -> None:
         loader, ranks = self._loader, self._loader._ranks
@@ -278,15 +286,28 @@ class _Iteration(Iterator[Any]):
         self._started = True
 
     def __next__(self) -> Any:
-        before = self._loader.stalled
-        if self._closed:
-            raise StopIteration
+        if self._over is not None:
+            raise self._over
+        try:
+            return self._next()
+        except Exception as error:
+            # To go on behind a batch that is lost would leave it out.
+            self.end(error)
+            raise
+
+    def end(self, reason: Exception) -> None:
+        """Give up what is left."""
+        if self._over is None:
+            self._over = reason
+            self._takes.clear()
+            self._making.clear()
+
+    def _next(self) -> Any:
         if not self._started:
             self._start()
         self._ask()
         if not self._making and not self._takes:
             self._loader._finished = True
-            self.close()
             raise StopIteration
         self._fill()
         make = self._making.popleft()
@@ -299,17 +320,9 @@ class _Iteration(Iterator[Any]):
         self._loader._yielded += 1
         if not self._plain:
             self._fill()
-        self._loader.last_stall = self._loader.stalled - before
         if self._loader._report:
             self._loader._report(self._loader)
         return batch
-
-    def close(self) -> None:
-        """Give up what is left."""
-        if not self._closed:
-            self._closed = True
-            self._takes.clear()
-            self._making.clear()
 
     def _fill(self) -> None:
         """Hand what has come to the workers, and ask for more; wait for the first if there is

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.sequence import MOST_SAMPLES
 
@@ -186,7 +187,7 @@ class SampleTable:
             ConfigError: the bytes are no such file.
         """
         try:
-            header = msgspec.json.decode(data[:_HEADER_BYTES].tobytes(), type=_Header)
+            header = from_json(data[:_HEADER_BYTES].tobytes(), _Header)
         except msgspec.MsgspecError as error:
             raise ConfigError(_no_manifest(name, f"no header ({error})")) from error
         if (header.format, header.version) != (_FORMAT, _VERSION):

@@ -4,7 +4,10 @@ processes, which look at the same memory as the caller does.
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from lightning_dlres.prefetch.sequence import mixed
 Workers = Literal["thread", "process"]
 Decode = Callable[[Sample], Any]
 Collate = Callable[[list[Any]], Any]
+_WATCH_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,25 @@ class DecodePool:
             else:
                 context = torch.multiprocessing.get_context()
                 self._executor = ProcessPoolExecutor(
-                    self.workers, mp_context=context, initializer=_start_worker
+                    self.workers,
+                    mp_context=context,
+                    initializer=_start_worker,
+                    initargs=(os.getpid(),),
                 )
         return self._executor
 
 
-def _start_worker() -> None:
+def _start_worker(parent: int) -> None:
     # As many processes as there are cores compute already.
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """A worker whose parent was killed would wait for ever, and keep the cache in use."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(1)
 
 
 def _seeded(maker: BatchMaker, samples: Samples) -> Any:

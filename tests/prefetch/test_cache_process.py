@@ -243,6 +243,51 @@ def test_what_is_held_stays_when_its_loader_has_left(stack: ExitStack, folder: P
     assert second.client.joined.cache_path == first.data_set.cache_path
 
 
+def test_a_loader_that_is_only_forgotten_leaves_too(
+    folder: Path, own_runtime_directory: Path
+) -> None:
+    config = host_config(folder, capacity="16KiB", prefetch=8)
+    batches = PrefetchLoader("f", config, batch_size=7, decode=numbers)
+    iterator = iter(batches)
+    next(iterator)
+    pid = batches.client.joined.pid
+    # Each knows the other, so that only the garbage collector can tell, in whichever thread.
+    iterator.circle = iterator
+    del batches, iterator
+    collecting = threading.Thread(target=gc.collect)
+    collecting.start()
+    collecting.join(30)
+    wait_until(lambda: pid not in cache_processes(), "the cache's process has ended")
+
+
+def test_an_iterator_that_is_replaced_says_so(stack: ExitStack, folder: Path) -> None:
+    batches = loader(stack, folder)
+    first = iter(batches)
+    assert next(first).tolist() == shuffled(SAMPLES, 0, 0)[:7].tolist()
+    second = iter(batches)
+    with pytest.raises(ConfigError, match="one at a time"):
+        next(first)
+    assert next(second).tolist() == shuffled(SAMPLES, 0, 1)[:7].tolist()
+
+
+def test_nothing_is_left_out_behind_a_batch_that_failed(stack: ExitStack, folder: Path) -> None:
+    def decode(sample: Sample) -> int:
+        if sample.number == shuffled(SAMPLES, 0, 0)[9] and broken:
+            raise ValueError("no picture")
+        return numbers(sample)
+
+    broken = True
+    batches = loader(stack, folder, decode=decode)
+    iterator = iter(batches)
+    next(iterator)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no picture"):
+            next(iterator)
+    state, broken = batches.state_dict(), False
+    batches.load_state_dict(state)
+    assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[7:].tolist()
+
+
 def test_bytes_cannot_be_written_to(stack: ExitStack, folder: Path) -> None:
     batches = loader(
         stack, folder, decode=lambda s: s, collate=lambda s: s, pinned="1MiB", storage="files"

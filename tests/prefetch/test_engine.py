@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError, StorageError
@@ -102,14 +102,24 @@ def test_every_sample_once_in_order_with_its_bytes(data: st.DataObject) -> None:
     assert bench.engine.counts.samples == 3 * len(seen)
 
 
-@given(st.data())
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=120),
+    room=st.floats(0, 1),
+    nodes=st.integers(1, 5),
+    prefetch=st.integers(1, 12),
+    batch=st.integers(1, 9),
+    threshold=st.floats(0.05, 1.0),
+)
+# There is room, but not in one piece.
+@example([1, 1, 1, 1, 1, 3, 1, 1, 1, 1, 1, 1], 1 / 25, 1, 2, 5, 1.0)
 @settings(max_examples=150, deadline=None)
-def test_without_look_ahead_the_counts_are_the_models(data: st.DataObject) -> None:
-    sizes = np.array(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=120)), np.int64)
-    capacity = data.draw(st.integers(int(sizes.max()), 2 * int(sizes.sum())))
-    nodes, prefetch = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
-    batch = data.draw(st.integers(1, 9))
-    bench = Bench(sizes, nodes, capacity, prefetch, 0, data.draw(st.floats(0.05, 1.0)))
+def test_without_look_ahead_the_counts_are_the_models(
+    sizes: list[int], room: float, nodes: int, prefetch: int, batch: int, threshold: float
+) -> None:
+    sizes = np.array(sizes, np.int64)
+    # From the largest sample alone to more than all.
+    capacity = int(sizes.max()) + round(room * (2 * int(sizes.sum()) - int(sizes.max())))
+    bench = Bench(sizes, nodes, capacity, prefetch, 0, threshold)
     run_epoch(bench, 0, batch, 1, 0, None)
     expected = predict(
         shuffled(len(sizes), 3, 0),

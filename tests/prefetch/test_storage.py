@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError, StorageError
+from lightning_dlres.prefetch.storage import files
 from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.put import damaged, put
 from lightning_dlres.prefetch.storage.readers import open_reader
@@ -141,6 +142,28 @@ def test_a_damaged_store_is_tried_again_and_then_an_error(folder: Path, tmp_path
     assert isinstance(replies[0].data, StorageError)
     assert "'part0/sample 001.bin' (number 1) is damaged" in str(replies[0].data)
     storage.close()
+
+
+def test_a_read_that_hangs_is_an_error_and_does_not_keep_anybody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    reader = open_reader(folder)
+    monkeypatch.setattr(reader, "read", lambda numbers: [let_go.wait(60)])
+    monkeypatch.setattr(files, "GRACE", 0.05)
+    storage = FileStorage(reader, threads=1, timeout=0.2)
+    for ticket in range(2):
+        # The second is not even begun.
+        storage.submit(ticket, 0, np.array([1 + ticket, 5], np.uint32))
+    replies = []
+    wait_until(lambda: replies.extend(storage.replies()) or len(replies) == 2, "both are told")
+    for reply in replies:
+        assert isinstance(reply.data, StorageError)
+        assert f"sample 'part0/sample 00{1 + reply.ticket}.bin'" in str(reply.data)
+        assert "has hung for more than 200 ms" in str(reply.data)
+    storage.close()
+    assert storage.replies() == []
+    let_go.set()
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(0, 2**40)), min_size=1), st.booleans(), st.data())

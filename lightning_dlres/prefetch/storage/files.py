@@ -17,6 +17,8 @@ from lightning_dlres.prefetch.storage.base import Reply, Storage
 from lightning_dlres.prefetch.storage.readers import Reader, check
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+# A read that ends shortly after its deadline says more than that it hangs.
+GRACE = 2.0
 
 
 class FileStorage(Storage):
@@ -34,24 +36,58 @@ class FileStorage(Storage):
         self.table, self.nodes = reader.table, nodes
         self._reader, self._timeout = reader, timeout
         self._closing = threading.Event()
+        # Of every ticket that is not answered: when it was asked for, and its first sample.
+        self._open: dict[int, tuple[float, Positions]] = {}
+        self._lock = threading.Lock()
+        self._last_answer = time.monotonic()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dlres-read")
 
     def submit(self, ticket: int, node: int, numbers: Positions) -> None:
         """See `Storage`."""
+        with self._lock:
+            self._open[ticket] = (time.monotonic(), numbers)
         self._pool.submit(self._run, ticket, numbers)
 
     def close(self) -> None:
         """See `Storage`."""
         self._closing.set()
-        self._pool.shutdown(cancel_futures=True)
+        # A read that hangs is left behind.
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def replies(self) -> list[Reply]:
+        """See `Storage`."""
+        self._give_up_hanging()
+        return super().replies()
+
+    def _give_up_hanging(self) -> None:
+        """Nothing ends a read that hangs, as those of a dead file server do."""
+        latest = time.monotonic() - self._timeout - GRACE
+        with self._lock:
+            if self._last_answer > latest:
+                return
+            late = [ticket for ticket, (asked, _) in self._open.items() if asked < latest]
+        for ticket in late:
+            first = self._first(self._open[ticket][1])
+            text = (
+                f"{first}: reading has hung for more than {format_seconds(self._timeout)}. Does "
+                "the file system still answer?"
+            )
+            self._settle(Reply(ticket, StorageError(text)))
+
+    def _settle(self, reply: Reply) -> None:
+        with self._lock:
+            known = self._open.pop(reply.ticket, None)
+            self._last_answer = time.monotonic()
+        if known is not None:
+            self._reply(reply)
 
     def _run(self, ticket: int, numbers: Positions) -> None:
         try:
-            self._reply(Reply(ticket, self._read(numbers)))
+            self._settle(Reply(ticket, self._read(numbers)))
         except StorageError as error:
-            self._reply(Reply(ticket, error))
+            self._settle(Reply(ticket, error))
         except Exception as error:  # whatever a file system of fsspec may raise
-            self._reply(Reply(ticket, StorageError(f"{self._first(numbers)}: {error!r}.")))
+            self._settle(Reply(ticket, StorageError(f"{self._first(numbers)}: {error!r}.")))
 
     def _read(self, numbers: Positions) -> NDArray[np.uint8]:
         deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE

@@ -24,12 +24,14 @@ from lightning_dlres.core.errors import (
 )
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.net import CurveKeys, Server
-from lightning_dlres.core.units import parse_seconds
+from lightning_dlres.core.units import format_bytes, parse_seconds
 from lightning_dlres.prefetch.storage import protocol
 from lightning_dlres.prefetch.storage.readers import Reader
 
 _POLL_SECONDS = 1.0
 _SEND_SECONDS = 5.0
+# A reply is one message, which is in memory as a whole, on both sides.
+_MOST_BYTES = 1 << 32
 
 
 class StoreNode:
@@ -98,7 +100,8 @@ class StoreNode:
         self._closing.set()
         self._server.interrupt()
         self._thread.join()
-        self._pool.shutdown(cancel_futures=True)
+        # A read that hangs is left behind.
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._server.close()
 
     def __enter__(self) -> StoreNode:
@@ -152,6 +155,12 @@ class StoreNode:
         numbers = protocol.unpack_numbers(message.payload, samples, message.peer)
         if self._delay:
             time.sleep(self._delay)
+        wanted = int(self._reader.table.sizes[numbers].sum())
+        if wanted > _MOST_BYTES and len(numbers) > 1:
+            raise ProtocolError(
+                f"{message.peer} asked for {format_bytes(wanted)} at once, expected at most "
+                f"{format_bytes(_MOST_BYTES)}. Try a smaller `prefetch`."
+            )
         data = b"".join(self._reader.read(numbers))
         self.requests += 1
         self.sent_bytes += len(data)

@@ -1,0 +1,56 @@
+"""Typed data read by many threads at once, for the first time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from lightning_dlres.core.decoding import from_json, from_msgpack
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_threads_that_read_a_struct_for_the_first_time() -> None:
+    # With msgspec's own functions the process crashes in the first few rounds.
+    values = {f"field{place}": place for place in range(30)}
+    packed, text = msgspec.msgpack.encode(values), msgspec.json.encode(values)
+    for _ in range(50):
+        fields = [(name, Annotated[int, msgspec.Meta(ge=0)]) for name in values]
+        kind = msgspec.defstruct("Kind", fields)
+        barrier = threading.Barrier(4)
+        found: list[object] = []
+
+        def read(
+            number: int,
+            kind: type = kind,
+            barrier: threading.Barrier = barrier,
+            found: list[object] = found,
+        ) -> None:
+            barrier.wait(20)
+            found.append(from_json(text, kind) if number % 2 else from_msgpack(packed, kind))
+
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert found == [kind(**values)] * 4
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="Expected `int`"):
+        from_json('"a"', int)
+    with pytest.raises(msgspec.DecodeError):
+        from_msgpack(b"\xc1", list[int])
