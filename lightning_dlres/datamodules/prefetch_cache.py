@@ -3,33 +3,33 @@ DataLoader, and no DistributedSampler."""
 
 from __future__ import annotations
 
+import math
 import shutil
-import tempfile
 import uuid
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
-from lightning_dlres.prefetch.items import ENCODING, encode_item
+from lightning_dlres.datamodules.stores import temporary_directory, write_store
 from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
 from lightning_dlres.prefetch.messages import Metrics
 from lightning_dlres.prefetch.options import host_config
 from lightning_dlres.prefetch.sequence import Tail
-from lightning_dlres.prefetch.storage.put import put
-from lightning_dlres.prefetch.table import MANIFEST
 from lightning_dlres.prefetch.workers import Collate, Decode, Workers
 from lightning_dlres.strategies import HeteroPipeStrategy
 
 Split = str | Path | list[str] | Dataset[Any] | None
 _SPLITS = ("train", "val", "test", "predict")
+# Of the capacity that is given for training, what each of the others has.
+_OTHERS = 4
 
 
 class PrefetchCacheDataModule(LightningDataModule):
@@ -151,7 +151,8 @@ class PrefetchCacheDataModule(LightningDataModule):
         self._tail, self._shuffle = tail, shuffle
         self._store = None if store is None else Path(store).expanduser()
         self._stores: dict[str, Path] = {}
-        self._temporary: Path | None = None
+        # Removes the temporary stores of this process.
+        self._clean_up: weakref.finalize[..., Any] | None = None
         self._job = ""
         self._loaders: dict[str, PrefetchLoader] = {}
         self._state: dict[str, Any] | None = None
@@ -184,15 +185,12 @@ class PrefetchCacheDataModule(LightningDataModule):
     @override
     def teardown(self, stage: str) -> None:
         self._forget()
-        self._stores.clear()
-        if self._temporary is not None:
-            if self._trainer().local_rank == 0:
-                shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = None
+        self._remove_temporary()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._forget()
+        self._remove_temporary()
 
     @override
     def train_dataloader(self) -> PrefetchLoader:
@@ -229,7 +227,11 @@ class PrefetchCacheDataModule(LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         loader = self._loaders.get("train")
-        return {} if loader is None else {"train": loader.state_dict()}
+        if loader is None:
+            return {}
+        # With limit_train_batches an epoch ends before its samples do.
+        limit = self._trainer().num_training_batches
+        return {"train": loader.state_dict(None if limit == math.inf else int(limit))}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -247,11 +249,11 @@ class PrefetchCacheDataModule(LightningDataModule):
     def _config(self, split: str, source: str | Path | Sequence[str]) -> Any:
         train = split == "train"
         options = {**self._options, **(self._pinned if train else {})}
-        capacity = self._capacity if train else max(1, self._capacity // 4)
+        capacity = self._capacity if train else max(1, self._capacity // _OTHERS)
         ahead = options["lookahead"]
         if not train and ahead is not None:
             options["lookahead"] = min(parse_bytes(ahead, "lookahead"), capacity)
-        return host_config(source, capacity=capacity, **options)
+        return host_config(source, capacity=capacity, share=1 if train else _OTHERS, **options)
 
     def _loader(self, split: str, tail: Tail, shuffle: bool) -> PrefetchLoader:
         source = self._stores.get(split) or self._splits[split]
@@ -283,14 +285,19 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     def _put(self, trainer: Trainer, split: str, dataset: Dataset[Any]) -> Path:
         """Write a data set into a store, once on every host, and return where it is."""
-        if self._store is None:
-            self._temporary = Path(tempfile.gettempdir(), f"dlres-store-{self._job}")
-        directory = (self._store or self._temporary or Path()) / split
-        if trainer.local_rank == 0 and not (directory / MANIFEST).exists():
-            rank_zero_info(f"Putting {len(dataset)} {split} samples into {directory}")  # type: ignore[arg-type]
-            put(dataset, directory, encode=encode_item, encoding=ENCODING)
-        trainer.strategy.barrier("dlres_store")
-        return directory
+        writes, base = trainer.local_rank == 0, self._store
+        if base is None:
+            base = temporary_directory(self._job)
+            if writes and self._clean_up is None:
+                self._clean_up = weakref.finalize(self, shutil.rmtree, base, True)
+        write_store(trainer.strategy, dataset, base / split, writes)
+        return base / split
+
+    def _remove_temporary(self) -> None:
+        self._stores.clear()
+        if self._clean_up is not None:
+            self._clean_up()
+            self._clean_up = None
 
     def _report(self, loader: PrefetchLoader) -> None:
         trainer = self._trainer()

@@ -66,7 +66,7 @@ class CacheHost:
         self._digest = messages.fingerprint(config)
         table = storage.table
         largest = int(table.sizes.max())
-        check_fits(largest, config.capacity, table.key(int(table.sizes.argmax())))
+        check_fits(largest, config.capacity, table.key(int(table.sizes.argmax())), config.share)
         _check_memory(config)
         self._cache = shared_memory.create("dlres-cache", config.capacity)
         directory = Path(config.kept_directory) if config.kept_directory else None

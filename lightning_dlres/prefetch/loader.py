@@ -121,12 +121,16 @@ class PrefetchLoader:
         self._iteration = weakref.ref(iteration)
         return iteration
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch stands; the same on all ranks."""
+    def state_dict(self, limit: int | None = None) -> dict[str, Any]:
+        """Return where the epoch stands; the same on all ranks.
+
+        Args:
+            limit: after how many batches the epoch is over though samples are left.
+        """
         epoch, before = self._epoch, self._before + self._yielded
         dealt = self._yielded * self._batch_size * self._ranks.ranks
         consumed = min(self._start + dealt, self.data_set.samples)
-        if self._exhausted():
+        if self._exhausted() or (limit is not None and self._yielded and before >= limit):
             epoch, consumed, before = epoch + 1, 0, 0
         return {
             "version": _VERSION,

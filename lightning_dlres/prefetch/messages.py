@@ -41,7 +41,8 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the process that keeps a cache needs to know; sizes in bytes."""
+    """All that the process that keeps a cache needs to know; sizes in bytes. The capacity is the
+    `share`-th part of what the user has given, which matters for advice only."""
 
     source: SourceConfig
     capacity: int
@@ -51,6 +52,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 4
     kept: int = 0
     kept_directory: str | None = None
+    share: int = 1
 
 
 class Join(msgspec.Struct, frozen=True):

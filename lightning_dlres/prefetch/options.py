@@ -34,6 +34,7 @@ def host_config(
     timeout: str | float | timedelta = "30s",
     key: str | Path | None = None,
     server_key: str | Path | None = None,
+    share: int = 1,
 ) -> HostConfig:
     """Return the configuration of a cache over a source.
 
@@ -56,6 +57,7 @@ def host_config(
         pinned_directory: a directory on a local disk for them; None: memory.
         timeout: after which a sample that does not come is an error.
         key, server_key: files of keys, for nodes that use CURVE (see `dlres store keys`).
+        share: which part of what the user has given the capacity is: 1/share.
 
     Raises:
         ConfigError: a bad value.
@@ -128,6 +130,7 @@ def host_config(
         threshold=threshold,
         depth=requests_under_way,
         kept=parse_bytes(pinned, "pinned"),
+        share=share,
         kept_directory=None if pinned_directory is None else str(pinned_directory),
     )
 

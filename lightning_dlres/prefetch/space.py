@@ -214,14 +214,16 @@ class CacheSpace:
         kernels.link_free(self._entries, self._at, before)
 
 
-def check_fits(largest: int, capacity: int, key: str) -> None:
-    """Raise where a sample is larger than the cache.
+def check_fits(largest: int, capacity: int, key: str, share: int = 1) -> None:
+    """Raise where a sample is larger than the cache, which has the `share`-th part of what the user
+    has given.
 
     Raises:
         ConfigError: with the sample's key.
     """
     if largest > capacity:
+        part = f" (a part of 1/{share} for this split)" if share > 1 else ""
         raise ConfigError(
-            f"capacity: got {format_bytes(capacity)}, expected at least the largest sample, "
-            f"{format_bytes(largest)} ({key!r}). Try capacity={2 * largest}."
+            f"capacity: got {format_bytes(capacity)}{part}, expected at least the largest sample, "
+            f"{format_bytes(largest)} ({key!r}). Try capacity={2 * largest * share}."
         )

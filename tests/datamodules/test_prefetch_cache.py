@@ -127,6 +127,58 @@ def test_a_checkpoint_goes_on_with_the_next_sample(tmp_path: Path, steps: int) -
     assert [n for model in (first, second) for _, numbers in model.seen for n in numbers] == whole
 
 
+def test_epochs_that_are_cut_short_go_on_with_the_next(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    first, second, whole = Model(), Model(), Model()
+    cut = {"limit_train_batches": 3}
+    trainer(tmp_path, callbacks=[saving], enable_checkpointing=True, **cut).fit(
+        first, datamodule=module()
+    )
+    trainer(tmp_path, max_epochs=4, **cut).fit(
+        second, datamodule=module(), ckpt_path=tmp_path / "last.ckpt"
+    )
+    trainer(tmp_path, max_epochs=4, **cut).fit(whole, datamodule=module())
+    assert first.seen + second.seen == whole.seen
+    assert [seen_in(whole, epoch) for epoch in range(4)] == [order(e)[:24] for e in range(4)]
+
+
+def test_a_store_that_is_there_is_used_if_it_is_the_data_sets(tmp_path: Path) -> None:
+    for _ in range(2):
+        model = Model()
+        trainer(tmp_path).fit(model, datamodule=module(store=tmp_path / "kept"))
+        assert seen_in(model, 1) == order(1)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["train"]
+    few = TensorDataset(torch.zeros(7, 4), torch.arange(7))
+    with pytest.raises(dlres.ConfigError, match=r"got 50 samples .*expected the 7"):
+        trainer(tmp_path).fit(Model(), datamodule=module(train=few, store=tmp_path / "kept"))
+
+
+class Unreadable(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("the disk is on fire")
+
+
+def test_a_store_that_cannot_be_written_is_an_error_on_every_rank(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="dl") as runtime:
+        options = {"train": Unreadable(torch.zeros(3, 4), torch.arange(3)), "temporary": runtime}
+        writer, other = pool.run_expecting_errors(
+            fit_ddp, 2, str(tmp_path), runtime, options, timeout=60
+        )
+        assert "on fire" in writer.error_message
+        assert "another rank could not write" in other.error_message
+        assert not list(Path(runtime).glob("dlres-store-*"))
+
+
+def test_a_split_of_too_large_samples_says_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / "large").write_bytes(bytes(1000))
+    data = module(train=None, val=tmp_path / "val", capacity=2000)
+    with pytest.raises(dlres.ConfigError, match=r"1/4 for this split.*Try capacity=8000"):
+        trainer(tmp_path).validate(Model(), datamodule=data)
+
+
 def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, Any]) -> Any:
     import os
 
@@ -136,6 +188,8 @@ def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, An
     strategy = options.pop("strategy", "ddp")
     batch = options.pop("batch", 4)
     resume = options.pop("resume", None)
+    source = {"train": options.pop("train")} if "train" in options else {}
+    tempfile.tempdir = options.pop("temporary", None)
     trainer(
         Path(work),
         strategy=strategy,
@@ -145,7 +199,7 @@ def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, An
         enable_checkpointing=True,
         num_sanity_val_steps=0,
         **options,
-    ).fit(model, datamodule=module(batch_size=batch, tail="pad"), ckpt_path=resume)
+    ).fit(model, datamodule=module(batch_size=batch, tail="pad", **source), ckpt_path=resume)
     return model.seen
 
 

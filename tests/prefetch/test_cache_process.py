@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -258,6 +260,33 @@ def test_a_loader_that_is_only_forgotten_leaves_too(
     collecting.start()
     collecting.join(30)
     wait_until(lambda: pid not in cache_processes(), "the cache's process has ended")
+
+
+def test_workers_of_a_killed_process_end(folder: Path, own_runtime_directory: Path) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            config = host_config(folder, capacity="16KiB", prefetch=8)
+            batches = PrefetchLoader(
+                "w", config, batch_size=7, decode=numbers, workers=2, worker_type="process"
+            )
+            next(iter(batches))
+            workers = [process.pid for process in multiprocessing.active_children()]
+            os.write(writer, json.dumps([batches.client.joined.pid, *workers]).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    pids = json.loads(os.read(reader, 1000))
+    os.close(reader)
+    assert len(pids) == 3
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}/fd/0").exists() for pid in pids),
+        "the cache and the workers have ended",
+    )
 
 
 def test_an_iterator_that_is_replaced_says_so(stack: ExitStack, folder: Path) -> None:

@@ -63,6 +63,24 @@ def test_any_map_style_data_set_can_be_put(tmp_path: Path) -> None:
             put(wrong, tmp_path / "third")
 
 
+def test_a_store_stays_whole_until_the_next_one_is(tmp_path: Path) -> None:
+    put([b"one", b"two", b"three"], tmp_path, packs=3)
+    with pytest.raises(ConfigError, match="item 1"):
+        put([b"x", 3], tmp_path, overwrite=True)
+    reader = open_reader(tmp_path)
+    assert reader.read(np.arange(3, dtype=np.uint32)) == [b"one", b"two", b"three"]
+    assert len(list(tmp_path.iterdir())) == 4
+    with pytest.raises(ConfigError, match="the source itself"):
+        put(tmp_path, tmp_path, overwrite=True)
+    put([b"x"], tmp_path, overwrite=True)
+    assert len(list(tmp_path.iterdir())) == 2
+    # Packs without their manifest are not taken for samples.
+    (tmp_path / MANIFEST).unlink()
+    for source in (tmp_path, f"file://{tmp_path}"):
+        with pytest.raises(ConfigError, match="no manifest"):
+            open_reader(source)
+
+
 def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
     put(folder, tmp_path, packs=2)
     assert list(damaged(tmp_path)) == []

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
-from lightning_dlres.prefetch.storage.readers import Reader, check, open_reader, pack_name
+from lightning_dlres.prefetch.storage.readers import PACKS, Reader, check, open_reader, pack_name
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 
 _AT_ONCE = 256
@@ -53,29 +53,43 @@ def put(
             f"{target}: got a store that is already there, expected none. Try another directory, "
             "or overwrite it."
         )
+    if isinstance(source, (str, Path)) and target.exists() and _is_same(source, target):
+        raise ConfigError(
+            f"{target}: got the source itself as the store's directory, expected another one."
+        )
     total, items, encoding = _items(source, encode, encoding)
     target.mkdir(parents=True, exist_ok=True)
-    (target / MANIFEST).unlink(missing_ok=True)
+    names = [pack_name(pack, packs) for pack in range(packs)]
+    unfinished = [target / f"{name}.part" for name in names]
     keys: list[str] = []
     sizes, sums = array("q"), array("L")
-    names = [pack_name(pack, packs) for pack in range(packs)]
-    with ExitStack() as stack:
-        files = [stack.enter_context((target / f"{name}.part").open("wb")) for name in names]
-        for number, (key, data) in enumerate(items):
-            files[number % packs].write(data)
-            keys.append(key)
-            sizes.append(len(data))
-            sums.append(zlib.crc32(data))
-            if progress:
-                progress(number + 1, total)
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-    for name in names:
-        (target / f"{name}.part").replace(target / name)
-    table = SampleTable.build(
-        keys, np.array(sizes, dtype=np.int64), list(sums), encoding=encoding, packs=packs
-    )
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(path.open("wb")) for path in unfinished]
+            for number, (key, data) in enumerate(items):
+                files[number % packs].write(data)
+                keys.append(key)
+                sizes.append(len(data))
+                sums.append(zlib.crc32(data))
+                if progress:
+                    progress(number + 1, total)
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        table = SampleTable.build(
+            keys, np.array(sizes, dtype=np.int64), list(sums), encoding=encoding, packs=packs
+        )
+    except BaseException:
+        for path in unfinished:
+            path.unlink(missing_ok=True)
+        raise
+    # A store that was there is whole up to here, and none from here until its manifest is written.
+    if (target / MANIFEST).exists():
+        (target / MANIFEST).unlink()
+        for old in target.glob(PACKS):
+            old.unlink()
+    for path, name in zip(unfinished, names, strict=True):
+        path.replace(target / name)
     table.save(target / MANIFEST)
     return table
 
@@ -97,6 +111,11 @@ def damaged(
             yield from filter(None, (_damage(reader, one) for one in numbers.reshape(-1, 1)))
         if progress:
             progress(int(numbers[-1]) + 1, total)
+
+
+def _is_same(source: str | Path, target: Path) -> bool:
+    path = Path(source).expanduser()
+    return path.exists() and path.samefile(target)
 
 
 def _damage(reader: Reader, numbers: Any) -> str | None:

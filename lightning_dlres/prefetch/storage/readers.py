@@ -10,6 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 _LISTINGS = (".txt", ".tsv")
 Listed = Callable[[int], None]
 _MOST_PREAD = 1 << 30
+# What packs are called.
+PACKS = "samples-*-of-*.bin"
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,7 @@ def _folder(root: Path, listed: Listed | None) -> Reader:
         raise ConfigError(
             f"a data set: got {root}, expected files in it. Hidden ones do not count."
         )
+    _refuse_unfinished(keys, str(root))
     paths = [f"{root}/{key}" for key in keys]
     table = SampleTable.build(keys, _sizes(paths, listed))
     return Reader(table, LocalFiles(), paths, packed=False)
@@ -262,6 +266,16 @@ def _listed(listing: Path, listed: Listed | None) -> Reader:
             paths.append(str(listing.parent / (path if tab else key)))
     table = SampleTable.build(keys, _sizes(paths, listed))
     return Reader(table, LocalFiles(), paths, packed=False)
+
+
+def _refuse_unfinished(keys: Sequence[str], name: str) -> None:
+    """Raise where a folder is a store without its manifest: its packs are no samples."""
+    packs = [key for key in keys if fnmatch(key, PACKS) or fnmatch(key, f"{PACKS}.part")]
+    if packs:
+        raise ConfigError(
+            f"a data set: got {name} with {packs[0]} and no {MANIFEST}, expected a whole store, or "
+            "a folder of samples. Write it again with `dlres store put --overwrite`."
+        )
 
 
 def _sizes(paths: Iterable[str], listed: Listed | None) -> list[int]:
@@ -306,6 +320,7 @@ def _open_url(url: str) -> Reader:
     paths = [files_of[key] for key in keys]
     if not paths:
         raise ConfigError(f"a data set: {url}: got no files, expected a store or a folder.")
+    _refuse_unfinished(keys, url)
     sizes = [int(found[path]["size"]) for path in paths]
     return Reader(SampleTable.build(keys, sizes), files, paths, packed=False)
 
