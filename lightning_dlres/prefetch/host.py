@@ -40,8 +40,9 @@ from lightning_dlres.prefetch.source import open_storage
 from lightning_dlres.prefetch.space import CacheSpace, check_fits
 from lightning_dlres.prefetch.storage.base import Storage
 
-# Nothing has moved for so long: what is in use does not leave room for what is needed next.
-_PATIENCE = 0.1
+# Nothing has moved for so long: what is in use, or promised to ranks that do not come for it, does
+# not leave room for what is needed next. Where that goes on, nobody waits as long again.
+_PATIENCE, _LEAST_PATIENCE = 0.1, 0.001
 # Ranks start and restart: the first may be slow, and the next may come soon.
 _UNUSED_AT_START, _UNUSED = 60.0, 3.0
 _WAIT = 0.5
@@ -105,6 +106,7 @@ class CacheHost:
         self._begun: dict[int, Begin] = {}
         self._last_used = time.monotonic() + _UNUSED_AT_START - _UNUSED
         self._last_move = time.monotonic()
+        self._patience = _PATIENCE
         self._server = Server(path=path, monitor=True)
         storage.on_reply = self._server.interrupt
 
@@ -134,7 +136,7 @@ class CacheHost:
     def _wait(self) -> float:
         if self._space.passing:
             return 0.0
-        return _PATIENCE if self._engine.blocked else _WAIT
+        return self._patience if self._engine.blocked else _WAIT
 
     def _move(self) -> None:
         for reply in self._storage.replies():
@@ -143,12 +145,15 @@ class CacheHost:
                 self._engine.fail(reply.ticket, reply.data)
             else:
                 self._engine.arrive(reply.ticket, reply.data)
-        if self._engine.blocked and time.monotonic() > self._last_move + _PATIENCE:
+        if self._engine.blocked and time.monotonic() > self._last_move + self._patience:
             self._engine.relieve()
+            self._patience = max(self._patience / 4, _LEAST_PATIENCE)
         for request in self._engine.requests():
             self._storage.submit(request.ticket, request.node, request.numbers)
         for delivery in self._engine.deliveries():
             self._last_move = time.monotonic()
+            if not len(delivery.direct):
+                self._patience = min(2 * self._patience, _PATIENCE)
             self._send(delivery.client, messages.DELIVERY, self._pack(delivery))
         for failure in self._engine.failures():
             self._refuse(failure.client, failure.take, failure.error)

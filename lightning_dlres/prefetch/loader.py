@@ -106,15 +106,13 @@ class PrefetchLoader:
     def __len__(self) -> int:
         """How many batches this rank has in the epoch under way or, between epochs, in the next;
         after a resume with other ranks those before it count as they were."""
-        if self._exhausted() or self._finished:
+        if self._exhausted():
             return self._batches(0)
         return self._before + self._batches(self._start)
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
         if self._yielded or self._finished:
-            self._next_epoch()
-        if self._before and not self._batches(self._start):
             self._next_epoch()
         iteration = _Iteration(self)
         # A weak one, or the connection would stay until the garbage collector comes by.
@@ -130,7 +128,8 @@ class PrefetchLoader:
         epoch, before = self._epoch, self._before + self._yielded
         dealt = self._yielded * self._batch_size * self._ranks.ranks
         consumed = min(self._start + dealt, self.data_set.samples)
-        if self._exhausted() or (limit is not None and self._yielded and before >= limit):
+        cut = limit is not None and self._yielded and before >= limit
+        if cut or self._exhausted():
             epoch, consumed, before = epoch + 1, 0, 0
         return {
             "version": _VERSION,
@@ -224,7 +223,7 @@ class PrefetchLoader:
         self._iteration = None
 
     def _exhausted(self) -> bool:
-        return self._yielded > 0 and self._yielded >= self._batches(self._start)
+        return self._finished or 0 < self._batches(self._start) <= self._yielded
 
     def _batches(self, consumed: int) -> int:
         """Return how many batches of this rank are left of an epoch."""

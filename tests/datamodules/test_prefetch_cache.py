@@ -142,6 +142,19 @@ def test_epochs_that_are_cut_short_go_on_with_the_next(tmp_path: Path) -> None:
     assert [seen_in(whole, epoch) for epoch in range(4)] == [order(e)[:24] for e in range(4)]
 
 
+def test_a_rest_of_which_no_batch_can_be_made_is_dropped(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=5)
+    trainer(
+        tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=5, max_epochs=-1
+    ).fit(Model(), datamodule=module(tail="drop"))
+    model = Model()
+    trainer(tmp_path, max_epochs=3).fit(
+        model, datamodule=module(tail="drop", batch_size=16), ckpt_path=tmp_path / "last.ckpt"
+    )
+    # 10 are left of the first epoch.
+    assert [seen_in(model, epoch) for epoch in range(3)] == [[], order(1)[:48], order(2)[:48]]
+
+
 def test_a_store_that_is_there_is_used_if_it_is_the_data_sets(tmp_path: Path) -> None:
     for _ in range(2):
         model = Model()

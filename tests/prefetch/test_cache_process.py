@@ -230,6 +230,13 @@ def test_more_than_fits_may_be_held(stack: ExitStack, folder: Path) -> None:
     assert metrics.direct_samples > SAMPLES // 2
 
 
+def test_a_rank_that_never_comes_keeps_nobody(stack: ExitStack, folder: Path) -> None:
+    # What is promised to the other one fills the budget after a few samples.
+    batches = loader(stack, folder, ranks=Ranks(0, 2, (0, 1)), capacity=2000, batch_size=2)
+    assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[::2].tolist()
+    assert batches.metrics().direct_samples > 20
+
+
 def test_what_is_held_stays_when_its_loader_has_left(stack: ExitStack, folder: Path) -> None:
     options = {"decode": lambda s: s, "collate": lambda s: s, "capacity": "8KiB"}
     first, second = (loader(stack, folder, "left", **options) for _ in range(2))
