@@ -10,7 +10,6 @@ import argparse
 import gc
 import itertools
 import json
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.nodes import Batcher, Loader, ParallelMapper, SamplerWrapper
 
+from benchmarks.one_by_one import OneByOne
 from lightning_dlres.prefetch.engine import PrefetchEngine
 from lightning_dlres.prefetch.index import CacheIndex
 from lightning_dlres.prefetch.kept import KeptSamples
@@ -28,7 +28,6 @@ from lightning_dlres.prefetch.options import host_config
 from lightning_dlres.prefetch.samples import Sample
 from lightning_dlres.prefetch.sequence import shuffled
 from lightning_dlres.prefetch.space import CacheSpace
-from lightning_dlres.prefetch.storage.nodes import NodeStorage
 
 _MANY = 10_000_000
 _FIRST_BATCHES = 100
@@ -38,33 +37,13 @@ class RemoteFiles(Dataset[bytes]):
     """One request for every sample, as a data set over remote files has it."""
 
     def __init__(self, endpoints: str, samples: int) -> None:
-        self.endpoints, self.samples = endpoints.split(","), samples
-        self._own = threading.local()
+        self.samples, self._client = samples, OneByOne(endpoints)
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, number: int) -> bytes:
-        own = self._own
-        if not hasattr(own, "storage"):
-            # Every worker, be it a thread or a process, has connections of its own.
-            own.come = threading.Event()
-            own.storage = NodeStorage(self.endpoints)
-            own.storage.on_reply = own.come.set
-        own.storage.submit(number, number % own.storage.nodes, np.array([number], np.uint32))
-        while True:
-            own.come.wait()
-            own.come.clear()
-            for reply in own.storage.replies():
-                if isinstance(reply.data, Exception):
-                    raise reply.data
-                return bytes(reply.data.tobytes())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_own": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _own=threading.local())
+        return self._client.fetch(number)
 
 
 def size_of(sample: Sample) -> int:

@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import types
 from pathlib import Path
@@ -27,10 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 _package = types.ModuleType("lightning_dlres")
 _package.__path__ = [str(ROOT / "lightning_dlres")]
 sys.modules["lightning_dlres"] = _package
+sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-
-from lightning_dlres.prefetch.storage.nodes import NodeStorage  # noqa: E402
+from benchmarks.one_by_one import OneByOne  # noqa: E402
 
 LITDATA, MOSAIC = "litdata", "mosaic"
 
@@ -60,30 +58,15 @@ class Shards:
     """Files by name out of storage nodes: one request for each, from a thread that asks for it."""
 
     def __init__(self, endpoints: str, first: Path) -> None:
-        self._endpoints, self._first = endpoints.split(","), first
-        self._own = threading.local()
+        self._client, self._first = OneByOne(endpoints), first
 
     def fetch(self, name: str) -> bytes:
         """Return a file."""
-        own = self._own
-        if getattr(own, "pid", None) != os.getpid():
-            own.pid, own.come = os.getpid(), threading.Event()
-            own.storage = NodeStorage(self._endpoints)
-            own.storage.on_reply = own.come.set
-            table = own.storage.table
-            own.numbers = {table.key(number): number for number in range(len(table))}
+        number = self._client.number(name)
         with contextlib.suppress(FileExistsError), self._first.open("x") as file:
             # Of all workers, the first request: what counts begins here.
             file.write(repr(time.monotonic()))
-        number = own.numbers[name]
-        own.storage.submit(number, number % own.storage.nodes, np.array([number], np.uint32))
-        while True:
-            own.come.wait()
-            own.come.clear()
-            for reply in own.storage.replies():
-                if isinstance(reply.data, Exception):
-                    raise reply.data
-                return bytes(reply.data)
+        return self._client.fetch(number)
 
 
 def write(options: argparse.Namespace) -> None:

@@ -117,7 +117,8 @@ def _listing(root: Path, files: list[Path]) -> Path:
     text = "".join(f"{path.relative_to(root).as_posix()}\t{path}\n" for path in files)
     name = f"dlres-sources-{os.getuid()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.tsv"
     target = Path(tempfile.gettempdir(), name)
-    unfinished = target.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(target)
+    descriptor, unfinished = tempfile.mkstemp(suffix=".tsv")
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(unfinished).replace(target)
     return target

@@ -7,7 +7,6 @@ also needs no room in /dev/shm, of which containers have little.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import tempfile
@@ -17,8 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.units import format_bytes
+from lightning_dlres.core.disk import temporary_file
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,7 @@ def create(name: str, nbytes: int, directory: Path | None = None) -> SharedMemor
     """
     if not nbytes:
         return SharedMemory(np.empty(0, dtype=np.uint8), "")
-    try:
-        descriptor, path = _open(name, directory)
-    except OSError as error:
-        raise ConfigError(
-            f"a file in {directory}: {error.strerror}. Expected a directory that can be written to."
-        ) from error
-    if directory is None:
-        os.ftruncate(descriptor, nbytes)
-    else:
-        _fill(descriptor, nbytes, directory)
+    descriptor, path = _open(name, nbytes, directory)
     return SharedMemory(_map(descriptor, nbytes), path)
 
 
@@ -75,32 +64,17 @@ def attach(path: str, nbytes: int) -> NDArray[np.uint8]:
         os.close(descriptor)
 
 
-def _open(name: str, directory: Path | None) -> tuple[int, str]:
+def _open(name: str, nbytes: int, directory: Path | None) -> tuple[int, str]:
     if directory is None and hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(name)
+        os.ftruncate(descriptor, nbytes)
         return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
-    descriptor, path = tempfile.mkstemp(prefix=f"{name}-", dir=directory)
+    descriptor, path = temporary_file(directory or Path(tempfile.gettempdir()), name, nbytes)
     if not Path("/proc/self/fd").is_dir():
         # Without /proc others need the name; whoever starts the next cache removes what is left.
         return descriptor, path
     os.unlink(path)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def _fill(descriptor: int, nbytes: int, directory: Path) -> None:
-    try:
-        # A file with holes would end the process when the disk is full at the wrong moment.
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno not in (errno.ENOSPC, errno.EFBIG):
-            raise
-        state = os.statvfs(directory)
-        free = format_bytes(state.f_bavail * state.f_frsize)
-        raise ConfigError(
-            f"a file in {directory}: got {free} of free room, expected {format_bytes(nbytes)}. Try "
-            "another directory, or a smaller size."
-        ) from error
 
 
 def _map(descriptor: int, nbytes: int) -> NDArray[np.uint8]:

@@ -7,15 +7,14 @@ there is enough.
 
 from __future__ import annotations
 
-import errno
 import os
-import tempfile
 import weakref
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lightning_dlres.core.disk import temporary_file
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
 
@@ -77,25 +76,9 @@ def _pin(data: Tensor) -> None:
 
 
 def _mapped(nbytes: int, directory: Path) -> Tensor:
+    descriptor, name = temporary_file(directory, "dlres-slab", nbytes)
     try:
-        descriptor, name = tempfile.mkstemp(prefix="dlres-slab-", dir=directory)
-    except OSError as error:
-        raise ConfigError(
-            f"a slab in {directory}: {error.strerror}. Expected a directory that can be written to."
-        ) from error
-    try:
-        # A file with holes would end the process when the disk is full at the wrong moment.
-        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
         return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EFBIG):
-            raise
-        state = os.statvfs(directory)
-        free = format_bytes(state.f_bavail * state.f_frsize)
-        raise ConfigError(
-            f"a slab in {directory}: got {free} of free room, expected {format_bytes(nbytes)}. Try "
-            "another directory, or a larger budget."
-        ) from error
     finally:
         os.close(descriptor)
         os.unlink(name)

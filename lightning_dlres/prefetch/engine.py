@@ -18,62 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
+from lightning_dlres.prefetch.exchange import (
+    CACHED_TIER,
+    DIRECT_TIER,
+    KEPT_TIER,
+    Counts,
+    Delivery,
+    Failure,
+    Request,
+)
 from lightning_dlres.prefetch.index import CacheIndex, extend, missing
 from lightning_dlres.prefetch.kept import KeptSamples
+from lightning_dlres.prefetch.landings import Landings
 from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.space import Bytes, CacheSpace, Lengths, Used
 from lightning_dlres.prefetch.space_kernels import ASKED, BROKEN, DONE, KEPT, UNASKED
-
-# Where a delivered sample is: in the cache space, in the pinned tier, or in the delivery itself.
-CACHED_TIER, KEPT_TIER, DIRECT_TIER = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Request:
-    """Samples to ask one storage node for; `numbers` is uint32[n]. The reply must name `ticket`."""
-
-    ticket: int
-    node: int
-    numbers: Positions
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """Samples that were taken, in order.
-
-    `places` is int64[n, 3]: tier, offset and length of each. A sample that is `DIRECT_TIER` is not
-    in the cache, but in `direct` (uint8), at its offset there.
-    """
-
-    client: str
-    take: int
-    numbers: Positions
-    places: NDArray[np.int64]
-    direct: Bytes
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A take that cannot be delivered."""
-
-    client: str
-    take: int
-    error: StorageError
-
-
-@dataclass
-class Counts:
-    """What has happened since the start; bytes where a name says so. With look-ahead a hit is a
-    sample that was there when it was asked for."""
-
-    samples: int = 0
-    hits: int = 0
-    kept_hits: int = 0
-    requests: int = 0
-    requested_samples: int = 0
-    requested_bytes: int = 0
-    taken_bytes: int = 0
-    direct_samples: int = 0
 
 
 @dataclass(eq=False)
@@ -113,16 +72,6 @@ class _Asked:
     positions: Positions
     take: _Take | None
     node: int
-
-
-@dataclass(eq=False)
-class _Landing:
-    """Samples that have come and for which there is no room in one piece yet."""
-
-    epoch: _Epoch
-    positions: Positions
-    lengths: Lengths
-    data: Bytes
 
 
 class PrefetchEngine:
@@ -175,16 +124,9 @@ class PrefetchEngine:
         self._deliveries: deque[Delivery] = deque()
         self._failures: list[Failure] = []
         self._takes: deque[_Take] = deque()
-        self._landings: deque[_Landing] = deque()
+        self._landings = Landings(space)
         self._leases: dict[tuple[str, int], tuple[_Epoch, Used]] = {}
         self._beside: dict[tuple[str, int], int] = {}
-        # Whether landing was tried in vain since something was let go.
-        self._is_full = False
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is left to do until the next call from outside."""
-        return not (self._outgoing or self._deliveries or self._space.passing)
 
     @property
     def blocked(self) -> bool:
@@ -257,7 +199,7 @@ class PrefetchEngine:
         _, used = self._leases.pop((client, take))
         del self._beside[client, take]
         self._space.release(used)
-        self._is_full = False
+        self._landings.room_was_made()
         self._promised -= int(used[:, 2].sum()) if self._budget else 0
         self._pump()
 
@@ -289,8 +231,7 @@ class PrefetchEngine:
             return
         if asked.take is not None:
             positions, lengths, data = self._hand_over(asked.take, epoch, positions, lengths, data)
-        if len(positions):
-            self._landings.append(_Landing(epoch, positions, lengths, data))
+        self._landings.add(epoch.row, positions, lengths, data)
         self._pump()
 
     def fail(self, ticket: int, error: StorageError) -> None:
@@ -366,8 +307,7 @@ class PrefetchEngine:
         self._epochs.remove(epoch)
         self._space.clear(epoch.row)
         self._drop([take for take in self._takes if take.epoch is epoch])
-        self._landings = deque(left for left in self._landings if left.epoch is not epoch)
-        self._is_full = False
+        self._landings.drop(epoch.row)
         self._promised = self._count_promised()
 
     def _drop(self, takes: list[_Take]) -> None:
@@ -376,7 +316,7 @@ class PrefetchEngine:
             if take.used:
                 # Marked as in use one after the other, and delivered by nobody now.
                 self._space.release(np.array(list(take.used.values()), dtype=np.int64))
-                self._is_full = False
+                self._landings.room_was_made()
 
     def _waits_for(self, take: _Take, asked: _Asked) -> bool:
         if asked.take is not None or not self._budget:
@@ -405,7 +345,7 @@ class PrefetchEngine:
 
     def _pump(self) -> None:
         """Do all that can be done now."""
-        self._land()
+        self._landings.land()
         while self._takes and self._serve(self._takes[0]):
             self._takes.popleft()
         if self._budget:
@@ -417,20 +357,6 @@ class PrefetchEngine:
                 else:
                     waiting.add(take.client)
             self._look_ahead()
-
-    def _land(self) -> None:
-        while self._landings and not self._is_full:
-            landing = self._landings.popleft()
-            stored = self._space.store(
-                landing.epoch.row, landing.positions, landing.lengths, landing.data
-            )
-            if stored < len(landing.positions):
-                data = landing.data[int(landing.lengths[:stored].sum()) :]
-                rest = _Landing(
-                    landing.epoch, landing.positions[stored:], landing.lengths[stored:], data
-                )
-                self._landings.appendleft(rest)
-                self._is_full = True
 
     def _serve(self, take: _Take) -> bool:
         return self._serve_ahead(take) if self._budget else self._serve_on_miss(take)
@@ -472,10 +398,9 @@ class PrefetchEngine:
     def _run_on_miss(self, index: CacheIndex, position: int, row: int) -> Positions:
         """Return a miss and those next ones of its list for which there is room."""
         run = index.on_miss(position, self._prefetch, self._space.places[row])
-        landing = sum(int(landing.lengths.sum()) for landing in self._landings)
         # What found no room in one piece takes its part of the capacity nevertheless.
         beside = sum(self._beside.values()) + sum(take.beside for take in self._takes)
-        room = self._space.capacity - self._space.live_bytes - landing - beside
+        room = self._space.capacity - self._space.live_bytes - self._landings.nbytes - beside
         fits = np.cumsum(self._sizes[index.numbers[run[1:]]]) <= room
         return run[: 1 + int(fits.sum())]
 
@@ -532,30 +457,12 @@ class PrefetchEngine:
     def _from_landings(self, take: _Take, only: int | None = None) -> bool:
         """Give a take what it lacks of samples that have come and have no room."""
         wanted = take.positions if only is None else np.array([only], dtype=np.uint32)
-        found = False
-        for at, landing in enumerate(list(self._landings)):
-            mine = np.isin(landing.positions, wanted)
-            if landing.epoch is not take.epoch or not mine.any():
-                continue
-            found = True
-            starts = np.cumsum(landing.lengths) - landing.lengths
-            pieces = [
-                landing.data[start : start + length]
-                for start, length in zip(starts.tolist(), landing.lengths.tolist(), strict=True)
-            ]
-            for number in np.flatnonzero(mine).tolist():
-                one = slice(number, number + 1)
-                self._give(
-                    take, take.epoch, landing.positions[one], landing.lengths[one], pieces[number]
-                )
-                take.beside += len(pieces[number])
-            rest = [piece for piece, gone in zip(pieces, mine.tolist(), strict=True) if not gone]
-            data = np.concatenate(rest) if rest else np.empty(0, dtype=np.uint8)
-            self._landings[at] = _Landing(
-                take.epoch, landing.positions[~mine], landing.lengths[~mine], data
-            )
-        self._landings = deque(landing for landing in self._landings if len(landing.positions))
-        return found
+        found = self._landings.take_out(take.epoch.row, wanted)
+        for position, data in found:
+            one = np.array([position], dtype=np.uint32)
+            self._give(take, take.epoch, one, np.array([len(data)], dtype=np.int64), data)
+            take.beside += len(data)
+        return bool(found)
 
     def _look_ahead(self) -> None:
         behind = 0

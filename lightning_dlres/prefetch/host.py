@@ -30,7 +30,8 @@ from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.net import Server
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.prefetch import messages
-from lightning_dlres.prefetch.engine import Delivery, PrefetchEngine
+from lightning_dlres.prefetch.engine import PrefetchEngine
+from lightning_dlres.prefetch.exchange import Delivery
 from lightning_dlres.prefetch.index import CacheIndex
 from lightning_dlres.prefetch.kept import KeptSamples
 from lightning_dlres.prefetch.launch import PROGRESS, failure_path

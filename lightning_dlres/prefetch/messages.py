@@ -94,7 +94,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the cache's start, see `engine.Counts`; what is in the cache now, in bytes."""
+    """Counts since the cache's start, see `exchange.Counts`; what is in the cache now, in bytes."""
 
     samples: int
     hits: int
@@ -125,8 +125,8 @@ class Failed(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Delivered:
-    """Samples, in order; arrays as in `engine.Delivery`. `keys` are in UTF-8, one behind the other,
-    and end at `key_ends`."""
+    """Samples, in order; arrays as in `exchange.Delivery`. `keys` are in UTF-8, one behind the
+    other, and end at `key_ends`."""
 
     take: int
     numbers: Positions

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dlres.core import shared_memory
-from lightning_dlres.prefetch.engine import CACHED_TIER, DIRECT_TIER, KEPT_TIER
+from lightning_dlres.prefetch.exchange import CACHED_TIER, DIRECT_TIER, KEPT_TIER
 from lightning_dlres.prefetch.messages import Delivered
 from lightning_dlres.prefetch.sequence import mixed
 

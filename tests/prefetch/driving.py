@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_dlres.prefetch.engine import (
+from lightning_dlres.prefetch.engine import PrefetchEngine
+from lightning_dlres.prefetch.exchange import (
     CACHED_TIER,
     DIRECT_TIER,
     KEPT_TIER,
     Delivery,
-    PrefetchEngine,
     Request,
 )
 from lightning_dlres.prefetch.kept import KeptSamples

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError, StorageError
-from lightning_dlres.prefetch.engine import Delivery
+from lightning_dlres.prefetch.exchange import Delivery
 from lightning_dlres.prefetch.index import CacheIndex
 from lightning_dlres.prefetch.model import predict
 from lightning_dlres.prefetch.sequence import shuffled
