@@ -175,7 +175,14 @@ class Program:
         """Return the least limit of "device" or "saved" with which the other limits can be met;
         None if there is none."""
         solved = self._solve(limits, what)
-        return None if solved is None else int(np.ceil(solved[0] - 1e-3))
+        if solved is None:
+            return None
+        # The solver's own value may be a byte too small, within its tolerance.
+        (curve,) = [curve for curve in self._curves(limits) if curve.what == what]
+        load = curve.kept + sum(
+            curve.options[index] for index in np.flatnonzero(solved[1]).tolist()
+        )
+        return int(np.ceil(load.max(initial=0.0) - 1e-3))
 
     def _selection(self, chosen: NDArray[np.bool_]) -> Selection:
         choices = [KEEP] * len(self._profile.data)
