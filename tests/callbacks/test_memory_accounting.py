@@ -60,9 +60,9 @@ class Checkpointed(nn.Module):
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "gpt": (wide_gpt, lambda: torch.randn(16, 96, 128)),
-    "mlp": (deep_mlp, lambda: torch.randn(4096, 256)),
-    "checkpointed": (Checkpointed, lambda: torch.randn(16, 96, 128)),
+    "gpt": (wide_gpt, lambda: torch.randn(8, 96, 128)),
+    "mlp": (deep_mlp, lambda: torch.randn(2048, 256)),
+    "checkpointed": (Checkpointed, lambda: torch.randn(8, 96, 128)),
     "unet": (WideUNet, lambda: torch.randn(8, 3, 64, 64)),
 }
 
