@@ -132,6 +132,8 @@ def in_turn(directory: str | None) -> Iterator[None]:
             time.sleep(_POLL)
         yield
     finally:
+        # Not only closed: a process forked meanwhile has it open, too.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

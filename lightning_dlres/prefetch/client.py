@@ -78,9 +78,8 @@ class CacheClient:
         self._thread = threading.Thread(target=self._run, name="dlres-cache-client", daemon=True)
         self._thread.start()
 
-    def begin(self, **arguments: Any) -> tuple[int, int]:
-        """Start an epoch, see `messages.Begin`; return its generation, and how many samples of it
-        are dealt to all ranks.
+    def begin(self, **arguments: Any) -> int:
+        """Start an epoch, see `messages.Begin`; return its generation.
 
         Raises:
             ConfigError: other ranks start another epoch.
@@ -90,8 +89,8 @@ class CacheClient:
         with self._lock:
             # What the epoch before has not delivered never comes.
             self._takes.clear()
-        payload = self._ask(messages.BEGIN, msgspec.msgpack.encode(begin))
-        return generation, from_msgpack(payload, int)
+        self._ask(messages.BEGIN, msgspec.msgpack.encode(begin))
+        return generation
 
     def take(self, generation: int, positions: Positions) -> Future[Samples]:
         """Ask for samples; the future has them, or the error, within the deadline."""

@@ -228,8 +228,7 @@ class CacheHost:
         if known is None:
             self._begun[begin.generation] = begin
             self._engine.begin(begin.generation, self._index(begin), self._following)
-        deal = self._deal(begin)
-        self._send(peer, messages.BEGUN, msgspec.msgpack.encode(deal.dealt))
+        self._send(peer, messages.BEGUN, b"")
 
     def _end_unused(self) -> None:
         """Give up epochs in which no process is any more."""

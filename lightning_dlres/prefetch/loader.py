@@ -239,7 +239,7 @@ class PrefetchLoader:
         return Deal(samples, consumed, self._ranks.ranks, self._unit, self._tail)
 
     def _start_epoch(self) -> int:
-        generation, _ = self.client.begin(
+        return self.client.begin(
             seed=self._seed,
             epoch=self._epoch,
             shuffle=self._shuffle,
@@ -250,7 +250,6 @@ class PrefetchLoader:
             tail=self._tail,
             more=self._epochs is None or self._epoch + 1 < self._epochs,
         )
-        return generation
 
     def _decoders(self) -> DecodePool:
         if self._pool is None:
