@@ -88,7 +88,7 @@ class PrefetchLoader:
         self._ranks = ranks or Ranks()
         # What cannot be is said now.
         Deal(0, 0, self._ranks.ranks, batch_size, tail)
-        DecodePool(BatchMaker(None, None, "raw"), workers, worker_type)
+        DecodePool(BatchMaker(decode, collate, "raw"), workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
         self._seed, self._epochs, self._report = seed, epochs, report
         self._decode, self._collate = decode, collate

@@ -7,7 +7,6 @@ memoryview, an array, a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
@@ -23,9 +22,8 @@ from lightning_dlres.prefetch.sequence import mixed
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, eq=False)
 class Sample:
-    """One sample.
+    """One sample. No dataclass: Lightning would take it apart to look for tensors.
 
     Attributes:
         key: its name in the data set.
@@ -35,11 +33,16 @@ class Sample:
             in any worker and after a restart.
     """
 
-    key: str
-    number: int
-    array: Bytes
-    seed: int
-    _shared: bool = False
+    __slots__ = ("_shared", "array", "key", "number", "seed")
+
+    def __init__(
+        self, key: str, number: int, array: Bytes, seed: int, shared: bool = False
+    ) -> None:
+        self.key, self.number, self.array, self.seed = key, number, array, seed
+        self._shared = shared
+
+    def __repr__(self) -> str:
+        return f"Sample({self.key!r}, number={self.number}, {len(self)} bytes)"
 
     @property
     def data(self) -> memoryview:

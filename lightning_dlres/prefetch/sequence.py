@@ -71,7 +71,7 @@ class Deal:
                 got_expected("consumed", self.consumed, f"0 to {self.samples}", "consumed=0")
             )
         for name in ("ranks", "batch"):
-            if getattr(self, name) < 1:
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConfigError(
                     got_expected(name, getattr(self, name), "at least 1", f"{name}=1")
                 )

@@ -5,6 +5,7 @@ processes, which look at the same memory as the caller does.
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import threading
 import time
@@ -50,10 +51,20 @@ class BatchMaker:
         decode = self.decode
         if decode is None and self.encoding == "tensors":
             decode = decode_item
-        found = [decode(sample) if decode else sample for sample in samples]
+        found = [_decoded(sample, decode) if decode else sample for sample in samples]
         if self.collate is not None:
             return self.collate(found)
         return default_collate(found) if decode else found
+
+
+def _decoded(sample: Sample, decode: Decode) -> Any:
+    try:
+        return decode(sample)
+    except Exception as error:
+        # Since Python 3.11 an error takes notes.
+        if hasattr(error, "add_note"):
+            error.add_note(f"This was in decoding sample {sample.key!r} (number {sample.number}).")
+        raise
 
 
 class DecodePool:
@@ -66,7 +77,7 @@ class DecodePool:
             "process" for any other.
 
     Raises:
-        ConfigError: a bad number or kind.
+        ConfigError: a bad number or kind, or what cannot be sent to a process.
     """
 
     def __init__(self, maker: BatchMaker, workers: int = 0, kind: Workers = "thread") -> None:
@@ -75,6 +86,8 @@ class DecodePool:
         if kind not in get_args(Workers):
             names = " or ".join(map(repr, get_args(Workers)))
             raise ConfigError(got_expected("worker_type", kind, names, "'thread'"))
+        if workers and kind == "process":
+            _check_can_be_sent(maker)
         self._maker, self.workers, self._kind = maker, workers, kind
         self._executor: Executor | None = None
 
@@ -108,6 +121,17 @@ class DecodePool:
                     initargs=(os.getpid(),),
                 )
         return self._executor
+
+
+def _check_can_be_sent(maker: BatchMaker) -> None:
+    try:
+        pickle.dumps(maker)
+    except Exception as error:  # whatever their own ways of pickling may raise
+        raise ConfigError(
+            f"decode or collate with worker_type='process': {error}. Expected functions that can "
+            "be sent to another process: of a module, not lambdas or functions inside of others. "
+            "Try worker_type='thread'."
+        ) from error
 
 
 def _start_worker(parent: int) -> None:

@@ -166,6 +166,23 @@ def test_a_store_that_is_there_is_used_if_it_is_the_data_sets(tmp_path: Path) ->
         trainer(tmp_path).fit(Model(), datamodule=module(train=few, store=tmp_path / "kept"))
 
 
+class Lengths(Model):
+    def on_train_batch_start(self, batch: list[dlres.Sample], batch_idx: int) -> None:
+        self.seen.append((self.current_epoch, [len(sample.data) for sample in batch]))
+
+    def training_step(self, batch: list[dlres.Sample], batch_idx: int) -> Tensor:
+        return self.net(batch[0].tensor()[:4] / 256).mean()
+
+
+def test_a_step_may_have_the_samples_themselves(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    for size in range(10, 30):
+        (tmp_path / "train" / str(size)).write_bytes(bytes(size))
+    model = Lengths()
+    trainer(tmp_path).fit(model, datamodule=module(train=tmp_path / "train"))
+    assert seen_in(model, 1) == [10 + number for number in shuffled(20, 0, 1).tolist()]
+
+
 class Unreadable(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         raise OSError("the disk is on fire")
@@ -284,6 +301,8 @@ def test_a_split_that_is_not_there(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"batch_size": 0}, "batch"),
+        ({"batch_size": "8"}, "batch"),
+        ({"decode": lambda s: s, "workers": 1, "worker_type": "process"}, "to another process"),
         ({"capacity": "large"}, "capacity"),
         ({"tail": "cut"}, "tail"),
         ({"storage": "tape"}, "storage"),

@@ -141,9 +141,7 @@ class NodeStorage(Storage):
             for node, client in enumerate(clients):
                 mirrors = {(node + other) % self.nodes for other in range(self._replicas)}
                 if not mirrors & welcomes.keys():
-                    left = max(0.0, start + self._timeout - time.monotonic())
-                    message = client.expect(left, "a welcome")
-                    welcomes[node] = message.decode(protocol.Welcome)
+                    welcomes[node] = self._await_welcome(client, node, start + self._timeout)
             self._check(welcomes)
             first = min(welcomes)
             table = self._fetch_table(clients[first], welcomes[first], self._name(first))
@@ -151,6 +149,16 @@ class NodeStorage(Storage):
         finally:
             for client in clients:
                 client.close()
+
+    def _await_welcome(self, client: Client, node: int, until: float) -> protocol.Welcome:
+        try:
+            message = client.expect(max(0.0, until - time.monotonic()), "a welcome")
+        except PeerTimeoutError:
+            raise PeerTimeoutError(
+                f"waited {format_seconds(self._timeout)} for an answer from {self._name(node)}, "
+                "but nothing came. Check that it runs and can be reached, and that its keys match."
+            ) from None
+        return message.decode(protocol.Welcome)
 
     def _check(self, welcomes: dict[int, protocol.Welcome]) -> None:
         for node, welcome in welcomes.items():
