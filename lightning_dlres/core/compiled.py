@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import threading
@@ -26,6 +27,8 @@ from lightning_dlres.core.units import format_seconds
 # All that others compile at a time takes a minute on a slow machine.
 PATIENCE = 300.0
 _POLL = 0.01
+# What file systems without locks say (Lustre and NFS may be mounted so): then there are none.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 _made: list[Compiled] = []
 
@@ -118,9 +121,15 @@ def in_turn(directory: str | None) -> Iterator[None]:
         yield
         return
     path = Path(directory) / "dlres.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # To read only: somebody else may have made it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        # Numba cannot write there, either.
+        yield
+        return
     deadline = time.monotonic() + PATIENCE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         while not _locked(descriptor):
             if time.monotonic() > deadline:
@@ -133,7 +142,8 @@ def in_turn(directory: str | None) -> Iterator[None]:
         yield
     finally:
         # Not only closed: a process forked meanwhile has it open, too.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
@@ -142,4 +152,7 @@ def _locked(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     return True

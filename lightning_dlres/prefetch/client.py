@@ -29,6 +29,7 @@ _WAIT = 0.5
 # Besides the storage's own deadline, which comes first and says more.
 _MARGIN = 30.0
 _LEAVE_SECONDS = 2.0
+_MOST_JOINS = 5
 
 
 class CacheClient:
@@ -140,9 +141,8 @@ class CacheClient:
             self._client.interrupt()
 
     def _join(self, config: str) -> tuple[Client, messages.Joined]:
-        deadline = time.monotonic() + self._timeout
-        while True:
-            self._host.ensure(max(0.0, deadline - time.monotonic()))
+        for _ in range(_MOST_JOINS):
+            self._host.ensure(self._timeout)
             client = Client(
                 f"pid {os.getpid()} {uuid.uuid4().hex[:8]}",
                 f"ipc://{self._host.socket}",
@@ -151,24 +151,35 @@ class CacheClient:
             )
             try:
                 client.send(messages.JOIN, msgspec.msgpack.encode(messages.Join(config)))
-                message = client.receive(_WAIT)
-                while message is None:
-                    left = deadline - time.monotonic()
-                    if left < 0 or not self._host.runs():
-                        # It may have ended just now, since nobody used it.
-                        message = client.expect(0.0, "an answer")
-                    else:
-                        message = client.receive(min(left, _WAIT))
-                if message.kind == messages.FAILED:
+                message = self._answer(client)
+                if message is not None and message.kind == messages.FAILED:
                     raise error_of(message.decode(messages.Failed))
-                return client, message.decode(messages.Joined)
-            except PeerTimeoutError:
-                client.close()
-                if time.monotonic() > deadline:
-                    raise
+                if message is not None:
+                    return client, message.decode(messages.Joined)
             except BaseException:
                 client.close()
                 raise
+            client.close()
+        raise PeerLostError(
+            f"the process that keeps the cache ended {_MOST_JOINS} times while this one joined. "
+            f"Its last words:\n{self._host.last_words()}"
+        )
+
+    def _answer(self, client: Client) -> Message | None:
+        """Return the answer to a join; None if the cache has ended just now, since nobody used it:
+        then the next one does not know of the join."""
+        deadline = time.monotonic() + self._timeout
+        while time.monotonic() < deadline:
+            message = client.receive(_WAIT)
+            if message is not None:
+                return message
+            closed = any(not event.opened for event in client.connection_events())
+            if closed or not self._host.runs():
+                return client.receive(0.0)
+        raise PeerTimeoutError(
+            f"waited {self._timeout:g} s to join the cache of this host. Its last words:\n"
+            f"{self._host.last_words()}"
+        )
 
     def _ask(self, kind: str, payload: bytes) -> bytes:
         answer = Future[bytes]()
@@ -198,6 +209,8 @@ class CacheClient:
     def _run(self) -> None:
         try:
             self._serve()
+        except Exception as error:  # nobody must wait for a thread that has ended
+            self._fail(PeerLostError(f"the connection to the cache of this host: {error!r}"))
         finally:
             self._client.close()
             self._left.set()

@@ -223,11 +223,16 @@ class CacheHost:
                 f"ranks start different epochs: got {begin} and {known}, expected the same. Do all "
                 "ranks have the same seed, batch size and checkpoint?"
             )
-        self._clients[peer] = begin.generation
+        before, self._clients[peer] = self._clients[peer], begin.generation
         self._end_unused()
         if known is None:
             self._begun[begin.generation] = begin
-            self._engine.begin(begin.generation, self._index(begin), self._following)
+            try:
+                self._engine.begin(begin.generation, self._index(begin), self._following)
+            except DlresError:
+                del self._begun[begin.generation]
+                self._clients[peer] = before
+                raise
         self._send(peer, messages.BEGUN, b"")
 
     def _end_unused(self) -> None:
@@ -372,6 +377,7 @@ def _serve(config: HostConfig, directory: Path) -> int:
             return 1
     # What it has printed is of interest only where it has not come to this. The lock goes last: who
     # finds none makes a new one, and what is here then belongs to the next cache.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     shutil.rmtree(directory, ignore_errors=True)
     for ending in (".log", ".lock"):
         directory.with_name(directory.name + ending).unlink(missing_ok=True)

@@ -33,21 +33,24 @@ class KeptSamples:
         self._data = data
         self._sizes = sizes
         self._offsets = np.full(len(self.ready), -1, dtype=np.int64)
-        self._chosen = False
+        # Whether one did not fit.
+        self._is_full = not len(data)
 
     def management_bytes(self) -> int:
         """Return the bytes of the arrays."""
         return self.ready.nbytes + self._offsets.nbytes
 
     def choose(self, numbers: Positions) -> None:
-        """Choose from the samples of an epoch, in its order; only the first call counts."""
-        if not self._chosen and self.capacity:
-            self._chosen = True
-            self.used = int(_choose(numbers, self._sizes, self._offsets, self.capacity))
+        """Choose from the samples of an epoch, in its order, until one does not fit: after a resume
+        the first epoch may be short."""
+        if not self._is_full:
+            self.used, self._is_full = _choose(
+                numbers, self._sizes, self._offsets, self.used, self.capacity
+            )
 
     def put(self, numbers: Positions, data: Bytes) -> None:
         """Copy those of some samples that were chosen; `data` is uint8[sum of their sizes]."""
-        if not self._chosen:
+        if not self.used:
             return
         wanted = (self._offsets[numbers] >= 0) & ~self.ready[numbers]
         if not wanted.any():
@@ -64,14 +67,13 @@ class KeptSamples:
         return self._offsets[numbers]
 
 
-@compiled((uint32[::1], int64[::1], int64[::1], int64))
-def _choose(numbers: Any, sizes: Any, offsets: Any, capacity: int) -> int:
-    used = 0
+@compiled((uint32[::1], int64[::1], int64[::1], int64, int64))
+def _choose(numbers: Any, sizes: Any, offsets: Any, used: int, capacity: int) -> tuple[int, bool]:
     for number in numbers:
         if offsets[number] >= 0:
             continue
         if used + sizes[number] > capacity:
-            break
+            return used, True
         offsets[number] = used
         used += sizes[number]
-    return used
+    return used, False

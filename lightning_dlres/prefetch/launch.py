@@ -189,8 +189,8 @@ def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int | None]:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             # Somebody may have removed the file between its opening and the lock.
-            held = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-        except BlockingIOError:
+            held = os.path.samestat(os.fstat(descriptor), path.stat())
+        except (BlockingIOError, FileNotFoundError):
             held = False
         yield descriptor if held else None
     finally:

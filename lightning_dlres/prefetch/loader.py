@@ -296,6 +296,11 @@ class _Iteration(Iterator[Any]):
             # To go on behind a batch that is lost would leave it out.
             self.end(error)
             raise
+        except BaseException:
+            self.end(
+                ConfigError("this iterator of a PrefetchLoader was interrupted: start another one.")
+            )
+            raise
 
     def end(self, reason: Exception) -> None:
         """Give up what is left."""
@@ -319,18 +324,22 @@ class _Iteration(Iterator[Any]):
             self._loader.stalled += time.monotonic() - started
         # What it holds is let go now.
         del make
-        self._loader._yielded += 1
         if not self._plain:
-            self._fill()
+            self._fill(waits=False)
         if self._loader._report:
             self._loader._report(self._loader)
+        # Last: what is counted is handed over.
+        self._loader._yielded += 1
         return batch
 
-    def _fill(self) -> None:
+    def _fill(self, waits: bool = True) -> None:
         """Hand what has come to the workers, and ask for more; wait for the first if there is
-        nothing to return."""
+        nothing to return. Without waiting nothing is raised, either."""
         while self._takes and len(self._making) < self._most_making:
-            if self._making and not self._takes[0].done():
+            first = self._takes[0]
+            if (self._making or not waits) and not first.done():
+                return
+            if not waits and first.exception() is not None:
                 return
             started = time.monotonic()
             samples = self._loader.client.wait(self._takes.popleft())

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from lightning_dlres.core.errors import ConfigError, PeerLostError, StorageError
+from lightning_dlres.prefetch.client import CacheClient
 from lightning_dlres.prefetch.launch import HostProcess
 from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
 from lightning_dlres.prefetch.model import predict
@@ -325,6 +326,54 @@ def test_nothing_is_left_out_behind_a_batch_that_failed(stack: ExitStack, folder
     state, broken = batches.state_dict(), False
     batches.load_state_dict(state)
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[7:].tolist()
+
+
+def test_a_batch_counts_when_it_is_handed_over(stack: ExitStack, tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number:02d}").write_bytes(bytes([number] * 10))
+    order = shuffled(40, 0, 0).tolist()
+    batches = loader(stack, tmp_path, batch_size=4, decode=None, prefetch=4, timeout="1s")
+    assert batches.data_set.samples == 40
+    (tmp_path / f"{order[13]:02d}").unlink()
+    found: list[int] = []
+    iterator = (found.extend(sample.number for sample in batch) for batch in batches)
+    with pytest.raises(StorageError, match="No such file"):
+        list(iterator)
+    assert found == order[: len(found)]
+    assert batches.state_dict()["consumed"] == len(found)
+
+
+def test_an_interrupted_iterator_says_so(stack: ExitStack, folder: Path) -> None:
+    def decode(sample: Sample) -> int:
+        raise KeyboardInterrupt
+
+    iterator = iter(loader(stack, folder, decode=decode))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(ConfigError, match="was interrupted"):
+        next(iterator)
+
+
+def test_a_join_that_a_cache_on_its_way_out_has_taken_is_made_again(
+    folder: Path, own_runtime_directory: Path
+) -> None:
+    config = host_config(folder, capacity="16KiB", prefetch=8)
+    process = HostProcess("j", config)
+    process.ensure(60)
+    pid = cache_processes()
+    # It has stopped to serve, and connections are still taken.
+    for number in pid:
+        os.kill(number, signal.SIGSTOP)
+    found: list[CacheClient] = []
+    joining = threading.Thread(target=lambda: found.append(CacheClient("j", config)))
+    joining.start()
+    joining.join(1.0)
+    assert not found
+    for number in pid:
+        os.kill(number, signal.SIGKILL)
+    joining.join(60)
+    assert found[0].joined.pid not in pid
+    found[0].close()
 
 
 def test_bytes_cannot_be_written_to(stack: ExitStack, folder: Path) -> None:

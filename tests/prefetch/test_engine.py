@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_dlres.core.errors import ConfigError, StorageError
 from lightning_dlres.prefetch.exchange import Delivery
 from lightning_dlres.prefetch.index import CacheIndex
+from lightning_dlres.prefetch.kept import KeptSamples
 from lightning_dlres.prefetch.model import predict
 from lightning_dlres.prefetch.sequence import shuffled
 from tests.prefetch.driving import Bench
@@ -229,6 +230,17 @@ def test_a_take_that_cannot_be() -> None:
         values = {"nodes": 1, "prefetch": 1, "lookahead": None, "depth": 1, **argument}
         with pytest.raises(ConfigError, match=next(iter(argument))):
             Bench(np.full(10, 10, np.int64), capacity=100, **values)
+
+
+def test_pinned_samples_are_chosen_until_one_does_not_fit() -> None:
+    kept = KeptSamples(np.zeros(25, np.uint8), np.full(6, 10, np.int64))
+    # After a resume the first epoch may be short, or empty.
+    kept.choose(np.array([], np.uint32))
+    kept.choose(np.array([4], np.uint32))
+    kept.choose(np.array([5, 4, 0, 1], np.uint32))
+    kept.put(np.array([0, 4, 5], np.uint32), np.arange(30, dtype=np.uint8))
+    assert np.flatnonzero(kept.ready).tolist() == [4, 5]
+    assert kept.offsets(np.array([4, 5], np.uint32)).tolist() == [0, 10]
 
 
 def test_a_failed_request_fails_who_waits_and_is_asked_again_for_who_does_not() -> None:

@@ -194,6 +194,25 @@ def test_a_node_that_is_down_from_the_start_is_not_waited_for(
     check(storage, fetch(storage, [0, 3], 10.0), [0, 3])
 
 
+def test_a_node_that_comes_back_as_another_is_refused(
+    stack: ExitStack, store: Path, tmp_path: Path
+) -> None:
+    nodes = start(stack, store)
+    storage = connect(stack, nodes.endpoints, replicas=2, timeout=20.0)
+    alone = connect(stack, nodes.endpoints, timeout=1.0)
+    nodes.kill(0)
+    # As many bytes, and a folder has no checksums.
+    for number in range(SAMPLES):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / f"{number:03d}").write_bytes(bytes(len(bytes_of(number))))
+    nodes.readers[0] = Twisted(open_reader(tmp_path / "other"))
+    nodes.restart(0)
+    (reply,) = fetch(alone, [0, 3])
+    assert isinstance(reply.data, StorageError)
+    assert "serve different data sets" in str(reply.data)
+    check(storage, fetch(storage, [0, 3]), [0, 3])
+
+
 def test_a_node_that_is_killed_and_comes_back(stack: ExitStack, store: Path) -> None:
     nodes = start(stack, store)
     alone = connect(stack, nodes.endpoints, timeout=1.0)

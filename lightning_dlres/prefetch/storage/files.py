@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,15 @@ from lightning_dlres.prefetch.storage.readers import Reader, check
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # A read that ends shortly after its deadline says more than that it hangs.
 GRACE = 2.0
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request that is not answered: its samples, when it was asked for, and when begun."""
+
+    numbers: Positions
+    asked: float
+    begun: float = 0.0
 
 
 class FileStorage(Storage):
@@ -36,8 +46,7 @@ class FileStorage(Storage):
         self.table, self.nodes = reader.table, nodes
         self._reader, self._timeout = reader, timeout
         self._closing = threading.Event()
-        # Of every ticket that is not answered: when it was asked for, and its first sample.
-        self._open: dict[int, tuple[float, Positions]] = {}
+        self._open: dict[int, _Open] = {}
         self._lock = threading.Lock()
         self._last_answer = time.monotonic()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dlres-read")
@@ -45,7 +54,7 @@ class FileStorage(Storage):
     def submit(self, ticket: int, node: int, numbers: Positions) -> None:
         """See `Storage`."""
         with self._lock:
-            self._open[ticket] = (time.monotonic(), numbers)
+            self._open[ticket] = _Open(numbers, time.monotonic())
         self._pool.submit(self._run, ticket, numbers)
 
     def close(self) -> None:
@@ -60,17 +69,21 @@ class FileStorage(Storage):
         return super().replies()
 
     def _give_up_hanging(self) -> None:
-        """Nothing ends a read that hangs, as those of a dead file server do."""
+        """Nothing ends a read that hangs, as those of a dead file server do. What was not begun
+        waits for as long as others are answered."""
         latest = time.monotonic() - self._timeout - GRACE
         with self._lock:
-            if self._last_answer > latest:
-                return
-            late = [ticket for ticket, (asked, _) in self._open.items() if asked < latest]
-        for ticket in late:
-            first = self._first(self._open[ticket][1])
+            stuck = self._last_answer < latest
+            late = [
+                (ticket, found)
+                for ticket, found in self._open.items()
+                if (found.begun < latest if found.begun else stuck and found.asked < latest)
+            ]
+        for ticket, found in late:
+            what = "reading has hung" if found.begun else "all that reads has hung"
             text = (
-                f"{first}: reading has hung for more than {format_seconds(self._timeout)}. Does "
-                "the file system still answer?"
+                f"{self._first(found.numbers)}: {what} for more than "
+                f"{format_seconds(self._timeout)}. Does the file system still answer?"
             )
             self._settle(Reply(ticket, StorageError(text)))
 
@@ -82,6 +95,10 @@ class FileStorage(Storage):
             self._reply(reply)
 
     def _run(self, ticket: int, numbers: Positions) -> None:
+        with self._lock:
+            if ticket not in self._open:
+                return
+            self._open[ticket].begun = time.monotonic()
         try:
             self._settle(Reply(ticket, self._read(numbers)))
         except StorageError as error:

@@ -4,6 +4,7 @@ ended, be it that the node is silent, gone, or sends nonsense.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from lightning_dlres.prefetch.storage import protocol
 
 # A reply, or why there is none.
 Outcome = Message | str
+Wrong = Callable[[protocol.Welcome], str | None]
 _LONGEST_WAIT = 1.0
 # So long one that was silent is asked only where nobody else can be; unless it answers late.
 _DOUBT = 10.0
@@ -42,12 +44,23 @@ class Link:
         name: of the node, for errors.
         settled: called in this thread with every order and how it ended.
         reachable: whether the node is known to be.
+        wrong: what is wrong with a node that says this of itself, None where nothing is. Every
+            connection begins with that: behind an address may be another node than before.
     """
 
     def __init__(
-        self, client: Client, name: str, settled: Callable[[Order, Outcome], None], reachable: bool
+        self,
+        client: Client,
+        name: str,
+        settled: Callable[[Order, Outcome], None],
+        reachable: bool,
+        wrong: Wrong,
     ) -> None:
         self._reachable, self._doubted_until = reachable, 0.0
+        self._wrong = wrong
+        # Of this connection: the greeting that was not answered yet, and whether, and how, it was.
+        self._greeting, self._is_greeted = -1, False
+        self._refusal: str | None = None
         self._client, self._name, self._settled = client, name, settled
         self._new: deque[Order] = deque()
         self._waiting: list[Order] = []
@@ -81,8 +94,10 @@ class Link:
                 # Which order it was for cannot be known; those that were sent are tried again.
                 self._fail_sent(str(error))
                 message = None
-            if message is not None:
-                self._reachable, self._doubted_until = True, 0.0
+            if message is not None and message.kind == protocol.WELCOME:
+                self._be_welcomed(message)
+            elif message is not None:
+                self._doubted_until = 0.0
                 # The reply to an order that was given up comes late, and is dropped.
                 order = self._sent.pop(message.sequence, None)
                 if order is not None:
@@ -94,23 +109,43 @@ class Link:
     def _pause(self) -> float:
         if self._new:
             return 0.0
-        times = [order.start for order in self._waiting]
+        is_told = self._is_greeted or self._refusal is not None
+        times = [order.start if is_told else order.until for order in self._waiting]
         times += [order.until for order in self._sent.values()]
         return max(0.0, min([_LONGEST_WAIT, *(t - time.monotonic() for t in times)]))
 
     def _watch_connection(self) -> None:
         for event in self._client.connection_events():
-            self._reachable, self._doubted_until = event.opened, 0.0
-            if not event.opened:
+            self._is_greeted, self._refusal = False, None
+            if event.opened:
+                with contextlib.suppress(PeerError):
+                    self._greeting = self._client.send(protocol.HELLO)
+            else:
+                self._reachable = False
                 self._fail_sent("it closed the connection")
+
+    def _be_welcomed(self, message: Message) -> None:
+        if message.sequence != self._greeting:
+            return
+        try:
+            self._refusal = self._wrong(message.decode(protocol.Welcome))
+        except ProtocolError as error:
+            self._refusal = str(error)
+        self._is_greeted = self._reachable = self._refusal is None
+        self._doubted_until = 0.0
 
     def _send_due(self) -> None:
         while self._new:
             self._waiting.append(self._new.popleft())
+        if not self._is_greeted and self._refusal is None:
+            return
         now = time.monotonic()
         due = [order for order in self._waiting if order.start <= now]
         self._waiting = [order for order in self._waiting if order.start > now]
         for order in due:
+            if self._refusal is not None:
+                self._settled(order, self._refusal)
+                continue
             try:
                 number = self._client.send(protocol.GET, order.payload)
             except PeerError as error:
@@ -121,6 +156,10 @@ class Link:
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
+        late = [order for order in self._waiting if order.until <= now]
+        self._waiting = [order for order in self._waiting if order.until > now]
+        for order in late:
+            self._settled(order, f"no connection for {format_seconds(now - order.start)}")
         for number, order in list(self._sent.items()):
             if order.until <= now:
                 del self._sent[number]

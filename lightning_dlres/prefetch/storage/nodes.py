@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -97,7 +98,13 @@ class NodeStorage(Storage):
         self._closed = False
         self.table, answering = self._greet()
         self._links = [
-            Link(self._client(node), self._name(node), self._settled, node in answering)
+            Link(
+                self._client(node),
+                self._name(node),
+                self._settled,
+                node in answering,
+                partial(self._wrong, node),
+            )
             for node in range(self.nodes)
         ]
 
@@ -161,25 +168,32 @@ class NodeStorage(Storage):
         return message.decode(protocol.Welcome)
 
     def _check(self, welcomes: dict[int, protocol.Welcome]) -> None:
+        first = min(welcomes)
+        self._first, self._expected = self._name(first), welcomes[first]
         for node, welcome in welcomes.items():
-            first = min(welcomes)
-            if welcome.version != protocol.VERSION:
-                raise ConfigError(
-                    f"{self._name(node)}: got protocol {welcome.version}, expected "
-                    f"{protocol.VERSION}. Run the same version there."
-                )
-            if (welcome.node, welcome.nodes) != (node, self.nodes):
-                raise ConfigError(
-                    f"{self._name(node)}: it is node {welcome.node} of {welcome.nodes}, expected "
-                    f"node {node} of {self.nodes}. List all nodes in their order."
-                )
-            if welcome.digest != welcomes[first].digest:
-                raise ConfigError(
-                    f"{self._name(node)} and {self._name(first)} serve different data sets: got "
-                    f"{welcome.samples} samples (digest {welcome.digest}) and "
-                    f"{welcomes[first].samples} (digest {welcomes[first].digest}), expected the "
-                    "same. Copy one store to all of them."
-                )
+            if (wrong := self._wrong(node, welcome)) is not None:
+                raise ConfigError(wrong)
+
+    def _wrong(self, node: int, welcome: protocol.Welcome) -> str | None:
+        """Return why a node is not the one it should be."""
+        if welcome.version != protocol.VERSION:
+            return (
+                f"{self._name(node)}: got protocol {welcome.version}, expected "
+                f"{protocol.VERSION}. Run the same version there."
+            )
+        if (welcome.node, welcome.nodes) != (node, self.nodes):
+            return (
+                f"{self._name(node)}: it is node {welcome.node} of {welcome.nodes}, expected "
+                f"node {node} of {self.nodes}. List all nodes in their order."
+            )
+        if welcome.digest != self._expected.digest:
+            return (
+                f"{self._name(node)} and {self._first} serve different data sets: got "
+                f"{welcome.samples} samples (digest {welcome.digest}) and "
+                f"{self._expected.samples} (digest {self._expected.digest}), expected the "
+                "same. Copy one store to all of them."
+            )
+        return None
 
     def _fetch_table(self, client: Client, welcome: protocol.Welcome, name: str) -> SampleTable:
         parts = []
