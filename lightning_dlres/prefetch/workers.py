@@ -5,13 +5,13 @@ processes, which look at the same memory as the caller does.
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -125,7 +125,8 @@ class DecodePool:
 
 def _check_can_be_sent(maker: BatchMaker) -> None:
     try:
-        pickle.dumps(maker)
+        # As the pool will send it.
+        ForkingPickler.dumps(maker)
     except Exception as error:  # whatever their own ways of pickling may raise
         raise ConfigError(
             f"decode or collate with worker_type='process': {error}. Expected functions that can "

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "gpt": (wide_gpt, lambda: torch.randn(8, 96, 128)),
     "mlp": (deep_mlp, lambda: torch.randn(2048, 256)),
     "checkpointed": (Checkpointed, lambda: torch.randn(8, 96, 128)),
-    "unet": (WideUNet, lambda: torch.randn(8, 3, 64, 64)),
+    "unet": (WideUNet, lambda: torch.randn(4, 3, 64, 64)),
 }
 
 

@@ -43,7 +43,8 @@ class AtTurn(Callback):
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 def test_with_the_disk_the_process_itself_gets_smaller(tmp_path: Path) -> None:
-    CASES["large"] = (large_mlp, lambda: torch.randn(40960, 256))
+    # 33 MiB each: up to 32, glibc may take them from memory that earlier tests have freed.
+    CASES["large"] = (large_mlp, lambda: torch.randn(33792, 256))
     try:
         plain, ours = AtTurn(), AtTurn()
         fit(Wide("large"), loader("large", 4), plain)
@@ -55,7 +56,7 @@ def test_with_the_disk_the_process_itself_gets_smaller(tmp_path: Path) -> None:
         del CASES["large"]
     assert callback.plan is not None
     planned_out = callback.plan.tiers["disk"]
-    assert planned_out > 100 * MIB
+    assert planned_out > 80 * MIB
     assert plain.seen[-1] - ours.seen[-1] >= 0.8 * planned_out
 
 
