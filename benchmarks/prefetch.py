@@ -134,7 +134,7 @@ def _measure(
         for workers in (2, 8):
             run(f"DataLoader, {workers} workers", [*side, "plain", *files, "--workers", workers])
         for workers, method in ((8, "thread"), (32, "thread"), (8, "process")):
-            name = f"ParallelMapper, {workers} {method}s"
+            name = f"ParallelMapper, {workers} {'threads' if method == 'thread' else 'processes'}"
             run(name, [*side, "mapper", *files, "--workers", workers, "--method", method])
         # One thread takes the samples apart, as workers do it for the others.
         ours = [*side, "ours", *files, "--prefetch", settings.prefetch, "--workers", 1]
