@@ -20,8 +20,8 @@ from lightning_dlres.core.keys import create_keys, load_keys, load_public_key
 from lightning_dlres.core.light import light_command
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
+from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.put import damaged, put
-from lightning_dlres.prefetch.storage.readers import open_reader
 from lightning_dlres.prefetch.storage.server import StoreNode
 
 _PORT = 5570

@@ -27,8 +27,9 @@ from lightning_dlres.core.units import format_seconds
 # All that others compile at a time takes a minute on a slow machine.
 PATIENCE = 300.0
 _POLL = 0.01
-# What file systems without locks say (Lustre and NFS may be mounted so): then there are none.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+# What file systems without locks say (Lustre and NFS may be mounted so), and NFS of a file that
+# this process may only read: then there are none.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
 
 _made: list[Compiled] = []
 
@@ -123,8 +124,7 @@ def in_turn(directory: str | None) -> Iterator[None]:
     path = Path(directory) / "dlres.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # To read only: somebody else may have made it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = _opened(path)
     except OSError:
         # Numba cannot write there, either.
         yield
@@ -145,6 +145,16 @@ def in_turn(directory: str | None) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    flags = os.O_CREAT | os.O_CLOEXEC
+    try:
+        # NFS locks only what may be written.
+        return os.open(path, os.O_RDWR | flags, 0o666)
+    except PermissionError:
+        # Somebody else has made it.
+        return os.open(path, os.O_RDONLY | flags, 0o666)
 
 
 def _locked(descriptor: int) -> bool:

@@ -6,9 +6,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A package with the same name and path, and without its `__init__`.
+# What no path has in it.
+_SEPARATOR = "\x1f"
+# Modules come from where this process has them from: `python -c` would look into the current
+# directory first. And a package with the same name and path, and without its `__init__`.
 _CODE = (
-    "import importlib, sys, types; package = types.ModuleType('lightning_dlres'); "
+    f"import sys; sys.path[:] = sys.argv.pop(1).split({_SEPARATOR!r}); import importlib, types; "
+    "package = types.ModuleType('lightning_dlres'); "
     "package.__path__ = [sys.argv.pop(1)]; sys.modules['lightning_dlres'] = package; "
     "module, function = sys.argv.pop(1).split(':'); "
     "sys.exit(getattr(importlib.import_module(module), function)())"
@@ -19,4 +23,5 @@ def light_command(function: str, *arguments: str) -> list[str]:
     """Return the command line that calls a function, such as "lightning_dlres.room.module:main",
     with arguments in `sys.argv[1:]`, and exits with what it returns."""
     package = str(Path(__file__).resolve().parent.parent)
-    return [sys.executable, "-c", _CODE, package, function, *arguments]
+    path = _SEPARATOR.join(sys.path)
+    return [sys.executable, "-c", _CODE, path, package, function, *arguments]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import Dataset
 from typing_extensions import override
 
@@ -158,6 +159,8 @@ class PrefetchCacheDataModule(LightningDataModule):
         self._state: dict[str, Any] | None = None
         self._last: Metrics | None = None
         self._batches, self._stalled_before = 0, 0.0
+        # How many batches were trained on when the last one was handed over.
+        self._trained_before: int | None = None
         for split in _SPLITS:
             # Bad values are said now, whatever will be loaded.
             source = self._splits[split]
@@ -198,7 +201,11 @@ class PrefetchCacheDataModule(LightningDataModule):
         if known is not None:
             return known
         trainer = self._trainer()
-        loader = self._loader("train", self._tail, self._shuffle)
+        shuffle = self._shuffle
+        if shuffle and trainer.overfit_batches:  # type: ignore[attr-defined]
+            rank_zero_warn("overfit_batches: training samples come in the data set's order now.")
+            shuffle = False
+        loader = self._loader("train", self._tail, shuffle)
         if self._state is not None and trainer.state.fn == "fit":
             full = len(loader)
             loader.load_state_dict(self._state)
@@ -236,8 +243,21 @@ class PrefetchCacheDataModule(LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Of a checkpoint that is tested only nothing is gone on with.
-        if self._trainer().state.fn == "fit":
-            self._state = state_dict.get("train")
+        if self._trainer().state.fn != "fit":
+            return
+        self._state = state_dict.get("train")
+        loader = self._loaders.get("train")
+        if loader is not None and self._state is not None:
+            # It was asked for before, as `Trainer.estimated_stepping_batches` does.
+            counted = len(loader)
+            loader.load_state_dict(self._state)
+            self._state = None
+            if len(loader) != counted:
+                raise ConfigError(
+                    f"resume: got a checkpoint of other ranks, with which this epoch has "
+                    f"{len(loader)} batches, after the Trainer had counted {counted}. Ask for "
+                    "Trainer.estimated_stepping_batches in configure_optimizers, not in setup."
+                )
 
     def _forget(self) -> None:
         for loader in self._loaders.values():
@@ -245,6 +265,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         self._loaders.clear()
         self._state = None
         self._last, self._batches, self._stalled_before = None, 0, 0.0
+        self._trained_before = None
 
     def _config(self, split: str, source: str | Path | Sequence[str]) -> Any:
         train = split == "train"
@@ -276,6 +297,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             epoch=trainer.current_epoch if split == "train" else 0,
             epochs=_epochs(trainer) if split == "train" else 1,
             report=self._report if split == "train" else None,
+            unfinished=self._unfinished if split == "train" else None,
             **self._loading,
         )
         return self._loaders[split]
@@ -301,6 +323,7 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     def _report(self, loader: PrefetchLoader) -> None:
         trainer = self._trainer()
+        self._trained_before = _trained(trainer)
         self._batches += 1
         if not trainer.loggers or self._batches % max(trainer.log_every_n_steps, 1):  # type: ignore[attr-defined]
             return
@@ -309,6 +332,10 @@ class PrefetchCacheDataModule(LightningDataModule):
             for logger in trainer.loggers:
                 logger.log_metrics(self._figures(now, loader), step=trainer.global_step)
             self._last, self._stalled_before = now, loader.stalled
+
+    def _unfinished(self) -> int:
+        """How many batches are in a training step, or in one that has failed."""
+        return int(self._trained_before == _trained(self._trainer()))
 
     def _figures(self, now: Metrics, loader: PrefetchLoader) -> dict[str, float]:
         """Return what has happened since the last time."""
@@ -336,6 +363,10 @@ class PrefetchCacheDataModule(LightningDataModule):
                 "trainer.fit(model, datamodule=...)."
             )
         return self.trainer
+
+
+def _trained(trainer: Trainer) -> int:
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)  # type: ignore[attr-defined]
 
 
 def _epochs(trainer: Trainer) -> int | None:

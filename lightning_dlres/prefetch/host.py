@@ -319,9 +319,9 @@ class _Progress:
     def __init__(self, directory: Path) -> None:
         self._path, self._next = directory / PROGRESS, time.monotonic() + _PROGRESS_SECONDS
 
-    def __call__(self, listed: int) -> None:
+    def __call__(self, done: str) -> None:
         if time.monotonic() > self._next:
-            self._path.write_text(f"{listed} samples listed")
+            self._path.write_text(done)
             self._next = time.monotonic() + _PROGRESS_SECONDS
 
 

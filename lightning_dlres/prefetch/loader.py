@@ -46,6 +46,9 @@ class Ranks:
 class PrefetchLoader:
     """An iterable of batches; every `iter` goes through the next epoch.
 
+    Given to a Trainer without a data module its state is in checkpoints, too, but Lightning does
+    not give it back where `Trainer.estimated_stepping_batches` was asked for before training.
+
     Args:
         cache: the name of the host's cache, see `CacheClient`.
         config: of the cache.
@@ -59,7 +62,9 @@ class PrefetchLoader:
         epoch: the number of the first.
         unit: how many samples of a rank "drop" does not split; None: a batch.
         epochs: how many there will be, so that nothing is fetched for one more; None: unknown.
-        report: called after every batch with the metrics that have become known, see `metrics`.
+        report: called when a batch is about to be handed over.
+        unfinished: says how many of the last batches that were handed over do not count yet: they
+            are dealt again after a resume, because they were not trained on. None: all count.
 
     Raises:
         ConfigError: a bad value.
@@ -83,6 +88,7 @@ class PrefetchLoader:
         epochs: int | None = None,
         unit: int | None = None,
         report: Callable[[PrefetchLoader], None] | None = None,
+        unfinished: Callable[[], int] | None = None,
     ) -> None:
         self._cache, self._config = cache, config
         self._ranks = ranks or Ranks()
@@ -90,7 +96,8 @@ class PrefetchLoader:
         Deal(0, 0, self._ranks.ranks, batch_size, tail)
         DecodePool(BatchMaker(decode, collate, "raw"), workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
-        self._seed, self._epochs, self._report = seed, epochs, report
+        self._seed, self._epochs = seed, epochs
+        self._report, self._unfinished = report, unfinished
         self._decode, self._collate = decode, collate
         self._workers, self._worker_type = workers, worker_type
         self._client: CacheClient | None = None
@@ -106,7 +113,7 @@ class PrefetchLoader:
     def __len__(self) -> int:
         """How many batches this rank has in the epoch under way or, between epochs, in the next;
         after a resume with other ranks those before it count as they were."""
-        if self._exhausted():
+        if self._exhausted(self._yielded):
             return self._batches(0)
         return self._before + self._batches(self._start)
 
@@ -125,11 +132,14 @@ class PrefetchLoader:
         Args:
             limit: after how many batches the epoch is over though samples are left.
         """
-        epoch, before = self._epoch, self._before + self._yielded
-        dealt = self._yielded * self._batch_size * self._ranks.ranks
+        done = self._yielded
+        if self._unfinished is not None:
+            done -= min(done, self._unfinished())
+        epoch, before = self._epoch, self._before + done
+        dealt = done * self._batch_size * self._ranks.ranks
         consumed = min(self._start + dealt, self.data_set.samples)
-        cut = limit is not None and self._yielded and before >= limit
-        if cut or self._exhausted():
+        cut = limit is not None and done and before >= limit
+        if cut or self._exhausted(done):
             epoch, consumed, before = epoch + 1, 0, 0
         return {
             "version": _VERSION,
@@ -142,7 +152,7 @@ class PrefetchLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with the next `iter`.
+        """Go on from a state, with the next `iter` or the first batch of one that has not begun.
 
         Raises:
             ConfigError: the state is of another data set.
@@ -161,7 +171,9 @@ class PrefetchLoader:
                 f"{joined.digest}. Its order would be another: start without the checkpoint, or "
                 "with the data set that it was made with."
             )
-        self._end_iteration()
+        iteration = self._iteration() if self._iteration is not None else None
+        if iteration is not None and iteration.started:
+            self._end_iteration()
         self._epoch, self._start = state["epoch"], state["consumed"]
         self._before, self._yielded, self._finished = state["batches"], 0, False
         self._seed = state["seed"]
@@ -202,7 +214,9 @@ class PrefetchLoader:
             **vars(self),
             "_cache": f"{self._cache.partition('~')[0]}~{uuid.uuid4().hex[:8]}",
             "_ranks": replace(self._ranks, local=(self._ranks.rank,)),
-            **dict.fromkeys(("_client", "_pool", "_iteration", "_leaving", "_report")),
+            **dict.fromkeys(
+                ("_client", "_pool", "_iteration", "_leaving", "_report", "_unfinished")
+            ),
         }
 
     @property
@@ -222,8 +236,10 @@ class PrefetchLoader:
             )
         self._iteration = None
 
-    def _exhausted(self) -> bool:
-        return self._finished or 0 < self._batches(self._start) <= self._yielded
+    def _exhausted(self, done: int) -> bool:
+        """Return whether the epoch is over after so many batches."""
+        finished = self._finished and done == self._yielded
+        return finished or 0 < self._batches(self._start) <= done
 
     def _batches(self, consumed: int) -> int:
         """Return how many batches of this rank are left of an epoch."""
@@ -266,7 +282,8 @@ class _Iteration(Iterator[Any]):
         self._loader = loader
         self._takes: deque[Future[Samples]] = deque()
         self._making: deque[Callable[[], Any]] = deque()
-        self._started = False
+        # Whether a batch was asked for.
+        self.started = False
         # What every further call raises.
         self._over: Exception | None = None
 
@@ -285,7 +302,7 @@ class _Iteration(Iterator[Any]):
         self._most_takes = 1 if self._plain else 2 + 2 * self._pool.workers
         self._most_making = 1 + 2 * self._pool.workers
         self._seed = mixed(mixed(loader._seed % 2**64) + loader._epoch)
-        self._started = True
+        self.started = True
 
     def __next__(self) -> Any:
         if self._over is not None:
@@ -310,7 +327,7 @@ class _Iteration(Iterator[Any]):
             self._making.clear()
 
     def _next(self) -> Any:
-        if not self._started:
+        if not self.started:
             self._start()
         self._ask()
         if not self._making and not self._takes:

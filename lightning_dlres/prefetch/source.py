@@ -11,8 +11,8 @@ from lightning_dlres.prefetch.messages import SourceConfig
 from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply, Storage
 from lightning_dlres.prefetch.storage.files import FileStorage
+from lightning_dlres.prefetch.storage.listings import Listed, open_reader
 from lightning_dlres.prefetch.storage.nodes import Identity, NodeStorage
-from lightning_dlres.prefetch.storage.readers import Listed, open_reader
 from lightning_dlres.prefetch.storage.server import StoreNode
 
 KINDS = ("embedded", "files", "nodes")

@@ -72,8 +72,17 @@ class SampleTable:
         encoding: str = "raw",
         packs: int = 0,
     ) -> SampleTable:
-        """Return a table of lists."""
-        texts = [key.encode() for key in keys]
+        """Return a table of lists.
+
+        Raises:
+            ConfigError: a key that is no text, as names of files may be, or bad sizes.
+        """
+        try:
+            texts = [key.encode() for key in keys]
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                got_expected("key of a sample", error.object, "a text in UTF-8", "another name")
+            ) from error
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         blob = np.frombuffer(b"".join(texts), dtype=np.uint8)
         sums = None if checksums is None else np.array(checksums, dtype=np.uint32)

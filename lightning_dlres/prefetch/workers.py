@@ -4,6 +4,7 @@ processes, which look at the same memory as the caller does.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import threading
@@ -114,11 +115,13 @@ class DecodePool:
                 self._executor = ThreadPoolExecutor(self.workers, "dlres-decode")
             else:
                 context = torch.multiprocessing.get_context()
+                # The parent that the system knows of is this process, or the server that forks.
+                served = context.get_start_method() == "forkserver"
                 self._executor = ProcessPoolExecutor(
                     self.workers,
                     mp_context=context,
                     initializer=_start_worker,
-                    initargs=(os.getpid(),),
+                    initargs=(None if served else os.getpid(),),
                 )
         return self._executor
 
@@ -135,14 +138,19 @@ def _check_can_be_sent(maker: BatchMaker) -> None:
         ) from error
 
 
-def _start_worker(parent: int) -> None:
+def _start_worker(parent: int | None) -> None:
     # As many processes as there are cores compute already.
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int | None) -> None:
     """A worker whose parent was killed would wait for ever, and keep the cache in use."""
+    if parent is None:
+        starter = multiprocessing.parent_process()
+        assert starter is not None
+        # Not with "fork": its workers hold the pipe open that this listens to, for each other.
+        starter.join()
     while os.getppid() == parent:
         time.sleep(_WATCH_SECONDS)
     os._exit(1)

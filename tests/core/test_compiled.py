@@ -3,6 +3,8 @@ one."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import textwrap
@@ -39,10 +41,13 @@ MODULE = """
 DEADLINE = 120
 
 
-def test_every_process_gets_the_code_for_its_types(tmp_path: Path) -> None:
+def test_every_process_gets_the_code_for_its_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "totals.py").write_text(textwrap.dedent(MODULE))
     kept = tmp_path / "kept"
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(kept), "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(kept)}
     running = [
         subprocess.Popen(
             light_command("totals:main", order),
@@ -56,6 +61,31 @@ def test_every_process_gets_the_code_for_its_types(tmp_path: Path) -> None:
     found = [process.communicate(timeout=DEADLINE)[0].split() for process in running]
     assert found == [["10", "5.0"]] * 3
     assert len(list(kept.rglob("*.nbc"))) == 2
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_network_file_systems_lock_what_may_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    lock, open_ = fcntl.flock, os.open
+    held = []
+
+    def as_nfs(descriptor: int, kind: int) -> None:
+        written = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        if kind & fcntl.LOCK_EX and not written:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(descriptor, kind)
+        held.append(kind)
+
+    def of_somebody_else(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR and not writable:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_(path, flags, *mode)
+
+    monkeypatch.setattr(fcntl, "flock", as_nfs)
+    monkeypatch.setattr(os, "open", of_somebody_else)
+    with in_turn(str(tmp_path)):
+        assert bool(held) == writable
 
 
 def test_other_types_are_not_compiled() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -125,6 +125,85 @@ def test_a_checkpoint_goes_on_with_the_next_sample(tmp_path: Path, steps: int) -
     )
     whole = [number for epoch in range(3) for number in order(epoch, 4)]
     assert [n for model in (first, second) for _, numbers in model.seen for n in numbers] == whole
+
+
+@pytest.mark.parametrize("failing", ["training_step", "transfer_batch_to_device"])
+def test_a_batch_that_was_not_trained_on_comes_again(tmp_path: Path, failing: str) -> None:
+    class Failing(Model):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if failing == "training_step" and len(self.trained) == 4:
+                raise RuntimeError("out of luck")
+            self.trained.append(batch[1].tolist())
+            return super().training_step(batch, batch_idx)
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            if failing == "transfer_batch_to_device" and len(self.trained) == 4:
+                raise RuntimeError("out of luck")
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained: list[list[int]] = []
+
+    first, second = Failing(), Model()
+    saving = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer(tmp_path, callbacks=[saving], enable_checkpointing=True).fit(
+            first, datamodule=module()
+        )
+    trainer(tmp_path, max_epochs=1).fit(
+        second, datamodule=module(), ckpt_path=tmp_path / "on_exception.ckpt"
+    )
+    found = [*first.trained, *(numbers for _, numbers in second.seen)]
+    assert [number for numbers in found for number in numbers] == order(0)
+
+
+class AskingModel(Model):
+    """Asks for the number of steps before a checkpoint is read, or after."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self._when = when
+
+    def setup(self, stage: str) -> None:
+        if self._when == "setup":
+            assert self.trainer.estimated_stepping_batches == 7
+
+    def configure_optimizers(self) -> Any:
+        if self._when == "configure_optimizers":
+            assert self.trainer.estimated_stepping_batches == 7
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("when", ["setup", "configure_optimizers"])
+def test_a_resume_after_the_steps_were_counted(tmp_path: Path, when: str) -> None:
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+    first, second = Model(), AskingModel(when)
+    trainer(
+        tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=3, max_epochs=-1
+    ).fit(first, datamodule=module())
+    trainer(tmp_path, max_epochs=1).fit(
+        second, datamodule=module(), ckpt_path=tmp_path / "last.ckpt"
+    )
+    assert seen_in(first, 0) + seen_in(second, 0) == order(0)
+
+
+def test_counted_steps_that_a_checkpoint_of_other_ranks_changes_are_refused(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+    trainer(
+        tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=3, max_epochs=-1
+    ).fit(Model(), datamodule=module(batch_size=10))
+    with pytest.raises(dlres.ConfigError, match="in configure_optimizers, not in setup"):
+        trainer(tmp_path, max_epochs=1).fit(
+            AskingModel("setup"), datamodule=module(), ckpt_path=tmp_path / "last.ckpt"
+        )
+
+
+def test_overfitting_has_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
+    model = Model()
+    with pytest.warns(UserWarning, match="overfit_batches"):
+        trainer(tmp_path, overfit_batches=2).fit(model, datamodule=module())
+    assert seen_in(model, 0) == seen_in(model, 1) == list(range(16))
 
 
 def test_epochs_that_are_cut_short_go_on_with_the_next(tmp_path: Path) -> None:

@@ -273,16 +273,20 @@ def test_a_loader_that_is_only_forgotten_leaves_too(
     wait_until(lambda: pid not in cache_processes(), "the cache's process has ended")
 
 
-def test_workers_of_a_killed_process_end(folder: Path, own_runtime_directory: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_with_a_process_that_is_killed_and_not_before(
+    folder: Path, own_runtime_directory: Path, method: str
+) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
+            multiprocessing.set_start_method(method, force=True)
             config = host_config(folder, capacity="16KiB", prefetch=8)
             batches = PrefetchLoader(
                 "w", config, batch_size=7, decode=numbers, workers=2, worker_type="process"
             )
-            next(iter(batches))
+            assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0).tolist()
             workers = [process.pid for process in multiprocessing.active_children()]
             os.write(writer, json.dumps([batches.client.joined.pid, *workers]).encode())
             signal.pause()

@@ -18,9 +18,10 @@ from lightning_dlres.core.keys import create_keys, load_keys, load_public_key
 from lightning_dlres.core.net import Client
 from lightning_dlres.prefetch.storage import protocol
 from lightning_dlres.prefetch.storage.base import Reply
+from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.nodes import Identity, NodeStorage
 from lightning_dlres.prefetch.storage.put import put
-from lightning_dlres.prefetch.storage.readers import Reader, open_reader
+from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.server import StoreNode
 from tests.prefetch.conftest import SAMPLES, bytes_of
 

@@ -3,20 +3,26 @@ named."""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlres.core.errors import ConfigError, StorageError
-from lightning_dlres.prefetch.storage import files
+from lightning_dlres.core.errors import ConfigError, PeerTimeoutError, StorageError
+from lightning_dlres.prefetch.storage import files, listings
 from lightning_dlres.prefetch.storage.files import FileStorage
+from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.put import damaged, put
-from lightning_dlres.prefetch.storage.readers import open_reader
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 from tests.prefetch.conftest import SAMPLES, bytes_of
 from tests.waiting import wait_until
@@ -63,6 +69,121 @@ def test_any_map_style_data_set_can_be_put(tmp_path: Path) -> None:
             put(wrong, tmp_path / "third")
 
 
+def test_a_file_system_of_fsspec_holds_the_same(folder: Path, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    put(folder, tmp_path / "store", packs=3)
+    for name, source in (("plain", folder), ("packed", tmp_path / "store")):
+        memory.put(str(source), f"/{tmp_path.name}/{name}", recursive=True)
+        reader = open_reader(f"memory://{tmp_path.name}/{name}")
+        assert [bytes(data) for data in reader.read(EVERY)] == [*map(bytes_of, range(SAMPLES))]
+        assert reader.table.key(3) == "part0/sample 003.bin"
+    memory.rm(f"/{tmp_path.name}", recursive=True)
+
+
+def test_a_server_that_tells_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = MemoryFileSystem.find
+
+    def unsized(*args: Any, **options: Any) -> Any:
+        return {name: {**info, "size": None} for name, info in find(*args, **options).items()}
+
+    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/a", b"x")
+    monkeypatch.setattr(MemoryFileSystem, "find", unsized)
+    # Asked for one by one it tells them.
+    assert open_reader(f"memory://{tmp_path.name}").table.total_bytes == 1
+    monkeypatch.setattr(MemoryFileSystem, "sizes", lambda _, paths: [None] * len(paths))
+    with pytest.raises(ConfigError, match=r"no size of 'a'.*into a store"):
+        open_reader(f"memory://{tmp_path.name}")
+
+
+@pytest.fixture
+def web(folder: Path) -> Iterator[tuple[str, threading.Event]]:
+    """A web server's address, and what has to be set before it answers."""
+    answers = threading.Event()
+    answers.set()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, directory=str(folder), **options)
+
+        def send_head(self) -> Any:
+            answers.wait()
+            return super().send_head()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        # All files at once.
+        request_queue_size = SAMPLES
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/part1", answers
+        answers.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_a_folder_of_a_web_server(web: tuple[str, threading.Event]) -> None:
+    reader = open_reader(web[0])
+    found = reader.read(np.arange(len(reader.table), dtype=np.uint32))
+    assert [bytes(data) for data in found] == [*map(bytes_of, range(50, SAMPLES))]
+
+
+def test_a_server_that_takes_long_to_list(
+    web: tuple[str, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listings, "_BEAT_SECONDS", 0.01)
+    web[1].clear()
+    told: list[str] = []
+
+    def listed(done: str) -> None:
+        told.append(done)
+        if len(told) == 3:
+            web[1].set()
+
+    assert len(open_reader(web[0], listed).table) == SAMPLES - 50
+    assert told[0].startswith(f"listing {web[0]} for")
+    web[1].clear()
+    monkeypatch.setattr(listings, "LONGEST_LISTING", 0.1)
+    with pytest.raises(PeerTimeoutError, match=f"{web[0]}: no answer in"):
+        open_reader(web[0])
+
+
+def test_links_to_folders_are_followed_and_not_round(tmp_path: Path) -> None:
+    data, other = tmp_path / "data", tmp_path / "other"
+    for path in (data / "cat", other):
+        path.mkdir(parents=True)
+        (path / "1").write_bytes(b"x")
+    (data / "dog").symlink_to(other)
+    (data / "cat" / "up").symlink_to(data)
+    (other / "2").symlink_to(data / "cat" / "1")
+    (other / "over").symlink_to(data / "cat")
+    table = open_reader(data).table
+    keys = [table.key(number) for number in range(len(table))]
+    assert keys == ["cat/1", "dog/1", "dog/2", "dog/over/1"]
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    (tmp_path / "below").mkdir()
+    scan = os.scandir
+
+    def refusing(path: Path) -> Any:
+        if Path(path).name == "below":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", refusing)
+        with pytest.raises(ConfigError, match=f"{tmp_path}/below: Permission denied"):
+            open_reader(tmp_path)
+
+
 def test_a_store_stays_whole_until_the_next_one_is(tmp_path: Path) -> None:
     put([b"one", b"two", b"three"], tmp_path, packs=3)
     with pytest.raises(ConfigError, match="item 1"):
@@ -103,8 +224,12 @@ def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
         (lambda d: (d / "a.jpg").write_bytes(b"x") and d / "a.jpg", "ending is none"),
         (lambda d: (d / "empty").mkdir() or d / "empty", "expected files in it"),
         (lambda d: "nosuch://bucket/x", "fsspec"),
-        (lambda d: f"file://{d}/missing", "got no files"),
+        (lambda d: f"file://{d}/missing", "Nothing is there"),
         (lambda d: (d / "l.txt").write_text("gone.bin\n") and d / "l.txt", "gone.bin"),
+        (lambda d: (d / "b.txt").write_bytes(b"\xe4.jpg\n") and d / "b.txt", "in UTF-8"),
+        (lambda d: os.mkfifo(d / "pipe") or d, "something else than a file"),
+        (lambda d: (d / os.fsdecode(b"\xe4.jpg")).write_bytes(b"x") and d, "in UTF-8"),
+        (lambda d: (d / "gone").symlink_to(d / "x") or d, "No such file"),
         (lambda d: (d / "e.txt").write_text("\n") and d / "e.txt", "a data set"),
         (
             lambda d: (d / MANIFEST).write_bytes(b"x" * 600) and d,

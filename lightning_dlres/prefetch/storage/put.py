@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
-from lightning_dlres.prefetch.storage.readers import PACKS, Reader, check, open_reader, pack_name
+from lightning_dlres.prefetch.storage.listings import PACKS, open_reader, pack_name
+from lightning_dlres.prefetch.storage.readers import Reader, check
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 
 _AT_ONCE = 256

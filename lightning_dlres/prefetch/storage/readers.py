@@ -8,23 +8,17 @@ import os
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_dlres.core.errors import ConfigError, StorageError
+from lightning_dlres.core.errors import StorageError
 from lightning_dlres.prefetch.sequence import Positions
-from lightning_dlres.prefetch.table import MANIFEST, SampleTable
+from lightning_dlres.prefetch.table import SampleTable
 
-_LISTINGS = (".txt", ".tsv")
-Listed = Callable[[int], None]
 _MOST_PREAD = 1 << 30
-# What packs are called.
-PACKS = "samples-*-of-*.bin"
 
 
 @dataclass(frozen=True)
@@ -192,137 +186,6 @@ def check(table: SampleTable, numbers: Positions, data: Sequence[memoryview | by
                 f"{found:08x}, expected {expected:08x}"
             )
     return None
-
-
-def open_reader(source: str | Path, listed: Listed | None = None) -> Reader:
-    """Return the reader of a store, a folder, a listing or a URL of a store or folder.
-
-    A listing is a text file (.txt, .tsv) with one sample in each line: a path, or a key, a tab and
-    a path; relative paths count from the listing.
-
-    Args:
-        source: what to read.
-        listed: called now and then with how many samples were found.
-
-    Raises:
-        ConfigError: there is nothing of the kind.
-    """
-    text = str(source)
-    if "://" in text:
-        return _open_url(text)
-    path = Path(text).expanduser().absolute()
-    if path.is_dir():
-        if (path / MANIFEST).exists():
-            table = SampleTable.load(path / MANIFEST)
-            if table.packs:
-                return _packed(table, LocalFiles(keep_open=True), f"{path}/")
-        return _folder(path, listed)
-    if path.suffix in _LISTINGS and path.is_file():
-        return _listed(path, listed)
-    raise ConfigError(
-        f"a data set: got {text!r}, expected a folder, a store, a listing (.txt or .tsv), or a "
-        "URL. " + ("Its ending is none of these." if path.is_file() else "Nothing is there.")
-    )
-
-
-def pack_name(pack: int, packs: int) -> str:
-    """Return what a pack's file is called."""
-    return f"samples-{pack:05d}-of-{packs:05d}.bin"
-
-
-def _packed(table: SampleTable, files: Files, prefix: str) -> Reader:
-    names = [prefix + pack_name(pack, table.packs) for pack in range(table.packs)]
-    return Reader(table, files, names, packed=True)
-
-
-def _folder(root: Path, listed: Listed | None) -> Reader:
-    """Every file of a folder and those below it, but for hidden ones."""
-    keys = []
-    for directory, below, names in os.walk(root):
-        below[:] = [name for name in below if not name.startswith(".")]
-        inside = (
-            "" if directory == str(root) else f"{Path(directory).relative_to(root).as_posix()}/"
-        )
-        keys += [inside + name for name in names if not name.startswith(".")]
-        if listed:
-            listed(len(keys))
-    keys.sort()
-    if not keys:
-        raise ConfigError(
-            f"a data set: got {root}, expected files in it. Hidden ones do not count."
-        )
-    _refuse_unfinished(keys, str(root))
-    paths = [f"{root}/{key}" for key in keys]
-    table = SampleTable.build(keys, _sizes(paths, listed))
-    return Reader(table, LocalFiles(), paths, packed=False)
-
-
-def _listed(listing: Path, listed: Listed | None) -> Reader:
-    keys, paths = [], []
-    for line in listing.read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            key, tab, path = line.partition("\t")
-            keys.append(key)
-            paths.append(str(listing.parent / (path if tab else key)))
-    table = SampleTable.build(keys, _sizes(paths, listed))
-    return Reader(table, LocalFiles(), paths, packed=False)
-
-
-def _refuse_unfinished(keys: Sequence[str], name: str) -> None:
-    """Raise where a folder is a store without its manifest: its packs are no samples."""
-    packs = [key for key in keys if fnmatch(key, PACKS) or fnmatch(key, f"{PACKS}.part")]
-    if packs:
-        raise ConfigError(
-            f"a data set: got {name} with {packs[0]} and no {MANIFEST}, expected a whole store, or "
-            "a folder of samples. Write it again with `dlres store put --overwrite`."
-        )
-
-
-def _sizes(paths: Iterable[str], listed: Listed | None) -> list[int]:
-    sizes: list[int] = []
-    for path in paths:
-        sizes.append(_size(path))
-        if listed:
-            listed(len(sizes))
-    return sizes
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError as error:
-        raise ConfigError(
-            f"a data set: {path}: {error.strerror}. Expected a file that can be read."
-        ) from error
-
-
-def _open_url(url: str) -> Reader:
-    import fsspec
-
-    try:
-        system, root = fsspec.core.url_to_fs(url)
-        files, prefix = UrlFiles(system), root.rstrip("/") + "/"
-        if system.exists(prefix + MANIFEST):
-            data = np.frombuffer(system.cat_file(prefix + MANIFEST), dtype=np.uint8)
-            return _packed(SampleTable.from_bytes(data, url), files, prefix)
-        found = system.find(root, detail=True)
-    except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"a data set: {url}: {error or type(error).__name__}. Expected a URL that fsspec can "
-            "open, of a store or a folder."
-        ) from error
-    files_of = {
-        path.removeprefix(prefix): path
-        for path, info in found.items()
-        if info["type"] == "file" and "/." not in "/" + path.removeprefix(prefix)
-    }
-    keys = sorted(files_of)
-    paths = [files_of[key] for key in keys]
-    if not paths:
-        raise ConfigError(f"a data set: {url}: got no files, expected a store or a folder.")
-    _refuse_unfinished(keys, url)
-    sizes = [int(found[path]["size"]) for path in paths]
-    return Reader(SampleTable.build(keys, sizes), files, paths, packed=False)
 
 
 def _offsets(table: SampleTable, packs: int) -> Any:

@@ -1,0 +1,243 @@
+"""Finding the samples of a source: of a store, a folder, a text file that lists them, or a URL."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lightning_dlres.core.errors import ConfigError, DlresError, PeerTimeoutError
+from lightning_dlres.core.units import format_seconds
+from lightning_dlres.prefetch.storage.readers import Files, LocalFiles, Reader, UrlFiles
+from lightning_dlres.prefetch.table import MANIFEST, SampleTable
+
+# Told what has been done.
+Listed = Callable[[str], None]
+# What packs are called.
+PACKS = "samples-*-of-*.bin"
+_LISTINGS = (".txt", ".tsv")
+# Millions of files of a web server take minutes to list.
+LONGEST_LISTING = 900.0
+_BEAT_SECONDS = 1.0
+
+_Found = TypeVar("_Found")
+
+
+def open_reader(source: str | Path, listed: Listed | None = None) -> Reader:
+    """Return the reader of a store, a folder, a listing or a URL of a store or folder.
+
+    A folder is all files in it and below it, through links, too, but for hidden ones. A listing is
+    a text file (.txt, .tsv) with one sample in each line: a path, or a key, a tab and a path;
+    relative paths count from the listing.
+
+    Args:
+        source: what to read.
+        listed: called now and then with what has been done.
+
+    Raises:
+        ConfigError: there is nothing of the kind.
+    """
+    text = str(source)
+    if "://" in text:
+        return _open_url(text, listed)
+    path = Path(text).expanduser().absolute()
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            table = SampleTable.load(path / MANIFEST)
+            if table.packs:
+                return _packed(table, LocalFiles(keep_open=True), f"{path}/")
+        return _folder(path, listed)
+    if path.suffix in _LISTINGS and path.is_file():
+        return _listing(path, listed)
+    raise ConfigError(
+        f"a data set: got {text!r}, expected a folder, a store, a listing (.txt or .tsv), or a "
+        "URL. " + ("Its ending is none of these." if path.is_file() else "Nothing is there.")
+    )
+
+
+def pack_name(pack: int, packs: int) -> str:
+    """Return what a pack's file is called."""
+    return f"samples-{pack:05d}-of-{packs:05d}.bin"
+
+
+def _packed(table: SampleTable, files: Files, prefix: str) -> Reader:
+    names = [prefix + pack_name(pack, table.packs) for pack in range(table.packs)]
+    return Reader(table, files, names, packed=True)
+
+
+def _folder(root: Path, listed: Listed | None) -> Reader:
+    keys = []
+    for key in _files_below(root):
+        keys.append(key)
+        if listed:
+            listed(f"{len(keys)} samples listed")
+    keys.sort()
+    if not keys:
+        raise ConfigError(
+            f"a data set: got {root}, expected files in it. Hidden ones do not count."
+        )
+    _refuse_unfinished(keys, str(root))
+    paths = [f"{root}/{key}" for key in keys]
+    table = SampleTable.build(keys, _sizes(paths, listed))
+    return Reader(table, LocalFiles(), paths, packed=False)
+
+
+def _files_below(root: Path) -> Iterator[str]:
+    """Yield the paths of files from a folder on, in no order."""
+    # Directories, each with the identities of itself and those that it was reached through: a link
+    # to one of these would lead round for ever.
+    waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", (_identity(root.stat()),))]
+    while waiting:
+        inside, above = waiting.pop()
+        try:
+            with os.scandir(root / inside) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    if not entry.is_dir():
+                        yield inside + entry.name
+                    elif (identity := _identity(entry.stat())) not in above:
+                        waiting.append((f"{inside}{entry.name}/", (*above, identity)))
+        except OSError as error:
+            raise ConfigError(
+                f"a data set: {root / inside}: {error.strerror}. Expected a folder that can be "
+                "read, with all folders in it."
+            ) from error
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _listing(listing: Path, listed: Listed | None) -> Reader:
+    try:
+        lines = listing.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"a data set: {listing}: {error}. Expected a text in UTF-8, one sample in each line."
+        ) from error
+    keys, paths = [], []
+    for line in lines:
+        if line.strip():
+            key, tab, path = line.partition("\t")
+            keys.append(key)
+            paths.append(str(listing.parent / (path if tab else key)))
+    table = SampleTable.build(keys, _sizes(paths, listed))
+    return Reader(table, LocalFiles(), paths, packed=False)
+
+
+def _refuse_unfinished(keys: Sequence[str], name: str) -> None:
+    """Raise where a folder is a store without its manifest: its packs are no samples."""
+    packs = [key for key in keys if fnmatch(key, PACKS) or fnmatch(key, f"{PACKS}.part")]
+    if packs:
+        raise ConfigError(
+            f"a data set: got {name} with {packs[0]} and no {MANIFEST}, expected a whole store, or "
+            "a folder of samples. Write it again with `dlres store put --overwrite`."
+        )
+
+
+def _sizes(paths: Iterable[str], listed: Listed | None) -> list[int]:
+    sizes: list[int] = []
+    for path in paths:
+        sizes.append(_size(path))
+        if listed:
+            listed(f"{len(sizes)} samples measured")
+    return sizes
+
+
+def _size(path: str) -> int:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(
+            f"a data set: {path}: {error.strerror}. Expected a file that can be read."
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        # To open a pipe waits for somebody who writes.
+        raise ConfigError(f"a data set: {path}: got something else than a file, expected a file.")
+    return found.st_size
+
+
+def _open_url(url: str, listed: Listed | None) -> Reader:
+    # Takes a while, and not everybody has a URL.
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    def look() -> Reader | str:
+        system, root = fsspec.core.url_to_fs(url)
+        if isinstance(system, LocalFileSystem):
+            return str(root)
+        return _look(system, str(root), url)
+
+    try:
+        found = _in_time(look, f"listing {url}", listed)
+    except DlresError:
+        raise
+    except Exception as error:  # whatever a file system of fsspec may raise
+        raise ConfigError(
+            f"a data set: {url}: {str(error) or type(error).__name__}. Expected a URL that fsspec "
+            "can open, of a store or a folder."
+        ) from error
+    return open_reader(found, listed) if isinstance(found, str) else found
+
+
+def _look(system: Any, root: str, url: str) -> Reader:
+    files, prefix = UrlFiles(system), root.rstrip("/") + "/"
+    if system.exists(prefix + MANIFEST):
+        data = np.frombuffer(system.cat_file(prefix + MANIFEST), dtype=np.uint8)
+        return _packed(SampleTable.from_bytes(data, url), files, prefix)
+    files_of: dict[str, tuple[str, int | None]] = {}
+    for path, info in system.find(root, detail=True).items():
+        key = path.removeprefix(prefix)
+        # A web server's page has links that sort it, which are no files.
+        if info["type"] == "file" and "/." not in f"/{key}" and not key.startswith("?"):
+            files_of[key] = path, info["size"]
+    keys = sorted(files_of)
+    if not keys:
+        raise ConfigError(f"a data set: {url}: got no files, expected a store or a folder.")
+    _refuse_unfinished(keys, url)
+    paths, sizes = [files_of[key][0] for key in keys], [files_of[key][1] for key in keys]
+    if None in sizes:
+        # Web servers tell them one by one.
+        sizes = system.sizes(paths)
+    if None in sizes:
+        raise ConfigError(
+            f"a data set: {url}: got no size of {keys[sizes.index(None)]!r}, expected a server "
+            "that tells them. Put the samples into a store: it knows its sizes."
+        )
+    table = SampleTable.build(keys, [int(size) for size in sizes if size is not None])
+    return Reader(table, files, paths, packed=False)
+
+
+def _in_time(call: Callable[[], _Found], what: str, listed: Listed | None) -> _Found:
+    """Return what a call returns that tells nothing of itself: tell that it goes on, and do not
+    wait for ever."""
+    found: Future[_Found] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    # One that hangs must not keep the interpreter from ending, as a pool's thread would.
+    threading.Thread(target=run, name="dlres-listing", daemon=True).start()
+    began = time.monotonic()
+    while not wait([found], timeout=_BEAT_SECONDS).done:
+        taken = time.monotonic() - began
+        if taken > LONGEST_LISTING:
+            raise PeerTimeoutError(
+                f"{what}: no answer in {format_seconds(taken)}. Does the server still answer? A "
+                "store (`dlres store put`) is opened by reading one file."
+            )
+        if listed:
+            listed(f"{what} for {format_seconds(taken)}")
+    return found.result()

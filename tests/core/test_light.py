@@ -1,0 +1,39 @@
+"""Processes that need only the lower floors."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lightning_dlres.core.light import light_command
+
+
+def test_modules_come_from_where_this_process_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, here = tmp_path / "known", tmp_path / "here"
+    for directory, words in ((known, "known"), (here, "planted")):
+        directory.mkdir()
+        (directory / "dlres_twin.py").write_text(f"def main(): print({words!r})")
+    monkeypatch.syspath_prepend(known)
+    done = subprocess.run(
+        light_command("dlres_twin:main"), cwd=here, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "known\n", "")
+
+
+def test_torch_is_not_loaded_and_arguments_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dlres_looks.py").write_text(
+        "import sys\n"
+        "from lightning_dlres.core import net\n"
+        "def main(): print(sys.argv[1:], 'torch' in sys.modules)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = subprocess.run(
+        light_command("dlres_looks:main", "a b", ""), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "['a b', ''] False\n")
