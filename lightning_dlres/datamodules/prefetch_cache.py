@@ -236,9 +236,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         loader = self._loaders.get("train")
         if loader is None:
             return {}
-        # With limit_train_batches an epoch ends before its samples do.
-        limit = self._trainer().num_training_batches
-        return {"train": loader.state_dict(None if limit == math.inf else int(limit))}
+        return {"train": loader.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -298,6 +296,8 @@ class PrefetchCacheDataModule(LightningDataModule):
             epochs=_epochs(trainer) if split == "train" else 1,
             report=self._report if split == "train" else None,
             unfinished=self._unfinished if split == "train" else None,
+            # Lightning saves the loader's state by itself, too: both must know.
+            limit=self._limit if split == "train" else None,
             **self._loading,
         )
         return self._loaders[split]
@@ -336,6 +336,11 @@ class PrefetchCacheDataModule(LightningDataModule):
     def _unfinished(self) -> int:
         """How many batches are in a training step, or in one that has failed."""
         return int(self._trained_before == _trained(self._trainer()))
+
+    def _limit(self) -> int | None:
+        """With limit_train_batches an epoch ends before its samples do."""
+        batches = self._trainer().num_training_batches
+        return None if batches == math.inf else int(batches)
 
     def _figures(self, now: Metrics, loader: PrefetchLoader) -> dict[str, float]:
         """Return what has happened since the last time."""

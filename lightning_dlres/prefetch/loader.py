@@ -65,6 +65,7 @@ class PrefetchLoader:
         report: called when a batch is about to be handed over.
         unfinished: says how many of the last batches that were handed over do not count yet: they
             are dealt again after a resume, because they were not trained on. None: all count.
+        limit: says after how many batches an epoch is over though samples are left, or None.
 
     Raises:
         ConfigError: a bad value.
@@ -89,6 +90,7 @@ class PrefetchLoader:
         unit: int | None = None,
         report: Callable[[PrefetchLoader], None] | None = None,
         unfinished: Callable[[], int] | None = None,
+        limit: Callable[[], int | None] | None = None,
     ) -> None:
         self._cache, self._config = cache, config
         self._ranks = ranks or Ranks()
@@ -97,7 +99,7 @@ class PrefetchLoader:
         DecodePool(BatchMaker(decode, collate, "raw"), workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
         self._seed, self._epochs = seed, epochs
-        self._report, self._unfinished = report, unfinished
+        self._report, self._unfinished, self._limit = report, unfinished, limit
         self._decode, self._collate = decode, collate
         self._workers, self._worker_type = workers, worker_type
         self._client: CacheClient | None = None
@@ -126,18 +128,15 @@ class PrefetchLoader:
         self._iteration = weakref.ref(iteration)
         return iteration
 
-    def state_dict(self, limit: int | None = None) -> dict[str, Any]:
-        """Return where the epoch stands; the same on all ranks.
-
-        Args:
-            limit: after how many batches the epoch is over though samples are left.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch stands; the same on all ranks."""
         done = self._yielded
         if self._unfinished is not None:
             done -= min(done, self._unfinished())
         epoch, before = self._epoch, self._before + done
         dealt = done * self._batch_size * self._ranks.ranks
         consumed = min(self._start + dealt, self.data_set.samples)
+        limit = self._limit() if self._limit is not None else None
         cut = limit is not None and done and before >= limit
         if cut or self._exhausted(done):
             epoch, consumed, before = epoch + 1, 0, 0
@@ -215,7 +214,7 @@ class PrefetchLoader:
             "_cache": f"{self._cache.partition('~')[0]}~{uuid.uuid4().hex[:8]}",
             "_ranks": replace(self._ranks, local=(self._ranks.rank,)),
             **dict.fromkeys(
-                ("_client", "_pool", "_iteration", "_leaving", "_report", "_unfinished")
+                ("_client", "_pool", "_iteration", "_leaving", "_report", "_unfinished", "_limit")
             ),
         }
 

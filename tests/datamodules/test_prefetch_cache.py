@@ -221,6 +221,25 @@ def test_epochs_that_are_cut_short_go_on_with_the_next(tmp_path: Path) -> None:
     assert [seen_in(whole, epoch) for epoch in range(4)] == [order(e)[:24] for e in range(4)]
 
 
+@pytest.mark.parametrize("cut", [{"limit_train_batches": 3}, {"overfit_batches": 3}])
+@pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 9}])
+@pytest.mark.filterwarnings("ignore:overfit_batches")
+def test_epochs_that_are_cut_short_go_on_after_any_step(
+    tmp_path: Path, cut: dict[str, Any], length: dict[str, Any]
+) -> None:
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
+    whole = Model()
+    trainer(tmp_path, callbacks=[saving], enable_checkpointing=True, **length, **cut).fit(
+        whole, datamodule=module()
+    )
+    for step in (2, 3, 6):
+        rest = Model()
+        trainer(tmp_path, **length, **cut).fit(
+            rest, datamodule=module(), ckpt_path=tmp_path / f"step={step}.ckpt"
+        )
+        assert whole.seen[step:] == rest.seen
+
+
 def test_a_rest_of_which_no_batch_can_be_made_is_dropped(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=5)
     trainer(
