@@ -80,7 +80,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         decode=size_of,
         collate=list,
         tail="drop",
-        workers=options.workers,
+        num_workers=options.workers,
     )
     # The cache's process is there: what counts begins with the first request, as for the others.
     before, stalled, start = loader.metrics(), loader.stalled, time.monotonic()

@@ -45,7 +45,7 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
     Args:
         context: Bytes of a window that are looked at; a window has one more, to be predicted.
         directory: Where to look for `.py` files. None: this Python's standard library.
-        batch_size, storage, capacity, prefetch, lookahead, pinned, tail, seed, workers,
+        batch_size, storage, capacity, prefetch, lookahead, pinned, tail, seed, num_workers,
             worker_type: See `PrefetchCacheDataModule`.
 
     Raises:
@@ -64,7 +64,7 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
         pinned: int | str = 0,
         tail: Tail = "pad",
         seed: int = 0,
-        workers: int = 0,
+        num_workers: int = 0,
         worker_type: Workers = "thread",
     ) -> None:
         if context < 1:
@@ -81,7 +81,7 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
             seed=seed,
             decode=Crop(context + 1),
             collate=torch.stack,
-            workers=workers,
+            num_workers=num_workers,
             worker_type=worker_type,
         )
 

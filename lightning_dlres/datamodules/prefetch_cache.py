@@ -73,7 +73,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         decode: makes of a `Sample` (key, bytes, seed) what is collated; None: tensors of a data set
             that was put in, else the samples themselves.
         collate: makes a batch of a list; None: torch's `default_collate`.
-        workers: threads or processes that decode; 0: the training process does.
+        num_workers: threads or processes that decode; 0: the training process does.
         worker_type: "thread" or "process".
         timeout: after which a sample that does not come is an error.
         requests_under_way: to one storage node, at most.
@@ -107,7 +107,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         seed: int = 0,
         decode: Decode | None = None,
         collate: Collate | None = None,
-        workers: int = 0,
+        num_workers: int = 0,
         worker_type: Workers = "thread",
         timeout: str | float | timedelta = "30s",
         requests_under_way: int = 4,
@@ -145,7 +145,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             "batch_size": batch_size,
             "decode": decode,
             "collate": collate,
-            "workers": workers,
+            "num_workers": num_workers,
             "worker_type": worker_type,
             "seed": seed,
         }

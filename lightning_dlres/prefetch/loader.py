@@ -58,7 +58,7 @@ class PrefetchLoader:
         seed: of the orders.
         tail: see `Deal`.
         decode, collate: see `BatchMaker`.
-        workers, worker_type: see `DecodePool`.
+        num_workers, worker_type: see `DecodePool`.
         epoch: the number of the first.
         unit: how many samples of a rank "drop" does not split; None: a batch.
         epochs: how many there will be, so that nothing is fetched for one more; None: unknown.
@@ -83,7 +83,7 @@ class PrefetchLoader:
         tail: Tail = "pad",
         decode: Decode | None = None,
         collate: Collate | None = None,
-        workers: int = 0,
+        num_workers: int = 0,
         worker_type: Workers = "thread",
         epoch: int = 0,
         epochs: int | None = None,
@@ -96,12 +96,12 @@ class PrefetchLoader:
         self._ranks = ranks or Ranks()
         # What cannot be is said now.
         Deal(0, 0, self._ranks.ranks, batch_size, tail)
-        DecodePool(BatchMaker(decode, collate, "raw"), workers, worker_type)
+        DecodePool(BatchMaker(decode, collate, "raw"), num_workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
         self._seed, self._epochs = seed, epochs
         self._report, self._unfinished, self._limit = report, unfinished, limit
         self._decode, self._collate = decode, collate
-        self._workers, self._worker_type = workers, worker_type
+        self._num_workers, self._worker_type = num_workers, worker_type
         self._client: CacheClient | None = None
         self._data_set: Joined | None = None
         self._pool: DecodePool | None = None
@@ -269,7 +269,7 @@ class PrefetchLoader:
     def _decoders(self) -> DecodePool:
         if self._pool is None:
             maker = BatchMaker(self._decode, self._collate, self.data_set.encoding)
-            self._pool = DecodePool(maker, self._workers, self._worker_type)
+            self._pool = DecodePool(maker, self._num_workers, self._worker_type)
         return self._pool
 
 
@@ -298,8 +298,8 @@ class _Iteration(Iterator[Any]):
         # Method C as published takes one sample after the other.
         self._plain = loader._config.lookahead == 0
         # Two batches for each worker, as torch's DataLoader has it, and one that is handed over.
-        self._most_takes = 1 if self._plain else 2 + 2 * self._pool.workers
-        self._most_making = 1 + 2 * self._pool.workers
+        self._most_takes = 1 if self._plain else 2 + 2 * self._pool.num_workers
+        self._most_making = 1 + 2 * self._pool.num_workers
         self._seed = mixed(mixed(loader._seed % 2**64) + loader._epoch)
         self.started = True
 
@@ -336,7 +336,7 @@ class _Iteration(Iterator[Any]):
         make = self._making.popleft()
         started = time.monotonic()
         batch = make()
-        if self._pool.workers:
+        if self._pool.num_workers:
             self._loader.stalled += time.monotonic() - started
         # What it holds is let go now.
         del make

@@ -73,7 +73,7 @@ class DecodePool:
 
     Args:
         maker: what is run.
-        workers: how many at a time; 0: in the caller, when the batch is asked for.
+        num_workers: how many at a time; 0: in the caller, when the batch is asked for.
         kind: "thread" for decoding that lets go of the interpreter's lock (most image decoders),
             "process" for any other.
 
@@ -81,21 +81,23 @@ class DecodePool:
         ConfigError: a bad number or kind, or what cannot be sent to a process.
     """
 
-    def __init__(self, maker: BatchMaker, workers: int = 0, kind: Workers = "thread") -> None:
-        if workers < 0:
-            raise ConfigError(got_expected("workers", workers, "at least 0", "workers=2"))
+    def __init__(self, maker: BatchMaker, num_workers: int = 0, kind: Workers = "thread") -> None:
+        if num_workers < 0:
+            raise ConfigError(
+                got_expected("num_workers", num_workers, "at least 0", "num_workers=2")
+            )
         if kind not in get_args(Workers):
             names = " or ".join(map(repr, get_args(Workers)))
             raise ConfigError(got_expected("worker_type", kind, names, "'thread'"))
-        if workers and kind == "process":
+        if num_workers and kind == "process":
             _check_can_be_sent(maker)
-        self._maker, self.workers, self._kind = maker, workers, kind
+        self._maker, self.num_workers, self._kind = maker, num_workers, kind
         self._executor: Executor | None = None
 
     def submit(self, samples: Samples) -> Callable[[], Any]:
         """Start to make a batch, and return what waits for it; the samples are held until it is
         made."""
-        if not self.workers:
+        if not self.num_workers:
             return lambda: self._maker(samples)
         executor = self._started()
         if self._kind == "thread":
@@ -112,13 +114,13 @@ class DecodePool:
     def _started(self) -> Executor:
         if self._executor is None:
             if self._kind == "thread":
-                self._executor = ThreadPoolExecutor(self.workers, "dlres-decode")
+                self._executor = ThreadPoolExecutor(self.num_workers, "dlres-decode")
             else:
                 context = torch.multiprocessing.get_context()
                 # The parent that the system knows of is this process, or the server that forks.
                 served = context.get_start_method() == "forkserver"
                 self._executor = ProcessPoolExecutor(
-                    self.workers,
+                    self.num_workers,
                     mp_context=context,
                     initializer=_start_worker,
                     initargs=(None if served else os.getpid(),),

@@ -89,7 +89,7 @@ def module(**options: Any) -> dlres.PrefetchCacheDataModule:
 
 def test_epochs_and_validation(tmp_path: Path) -> None:
     model = Model()
-    data = module(val=data_set(), workers=1)
+    data = module(val=data_set(), num_workers=1)
     trainer(tmp_path).fit(model, datamodule=data)
     for epoch in range(2):
         assert seen_in(model, epoch) == order(epoch)
@@ -400,12 +400,12 @@ def test_a_split_that_is_not_there(tmp_path: Path) -> None:
     [
         ({"batch_size": 0}, "batch"),
         ({"batch_size": "8"}, "batch"),
-        ({"decode": lambda s: s, "workers": 1, "worker_type": "process"}, "to another process"),
+        ({"decode": lambda s: s, "num_workers": 1, "worker_type": "process"}, "to another process"),
         ({"capacity": "large"}, "capacity"),
         ({"tail": "cut"}, "tail"),
         ({"storage": "tape"}, "storage"),
         ({"storage": "tcp://a:1"}, "train"),
-        ({"workers": -1}, "workers"),
+        ({"num_workers": -1}, "num_workers"),
         ({"replicas": 7}, "replicas"),
     ],
 )

@@ -56,7 +56,16 @@ def numbers(sample: Sample) -> int:
 def loader(
     stack: ExitStack, source: Any, name: str = "t", ranks: Ranks | None = None, **options: Any
 ) -> PrefetchLoader:
-    own = ("batch_size", "shuffle", "seed", "tail", "decode", "collate", "workers", "worker_type")
+    own = (
+        "batch_size",
+        "shuffle",
+        "seed",
+        "tail",
+        "decode",
+        "collate",
+        "num_workers",
+        "worker_type",
+    )
     cache = {key: value for key, value in options.items() if key not in own}
     config = host_config(source, **{"capacity": "16KiB", "prefetch": 8, **cache})
     rest = {"batch_size": 7, "decode": numbers, "tail": "uneven"}
@@ -82,10 +91,10 @@ def cache_processes(directory: Path = Path("/")) -> list[int]:
     "options",
     [
         {"storage": "embedded"},
-        {"storage": "files", "workers": 2},
-        {"storage": "embedded", "workers": 2, "worker_type": "process"},
+        {"storage": "files", "num_workers": 2},
+        {"storage": "embedded", "num_workers": 2, "worker_type": "process"},
         {"storage": "files", "lookahead": 0},
-        {"storage": "embedded", "capacity": 400, "workers": 1},
+        {"storage": "embedded", "capacity": 400, "num_workers": 1},
         {"storage": "files", "pinned": "4KiB"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -193,7 +202,9 @@ def test_the_seed_of_a_sample_depends_on_nothing_but_the_epoch(
             whole[epoch].update(batch)
     assert whole[0].keys() == whole[1].keys()
     assert not set(whole[0].values()) & set(whole[1].values())
-    second = loader(stack, folder, "b", Ranks(1, 2, (1,)), decode=seeds, collate=dict, workers=2)
+    second = loader(
+        stack, folder, "b", Ranks(1, 2, (1,)), decode=seeds, collate=dict, num_workers=2
+    )
     for batch in second:
         assert batch.items() <= whole[0].items()
 
@@ -284,7 +295,7 @@ def test_workers_end_with_a_process_that_is_killed_and_not_before(
             multiprocessing.set_start_method(method, force=True)
             config = host_config(folder, capacity="16KiB", prefetch=8)
             batches = PrefetchLoader(
-                "w", config, batch_size=7, decode=numbers, workers=2, worker_type="process"
+                "w", config, batch_size=7, decode=numbers, num_workers=2, worker_type="process"
             )
             assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0).tolist()
             workers = [process.pid for process in multiprocessing.active_children()]
@@ -548,7 +559,7 @@ def test_a_node_for_torchdata(stack: ExitStack, folder: Path) -> None:
 
 
 def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> None:
-    batches = loader(stack, folder, workers=2, read_threads=1, pinned="1KiB")
+    batches = loader(stack, folder, num_workers=2, read_threads=1, pinned="1KiB")
 
     def counted() -> tuple[int, int, int, int, int]:
         pid = batches.client.joined.pid
@@ -611,7 +622,7 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
     [
         ({"batch_size": 0}, "batch"),
         ({"tail": "cut"}, "tail"),
-        ({"workers": -1}, "workers"),
+        ({"num_workers": -1}, "num_workers"),
         ({"worker_type": "goblin"}, "worker_type"),
     ],
 )

@@ -44,7 +44,7 @@ def train(
         host_config(folder, storage="files", capacity="8KiB", prefetch=5),
         ranks=Ranks(context.rank, world, tuple(range(world))),
         batch_size=options["batch"],
-        workers=options["workers"],
+        num_workers=options["num_workers"],
         worker_type=options["kind"],
         tail="uneven",
         decode=number_of,
@@ -96,7 +96,7 @@ def test_along_the_checkpoints_every_sample_is_trained_once(
             world = draw.randint(1, 3)
             options = {
                 "batch": draw.randint(1, 4),
-                "workers": draw.randint(0, 2),
+                "num_workers": draw.randint(0, 2),
                 "kind": draw.choice(["thread", "thread", "thread", "process"]),
                 "victim": draw.randrange(world),
                 # After the twentieth they may live.
