@@ -8,6 +8,7 @@ from pathlib import Path
 import zmq.auth
 
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.names import path_part
 from lightning_dlres.core.net import CurveKeys
 
 
@@ -15,8 +16,10 @@ def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """Write a fresh pair and return the two files, the public one first.
 
     Raises:
-        ConfigError: one of them is there already, or the directory cannot be written to.
+        ConfigError: the name is no part of a path, one of the files is there already, or the
+            directory cannot be written to.
     """
+    path_part("name", name)
     public, secret = directory / f"{name}.key", directory / f"{name}.key_secret"
     for path in (public, secret):
         if path.exists():

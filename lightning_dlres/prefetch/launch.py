@@ -22,6 +22,7 @@ import msgspec
 from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError, PeerTimeoutError
 from lightning_dlres.core.light import light_command
+from lightning_dlres.core.names import path_part
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch import messages
 from lightning_dlres.prefetch.messages import HostConfig
@@ -41,7 +42,7 @@ def runtime_directory() -> Path:
         ConfigError: somebody else has made it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    parent = Path(base) if base and os.access(base, os.W_OK) else Path(tempfile.gettempdir())
+    parent = Path(base) if os.path.isabs(base) and os.access(base, os.W_OK) else Path(tempfile.gettempdir())
     path = parent / f"dlres-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -66,15 +67,16 @@ class HostProcess:
     """
 
     def __init__(self, name: str, config: HostConfig) -> None:
+        check_name(name)
         base = runtime_directory()
         self._config = config
         self._directory, self._lock = base / name, base / f"{name}.lock"
         self._log = base / f"{name}.log"
         self.socket = self._directory / "cache.sock"
-        if not name or "/" in name or len(os.fsencode(self.socket)) > _LONGEST_SOCKET:
+        if len(os.fsencode(self.socket)) > _LONGEST_SOCKET:
             raise ConfigError(
-                f"name of a cache: got {name!r}, which makes the socket {self.socket}; expected a "
-                f"path of at most {_LONGEST_SOCKET} bytes. Try a shorter name, or a shorter TMPDIR."
+                f"The socket of cache {name!r} must be a path of at most {_LONGEST_SOCKET} bytes, "
+                f"got {self.socket}. Take a shorter name, or a shorter TMPDIR."
             )
 
     def ensure(self, timeout: float) -> None:
@@ -163,6 +165,16 @@ class HostProcess:
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(msgspec.json.encode(self._config))
             return process
+
+
+def check_name(name: object) -> None:
+    """Raise where a cache cannot have this name.
+
+    Raises:
+        ConfigError: it is no part of a path.
+    """
+    # Beside its directory lie its lock and its log.
+    path_part("cache", name, reserved=(".lock", ".log"))
 
 
 def failure_path(directory: Path, config: HostConfig) -> Path:

@@ -17,6 +17,7 @@ import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.client import CacheClient
+from lightning_dlres.prefetch.launch import check_name
 from lightning_dlres.prefetch.messages import HostConfig, Joined, Metrics
 from lightning_dlres.prefetch.samples import Samples
 from lightning_dlres.prefetch.sequence import Deal, Positions, Tail, mixed
@@ -92,6 +93,7 @@ class PrefetchLoader:
         unfinished: Callable[[], int] | None = None,
         limit: Callable[[], int | None] | None = None,
     ) -> None:
+        check_name(cache)
         self._cache, self._config = cache, config
         self._ranks = ranks or Ranks()
         # What cannot be is said now.

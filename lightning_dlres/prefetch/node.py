@@ -58,7 +58,7 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
         super().__init__()
         self._ranks = ranks or Ranks()
         self._loader = PrefetchLoader(
-            cache or f"node-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+            f"node-{os.getpid()}-{uuid.uuid4().hex[:8]}" if cache is None else cache,
             host_config(source, **options),
             ranks=self._ranks,
             batch_size=_AT_ONCE,
