@@ -1,0 +1,298 @@
+"""Costs where this package has nothing to gain: each feature beside plain Lightning, in turns.
+
+    python -m benchmarks.overhead             about ten minutes
+    python -m benchmarks.overhead --quick     tiny sizes: the figures mean nothing
+    python -m benchmarks.overhead --steps     training steps only
+    python -m benchmarks.overhead --files     the local folder only
+
+Steps of about 10 ms and 100 ms of a transformer, in one process on the CPU: plain training,
+`ActivationOffload` with a budget that holds everything, and `dlres_hetero_pipe` on one device. A
+figure is a median over rounds; each round trains all ways, and compares medians of their steps.
+
+A local folder of small files in the page cache: `PrefetchCacheDataModule` beside a DataLoader with
+0, 1 and 2 workers that stay alive. The figure of an epoch compares with the DataLoader that is the
+fastest in this epoch. An epoch lasts from the request for its iterator to its last batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.activation_offload import Block
+from benchmarks.command import flags
+from benchmarks.report import Check, at_least, at_most, conclude, table
+from benchmarks.zvc import versions
+from lightning_dlres import ActivationOffload, PrefetchCacheDataModule
+from lightning_dlres.prefetch.samples import Sample
+
+OFFLOAD_TARGET, PIPELINE_TARGET, FILES_TARGET = 1.01, 1.03, 0.95
+EPOCHS = 3
+WORKERS = (0, 1, 2)
+_WIDTH, _LENGTH = 128, 64
+# Steps in which allocators, caches and plans settle; they do not count.
+_FIRST_STEPS = 12
+_QUIET: Mapping[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """How long a plain step shall take, of how many blocks, and how many count in one training."""
+
+    seconds: float
+    blocks: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of files of one size."""
+
+    bytes: int
+    files: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and how often."""
+
+    sizes: Mapping[str, StepSize]
+    folders: Mapping[str, Folder]
+    step_rounds: int
+    file_rounds: int
+
+
+FULL = Settings(
+    {"10 ms": StepSize(0.01, 4, 60), "100 ms": StepSize(0.1, 12, 15)},
+    {"4 KB": Folder(4096, 20_000, 64), "100 KB": Folder(100_000, 2_000, 64)},
+    15,
+    5,
+)
+QUICK = Settings({"10 ms": StepSize(0.0, 1, 2)}, {"4 KB": Folder(4096, 16, 8)}, 1, 1)
+
+
+class Transformer(LightningModule):
+    """Blocks of a transformer under a loss."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(Block(_WIDTH) for _ in range(blocks)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Clock(Callback):
+    """Notes when training steps end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+class Files(Dataset[Tensor]):
+    """A folder as an ordinary data set reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = sorted(map(str, folder.iterdir()))
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.from_numpy(np.fromfile(self._paths[number], np.uint8))
+
+
+def as_tensor(sample: Sample) -> Tensor:
+    """Return what `Files` makes of a file."""
+    return sample.tensor()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit status."""
+    parts = {"steps": "training steps only", "files": "the local folder only"}
+    chosen = flags("overhead", __doc__, argv, others=parts)
+    settings = QUICK if chosen.quick else FULL
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    checks: dict[str, Check] = {}
+    raw: dict[str, Any] = {"settings": asdict(settings), **versions()}
+    for part, measure in (("steps", training), ("files", reading)):
+        if getattr(chosen, part) or not (chosen.steps or chosen.files):
+            found, raw[part] = measure(settings)
+            checks |= found
+    conclude("overhead", checks, raw)
+    return 0
+
+
+def training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
+    """Compare steps of all ways to train."""
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "plain": dict,
+        "plain again": dict,
+        "ActivationOffload": lambda: {"callbacks": [ActivationOffload(budget="1PiB")]},
+        "dlres_hetero_pipe": lambda: {"strategy": "dlres_hetero_pipe"},
+    }
+    targets = {"ActivationOffload": OFFLOAD_TARGET, "dlres_hetero_pipe": PIPELINE_TARGET}
+    checks: dict[str, Check] = {}
+    raw: dict[str, Any] = {}
+    rows: list[list[object]] = []
+    for name, size in settings.sizes.items():
+        batch = batch_for(size)
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(settings.step_rounds):
+            for way in turned(list(ways), turn):
+                seconds[way].append(step_seconds(size, batch, ways[way]()))
+        raw[name] = {"batch": len(batch), "seconds": seconds}
+        for way in ways:
+            ratio = paired(seconds[way], seconds["plain"])
+            rows.append([name, way, 1e3 * median(seconds[way]), ratio])
+            if way in targets:
+                checks[f"{way} over plain, step of {name}"] = at_most(ratio, targets[way])
+    print(table(("step", "way", "ms", "over plain"), rows), flush=True)
+    return checks, raw
+
+
+def batch_for(size: StepSize) -> Tensor:
+    """Return a batch with which a plain step takes about as long as it shall."""
+    samples = 1
+    while True:
+        batch = torch.randn(samples, _LENGTH, _WIDTH)
+        seconds = step_seconds(size, batch, {})
+        if seconds >= size.seconds / 2:
+            samples = max(1, round(samples * size.seconds / seconds))
+            return torch.randn(samples, _LENGTH, _WIDTH)
+        samples *= 2
+
+
+def step_seconds(size: StepSize, batch: Tensor, options: dict[str, Any]) -> float:
+    """Train, and return the median time from one step's end to the next one's."""
+    steps, clock = _FIRST_STEPS + size.steps, Clock()
+    arguments = {**_QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": 1, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(**{**arguments, "callbacks": [*options.get("callbacks", ()), clock]})
+        trainer.fit(Transformer(size.blocks), DataLoader([batch] * steps, batch_size=None))
+    ends = clock.ends[_FIRST_STEPS - 1 :]
+    return median(after - before for before, after in itertools.pairwise(ends))
+
+
+def reading(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
+    """Compare epochs over folders."""
+    checks: dict[str, Check] = {}
+    raw: dict[str, Any] = {}
+    rows: list[list[object]] = []
+    for name, folder in settings.folders.items():
+        rates: dict[str, list[list[float]]] = {}
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory)
+            fill(path, folder)
+            ways: dict[str, Callable[[], list[float]]] = {"ours": lambda: ours(path, folder)}  # noqa: B023
+            for workers in WORKERS:
+                ways[f"DataLoader, {workers} workers"] = lambda n=workers: plain(path, folder, n)  # type: ignore[misc] # noqa: B023
+            for turn in range(settings.file_rounds):
+                for way in turned(list(ways), turn):
+                    rates.setdefault(way, []).append(ways[way]())
+        raw[name] = rates
+        for epoch in range(EPOCHS):
+            of_epoch = {way: [rate[epoch] for rate in found] for way, found in rates.items()}
+            mine = of_epoch.pop("ours")
+            best = max(of_epoch, key=lambda way: median(of_epoch[way]))
+            ratio = paired(mine, of_epoch[best])
+            rows.append([name, epoch + 1, median(mine), best, median(of_epoch[best]), ratio])
+            check = f"files of {name}, epoch {epoch + 1}, over the best DataLoader"
+            checks[check] = at_least(ratio, FILES_TARGET)
+    columns = ("files of", "epoch", "ours, samples/s", "best", "samples/s", "ours over it")
+    print(table(columns, rows), flush=True)
+    return checks, raw
+
+
+def fill(path: Path, folder: Folder) -> None:
+    """Write the files; what was written is in the page cache."""
+    random = np.random.default_rng(0)
+    for number in range(folder.files):
+        (path / f"{number:06}").write_bytes(random.bytes(folder.bytes))
+
+
+def ours(path: Path, folder: Folder) -> list[float]:
+    """Return the samples a second of each epoch through the cache."""
+    data = PrefetchCacheDataModule(
+        train=path, batch_size=folder.batch, decode=as_tensor, shuffle=True
+    )
+    data.trainer = Trainer(**_QUIET, accelerator="cpu", devices=1, max_epochs=EPOCHS)
+    data.setup("fit")
+    try:
+        return epochs(data.train_dataloader(), folder)
+    finally:
+        data.teardown("fit")
+
+
+def plain(path: Path, folder: Folder, workers: int) -> list[float]:
+    """Return the samples a second of each epoch through a DataLoader."""
+    loader = DataLoader(
+        Files(path),
+        batch_size=folder.batch,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    return epochs(loader, folder)
+
+
+def epochs(loader: Iterable[Tensor], folder: Folder) -> list[float]:
+    """Return the samples a second of some epochs.
+
+    Raises:
+        RuntimeError: If an epoch does not have every file once.
+    """
+    rates = []
+    for _ in range(EPOCHS):
+        start, samples = time.perf_counter(), 0
+        for batch in loader:
+            samples += len(batch)
+        rates.append(samples / (time.perf_counter() - start))
+        if samples != folder.files:
+            raise RuntimeError(f"an epoch had {samples} samples of {folder.files}")
+    return rates
+
+
+def turned(ways: list[str], turn: int) -> list[str]:
+    """Return them in another order in every round: forwards, then backwards, each beginning
+    somewhere else."""
+    start = turn // 2 % len(ways)
+    order = ways[start:] + ways[:start]
+    return order[::-1] if turn % 2 else order
+
+
+def paired(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median ratio of one round's values."""
+    return median(value / other for value, other in zip(values, others, strict=True))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

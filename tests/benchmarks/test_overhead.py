@@ -1,0 +1,32 @@
+"""The benchmark of overheads runs to its end on tiny sizes, with every figure it promises."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from benchmarks import overhead
+
+
+def test_every_figure_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert overhead.main(["--quick"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(line["checks"]) == [
+        "ActivationOffload over plain, step of 10 ms",
+        "dlres_hetero_pipe over plain, step of 10 ms",
+        "files of 4 KB, epoch 1, over the best DataLoader",
+        "files of 4 KB, epoch 2, over the best DataLoader",
+        "files of 4 KB, epoch 3, over the best DataLoader",
+    ]
+    assert all(math.isfinite(c["value"]) and c["value"] > 0 for c in line["checks"].values())
+    assert [check["target"] for check in line["checks"].values()] == [1.01, 1.03, 0.95, 0.95, 0.95]
+    assert all(len(found) == 1 for found in line["raw"]["steps"]["10 ms"]["seconds"].values())
+
+
+def test_each_way_comes_at_other_places() -> None:
+    orders = [overhead.turned(["a", "b", "c"], turn) for turn in range(6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert {order[0] for order in orders} == {"a", "b", "c"}
+    assert overhead.paired([2.0, 6.0, 1.0], [1.0, 2.0, 1.0]) == 2.0
