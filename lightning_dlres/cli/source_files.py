@@ -114,6 +114,12 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
 
 def _listing(root: Path, files: list[Path]) -> Path:
     """Write a listing, under a name that follows from its contents: all ranks write the same."""
+    for path in files:
+        if not {"\t", "\n"}.isdisjoint(str(path)):
+            raise ConfigError(
+                f"SourceFilesDataModule: got {str(path)!r}, expected names without tabs and line "
+                "ends, which a listing cannot hold. Rename it."
+            )
     text = "".join(f"{path.relative_to(root).as_posix()}\t{path}\n" for path in files)
     name = f"dlres-sources-{os.getuid()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.tsv"
     target = Path(tempfile.gettempdir(), name)

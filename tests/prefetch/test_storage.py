@@ -247,10 +247,10 @@ def test_files_that_change_or_vanish_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"12345")
     reader = open_reader(tmp_path)
     (tmp_path / "b").write_bytes(b"1234567")
-    with pytest.raises(StorageError, match=r"sample 'b'.*got 6 bytes.*expected 5"):
+    with pytest.raises(StorageError, match=r"sample 'b'.*got more than the 5 bytes"):
         reader.read(np.arange(3, dtype=np.uint32))
     (tmp_path / "a").unlink()
-    with pytest.raises(StorageError, match=r"sample 'a': No such file"):
+    with pytest.raises(StorageError, match=r"sample 'a' \(number 0\): No such file"):
         reader.read(np.arange(3, dtype=np.uint32))
 
 

@@ -37,7 +37,7 @@ class FileStorage(Storage):
     Args:
         reader: of the source.
         nodes: into how many prefetch lists the samples are split.
-        threads: how many requests are read at once.
+        threads: how many requests are read at once, where the reader allows several.
         timeout: seconds for which a request is tried again.
     """
 
@@ -49,6 +49,8 @@ class FileStorage(Storage):
         self._open: dict[int, _Open] = {}
         self._lock = threading.Lock()
         self._last_answer = time.monotonic()
+        # A request that only waited for another one's read would count as begun, and as hung.
+        threads = threads if reader.is_concurrent else 1
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dlres-read")
 
     def submit(self, ticket: int, node: int, numbers: Positions) -> None:
@@ -115,7 +117,7 @@ class FileStorage(Storage):
                 if wrong is None:
                     return np.frombuffer(b"".join(found), dtype=np.uint8)
             except OSError as error:
-                wrong = f"{self._first(numbers)}: {error}"
+                wrong = str(error)
             if time.monotonic() + pause > deadline or self._closing.wait(pause):
                 raise StorageError(
                     f"{wrong}. It was tried for {format_seconds(self._timeout)}. Check the "

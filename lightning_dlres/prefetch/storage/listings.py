@@ -16,7 +16,8 @@ import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerTimeoutError
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.prefetch.storage.readers import Files, LocalFiles, Reader, UrlFiles
+from lightning_dlres.prefetch.storage.readers import Files, LocalFiles, Reader
+from lightning_dlres.prefetch.storage.url_files import UrlFiles, is_web
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 
 # Told what has been done.
@@ -119,19 +120,37 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 def _listing(listing: Path, listed: Listed | None) -> Reader:
     try:
-        lines = listing.read_text(encoding="utf-8").splitlines()
+        # A text editor may have put a byte order mark first.
+        text = listing.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"a data set: {listing}: {error}. Expected a text in UTF-8, one sample in each line."
         ) from error
     keys, paths = [], []
-    for line in lines:
-        if line.strip():
+    for line in _lines(text):
+        if line:
+            if "\0" in line:
+                raise ConfigError(
+                    f"a data set: {listing}: got a NUL character in {line!r}, which no path has. "
+                    "Write the listing as a text, one sample in each line."
+                )
             key, tab, path = line.partition("\t")
             keys.append(key)
             paths.append(str(listing.parent / (path if tab else key)))
     table = SampleTable.build(keys, _sizes(paths, listed))
     return Reader(table, LocalFiles(), paths, packed=False)
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text. Only a newline ends one: names have all other characters that
+    `str.splitlines` takes for the end of a line, even a carriage return."""
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    if all(line.endswith("\r") for line in lines):
+        # Written on Windows.
+        lines = [line[:-1] for line in lines]
+    return lines
 
 
 def _refuse_unfinished(keys: Sequence[str], name: str) -> None:
@@ -175,7 +194,8 @@ def _open_url(url: str, listed: Listed | None) -> Reader:
         system, root = fsspec.core.url_to_fs(url)
         if isinstance(system, LocalFileSystem):
             return str(root)
-        return _look(system, str(root), url)
+        files = UrlFiles(system)
+        return files.call(lambda: _look(system, files, str(root), url))
 
     try:
         found = _in_time(look, f"listing {url}", listed)
@@ -189,17 +209,12 @@ def _open_url(url: str, listed: Listed | None) -> Reader:
     return open_reader(found, listed) if isinstance(found, str) else found
 
 
-def _look(system: Any, root: str, url: str) -> Reader:
-    files, prefix = UrlFiles(system), root.rstrip("/") + "/"
+def _look(system: Any, files: UrlFiles, root: str, url: str) -> Reader:
+    prefix = root.rstrip("/") + "/"
     if system.exists(prefix + MANIFEST):
         data = np.frombuffer(system.cat_file(prefix + MANIFEST), dtype=np.uint8)
         return _packed(SampleTable.from_bytes(data, url), files, prefix)
-    files_of: dict[str, tuple[str, int | None]] = {}
-    for path, info in system.find(root, detail=True).items():
-        key = path.removeprefix(prefix)
-        # A web server's page has links that sort it, which are no files.
-        if info["type"] == "file" and "/." not in f"/{key}" and not key.startswith("?"):
-            files_of[key] = path, info["size"]
+    files_of = _files_of(system, root, prefix)
     keys = sorted(files_of)
     if not keys:
         raise ConfigError(f"a data set: {url}: got no files, expected a store or a folder.")
@@ -215,6 +230,26 @@ def _look(system: Any, root: str, url: str) -> Reader:
         )
     table = SampleTable.build(keys, [int(size) for size in sizes if size is not None])
     return Reader(table, files, paths, packed=False)
+
+
+def _files_of(system: Any, root: str, prefix: str) -> dict[str, tuple[str, int | None]]:
+    """Return path and size of every file below a root, by key."""
+    files_of: dict[str, tuple[str, int | None]] = {}
+    web = is_web(system)
+    for path, info in system.find(root, detail=True).items():
+        key = path.removeprefix(prefix)
+        # An object store's marker of a folder has the folder's name, or that of the root.
+        if info["type"] != "file" or path == root or path.endswith("/"):
+            continue
+        # A web server's page has links that sort it, which are no files.
+        if "/." not in f"/{key}" and not (web and key.startswith("?")):
+            files_of[key] = path, info.get("size")
+    # A marker without its slash is an empty object beside those of the folder.
+    folders = {key[:at] for key in files_of for at, letter in enumerate(key) if letter == "/"}
+    markers = [key for key in folders if files_of.get(key, ("", None))[1] == 0]
+    for key in markers:
+        del files_of[key]
+    return files_of
 
 
 def _in_time(call: Callable[[], _Found], what: str, listed: Listed | None) -> _Found:

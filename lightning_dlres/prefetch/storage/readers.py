@@ -23,25 +23,29 @@ _MOST_PREAD = 1 << 30
 
 @dataclass(frozen=True)
 class Piece:
-    """So many bytes of a file from a place on."""
+    """So many bytes of a file from a place on; `is_whole`: the file has no others."""
 
     path: str
     start: int
     length: int
+    is_whole: bool
 
 
 class Files(ABC):
-    """A way to files."""
+    """A way to files.
+
+    Attributes:
+        name: for errors.
+        is_concurrent: whether several threads read at once; else they wait for each other.
+    """
 
     name = "files"
+    is_concurrent = True
 
     @abstractmethod
-    def read(self, pieces: Sequence[Piece]) -> list[bytes]:
-        """Return pieces of files; a file that is too short gives fewer bytes.
-
-        Raises:
-            OSError: one cannot be read.
-        """
+    def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
+        """Return pieces of files, or for each why it cannot be read. A file that is too short gives
+        fewer bytes, and a whole file that is too long gives more."""
 
 
 class LocalFiles(Files):
@@ -53,16 +57,22 @@ class LocalFiles(Files):
         self._open: dict[str, int] | None = {} if keep_open else None
         self._opening = threading.Lock()
 
-    def read(self, pieces: Sequence[Piece]) -> list[bytes]:
+    def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         """See `Files`."""
-        return [self._read(piece) for piece in pieces]
+        return [self._read_or_error(piece) for piece in pieces]
+
+    def _read_or_error(self, piece: Piece) -> bytes | OSError:
+        try:
+            return self._read(piece)
+        except OSError as error:
+            return error
 
     def _read(self, piece: Piece) -> bytes:
         if self._open is None:
             descriptor = os.open(piece.path, os.O_RDONLY)
             try:
                 # One byte more shows that a file has grown.
-                return _read(descriptor, piece.length + 1, piece.start)
+                return _read(descriptor, piece.length + int(piece.is_whole), piece.start)
             finally:
                 os.close(descriptor)
         known = self._open.get(piece.path)
@@ -72,28 +82,6 @@ class LocalFiles(Files):
                 if known is None:
                     known = self._open[piece.path] = os.open(piece.path, os.O_RDONLY)
         return _read(known, piece.length, piece.start)
-
-
-class UrlFiles(Files):
-    """Files behind a URL: pieces are read at once, by as many requests as fsspec makes."""
-
-    def __init__(self, system: Any) -> None:
-        self._system = system
-        self.name = f"{type(system).__name__} of fsspec"
-
-    def read(self, pieces: Sequence[Piece]) -> list[bytes]:
-        """See `Files`."""
-        # Nothing is asked for where there is nothing: not every server takes an empty range.
-        asked = [piece for piece in pieces if piece.length]
-        found = iter(
-            self._system.cat_ranges(
-                [piece.path for piece in asked],
-                [piece.start for piece in asked],
-                [piece.start + piece.length for piece in asked],
-                on_error="raise",
-            )
-        )
-        return [next(found) if piece.length else b"" for piece in pieces]
 
 
 class Reader:
@@ -119,47 +107,51 @@ class Reader:
         sizes = self.table.sizes[numbers].tolist()
         if self._offsets is None:
             paths = [self._paths[number] for number in numbers.tolist()]
-            return [Piece(path, 0, size) for path, size in zip(paths, sizes, strict=True)]
+            return [Piece(path, 0, size, True) for path, size in zip(paths, sizes, strict=True)]
         packs = (numbers % len(self._paths)).tolist()
         starts = self._offsets[numbers].tolist()
         return [
-            Piece(self._paths[pack], start, size)
+            Piece(self._paths[pack], start, size, False)
             for pack, start, size in zip(packs, starts, sizes, strict=True)
         ]
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether several threads read at once; else they wait for each other."""
+        return self._files.is_concurrent
 
     def read(self, numbers: Positions) -> list[bytes]:
         """Return samples.
 
         Raises:
             StorageError: one cannot be read, or is not as long as it was; with its key.
-            OSError: the way to the files fails; another try may help.
+            OSError: the way to the files fails; with the sample's key; another try may help.
         """
         pieces = self.pieces(numbers)
-        try:
-            found = self._files.read(pieces)
-        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-            raise self._unreadable(numbers, error) from error
-        for number, piece, data in zip(numbers.tolist(), pieces, found, strict=True):
+        samples = []
+        for number, piece, data in zip(
+            numbers.tolist(), pieces, self._files.read(pieces), strict=True
+        ):
+            if isinstance(data, OSError):
+                raise self._unreadable(number, piece, data) from data
             if len(data) != piece.length:
+                more = "more than " if len(data) > piece.length else f"{len(data)} bytes of "
                 raise StorageError(
-                    f"sample {self.table.key(number)!r} (number {number}): got {len(data)} bytes "
-                    f"of {piece.path}, expected {piece.length}. Has the file changed since it was "
-                    "listed? Start again, or write the store again with `dlres store put`."
+                    f"{self._named(number)}: got {more}the {piece.length} bytes of {piece.path} "
+                    "that were listed. Has the file changed since then? Start again, or write the "
+                    "store again with `dlres store put`."
                 )
-        return found
+            samples.append(data)
+        return samples
 
-    def _unreadable(self, numbers: Positions, error: OSError) -> StorageError:
-        path = str(error.filename or "")
-        names = [
-            self.table.key(number)
-            for number, piece in zip(numbers.tolist(), self.pieces(numbers), strict=True)
-            if piece.path == path
-        ]
-        which = f"sample {names[0]!r}" if names else f"one of {len(numbers)} samples"
-        return StorageError(
-            f"{which}: {error.strerror or error} ({path or self._files.name}). Is the file still "
-            "there, and may this user read it?"
-        )
+    def _named(self, number: int) -> str:
+        return f"sample {self.table.key(number)!r} (number {number})"
+
+    def _unreadable(self, number: int, piece: Piece, error: OSError) -> OSError | StorageError:
+        text = f"{self._named(number)}: {error.strerror or error} ({piece.path})"
+        if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError)):
+            return StorageError(f"{text}. Is the file still there, and may this user read it?")
+        return OSError(text)
 
 
 def _read(descriptor: int, length: int, start: int) -> bytes:
