@@ -3,7 +3,6 @@ DataLoader, and no DistributedSampler."""
 
 from __future__ import annotations
 
-import math
 import shutil
 import uuid
 import weakref
@@ -79,7 +78,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         requests_under_way: to one storage node, at most.
         read_threads: requests that an embedded node reads at once.
         store: directory for map-style data sets, one store in it for each split; a store that is
-            there is used as it is. None: a temporary directory, removed at the end.
+            there is used if it holds the data set. None: a temporary directory, removed at the end.
         key, server_key: files of keys, for storage nodes that use CURVE.
 
     Raises:
@@ -297,7 +296,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             report=self._report if split == "train" else None,
             unfinished=self._unfinished if split == "train" else None,
             # Lightning saves the loader's state by itself, too: both must know.
-            limit=self._limit if split == "train" else None,
+            ended=self._ended if split == "train" else None,
             **self._loading,
         )
         return self._loaders[split]
@@ -337,10 +336,11 @@ class PrefetchCacheDataModule(LightningDataModule):
         """How many batches are in a training step, or in one that has failed."""
         return int(self._trained_before == _trained(self._trainer()))
 
-    def _limit(self) -> int | None:
-        """With limit_train_batches an epoch ends before its samples do."""
-        batches = self._trainer().num_training_batches
-        return None if batches == math.inf else int(batches)
+    def _ended(self) -> bool:
+        """Return whether the Trainer ends the epoch with the last batch, though samples are left:
+        under limit_train_batches, or where `on_train_batch_start` has returned -1."""
+        progress = self._trainer().fit_loop.epoch_loop.batch_progress
+        return bool(progress.is_last_batch) and not self._unfinished()
 
     def _figures(self, now: Metrics, loader: PrefetchLoader) -> dict[str, float]:
         """Return what has happened since the last time."""

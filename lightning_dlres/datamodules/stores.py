@@ -5,16 +5,21 @@ from __future__ import annotations
 import shutil
 import tempfile
 import uuid
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.items import ENCODING, encode_item
 from lightning_dlres.prefetch.storage.put import put
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
+
+# Samples that are read again, to see whether they are the same.
+_PROBES = 16
 
 
 def temporary_directory(job: str) -> Path:
@@ -28,12 +33,13 @@ def write_store(strategy: Strategy, dataset: Any, directory: Path, writes: bool)
     Args:
         strategy: of the ranks.
         dataset: a map-style data set.
-        directory: of the store. One that is there is used as it is; the directory may be on a
-            storage that hosts share.
+        directory: of the store. One that is there is used if it holds the data set; the directory
+            may be on a storage that hosts share.
         writes: whether this rank writes: one of every host.
 
     Raises:
-        ConfigError: a store of another data set is there, or another rank could not write.
+        ConfigError: a store of another data set is there (some samples are compared), or another
+            rank could not write.
     """
     failed: Exception | None = None
     if writes:
@@ -53,13 +59,25 @@ def write_store(strategy: Strategy, dataset: Any, directory: Path, writes: bool)
 
 def _write(dataset: Any, directory: Path) -> None:
     if (directory / MANIFEST).exists():
+        table = _check(dataset, directory)
+        if (changed := _differing(dataset, table)) is not None and not _is_random(dataset, changed):
+            raise ConfigError(
+                f"the store in {directory} must hold the data set, got another sample "
+                f"{changed} ({table.key(changed)!r}). Remove it if it is out of date."
+            )
         return
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     rank_zero_info(f"Putting {len(dataset)} samples into {directory}")
     # Another host may write the same store: the first that is whole is taken.
     own = directory.with_name(f".{directory.name}-{uuid.uuid4().hex[:8]}")
     try:
-        put(dataset, own, encode=encode_item, encoding=ENCODING)
+        table = put(dataset, own, encode=encode_item, encoding=ENCODING)
+        if (changed := _differing(dataset, table)) is not None:
+            rank_zero_warn(
+                f"Sample {changed} of {type(dataset).__name__} was not the same when it was read "
+                "again. The prefetch cache keeps what was read first for all epochs: move random "
+                "transforms into `decode`, where `Sample.seed` differs from epoch to epoch."
+            )
         try:
             own.rename(directory)
         except OSError as error:
@@ -72,7 +90,7 @@ def _write(dataset: Any, directory: Path) -> None:
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _check(dataset: Any, directory: Path) -> None:
+def _check(dataset: Any, directory: Path) -> SampleTable:
     table = SampleTable.load(directory / MANIFEST)
     if (len(table), table.encoding) != (len(dataset), ENCODING):
         raise ConfigError(
@@ -80,3 +98,19 @@ def _check(dataset: Any, directory: Path) -> None:
             f"{len(dataset)} of the data set ({ENCODING}). Remove it if it is out of date, or try "
             "another `store`."
         )
+    return table
+
+
+def _differing(dataset: Any, table: SampleTable) -> int | None:
+    """Return the number of a sample of which the data set gives other bytes than were written, or
+    None. To read all of them would take as long as writing them: some stand for the others."""
+    assert table.checksums is not None
+    for number in np.unique(np.linspace(0, len(table) - 1, _PROBES, dtype=np.int64)).tolist():
+        if zlib.crc32(encode_item(dataset[number])) != int(table.checksums[number]):
+            return int(number)
+    return None
+
+
+def _is_random(dataset: Any, number: int) -> bool:
+    first = encode_item(dataset[number])
+    return any(encode_item(dataset[number]) != first for _ in range(_PROBES))

@@ -66,7 +66,8 @@ class PrefetchLoader:
         report: called when a batch is about to be handed over.
         unfinished: says how many of the last batches that were handed over do not count yet: they
             are dealt again after a resume, because they were not trained on. None: all count.
-        limit: says after how many batches an epoch is over though samples are left, or None.
+        ended: says whether the last batch that was handed over ends the epoch though samples are
+            left. None: no batch does.
 
     Raises:
         ConfigError: a bad value.
@@ -91,7 +92,7 @@ class PrefetchLoader:
         unit: int | None = None,
         report: Callable[[PrefetchLoader], None] | None = None,
         unfinished: Callable[[], int] | None = None,
-        limit: Callable[[], int | None] | None = None,
+        ended: Callable[[], bool] | None = None,
     ) -> None:
         check_name(cache)
         self._cache, self._config = cache, config
@@ -101,7 +102,7 @@ class PrefetchLoader:
         DecodePool(BatchMaker(decode, collate, "raw"), num_workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
         self._seed, self._epochs = seed, epochs
-        self._report, self._unfinished, self._limit = report, unfinished, limit
+        self._report, self._unfinished, self._ended = report, unfinished, ended
         self._decode, self._collate = decode, collate
         self._num_workers, self._worker_type = num_workers, worker_type
         self._client: CacheClient | None = None
@@ -138,8 +139,7 @@ class PrefetchLoader:
         epoch, before = self._epoch, self._before + done
         dealt = done * self._batch_size * self._ranks.ranks
         consumed = min(self._start + dealt, self.data_set.samples)
-        limit = self._limit() if self._limit is not None else None
-        cut = limit is not None and done and before >= limit
+        cut = done and self._ended is not None and self._ended()
         if cut or self._exhausted(done):
             epoch, consumed, before = epoch + 1, 0, 0
         return {
@@ -216,7 +216,7 @@ class PrefetchLoader:
             "_cache": f"{self._cache.partition('~')[0]}~{uuid.uuid4().hex[:8]}",
             "_ranks": replace(self._ranks, local=(self._ranks.rank,)),
             **dict.fromkeys(
-                ("_client", "_pool", "_iteration", "_leaving", "_report", "_unfinished", "_limit")
+                ("_client", "_pool", "_iteration", "_leaving", "_report", "_unfinished", "_ended")
             ),
         }
 

@@ -240,6 +240,37 @@ def test_epochs_that_are_cut_short_go_on_after_any_step(
         assert whole.seen[step:] == rest.seen
 
 
+class Skipping(Model):
+    """Ends every epoch before its fourth batch. After a resume behind such an epoch, Lightning's own
+    number of a batch may be one too small."""
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> int | None:  # type: ignore[override]
+        if batch[1][0] == order(self.current_epoch)[24]:
+            return -1
+        super().on_train_batch_start(batch, batch_idx)
+        return None
+
+
+def test_epochs_that_user_code_ends_go_on_after_any_step(tmp_path: Path) -> None:
+    steps = ModelCheckpoint(
+        tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}", save_last=True
+    )
+    ends = ModelCheckpoint(
+        tmp_path, save_top_k=-1, save_on_train_epoch_end=True, filename="end-{epoch}"
+    )
+    whole = Skipping()
+    trainer(tmp_path, max_epochs=3, callbacks=[steps, ends], enable_checkpointing=True).fit(
+        whole, datamodule=module()
+    )
+    assert [seen_in(whole, epoch) for epoch in range(3)] == [order(e)[:24] for e in range(3)]
+    for name, done in (("step=2", 2), ("end-epoch=0", 3), ("step=4", 4), ("end-epoch=1", 6)):
+        rest = Skipping()
+        trainer(tmp_path, max_epochs=3).fit(
+            rest, datamodule=module(), ckpt_path=tmp_path / f"{name}.ckpt"
+        )
+        assert rest.seen == whole.seen[done:], name
+
+
 def test_a_rest_of_which_no_batch_can_be_made_is_dropped(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=5)
     trainer(
@@ -262,6 +293,27 @@ def test_a_store_that_is_there_is_used_if_it_is_the_data_sets(tmp_path: Path) ->
     few = TensorDataset(torch.zeros(7, 4), torch.arange(7))
     with pytest.raises(dlres.ConfigError, match=r"got 50 samples .*expected the 7"):
         trainer(tmp_path).fit(Model(), datamodule=module(train=few, store=tmp_path / "kept"))
+
+
+def test_a_store_of_another_data_set_of_the_same_length_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path).fit(Model(), datamodule=module(store=tmp_path / "kept"))
+    scaled = TensorDataset(2 * data_set().tensors[0], torch.arange(COUNT))
+    with pytest.raises(dlres.ConfigError, match=r"must hold the data set, got another sample 0"):
+        trainer(tmp_path).fit(Model(), datamodule=module(train=scaled, store=tmp_path / "kept"))
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        value, number = super().__getitem__(index)
+        return value + torch.rand(4), number
+
+
+def test_random_transforms_that_packing_freezes_are_warned_of(tmp_path: Path) -> None:
+    augmented = Augmented(*data_set().tensors)
+    with pytest.warns(UserWarning, match="Augmented was not the same .* into `decode`"):
+        trainer(tmp_path).fit(Model(), datamodule=module(train=augmented, store=tmp_path / "kept"))
+    # What was written is kept.
+    trainer(tmp_path).fit(Model(), datamodule=module(train=augmented, store=tmp_path / "kept"))
 
 
 class Lengths(Model):
