@@ -42,7 +42,11 @@ def runtime_directory() -> Path:
         ConfigError: somebody else has made it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    parent = Path(base) if os.path.isabs(base) and os.access(base, os.W_OK) else Path(tempfile.gettempdir())
+    parent = (
+        Path(base)
+        if os.path.isabs(base) and os.access(base, os.W_OK)
+        else Path(tempfile.gettempdir())
+    )
     path = parent / f"dlres-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)

@@ -84,8 +84,8 @@ def why_no_longer_by_parts(
     if other is not None:
         return f"training_step logged {names[0]} for one micro-batch and {other} for another"
     for record in records:
-        lists = changed_lists(record["attributes"])
-        reason = _why_once(lists, sorted(record["buffers"]), [], record["logger"])
+        once = record["once"]
+        reason = _why_once(once["lists"], once["buffers"], [], record["logger"])
         if reason is not None:
             return reason
     return None

@@ -16,11 +16,12 @@ from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.microbatch import cut_batch
-from lightning_dlres.strategies.attributes import PlainAttributes
+from lightning_dlres.strategies.attributes import PlainAttributes, changed_lists
 from lightning_dlres.strategies.capture import PipelinedModule
 from lightning_dlres.strategies.guard import ForeignWeightGuard, leaves_of, weight_of_a_layer
 from lightning_dlres.strategies.loggers import LoggerCall, recording_loggers
 from lightning_dlres.strategies.metrics import MetricStates
+from lightning_dlres.strategies.normalisers import NormaliserRecorder
 from lightning_dlres.strategies.outer_buffers import OuterBuffers
 from lightning_dlres.strategies.records import LogRecord, recording
 
@@ -70,6 +71,8 @@ class LightningStep:
         logger_calls: what every run gave to the loggers themselves.
         extra: what a step that returns a dict returned beside the loss; only where it ran on the
             whole batch.
+        normalisers: by what every run on a micro-batch normalised its loss.
+        finite: for every gradient of a micro-batch's output whether all of it is finite.
     """
 
     context: StepContext
@@ -79,6 +82,8 @@ class LightningStep:
     losses: list[Tensor] = field(default_factory=list)
     logger_calls: list[list[LoggerCall]] = field(default_factory=list)
     extra: dict[str, Any] | None = None
+    normalisers: list[list[float]] = field(default_factory=list)
+    finite: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rewind_random_state = rng.held(self.context.device)
@@ -87,6 +92,7 @@ class LightningStep:
         self._buffers = OuterBuffers(self.context.pipelined.layers, self.context.device)
         self._buffers_before = self._buffers.snapshot()
         self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
+        self._once: dict[str, set[str]] = {"lists": set(), "buffers": set()}
         self._metrics_before = (
             self.context.metrics.snapshot() if self.context.metrics.metrics else {}
         )
@@ -101,7 +107,7 @@ class LightningStep:
         module, path = self.context.module, self.context.pipelined.path
         with self.context.metrics.preserved(), self._own_state(), recording(module):
             try:
-                with self._inside(), self.context.pipelined.intercepted(stop):
+                with self._inside(ForeignWeightGuard()), self.context.pipelined.intercepted(stop):
                     module.training_step(*self._own_args())
             except _StopAtCall as signal:
                 self._refuse_use_of_layers(tensors_of(signal.inputs))
@@ -116,19 +122,28 @@ class LightningStep:
         """Run the step with `output` as the result of the module's call and return the loss."""
         self._rewind_random_state()
         args = self._own_args() if microbatch is None else self._part_args(microbatch, sizes)
-        if microbatch is not None and not self.logs:
-            self.context.metrics.reset()
+        guard = ForeignWeightGuard() if microbatch is None else NormaliserRecorder()
+        if microbatch is not None:
+            self._watch_gradients(output)
+            if not self.logs:
+                self.context.metrics.reset()
         module = self.context.module
         with self._own_state() as calls, recording(module) as records:
-            with self._inside(), self._returning(output):
+            with self._inside(guard), self._returning(output):
                 result = module.training_step(*args)
+            stops = self._changes["should_stop"] or bool(module.trainer.should_stop)
             self._changes = {
                 "attributes": self._attributes.changes_since(self._attributes_before),
                 "buffers": self._buffers.changes_since(self._buffers_before),
-                "should_stop": bool(module.trainer.should_stop),
+                "should_stop": stops,
             }
+        # A micro-batch before the last may be the only one to change them.
+        self._once["lists"].update(changed_lists(self._changes["attributes"]))
+        self._once["buffers"].update(self._changes["buffers"])
         loss = self._loss_of(result, len(sizes) == 1 or microbatch is None)
         self._refuse_use_of_layers([loss])
+        if isinstance(guard, NormaliserRecorder):
+            self.normalisers.append(guard.values())
         self.logs.append(records)
         self.logger_calls.append(calls)
         self.losses.append(loss.detach())
@@ -145,10 +160,13 @@ class LightningStep:
         return {
             "losses": torch.stack(self.losses),
             "logs": [[record.to_tree(metrics) for record in part] for part in self.logs],
-            "logger": [call.to_tree() for call in self.logger_calls[-1]],
+            "logger": [call.to_tree() for calls in self.logger_calls for call in calls],
             "metrics": state,
             **self._changes,
+            "once": {kind: sorted(names) for kind, names in self._once.items()},
             "extra": self.extra,
+            "normalisers": self.normalisers,
+            "finite": [bool(flag) for flag in self.finite],
             "rng": rng.snapshot(self.context.device),
         }
 
@@ -191,9 +209,19 @@ class LightningStep:
             trainer.should_stop = stopping
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
-        with self.context.precision(), ForeignWeightGuard():
+    def _inside(self, guard: ForeignWeightGuard) -> Iterator[None]:
+        with self.context.precision(), guard:
             yield
+
+    def _watch_gradients(self, output: Tree) -> None:
+        finite = self.finite
+
+        def note(gradient: Tensor) -> None:
+            finite.append(gradient.isfinite().all())
+
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(note)
 
     def _refuse_use_of_layers(self, results: Sequence[Tensor]) -> None:
         """Raise where a gradient would flow into a layer past the pipeline: it would be lost."""

@@ -3,7 +3,8 @@ returns to Lightning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from lightning_dlres.strategies.check import (
 from lightning_dlres.strategies.delivery import with_gradients
 from lightning_dlres.strategies.guard import ForeignWeightGuard
 from lightning_dlres.strategies.loggers import LoggerCall
+from lightning_dlres.strategies.normalisers import why_doubtful
 from lightning_dlres.strategies.records import LogRecord, merge_parts
 from lightning_dlres.strategies.step import LightningStep, StepContext
 
 _EVALUATION = 1
+# After so many batches that looked wrong and were not, GPipe costs less than checking each.
+_MOST_DOUBTS = 3
 
 
 class StepRunner:
@@ -61,7 +65,9 @@ class StepRunner:
         self.meet, self.say, self._changed, self._zeroes = meet, say, changed, zeroes
         self.may_change = schedule == "auto"
         self.schedule = "1f1b" if schedule == "auto" else schedule
+        self.changing: list[Tensor] = []
         self._steps = 0
+        self._doubts = 0
         self._evaluations = 0
 
     def train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
@@ -77,15 +83,21 @@ class StepRunner:
 
     def _train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
         seed, fingerprint = derive_seed(self.seed, batch), digest(args[0])
-        if self.schedule == "1f1b" and self._check_is_due():
+        by_parts = self.schedule == "1f1b" and self.runtime.microbatches > 1
+        if by_parts and self._check_is_due():
             self._check(args, seed, fingerprint)
         self._steps += 1
         if self._zeroes():
             for parameter in (*self.runtime.stage.parameters, *self.runtime.outer):
                 parameter.grad = None
-        runs_twice = self.runtime.is_first and self.runtime.is_last
-        step = LightningStep(self.context, args, untouched=runs_twice)
-        result = TrainingStep(self.runtime, step, self.schedule, seed, scale).run(fingerprint)
+        # The check may have changed the schedule.
+        by_parts = by_parts and self.schedule == "1f1b"
+        before = _Before(self, args) if by_parts else None
+        step, result = self._run(args, seed, scale, fingerprint)
+        if before is not None and len(result.sizes) > 1:
+            self._look_at(before, step, result, seed, scale, fingerprint)
+            if self.schedule != "1f1b":
+                step, result = self._run(before.args, seed, scale, fingerprint)
         loss, extra = self._conclude(step, result)
         delivered = with_gradients(loss, result.gradients, scale)
         return {"loss": delivered, **extra} if extra is not None else delivered
@@ -114,10 +126,47 @@ class StepRunner:
             output = self.runtime.forward(inputs, seed, fingerprint)
         return map_tensors(lambda t: t.to(self.context.device), output)
 
+    def _run(
+        self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int
+    ) -> tuple[LightningStep, TrainResult]:
+        runs_twice = self.runtime.is_first and self.runtime.is_last
+        step = LightningStep(self.context, args, untouched=runs_twice)
+        return step, TrainingStep(self.runtime, step, self.schedule, seed, scale).run(fingerprint)
+
+    def _look_at(
+        self,
+        before: _Before,
+        step: LightningStep,
+        result: TrainResult,
+        seed: int,
+        scale: float,
+        fingerprint: int,
+    ) -> None:
+        """Fall back, with everything as it was before the step, if the batch that was just run by
+        parts cannot be. All ranks have the same records, and decide alike."""
+        reason = why_no_longer_by_parts(result.records, self._logs_of(result))
+        doubt = reason or why_doubtful(result.records, result.sizes, gradients=scale == 1.0)
+        if doubt is None:
+            return
+        step.undo_metrics()
+        with before.again():
+            if reason is not None:
+                self._fall_back(reason)
+            else:
+                self._check(before.args, seed, fingerprint)
+                self._doubts += 1
+            if self.schedule == "1f1b" and self.may_change and self._doubts >= _MOST_DOUBTS:
+                self._fall_back(f"{doubt}, so that every batch would have to be checked")
+
+    def _logs_of(self, result: TrainResult) -> list[list[LogRecord]]:
+        metrics = self.context.metrics
+        parts = [part for record in result.records for part in record["logs"]]
+        return [[LogRecord.from_tree(tree, metrics) for tree in part] for part in parts]
+
     def _check_is_due(self) -> bool:
         # A first batch without padding may hide what a later one shows: look again, ever more
         # rarely.
-        return self.runtime.microbatches > 1 and self._steps & (self._steps - 1) == 0
+        return self._steps & (self._steps - 1) == 0
 
     def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
         runtime, context = self.runtime, self.context
@@ -131,8 +180,15 @@ class StepRunner:
         saved = [buffer.clone() for buffer in buffers]
         with torch.no_grad():
             output = runtime.forward(inputs, seed, fingerprint, everywhere=False)
+            changed = [
+                buffer
+                for buffer, value in zip(buffers, saved, strict=True)
+                if not torch.equal(buffer, value)
+            ]
             for buffer, value in zip(buffers, saved, strict=True):
                 buffer.copy_(value)
+        # Those of several virtual machines are made alike in every step.
+        self.changing = buffers if len(runtime.plan.machines) > 1 else changed
         rewind_random_state()
         reason = None
         source = runtime.plan.machines[0][-1]
@@ -172,11 +228,7 @@ class StepRunner:
         """Make this rank's logs, metrics, buffers and random state those of the ranks that saw the
         loss."""
         metrics, records = self.context.metrics, result.records
-        logs = [
-            [LogRecord.from_tree(t, metrics) for t in part]
-            for record in records
-            for part in record["logs"]
-        ]
+        logs = self._logs_of(result)
         losses = torch.cat([record["losses"].to(self.context.device) for record in records])
         if self.schedule == "gpipe":
             loss, merged = losses[0], logs[0]
@@ -186,9 +238,6 @@ class StepRunner:
             weights = torch.tensor(result.sizes, dtype=losses.dtype, device=losses.device) / sum(
                 result.sizes
             )
-            reason = why_no_longer_by_parts(records, logs)
-            if reason is not None and len(result.sizes) > 1:
-                self._fall_back(f"{reason}; in this batch every micro-batch counts by its samples")
             loss, merged = (losses * weights).sum(), merge_parts(logs, result.sizes)
             step.undo_metrics()
             metrics.merge([record["metrics"] for record in records])
@@ -200,6 +249,40 @@ class StepRunner:
         for call in records[-1]["logger"]:
             LoggerCall.make(call, module.trainer.loggers)
         return loss, records[0]["extra"]
+
+
+class _Before:
+    """What a step by parts changes before its loss is known, as it was before the step.
+
+    Attributes:
+        args: arguments of `training_step`, with a copy of the batch where user code runs.
+    """
+
+    def __init__(self, runner: StepRunner, args: tuple[Any, ...]) -> None:
+        runtime = runner.runtime
+        runs_user_code = runtime.is_first or runtime.is_last
+        batch = map_tensors(Tensor.clone, args[0]) if runs_user_code else args[0]
+        self.args = (batch, *args[1:])
+        self._runner = runner
+        self._buffers = [(buffer, buffer.clone()) for buffer in runner.changing]
+        self._rewind_random_state = rng.held(runner.context.device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Context manager that puts everything back; it stays so if the schedule changes inside."""
+        device = self._runner.context.device
+        after, redo_random_state = [b.clone() for b, _ in self._buffers], rng.held(device)
+        self._put([value for _, value in self._buffers])
+        self._rewind_random_state()
+        yield
+        if self._runner.schedule == "1f1b":
+            self._put(after)
+            redo_random_state()
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for (buffer, _), value in zip(self._buffers, values, strict=True):
+                buffer.copy_(value)
 
 
 def _layer_buffers(layers: ModelLayers, plan: PipelinePlan, stage: int) -> list[Tensor]:
