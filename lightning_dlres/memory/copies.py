@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_dlres.kernels.copying import put_away
+from lightning_dlres.memory.gpu import Event, Gpu, Stream
 
 
 class Ticket(Protocol):
@@ -27,6 +31,9 @@ class Copies(Protocol):
 
     def back(self, source: Tensor, device: torch.device) -> tuple[Tensor, Ticket]:
         """Copy uint8[n] of a tier to new memory on the device."""
+
+    def finish(self) -> None:
+        """Let the host wait for all copies."""
 
 
 class _Done:
@@ -52,46 +59,117 @@ class DirectCopies:
         data.copy_(source)
         return data, _DONE
 
+    def finish(self) -> None:
+        pass
+
 
 class StreamCopies:
     """On two streams of a GPU, one for each direction; tiers must be pinned.
 
+    Copies wait only for copies of the same bytes of a tier. What has not been copied yet stays,
+    whoever else lets go of it: memory on the GPU until the stream that gave it out waits for the
+    copy, memory in the tier until the copy is done.
+
     Args:
-        device: the GPU.
+        gpu: the GPU.
     """
 
     overlaps = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._out = torch.cuda.Stream(device)
-        self._back = torch.cuda.Stream(device)
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._out, self._back = _Lane(gpu.new_stream()), _Lane(gpu.new_stream())
+        weakref.finalize(self, _finish, self._out, self._back).atexit = False
 
     def out(self, source: Tensor, target: Tensor) -> Ticket:
+        lane, home = self._out, self._gpu.current_stream()
         # What is copied has been computed, and what was at that place has been read.
-        self._out.wait_stream(torch.cuda.current_stream(source.device))
-        self._out.wait_stream(self._back)
-        with torch.cuda.stream(self._out):
-            target.copy_(source, non_blocking=True)
-            done = self._out.record_event()
-        # If nobody needs it any more before that is done, its memory must not be used again.
-        source.record_stream(self._out)
-        return _Event(done)
+        lane.stream.wait_stream(home)
+        for copy in self._back.over(target):
+            lane.stream.wait_event(copy.done)
+        with self._gpu.using(lane.stream):
+            self._gpu.copy(target, source)
+        return lane.begun(_Leaving(self._gpu, home, source, target, lane.stream.record_event()))
 
     def back(self, source: Tensor, device: torch.device) -> tuple[Tensor, Ticket]:
+        lane, home = self._back, self._gpu.current_stream()
         # Memory of the stream that will use it, which other work of that stream may still use.
-        data = torch.empty(source.numel(), dtype=torch.uint8, device=device)
-        self._back.wait_stream(torch.cuda.current_stream(device))
-        self._back.wait_stream(self._out)
-        with torch.cuda.stream(self._back):
-            data.copy_(source, non_blocking=True)
-            done = self._back.record_event()
-        data.record_stream(self._back)
-        return data, _Event(done)
+        data = self._gpu.empty(source.numel())
+        lane.stream.wait_stream(home)
+        for copy in self._out.over(source):
+            lane.stream.wait_event(copy.done)
+        with self._gpu.using(lane.stream):
+            self._gpu.copy(data, source)
+        copy = _Arriving(self._gpu, home, data, source, lane.stream.record_event())
+        return data, lane.begun(copy)
+
+    def finish(self) -> None:
+        _finish(self._out, self._back)
 
 
-class _Event:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+class _Copy:
+    """A copy under way.
+
+    Args:
+        home: the stream that was current when it began: memory of the GPU that is given back is
+            given out again in its order.
+        on_gpu, in_tier: what is copied, and to where.
+        done: the point behind the copy.
+    """
+
+    def __init__(self, gpu: Gpu, home: Stream, on_gpu: Tensor, in_tier: Tensor, done: Event):
+        self._gpu, self._home, self.done = gpu, home, done
+        self._on_gpu: Tensor | None = on_gpu
+        self._in_tier = in_tier
+        self.start = in_tier.data_ptr()
+        self.stop = self.start + in_tier.numel()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        current, memory = self._gpu.current_stream(), self._on_gpu
+        current.wait_event(self.done)
+        if memory is not None and current != self._home:
+            self._arrange(memory, current)
+        self._on_gpu = None
+
+    def _arrange(self, memory: Tensor, current: Stream) -> None:
+        """Let no other work get the memory too early, though it was waited for elsewhere."""
+        raise NotImplementedError
+
+
+class _Leaving(_Copy):
+    def _arrange(self, memory: Tensor, current: Stream) -> None:
+        self._home.wait_event(self.done)
+
+
+class _Arriving(_Copy):
+    def _arrange(self, memory: Tensor, current: Stream) -> None:
+        self._gpu.record_stream(memory, current)
+
+
+class _Lane:
+    """The copies of one direction, in the order in which they are done."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.copies: deque[_Copy] = deque()
+
+    def begun(self, copy: _Copy) -> _Copy:
+        """Keep a copy's memory until it is done, and let go of what is done."""
+        while self.copies and self.copies[0].done.query():
+            self.copies.popleft()
+        self.copies.append(copy)
+        return copy
+
+    def over(self, place: Tensor) -> Iterator[_Copy]:
+        """Yield the copies under way of bytes that are also of this place in a tier."""
+        start = place.data_ptr()
+        stop = start + place.numel()
+        return (copy for copy in self.copies if copy.start < stop and start < copy.stop)
+
+
+def _finish(*lanes: _Lane) -> None:
+    """Let the host wait for the copies, and then let go of their memory."""
+    for lane in lanes:
+        while lane.copies:
+            lane.copies[0].done.synchronize()
+            lane.copies.popleft()

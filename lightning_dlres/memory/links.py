@@ -12,6 +12,7 @@ import torch
 
 from lightning_dlres.core.slab import aligned
 from lightning_dlres.memory.copies import Copies
+from lightning_dlres.memory.gpu import Gpu
 from lightning_dlres.memory.profile import Link
 from lightning_dlres.memory.tiers import SlabTier
 
@@ -20,6 +21,8 @@ from lightning_dlres.memory.tiers import SlabTier
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 256 << 20
 _SMALL_BYTES = 64 << 10
 _UNCACHED_BYTES = 96 << 20
+# What measuring takes of a GPU's memory, and of the host's beside it; more than its cache holds.
+_MOST_ON_GPU = 64 << 20
 _TRIALS = 7
 
 
@@ -30,6 +33,7 @@ def measure_link(
     directory: Path | None,
     pinned: bool,
     nbytes: int,
+    gpu: Gpu | None = None,
 ) -> Link:
     """Return the link to a tier.
 
@@ -39,13 +43,16 @@ def measure_link(
         device: where they come from.
         directory, pinned: see `SlabTier`.
         nbytes: size of a usual copy.
+        gpu: the device, if it is a GPU.
 
     Raises:
         ConfigError: the directory cannot be written to, or is full.
     """
-    size = min(max(nbytes, _LEAST_BYTES), _MOST_BYTES)
+    # A GPU has little memory to spare, and its copies do not go through the processor's cache.
+    most, uncached = (_MOST_BYTES, _UNCACHED_BYTES) if gpu is None else (_MOST_ON_GPU // 4, 0)
+    size = min(max(nbytes, _LEAST_BYTES), most)
     # Enough of them that none is in the processor's cache when its turn comes again.
-    count = max(2, -(-_UNCACHED_BYTES // size))
+    count = max(2, -(-uncached // size))
     tier = SlabTier(count * aligned(size), directory, pinned)
     parcels = [parcel for _ in range(count) if (parcel := tier.take(size)) is not None]
     sources = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in parcels]
@@ -64,10 +71,11 @@ def measure_link(
     for source, parcel in zip(sources, parcels, strict=True):
         copies.out(source, parcel.data).wait()
     times = {
-        (way, nbytes): _seconds(way(nbytes), device)
+        (way, nbytes): _seconds(way(nbytes), gpu)
         for way in (out, back)
         for nbytes in (_SMALL_BYTES, size)
     }
+    copies.finish()
     latency = min(times[out, _SMALL_BYTES], times[back, _SMALL_BYTES])
     return Link(
         tier=name,
@@ -78,9 +86,9 @@ def measure_link(
     )
 
 
-def measure_copies(device: torch.device) -> float:
+def measure_copies(device: torch.device, gpu: Gpu | None = None) -> float:
     """Return how many bytes a second the device copies from its memory to its memory."""
-    count = max(2, _UNCACHED_BYTES // _LEAST_BYTES)
+    count = (_UNCACHED_BYTES if gpu is None else _MOST_ON_GPU) // _LEAST_BYTES
     pieces = [torch.zeros(_LEAST_BYTES, dtype=torch.uint8, device=device) for _ in range(count)]
     pairs = cycle(pairwise(pieces))
 
@@ -88,16 +96,16 @@ def measure_copies(device: torch.device) -> float:
         source, target = next(pairs)
         target.copy_(source)
 
-    return _LEAST_BYTES / max(_seconds(copy, device), 1e-9)
+    return _LEAST_BYTES / max(_seconds(copy, gpu), 1e-9)
 
 
-def _seconds(copy: Callable[[], None], device: torch.device) -> float:
+def _seconds(copy: Callable[[], None], gpu: Gpu | None) -> float:
     """Return how long a copy takes: the median, without the first."""
     found = []
     for _ in range(_TRIALS + 1):
         began = time.perf_counter()
         copy()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if gpu is not None:
+            gpu.synchronize()
         found.append(time.perf_counter() - began)
     return statistics.median(found[1:])

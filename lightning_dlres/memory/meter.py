@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_dlres.core._compat import profiler_is_on
+from lightning_dlres.memory.gpu import Gpu
 
 Held = Callable[[], Iterable[Tensor]]
 
@@ -80,30 +81,31 @@ class Meter(Protocol):
 
 
 class AllocatedBytes:
-    """On a GPU, as torch's allocator counts them.
+    """On a GPU, as torch's allocator counts them. Its most bytes begin anew at every mark, for the
+    user, too: it is used in one step of every shape.
 
     Args:
-        device: the GPU.
+        gpu: the GPU.
     """
 
     counts_fetched = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._there: list[int] = []
         self._peaks: list[int] = []
         self._ours: list[bool] = []
 
     @contextmanager
     def running(self, held: Held) -> Iterator[None]:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._gpu.forget_most()
         yield
 
     def mark(self, ours: bool) -> int:
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
-        self._there.append(torch.cuda.memory_allocated(self._device))
+        self._peaks.append(self._gpu.most_allocated())
+        self._there.append(self._gpu.allocated())
         self._ours.append(ours)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._gpu.forget_most()
         return len(self._ours) - 1
 
     def hand_over(self, mark: int, address: int) -> None:

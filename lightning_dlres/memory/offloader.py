@@ -23,6 +23,7 @@ from lightning_dlres.memory.choices import Limits
 from lightning_dlres.memory.copies import Copies, DirectCopies, StreamCopies
 from lightning_dlres.memory.engine import SavedTensors
 from lightning_dlres.memory.follow import Follower
+from lightning_dlres.memory.gpu import Gpu, gpu_of
 from lightning_dlres.memory.layer_record import LayerRecord
 from lightning_dlres.memory.links import measure_copies, measure_link
 from lightning_dlres.memory.meter import AllocatedBytes, Held, Meter, NoBytes, ProfiledBytes
@@ -49,7 +50,8 @@ class Measured:
         steps: how many there were.
         seconds: of each of the last ones.
         saved_peak: most bytes of data on the device.
-        device_peak: most bytes on the device; None where nothing counts them.
+        device_peak: most bytes on the device, as far as a step had more there than anything before
+            it; None where nothing counts them. The counter is not reset: the user reads it, too.
         unlike: steps that were not like the planned one, with what was unlike.
         curve: of the latest step, seconds since its start and bytes of data on the device.
     """
@@ -97,6 +99,7 @@ class Offloader:
             followed.
         say: is told every plan, as text.
         may_profile: whether torch's profiler is free, which counts bytes on the CPU.
+        gpu: the device's streams and counters, if it is a GPU; None: torch's own.
     """
 
     def __init__(
@@ -108,10 +111,12 @@ class Offloader:
         is_compiled: bool = False,
         say: Callable[[str], None] = lambda text: None,
         may_profile: bool = True,
+        gpu: Gpu | None = None,
     ) -> None:
         self._root, self._settings, self._device = root, settings, device
         self._history, self._is_compiled, self._say = history, is_compiled, say
         self._may_profile = may_profile
+        self._gpu = gpu or gpu_of(device)
         self._engine = SavedTensors(settings.min_bytes)
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._links: tuple[Link, ...] | None = None
@@ -156,9 +161,7 @@ class Offloader:
     def _followed(self, kind: _Kind, follower: Follower, stays: Iterable[Tensor]) -> Iterator[None]:
         ledger, measured = self._engine.ledger, self.measured
         ledger.start_peak()
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        before = self._gpu.most_allocated() if self._gpu is not None else 0
         began = time.perf_counter()
         with self._engine.hooks(follower, stays):
             yield
@@ -169,8 +172,7 @@ class Offloader:
         if kind.plan is self.plan:
             measured.curve = [(when - began, nbytes) for when, nbytes in follower.seen]
         measured.saved_peak = max(measured.saved_peak, ledger.peak)
-        if on_gpu:
-            peak = torch.cuda.max_memory_allocated(self._device)
+        if self._gpu is not None and (peak := self._gpu.most_allocated()) > before:
             measured.device_peak = max(measured.device_peak or 0, peak)
         if follower.unlike is not None:
             # What it was planned for does not come any more: it is measured again.
@@ -197,7 +199,7 @@ class Offloader:
             NoBytes() if for_time else self._meter(),
             self._engine.ledger,
             layers,
-            self._device,
+            self._gpu,
             not for_time
             and any(a in self._settings.actions for a in (Action.COMPRESS, Action.BOTH)),
         )
@@ -206,7 +208,7 @@ class Offloader:
         if self._links is None:
             self._links = self._measured_links(recorder.usual_bytes)
             if self._settings.reuse:
-                self._rate = measure_copies(self._device)
+                self._rate = measure_copies(self._device, self._gpu)
         if kind.audit is not None:
             self._judge(kind, kind.audit)
             return
@@ -311,6 +313,8 @@ class Offloader:
 
     def close(self) -> None:
         """Give up the memory of the tiers. What graphs still hold there stays for as long."""
+        for copies in self._copies.values():
+            copies.finish()
         self._tiers.clear()
         self._kinds.clear()
 
@@ -342,20 +346,23 @@ class Offloader:
                 spec.directory,
                 self._is_pinned(spec),
                 nbytes,
+                self._gpu,
             )
             for spec in self._settings.tiers
         )
 
     def _meter(self) -> Meter:
-        if self._device.type == "cuda":
-            return AllocatedBytes(self._device)
+        if self._gpu is not None:
+            return AllocatedBytes(self._gpu)
         return ProfiledBytes(self._may_profile)
 
     def _copies_for(self, tier: TierSettings) -> Copies:
-        return StreamCopies(self._device) if self._is_pinned(tier) else DirectCopies()
+        if self._gpu is not None and self._is_pinned(tier):
+            return StreamCopies(self._gpu)
+        return DirectCopies()
 
     def _is_pinned(self, tier: TierSettings) -> bool:
-        return self._device.type == "cuda" and tier.directory is None
+        return self._gpu is not None and tier.directory is None
 
     def _growing_tier(self) -> GrowingTier:
         # Where there is room for everything: the last tier, if it is a disk.

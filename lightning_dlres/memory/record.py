@@ -18,6 +18,7 @@ from lightning_dlres.codecs.zvc import pays
 from lightning_dlres.kernels import zvc
 from lightning_dlres.memory import profile
 from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.gpu import Gpu
 from lightning_dlres.memory.layer_record import LayerRecord
 from lightning_dlres.memory.meter import Held, MemoryTrace, Meter
 from lightning_dlres.memory.profile import StepProfile
@@ -59,7 +60,7 @@ class Recorder:
         meter: counts the device's bytes.
         ledger: knows how many of them are data.
         layers: knows which module runs; None: nobody does.
-        device: what computes.
+        gpu: what computes; None: the CPU.
         measures_codec: whether compression is tried.
     """
 
@@ -69,11 +70,11 @@ class Recorder:
         meter: Meter,
         ledger: Ledger,
         layers: LayerRecord | None,
-        device: torch.device,
+        gpu: Gpu | None,
         measures_codec: bool = True,
     ) -> None:
         self._tier, self._meter, self._ledger = tier, meter, ledger
-        self._layers, self._device, self._measures_codec = layers, device, measures_codec
+        self._layers, self._gpu, self._measures_codec = layers, gpu, measures_codec
         self._data: list[_Noted] = []
         self._of: weakref.WeakKeyDictionary[Datum, _Noted] = weakref.WeakKeyDictionary()
         self._seconds: list[float] = []
@@ -130,8 +131,8 @@ class Recorder:
 
     def clock(self) -> float:
         """Return how many seconds have been computed."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._gpu is not None:
+            self._gpu.synchronize()
         return self._computed + time.perf_counter() - self._since
 
     def mark_memory(self) -> int:
@@ -262,8 +263,8 @@ class Recorder:
 
     def _enter(self) -> None:
         """An event: the interval before it is over."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._gpu is not None:
+            self._gpu.synchronize()
         seconds = time.perf_counter() - self._since
         self._seconds.append(seconds)
         self._computed += seconds
@@ -272,8 +273,8 @@ class Recorder:
         self._marks += 1
 
     def _resume(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._gpu is not None:
+            self._gpu.synchronize()
         self._began = self._meter.mark(ours=False)
         self._is_in_event = False
         fetched = self._ledger.now if self._meter.counts_fetched else 0
@@ -317,6 +318,6 @@ class Recorder:
         return packed, between - began, self._now() - between
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._gpu is not None:
+            self._gpu.synchronize()
         return time.perf_counter()

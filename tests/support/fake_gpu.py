@@ -1,0 +1,324 @@
+"""A model of one GPU's streams, events and memory, on the CPU.
+
+A stream is a queue. Its work runs later, in any order that CUDA allows: in order within a stream,
+after the events that it waits for, and otherwise whenever `choose` says. Memory that is given back
+is overwritten with poison as soon as its next owner could write to it. So a missing wait, or memory
+that is let go of too early, shows as wrong bytes.
+
+Two ways to compute:
+- `FakeGpu(choose)`: `launch` puts kernels into the current stream. They use `FakeGpu.empty`'s
+  memory, and run late, too.
+- `FakeGpu(choose, in_step=True)`: the first stream is the host itself, so that torch's own CPU
+  tensors stand for those of the GPU. All other streams run late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+POISON = 0xDB
+
+
+def latest(count: int) -> int:
+    """Choose that nothing runs before it must."""
+    return 0
+
+
+def soonest(count: int) -> int:
+    """Choose that everything runs as soon as it may."""
+    return count
+
+
+class FakeEvent:
+    """The point behind the first `position` pieces of a stream's work."""
+
+    def __init__(self, stream: FakeStream, position: int, milliseconds: float) -> None:
+        self.stream, self.position, self._milliseconds = stream, position, milliseconds
+
+    @property
+    def is_reached(self) -> bool:
+        return self.stream.finished >= self.position
+
+    def query(self) -> bool:
+        self.stream.gpu.run_some()
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.stream.gpu.reach(self)
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.is_reached, "an event's time is asked for before the GPU has come so far"
+        assert later.is_reached, "an event's time is asked for before the GPU has come so far"
+        return later._milliseconds - self._milliseconds
+
+
+class FakeStream:
+    """A queue of work: functions, and events that are waited for.
+
+    Attributes:
+        finished, issued: how many pieces of work were done, and were ever put in.
+    """
+
+    def __init__(self, gpu: FakeGpu, in_step: bool = False) -> None:
+        self.gpu, self.in_step = gpu, in_step
+        self.finished = self.issued = 0
+        self.queue: deque[Callable[[], None] | FakeEvent] = deque()
+
+    def put(self, work: Callable[[], None] | FakeEvent) -> None:
+        self.queue.append(work)
+        self.issued += 1
+        if self.in_step:
+            self.gpu.reach(self.record_event())
+        else:
+            self.gpu.run_some()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.put(event)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(self, self.issued, self.gpu.milliseconds())
+
+    @property
+    def can_run(self) -> bool:
+        if not self.queue:
+            return False
+        return not isinstance(self.queue[0], FakeEvent) or self.queue[0].is_reached
+
+    def run_one(self) -> None:
+        work = self.queue.popleft()
+        if not isinstance(work, FakeEvent):
+            work()
+        self.finished += 1
+
+
+class FakeGpu:
+    """See the module; has what `lightning_dlres.memory.gpu.Gpu` asks for.
+
+    Args:
+        choose: is given a number of pieces of work that might run, and returns how many of them do.
+        in_step: whether the first stream is the host.
+
+    Attributes:
+        faults: what CUDA would not forgive, in words.
+        waits: how often the host waited for all streams.
+        reads: how often the host waited for a number.
+        resets: how often the most bytes were forgotten.
+        pinned: bytes of the host's memory that are locked.
+        unready: bytes that were given back, and that nobody may use yet.
+    """
+
+    def __init__(self, choose: Callable[[int], int] = latest, in_step: bool = False) -> None:
+        self._choose = choose
+        self.streams: list[FakeStream] = []
+        self._current = self.new_stream()
+        self._current.in_step = in_step
+        self.in_step = in_step
+        self.faults: list[str] = []
+        self.waits = self.reads = self.resets = self.unready = 0
+        self._time = 0
+        self._is_running = False
+        # Address of every locked region, and its bytes.
+        self._pinned: dict[int, int] = {}
+        self._recorded: weakref.WeakKeyDictionary[Any, list[FakeStream]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Blocks of each stream that it may use again at once.
+        self._free: dict[tuple[FakeStream, int], list[np.ndarray[Any, Any]]] = {}
+
+    # What `Gpu` asks for.
+
+    def new_stream(self) -> FakeStream:
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
+
+    def current_stream(self) -> FakeStream:
+        return self._current
+
+    @contextmanager
+    def using(self, stream: FakeStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def empty(self, nbytes: int) -> Tensor:
+        if self.in_step:
+            return torch.full((nbytes,), POISON, dtype=torch.uint8)
+        home = self._current
+        blocks = self._free.setdefault((home, nbytes), [])
+        block = blocks.pop() if blocks else np.full(nbytes, POISON, np.uint8)
+        tensor = torch.frombuffer(block.data, dtype=torch.uint8)
+        storage = tensor.untyped_storage()
+        recorded = self._recorded.setdefault(storage, [])
+        weakref.finalize(storage, self._given_back, home, block, recorded).atexit = False
+        return tensor
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        count = source.numel()
+        assert target.numel() == count
+        if self._is_pinned(target) == self._is_pinned(source):
+            self.faults.append("a copy beside the computing needs locked memory on one side")
+        read, write = _End(self, source), _End(self, target)
+        stream = self._current
+
+        def work() -> None:
+            data = read.bytes(count)
+            if not write.is_gone:
+                ctypes.memmove(write.address, data, count)
+            read.close()
+            write.close()
+
+        read.reader = write.reader = stream
+        stream.put(work)
+
+    def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
+        self._recorded.setdefault(tensor.untyped_storage(), []).append(stream)
+
+    def read_later(self, number: Tensor | int) -> Callable[[], int]:
+        event = self._current.record_event()
+
+        def read() -> int:
+            self.reads += 1
+            event.synchronize()
+            return int(number)
+
+        return read
+
+    def instant(self) -> FakeEvent:
+        return self._current.record_event()
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.drain()
+
+    def allocated(self) -> int:
+        return 0
+
+    def most_allocated(self) -> int:
+        return 0
+
+    def forget_most(self) -> None:
+        self.resets += 1
+
+    # What tests do.
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """Put a kernel into the current stream. It must hold addresses, and no tensors."""
+        self._current.put(kernel)
+
+    def pin(self, data: Tensor) -> None:
+        """Lock memory for as long as it is held, as `core.slab` does."""
+        self._pinned[data.data_ptr()] = data.numel()
+        end = weakref.finalize(data.untyped_storage(), self._pinned.pop, data.data_ptr())
+        end.atexit = False
+
+    @property
+    def pinned(self) -> int:
+        return sum(self._pinned.values())
+
+    def drain(self) -> None:
+        """Run everything."""
+        for stream in list(self.streams):
+            self.reach(stream.record_event())
+
+    def reach(self, event: FakeEvent) -> None:
+        """Run what must run until an event."""
+        while not event.is_reached:
+            first = event.stream.queue[0]
+            if isinstance(first, FakeEvent):
+                self.reach(first)
+            event.stream.run_one()
+
+    def run_some(self) -> None:
+        """Run what `choose` says."""
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            waiting = sum(len(stream.queue) for stream in self.streams if not stream.in_step)
+            for _ in range(self._choose(waiting)):
+                ready = [stream for stream in self.streams if stream.can_run]
+                if not ready:
+                    break
+                ready[min(self._choose(len(ready) - 1), len(ready) - 1)].run_one()
+        finally:
+            self._is_running = False
+
+    def milliseconds(self) -> float:
+        self._time += 1
+        return float(self._time)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        start = tensor.data_ptr()
+        return any(at <= start < at + size for at, size in self._pinned.items())
+
+    def _given_back(
+        self, home: FakeStream, block: np.ndarray[Any, Any], recorded: list[FakeStream]
+    ) -> None:
+        """The allocator gets memory back: its next owner writes to it, at the earliest behind what
+        its stream has by now, and behind what the recorded streams have."""
+
+        def poison() -> None:
+            block.fill(POISON)
+
+        def ready() -> None:
+            poison()
+            self.unready -= block.nbytes
+            self._free[home, block.nbytes].append(block)
+
+        if not recorded:
+            home.put(poison)
+            self._free[home, block.nbytes].append(block)
+            return
+        self.unready += block.nbytes
+        other = self.new_stream()
+        for stream in (home, *recorded):
+            other.wait_stream(stream)
+        other.put(ready)
+
+
+class _End:
+    """Memory that a copy reads or writes later, and that it does not keep alive, as CUDA would
+    not."""
+
+    def __init__(self, gpu: FakeGpu, tensor: Tensor) -> None:
+        self._gpu, self.address, self._count = gpu, tensor.data_ptr(), tensor.numel()
+        self._is_tier = gpu._is_pinned(tensor)
+        self.reader: FakeStream | None = None
+        storage = tensor.untyped_storage()
+        self._recorded = gpu._recorded.setdefault(storage, [])
+        # The model's own blocks outlive their tensors: what happens to them is `_given_back`.
+        self._is_block = not gpu.in_step and not self._is_tier
+        self.is_gone = False
+        self._last: bytes | None = None
+        self._watch = weakref.finalize(storage, self._gone)
+        self._watch.atexit = False
+
+    def _gone(self) -> None:
+        if self._is_block:
+            return
+        if self._is_tier:
+            self._gpu.faults.append("memory of a tier was given back during a copy")
+        self.is_gone = True
+        self._last = bytes([POISON]) * self._count
+        if not self._is_tier and self.reader in self._recorded:
+            self._last = ctypes.string_at(self.address, self._count)
+
+    def bytes(self, count: int) -> bytes:
+        return self._last if self._last is not None else ctypes.string_at(self.address, count)
+
+    def close(self) -> None:
+        self._watch.detach()
