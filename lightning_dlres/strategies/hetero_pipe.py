@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,6 +31,7 @@ from lightning_dlres.strategies.connection import Connection, join_process_group
 from lightning_dlres.strategies.loaders import SharedLoader, StatefulSharedLoader, is_stateful
 from lightning_dlres.strategies.optimizers import set_state_device
 from lightning_dlres.strategies.options import MemoryLimit, PipeOptions, Recompute, Schedule
+from lightning_dlres.strategies.plain_steps import PlainSteps
 from lightning_dlres.strategies.precision import loss_scale, overflow_shared
 from lightning_dlres.strategies.refusals import refuse_callbacks
 from lightning_dlres.strategies.run import ContextFactory, PipelineRun
@@ -53,8 +54,8 @@ class HeteroPipeStrategy(ParallelStrategy):
             whatever is fastest in the simulator, two or more on several devices; one virtual
             machine of all devices where nothing is measured. 1 is data parallel training.
         microbatches: Into how many parts the batch is cut; a smaller batch is cut into single
-            samples. "auto": four per device. What is random in the layers (dropout) depends on this
-            number, and on nothing else of the plan.
+            samples. "auto": four per device; one device does not cut the batch. What is random in
+            the layers (dropout) depends on this number, and on nothing else of the plan.
         schedule: "gpipe" computes the loss once over the whole batch, exact for any loss; "1f1b"
             holds fewer activations, and computes the loss per micro-batch, which is checked on real
             batches and refused where it is not exact. "auto": 1f1b where it is exact, else gpipe.
@@ -134,7 +135,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._connection: Connection | None = None
         self._run: PipelineRun | None = None
-        self._runner: StepRunner | None = None
+        self._runner: StepRunner | PlainSteps | None = None
         self._born_on_meta: bool | None = None
         self._used_schedule: str = schedule
         self.tracer = Tracer()
@@ -293,9 +294,16 @@ class HeteroPipeStrategy(ParallelStrategy):
             raise ConfigError(f"training_step: got keywords {list(kwargs)}, expected none.")
         with self._announcing(), self._in_context(self.precision_plugin.train_step_context) as run:
             batch = self._module.trainer.fit_loop.total_batch_idx
+            if isinstance(run, PlainSteps):
+                return run.train(args, batch)
             assert self._run is not None
             self._run.follow_freezing(run.runtime)
             return run.train(args, batch, loss_scale(self.precision_plugin))
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._runner.backward() if isinstance(self._runner, PlainSteps) else nullcontext():
+            return super().backward(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -314,7 +322,7 @@ class HeteroPipeStrategy(ParallelStrategy):
             return runner.evaluate(getattr(self._module, hook), args)
 
     @contextmanager
-    def _in_context(self, context: ContextFactory) -> Iterator[StepRunner]:
+    def _in_context(self, context: ContextFactory) -> Iterator[StepRunner | PlainSteps]:
         assert self._run is not None
         assert self._runner is not None
         self._run.step_context = context
@@ -331,6 +339,8 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self.world_size == 1:
+            return dataloader
         length, stateful = None, False
         if self.is_global_zero:
             stateful = is_stateful(dataloader)

@@ -63,6 +63,16 @@ class PipeOptions:
         self.profile = profile or ProfileConfig()
         self.timeout = parse_seconds(timeout, "timeout")
 
+    def cuts_nothing(self, world_size: int) -> bool:
+        """Return whether steps are those of plain training: one device, and no wish for more."""
+        wishes = (self.microbatches, self.plan, self.split_batch, self.emulate_speed)
+        return (
+            world_size == 1
+            and self.schedule == "auto"
+            and self.recompute != "always"
+            and all(wish is None for wish in wishes)
+        )
+
     def machines(self, world_size: int) -> Machines:
         """Return the ranks of every virtual machine, in stage order.
 

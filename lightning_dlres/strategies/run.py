@@ -49,6 +49,7 @@ from lightning_dlres.strategies.optimizers import (
     set_state_device,
 )
 from lightning_dlres.strategies.options import PipeOptions
+from lightning_dlres.strategies.plain_steps import PlainSteps
 from lightning_dlres.strategies.planning import (
     adopt_plan,
     for_schedule,
@@ -160,9 +161,11 @@ class PipelineRun:
                 "HeteroPipeStrategy(plan=...)."
             )
 
-    def make_runner(self, meet: Callable[[], None]) -> StepRunner:
+    def make_runner(self, meet: Callable[[], None]) -> StepRunner | PlainSteps:
         """Return what runs this rank's steps; called by all ranks."""
         plan, connection, options = self.plan, self._connection, self._options
+        if options.cuts_nothing(connection.world_size):
+            return PlainSteps(self.module, self._current_context, self._tracer)
         indices = plan.layers_of(self.stage)
         modules = [self._layers.modules[index] for index in indices]
         trainable, outer = self._layers.trainable(indices), self._layers.outer()

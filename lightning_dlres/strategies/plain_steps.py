@@ -1,0 +1,59 @@
+"""Steps of a run on one device whose batch is not cut: user code as in plain training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+from lightning.pytorch import LightningModule
+
+from lightning_dlres.core.trace import Tracer
+
+
+class PlainSteps:
+    """Runs training and evaluation steps where there is no peer and one micro-batch.
+
+    Schedules, random states of layers and replayed logs would change nothing here, and take time
+    in every step.
+
+    Args:
+        module: the LightningModule.
+        precision: returns the context that a step runs in.
+        tracer: gets spans of every training step.
+    """
+
+    schedule: ClassVar[str] = "gpipe"
+    """The loss is computed once, over the whole batch."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        precision: Callable[[], AbstractContextManager[Any]],
+        tracer: Tracer,
+    ) -> None:
+        self._module, self._precision, self._tracer = module, precision, tracer
+        self._batch, self._start_ns = 0, 0
+
+    def train(self, args: tuple[Any, ...], batch: int) -> Any:
+        """Run one training step, number `batch` since the start of training."""
+        self._batch, self._start_ns = batch, time.perf_counter_ns()
+        with self._computing("forward"), self._precision():
+            return self._module.training_step(*args)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Context manager that traces a backward, which ends the step."""
+        with self._computing("backward"):
+            yield
+        end_ns = time.perf_counter_ns()
+        self._tracer.add("step", "step", self._start_ns, end_ns, batch=self._batch)
+
+    def evaluate(self, hook: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a validation, test or predict step."""
+        with self._precision():
+            return hook(*args)
+
+    def _computing(self, name: str) -> AbstractContextManager[None]:
+        return self._tracer.span(name, "compute", stage=0, microbatch=0)
