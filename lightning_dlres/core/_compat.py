@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 
@@ -151,6 +153,43 @@ class Version:
     def now(self) -> int:
         """Return how often the tensor was changed; `saved` is what it was at the start."""
         return self._witness._version
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place, through any of its views; the counter has no
+    public name."""
+    return tensor._version
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that has a tensor's version counter and none of its memory. A tensor whose
+    data was replaced keeps its counter; there is no public way to hold that alone."""
+    witness = tensor.detach()
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
+def with_counter_of(witness: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor over another one's memory, with the witness's version counter; see
+    `without_memory`."""
+    found = witness.detach()
+    found.data = tensor
+    return found
+
+
+def shares_counter(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have one version counter: then no change in place of either is
+    unseen by the other. Nothing names a counter, so that it is counted up and put back."""
+    before = one._version
+    if before != other._version:
+        return False
+    with _unsafe_preserve_version_counter(one):
+        increment_version(one)
+        return bool(other._version != before)
+
+
+# Belongs to a tensor's memory, and does not keep it alive.
+MemoryReference = StorageWeakRef
 
 
 def storage_reference(tensor: Tensor) -> StorageWeakRef:

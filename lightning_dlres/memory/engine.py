@@ -8,26 +8,22 @@ and every view is made anew as it was.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import (
-    Version,
     graph_is_kept,
-    is_batched,
-    is_zeros_without_memory,
     owners_of_memory,
     storage_key,
-    storage_reference,
+    version_of,
 )
 from lightning_dlres.memory.saved import Datum, Ledger, Order, SavedTensor, Untouched
-from lightning_dlres.memory.spans import Span, span_of, view_of
+from lightning_dlres.memory.spans import Span, span_of
+from lightning_dlres.memory.storages import SeenStorage, SeenStorages, has_storage
 
 
 class Conductor(Protocol):
@@ -72,17 +68,13 @@ class SavedTensors:
     """
 
     def __init__(self, min_bytes: int = 1 << 20) -> None:
-        self._min_bytes = min_bytes
+        self._min_bytes = max(min_bytes, 1)
         self.ledger = Ledger()
         self._count = 0
-        self._stays: set[Any] = set()
-        self._places: list[tuple[int, int]] = []
+        self._storages = SeenStorages()
         # What backward was given of memory that others hold, too. Were there no second reference,
         # autograd could take it for a gradient that it may write to.
         self._shared: list[Tensor] = []
-        self._known: weakref.WeakValueDictionary[tuple[Any, Span], Datum] = (
-            weakref.WeakValueDictionary()
-        )
         self._lock = threading.RLock()
         self._asked = threading.local()
 
@@ -96,7 +88,7 @@ class SavedTensors:
         """
         self._count = 0
         self._shared.clear()
-        self._keep(list(stays))
+        self._storages.start(stays)
         conductor.start()
 
         def pack(tensor: Tensor) -> _Packed:
@@ -109,66 +101,54 @@ class SavedTensors:
         finally:
             self._shared.clear()
 
-    def _keep(self, stays: list[Tensor]) -> None:
-        # Mostly the same tensors with the same memory, step for step.
-        places = [
-            (id(tensor), tensor.data_ptr() if _has_storage(tensor) else 0) for tensor in stays
-        ]
-        if places != self._places:
-            self._places = places
-            self._stays = {storage_reference(t) for t in stays if _has_storage(t)}
-
     def _pack(self, tensor: Tensor, conductor: Conductor) -> _Packed:
-        version = Version(tensor)
-        if not self._may_move(tensor):
-            # Not the tensor itself: if it is an output, its node would hold itself.
-            return _Packed(Untouched(tensor.detach(), version), None)
-        reference, span = storage_reference(tensor), span_of(tensor)
-        datum = self._known.get((reference, span))
-        if datum is not None and datum.version.now == datum.version.saved:
+        storage = self._storage_of(tensor)
+        if storage is None or storage.stays:
+            return _Packed(Untouched(tensor), None)
+        nbytes = storage.nbytes(tensor)
+        if nbytes < self._min_bytes:
+            return _Packed(Untouched(tensor), None)
+        span = span_of(tensor, nbytes, storage.shift)
+        datum = storage.find(tensor, span)
+        if datum is not None:
             conductor.save_again(datum, tensor)
         else:
             number = self._count
             self._count += 1
             order = conductor.begin_save(tensor, span, number)
-            datum = Datum(tensor, span, number, self.ledger)
+            datum = Datum(tensor, storage, span, number, self.ledger)
             done = datum.obey(order)
-            self._known[reference, span] = datum
+            storage.add(span, datum)
             conductor.end_save(datum, done)
-        saved = SavedTensor(view_of(tensor), version, datum)
-        datum.expect(saved)
-        return _Packed(saved, conductor)
+        return _Packed(datum.read_by(tensor), conductor)
 
-    def _may_move(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) in (Tensor, nn.Parameter)
-            and _has_storage(tensor)
-            and tensor.untyped_storage().nbytes() >= max(self._min_bytes, 1)
-            and not (tensor.is_conj() or tensor.is_neg())
-            and storage_reference(tensor) not in self._stays
-        )
+    def _storage_of(self, tensor: Tensor) -> SeenStorage | None:
+        """Return the storage of a tensor that may move; None: its kind never does."""
+        if type(tensor) not in (Tensor, nn.Parameter) or not has_storage(tensor):
+            return None
+        return None if tensor.is_conj() or tensor.is_neg() else self._storages.of(tensor)
 
     def _unpack(self, packed: _Packed) -> Tensor:
-        saved, version = packed.saved, packed.saved.version
-        if version.now != version.saved:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: it is at version {version.now}; expected version "
-                f"{version.saved} instead."
-            )
-        if isinstance(saved, Untouched) or packed.conductor is None:
-            tensor = saved.tensor()
-            self._share(tensor, 1)
-            return tensor
+        saved, conductor = packed.saved, packed.conductor
+        if isinstance(saved, Untouched) or conductor is None:
+            assert isinstance(saved, Untouched)
+            _require_unchanged(saved.alias, saved.version)
+            self._share(saved.alias, 1)
+            return saved.alias
         with self._lock:
-            packed.conductor.begin_use(saved.datum)
-            tensor = saved.tensor()
-            packed.conductor.end_use(saved.datum)
+            datum = saved.datum
+            _require_unchanged(datum.witness, saved.version)
+            conductor.begin_use(datum)
+            tensor = datum.tensor_for(saved)
+            conductor.end_use(datum)
             asked = getattr(self._asked, "found", None)
             if asked is not None:
-                asked.append((storage_key(tensor), saved, packed.conductor))
-            if saved.datum.is_original:
-                self._share(tensor, saved.datum.owners)
+                asked.append((storage_key(tensor), saved, conductor))
+            if datum.is_original:
+                self._share(tensor, datum.owners)
+            elif saved.view is not None:
+                offset = int(tensor.storage_offset()) * tensor.element_size()
+                self._storages.add_copy(tensor, datum.storage, saved.view.start - offset)
             return tensor
 
     @contextmanager
@@ -201,7 +181,7 @@ class SavedTensors:
         return False
 
     def _share(self, tensor: Tensor, ours: int) -> None:
-        if _has_storage(tensor) and owners_of_memory(tensor) > ours:
+        if has_storage(tensor) and owners_of_memory(tensor) > ours:
             self._shared.append(tensor)
 
 
@@ -218,14 +198,11 @@ class _Packed:
         self.saved, self.conductor = saved, conductor
 
 
-def _has_storage(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not is_lazy(tensor)
-        and not is_batched(tensor)
-        and tensor.device.type != "meta"
-        and not is_zeros_without_memory(tensor)
-        and not tensor.is_quantized
-        and tensor.numel() > 0
-    )
+def _require_unchanged(tensor: Tensor, version: int) -> None:
+    """Raise autograd's own error, which it leaves out where hooks take what it saves."""
+    now = version_of(tensor)
+    if now != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: it is at version {now}; expected version {version} instead."
+        )

@@ -15,14 +15,18 @@ from torch import Tensor
 from lightning_dlres import codecs
 from lightning_dlres.codecs import Encoded, Raw, ZeroValue
 from lightning_dlres.core._compat import (
-    Version,
+    MemoryReference,
     is_only_in_python,
     owners_of_memory,
     storage_reference,
+    version_of,
+    with_counter_of,
+    without_memory,
 )
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.copies import Copies, DirectCopies, Ticket
-from lightning_dlres.memory.spans import Span, View
+from lightning_dlres.memory.spans import Span, View, view_of
+from lightning_dlres.memory.storages import SeenStorage
 from lightning_dlres.memory.tiers import Parcel, Tier
 
 _ZERO_VALUE = ZeroValue()
@@ -100,41 +104,69 @@ class Datum:
     """The bytes of a span of a storage.
 
     Args:
-        tensor: what was saved.
-        span: which bytes of its storage.
+        tensor: the first one that was saved of them.
+        storage: where the tensor lies.
+        span: which bytes of the storage, or of the one that it is a copy of.
         number: how many data were saved before it in this step.
         ledger: is told what is on the device.
 
     Attributes:
+        version: the tensor's version when it was saved.
         uses: how often it has been asked for.
     """
 
-    def __init__(self, tensor: Tensor, span: Span, number: int, ledger: Ledger) -> None:
+    def __init__(
+        self, tensor: Tensor, storage: SeenStorage, span: Span, number: int, ledger: Ledger
+    ) -> None:
         self._ledger, self._charged = ledger, 0
-        self.span, self.number, self.uses = span, number, 0
-        self.version = Version(tensor)
+        self.storage, self.span, self.number, self.uses = storage, span, number, 0
+        self.version = version_of(tensor)
         self._dtype, self._device = tensor.dtype, tensor.device
         self._waiting = 0
-        self._here: Tensor | None = span.of(tensor)
+        # Shares the tensor's version counter; until the datum moves, its memory, too.
+        self._witness: Tensor | None = tensor.detach()
+        # Its bytes on the device, if it is one that moves.
+        self._here: Tensor | None = None
         self._encoded: Encoded | None = None
         self._parcel: Parcel | None = None
         self._copies: Copies = _DIRECT
         self._leaving: Ticket | None = None
         self._arriving: tuple[Tensor, Ticket] | None = None
         self._given: list[Tensor] = []
-        self._original = storage_reference(tensor)
-        self._readers: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
+        self._original: MemoryReference | None = None
+        self._readers: list[weakref.ref[SavedTensor]] = []
         self._loans: list[Callable[[], object]] = []
-        self._is_given_up = False
         self._charge(span.nbytes)
 
     def __del__(self) -> None:
         self._ledger.drop(self._charged)
 
-    def expect(self, reader: SavedTensor) -> None:
-        """Note a tensor that will ask for the data."""
+    @property
+    def witness(self) -> Tensor:
+        """Return what shares the version counter of the tensors that were saved."""
+        if self._witness is None:
+            raise RuntimeError(
+                "a tensor saved for backward was asked for once more, after its memory was reused: "
+                "expected that backward runs once where retain_graph is not set. Set it, or leave "
+                "'reuse' out of the actions."
+            )
+        return self._witness
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether a tensor that is saved now may have these bytes."""
+        return self._witness is not None and version_of(self._witness) == self.version
+
+    def read_by(self, tensor: Tensor) -> SavedTensor:
+        """Return what autograd holds in the place of a tensor over these bytes."""
+        reader = SavedTensor(self, tensor)
         self._waiting += 1
-        self._readers.add(reader)
+        self._readers.append(weakref.ref(reader))
+        return reader
+
+    def _live_readers(self) -> list[SavedTensor]:
+        found = [reference() for reference in self._readers]
+        return [reader for reader in found if reader is not None]
 
     def give_up(self, tensor: Tensor, reader: SavedTensor) -> bool:
         """Leave the data's memory to one who asked for them, if nobody else can read it.
@@ -147,37 +179,47 @@ class Datum:
             Whether the memory is the asking one's: all of it, and to write to.
         """
         storage = tensor.untyped_storage()
-        if list(self._readers) != [reader] or storage.nbytes() != self.span.nbytes:
+        if self._live_readers() != [reader] or storage.nbytes() != self.span.nbytes:
             return False
         # Memory of others than torch (an array's), or of other processes, too.
         if not storage.resizable() or (storage.device.type == "cpu" and tensor.is_shared()):
             return False
         del storage
-        if self._here is None and not self._original.expired():
+        if self._here is None and self._original is not None and not self._original.expired():
             # It is a copy, but with the original kept this would not be possible: what was planned
             # must not depend on where the data are.
             return False
-        if not all(is_only_in_python(other) for other in self._given):
+        own = self._over_memory([reader])
+        if not all(is_only_in_python(other) for other in own):
             return False
-        own = len(self._given) + (self._here is not None)
-        if owners_of_memory(tensor) != 1 + own:
+        if owners_of_memory(tensor) != 1 + len(own):
             return False
-        if self._here is not None and self._encoded is None:
+        if self.is_original or (self._here is not None and self._encoded is None):
             self._charge(-self.span.nbytes)
-        self._is_given_up = True
-        self._here = None
+        reader.alias = self._witness = self._here = None
         self._given.clear()
         for end in self._loans:
             end()
         self._loans.clear()
         return True
 
+    def _over_memory(self, readers: list[SavedTensor]) -> list[Tensor]:
+        """Return all tensors of this package over the data's memory on the device."""
+        found = list(self._given)
+        if self._here is not None:
+            found.append(self._here)
+        if self.is_original:
+            assert self._witness is not None
+            found.append(self._witness)
+            found += [reader.alias for reader in readers if reader.alias is not None]
+        return list({id(tensor): tensor for tensor in found}.values())
+
     def obey(self, order: Order) -> bool:
         """Do what is to happen; return whether that was possible."""
         if order.action is Action.KEEP:
             return True
-        here, encoded, self._copies = self._here, None, order.copies
-        assert here is not None
+        witness, encoded, self._copies = self.witness, None, order.copies
+        here = self.span.of(witness, self.storage.shift)
         if order.action is not Action.OFFLOAD:
             encoded = _ZERO_VALUE.encode(_elements(here, self._dtype))
             if encoded.codec == Raw.name:
@@ -203,7 +245,9 @@ class Datum:
         else:
             assert encoded is not None
             self._charge(encoded.nbytes)
-        self._encoded = encoded
+        self._encoded, self._here = encoded, here
+        self._original = storage_reference(witness)
+        self._witness = without_memory(witness)
         if self._leaving is None or not order.copies.overlaps:
             self.settle()
         return True
@@ -225,13 +269,26 @@ class Datum:
     @property
     def owners(self) -> int:
         """Return how many tensors of its memory are its own, or were given to backward."""
-        return 1 + len(self._given)
+        return len(self._over_memory(self._live_readers()))
 
-    def lend(self, tensor: Tensor) -> None:
-        """Note a tensor that backward is given of these data while others still wait for them: a
-        second reference, so that autograd does not take it for a gradient of its own."""
-        if self._here is not None:
-            self._given.append(tensor)
+    def tensor_for(self, reader: SavedTensor) -> Tensor:
+        """Return the tensor that a reader stands for.
+
+        Raises:
+            RuntimeError: its memory was given up.
+        """
+        witness, alias = self.witness, reader.alias
+        self.uses += 1
+        self._waiting -= not reader.was_used
+        reader.was_used = True
+        if alias is None:
+            assert reader.view is not None
+            alias = with_counter_of(witness, reader.view.on(self._data(), self.span))
+        if self.is_original or self._here is not None:
+            # A second reference while others still wait for these data, so that autograd does not
+            # take the tensor for a gradient of its own.
+            self._given.append(alias)
+        return alias
 
     @property
     def is_away(self) -> bool:
@@ -248,21 +305,9 @@ class Datum:
             self._arriving = self._copies.back(self._parcel.data, self._device)
             self._loans.append(self._ledger.lend(self._arriving[0]))
 
-    def data(self, first_time: bool) -> Tensor:
-        """Return the bytes, uint8[nbytes], on the device.
-
-        Args:
-            first_time: whether the tensor that asks had not asked before. The last one to do so
-                gets the data alone: nothing of them stays here.
-        """
-        if self._is_given_up:
-            raise RuntimeError(
-                "a tensor saved for backward was asked for once more, after its memory was reused: "
-                "expected that backward runs once where retain_graph is not set. Set it, or leave "
-                "'reuse' out of the actions."
-            )
-        self.uses += 1
-        self._waiting -= first_time
+    def _data(self) -> Tensor:
+        """Return the bytes, uint8[nbytes], on the device. The last one to ask for the first time
+        gets them alone: nothing of them stays here."""
         if self._here is None:
             self._here = self._restored()
         data = self._here
@@ -291,41 +336,46 @@ class Datum:
         return restored
 
 
-@dataclass(eq=False)
 class SavedTensor:
     """What autograd holds in the place of a tensor.
 
-    Attributes:
-        view: the tensor but for its data.
-        version: whether it was changed in place since.
+    Args:
         datum: its data.
+        tensor: what is saved.
+
+    Attributes:
+        version: the tensor's when it was saved.
+        alias: the tensor, if its data stay where they are; else None, and `view` is all else.
         was_used: whether it has been asked for.
     """
 
-    view: View
-    version: Version
-    datum: Datum
-    was_used: bool = False
+    __slots__ = ("__weakref__", "alias", "datum", "version", "view", "was_used")
 
-    def tensor(self) -> Tensor:
-        """Return the tensor."""
-        data = self.datum.data(not self.was_used)
-        self.was_used = True
-        tensor = self.view.on(data, self.datum.span)
-        self.datum.lend(tensor)
-        return tensor
+    def __init__(self, datum: Datum, tensor: Tensor) -> None:
+        self.datum, self.version, self.was_used = datum, datum.version, False
+        self.alias: Tensor | None = None
+        self.view: View | None = None
+        if datum.is_original:
+            # Not the tensor itself: if it is an output, its node would hold itself.
+            self.alias = tensor.detach()
+        else:
+            self.view = view_of(tensor, datum.storage.shift)
 
 
-@dataclass(eq=False)
 class Untouched:
-    """What autograd holds of a tensor that stays as it is."""
+    """What autograd holds of a tensor that stays as it is.
 
-    alias: Tensor
-    version: Version
+    Attributes:
+        alias: the tensor, with its version counter. Not itself: if it is an output, its node would
+            hold itself.
+        version: the tensor's when it was saved.
+    """
 
-    def tensor(self) -> Tensor:
-        """Return the tensor."""
-        return self.alias
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach()
+        self.version = version_of(self.alias)
 
 
 def _elements(data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -94,7 +94,8 @@ class InPlaceGradient(torch.autograd.Function):
                 ctx.report(False)
         into = None
         if wants_x and owner is not None and owner.give_up(x, asked):
-            into = x.detach()
+            # Not counted as a change: other parts of what x was saved for may still be read.
+            into = x.data
         elif wants_x:
             into = torch.empty_like(x)
         del asked, plainly
