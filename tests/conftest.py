@@ -39,14 +39,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """Collect tests, and so import, without the garbage collector: it would take a fifth of the
-    time. What was imported stays out of its sight: to go through all of that takes a third of a
-    second, and some tests collect garbage after every case."""
+    time."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[object]:
+    """Take what outlives a test, such as imported modules, out of the garbage collector's sight.
+
+    To go through all of that takes up to half a second, and hundreds of cases collect garbage.
+    """
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

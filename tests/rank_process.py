@@ -147,6 +147,8 @@ class _ProcessState:
         for name in set(os.environ) - set(self._environ):
             del os.environ[name]
         os.environ.update(self._environ)
+        # The next collection need not look at what this job has imported.
+        gc.freeze()
 
 
 def _loggers() -> list[logging.Logger]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 
-import pytest
-
 from benchmarks import overhead
+from tests.pool import RankContext, RankPool
 
 
-def test_every_figure_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert overhead.main(["--quick"]) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+def printed(context: RankContext) -> list[str]:
+    """Measure on a rank of the pool: a process group and its variables stay behind."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert overhead.main(["--quick"]) == 0
+    return out.getvalue().splitlines()
+
+
+def test_every_figure_is_reported(pool: RankPool) -> None:
+    line = json.loads(pool.run(printed, 1)[0][-1])
     assert list(line["checks"]) == [
         "ActivationOffload over plain, step of 10 ms",
         "dlres_hetero_pipe over plain, step of 10 ms",
