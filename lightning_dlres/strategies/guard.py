@@ -8,15 +8,18 @@ through the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.strategies.layer_tensors import LayerTensors, uses_layer_tensor
 
 # What asks for the shape of things, and not for values.
-_HARMLESS = {
+HARMLESS = {
     *("__get__", "__set__", "__hash__", "__repr__", "__format__", "size", "dim", "ndimension"),
     *("numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
     *("get_device", "register_hook", "requires_grad_", "is_contiguous"),
@@ -24,11 +27,19 @@ _HARMLESS = {
 
 
 class ForeignWeightGuard(TorchFunctionMode):
-    """While active, an operation on a tensor without storage is an error.
+    """While active, an operation on a tensor without storage is an error, and so is one on a tensor
+    that layers made past the module's output.
+
+    Args:
+        made: such tensors; None: none are known.
 
     Raises:
         UnsupportedStepError: the operation, and what to do.
     """
+
+    def __init__(self, made: LayerTensors | None = None) -> None:
+        super().__init__()
+        self.made = made if made is not None else LayerTensors()
 
     def __torch_function__(
         self,
@@ -39,9 +50,100 @@ class ForeignWeightGuard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "?")
-        if name not in _HARMLESS and (_has_meta(args) or _has_meta(kwargs.values())):
+        if name not in HARMLESS and (_has_meta(args) or _has_meta(kwargs.values())):
             raise weight_of_a_layer(f"in {name}")
+        if self.made and name not in HARMLESS:
+            layer = self.made.layer_within((*args, *kwargs.values()))
+            if layer is not None:
+                raise uses_layer_tensor(layer, f"in {name}")
         return function(*args, **kwargs)
+
+
+class LayerTensorGuard(ForeignWeightGuard):
+    """A guard for a step whose layers run within it: it sees what they make, and refuses an
+    operation of the step on it.
+
+    Attributes:
+        refusal: the first refusal. User code may have caught it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusal: UnsupportedStepError | None = None
+        self._layer: str | None = None
+        self._watches = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager in which nothing is refused: what runs is not the step's own code."""
+        self._watches = False
+        try:
+            yield
+        finally:
+            self._watches = True
+
+    @contextmanager
+    def running(self, layer: str) -> Iterator[None]:
+        """Context manager in which a layer runs, with hooks of the user's on it."""
+
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            # What a custom autograd function returns comes from no operation that a mode sees.
+            self._note(output, inputs)
+
+        self._layer = layer
+        hook = register_module_forward_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._layer = None
+
+    def refuse(self, results: Iterable[Any], what: str) -> None:
+        """Raise if one of these is a layer's tensor."""
+        layer = self.made.layer_within(results)
+        if layer is not None:
+            raise self._refused(layer, what)
+        if self.refusal is not None:
+            raise self.refusal
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = (*args, *kwargs.values())
+        if self._layer is not None:
+            result = function(*args, **kwargs)
+            self._note(result, operands)
+            return result
+        if not self._watches:
+            return function(*args, **kwargs)
+        layer = self.made.layer_within(operands)
+        name = getattr(function, "__name__", "?")
+        if layer is not None and name not in HARMLESS:
+            raise self._refused(layer, f"in {name}")
+        result = super().__torch_function__(function, types, args, kwargs)
+        if layer is not None and isinstance(result, Tensor):
+            self.made.add(result, layer)
+        return result
+
+    def _note(self, result: Any, operands: Iterable[Any]) -> None:
+        if isinstance(result, Tensor):
+            if self._layer is not None and not _is_among(result, operands):
+                self.made.add(result, self._layer)
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                self._note(item, operands)
+        elif isinstance(result, dict):
+            self._note(list(result.values()), operands)
+
+    def _refused(self, layer: str, where: str) -> UnsupportedStepError:
+        error = uses_layer_tensor(layer, where)
+        self.refusal = self.refusal or error
+        return error
 
 
 def weight_of_a_layer(where: str) -> UnsupportedStepError:
@@ -74,4 +176,13 @@ def _has_meta(values: Iterable[Any]) -> bool:
         if isinstance(value, Tensor)
         else isinstance(value, (list, tuple)) and _has_meta(value)
         for value in values
+    )
+
+
+def _is_among(result: Tensor, operands: Iterable[Any]) -> bool:
+    return any(
+        result is value
+        if isinstance(value, Tensor)
+        else isinstance(value, (list, tuple)) and _is_among(result, value)
+        for value in operands
     )

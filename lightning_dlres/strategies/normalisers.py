@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.strategies.guard import ForeignWeightGuard
+from lightning_dlres.strategies.layer_tensors import LayerTensors
 
 _TOLERANCE = 1e-5
 _DIVIDES = {
@@ -35,8 +36,8 @@ class NormaliserRecorder(ForeignWeightGuard):
         found: the values, in the order of the operations; tensors are read once the step is over.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, made: LayerTensors | None = None) -> None:
+        super().__init__(made)
         self.found: list[Tensor | float] = []
         # Weights without a gradient that were divided by a scalar, such as mask / mask.sum(). Held,
         # so that no other tensor gets their identity.

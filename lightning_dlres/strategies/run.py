@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dlres import _compat
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.buffers import BufferSync
@@ -41,6 +41,7 @@ from lightning_dlres.pipeline.states import (
 )
 from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.strategies.inspection import inspect_step
 from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.optimizers import (
     require_dense,
@@ -299,17 +300,37 @@ class PipelineRun:
         return self.stage in self.owners[parameter]
 
     def _make_plan(self, trainer: Trainer, previous: PipelinePlan | None) -> PipelinePlan:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        measures = self._options.plan is None and self._connection.world_size > 1
+        reads = fitting and (self.whole or measures)
+        samples = self._read_samples(trainer) if reads else None
+        plan = self._planned(trainer, previous, fitting, samples)
+        if samples is not None and self.whole:
+            # Last, so that what the user's hooks took while layers were measured is replaced.
+            self._inspect(samples)
+        return plan
+
+    def _planned(
+        self,
+        trainer: Trainer,
+        previous: PipelinePlan | None,
+        fitting: bool,
+        samples: ProfileSamples | None,
+    ) -> PipelinePlan:
         world_size = self._connection.world_size
         options = self._options
         if options.plan is not None:
             return adopt_plan(options.plan, self.pipelined, world_size)
         machines = options.machines(world_size)
-        fitting = trainer.state.fn == TrainerFn.FITTING
         fits = previous is not None and _names(previous) == self._layers.names
         stays = not fitting or self.module in _LEFT_PARTITIONED
         if previous is not None and fits and (previous.is_measured or stays):
             return previous
-        profile = self._profile(trainer) if fitting and world_size > 1 else None
+        profile = None
+        if samples is not None and world_size > 1:
+            stages = len(machines[0]) if options.fixed_machines else options.stages
+            require_layers(self.pipelined, stages or stage_counts(world_size)[0])
+            profile = self._profile(trainer, samples)
         if profile is None:
             require_layers(self.pipelined, len(machines[0]))
             return unmeasured_plan(self.pipelined, machines)
@@ -329,14 +350,29 @@ class PipelineRun:
             raise ConfigError(reason)
         return PipelinePlan.from_json(text)
 
-    def _profile(self, trainer: Trainer) -> RunProfile | None:
+    def _inspect(self, samples: ProfileSamples) -> None:
+        """Try one step on real samples; called by all ranks.
+
+        Raises:
+            UnsupportedStepError: The step takes from the layers what a stage cannot have.
+        """
+        connection, findings = self._connection, inspect_step(self._context, samples.together)
+        told = [
+            connection.broadcast(findings.refusal if rank == connection.rank else None, rank)
+            for rank in range(connection.world_size)
+        ]
+        refusal = next(filter(None, told), None)
+        if refusal is not None:
+            raise UnsupportedStepError(refusal)
+        if findings.unchecked is not None:
+            self._say_unchecked(findings.unchecked)
+        line = findings.line()
+        if line is not None and samples.microbatches > 1:
+            rank_zero_info(line)
+
+    def _profile(self, trainer: Trainer, samples: ProfileSamples) -> RunProfile | None:
         """Measure the layers, the loss and the links; called by all ranks."""
         options, connection = self._options, self._connection
-        stages = len(options.fixed_machines[0]) if options.fixed_machines else options.stages
-        require_layers(self.pipelined, stages or stage_counts(connection.world_size)[0])
-        samples = self._read_samples(trainer)
-        if samples is None:
-            return None
         count = len(self._layers.modules)
         rank_zero_info(f"dlres: profiling {count} layers on {connection.world_size} ranks ...")
         limit = options.memory_limit(connection.rank, connection.world_size)
@@ -350,20 +386,29 @@ class PipelineRun:
             return None
 
     def _read_samples(self, trainer: Trainer) -> ProfileSamples | None:
-        found: Tree = [None, None, None, None]
+        found: Tree = [None, None, None, None, None]
         options = self._options
         if self._connection.rank == 0:
             try:
                 count = options.microbatches or 4 * self._connection.world_size
                 read = read_samples(trainer, self._context, options.profile, count)
-                found = [read.inputs, read.batches, read.microbatches, None]
+                found = [read.inputs, read.batches, read.microbatches, read.together, None]
             except Exception as error:
-                found = [None, None, None, f"{type(error).__name__}: {error}"]
-        inputs, batches, microbatches, reason = self._connection.broadcast(found, 0)
+                found = [None, None, None, None, f"{type(error).__name__}: {error}"]
+        *read_by_zero, reason = self._connection.broadcast(found, 0)
         if reason is None:
-            return ProfileSamples(inputs, batches, microbatches)
-        self._say_why_by_bytes(reason)
+            return ProfileSamples(*read_by_zero)
+        if options.plan is None and self._connection.world_size > 1:
+            self._say_why_by_bytes(reason)
+        else:
+            self._say_unchecked(reason)
         return None
+
+    def _say_unchecked(self, reason: str) -> None:
+        rank_zero_info(
+            f"dlres: training_step could not be tried before training ({reason}): tensors that it "
+            "takes from layers by hooks or attributes are not checked."
+        )
 
     def _say_why_by_bytes(self, reason: str) -> None:
         rank_zero_info(

@@ -61,40 +61,47 @@ class ProfileConfig:
 @dataclass(frozen=True)
 class ProfileSamples:
     """What rank 0 read: micro-batches as the first layer gets them, the batches they were made
-    from, and how many micro-batches there are in a training batch."""
+    from, how many micro-batches there are in a training batch, and the samples as one batch, two at
+    least where there are as many."""
 
     inputs: list[Tree]
     batches: list[Any]
     microbatches: int
+    together: Any
 
 
 def read_samples(
     trainer: Trainer, context: StepContext, config: ProfileConfig, microbatches: int
 ) -> ProfileSamples:
     """Read a few training samples, beside the loader; on one rank."""
+    # Of a single one it cannot be told whether the model treats samples one by one.
     rewind_random_state = rng.held(context.device)
     try:
         loader = _compat.train_loader(trainer)
         batch = _whole(config.batch, getattr(loader, "batch_size", None))
         size = _whole(config.microbatch, -(-batch // microbatches) if batch else None)
-        data = _few_samples(loader, _whole(config.samples, size))
+        count = _whole(config.samples, size)
+        data = _few_samples(loader, max(count, 2) if count else None)
         data = trainer.precision_plugin.convert_input(data)
         data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
         takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
-        found = samples_in(data) or 1
+        together, found = data, samples_in(data) or 1
+        split = context.split_batch or cut_batch
+        if count == 1 and found > 1:
+            data, found = split(data, [1, found - 1])[0], 1
         if size is None:
             # The loader makes whole batches only.
             batch, size = found, max(microbatch_sizes(found, microbatches))
         parts = max(1, found // size)
         sizes = [size] * (parts - 1) + [found - size * (parts - 1)]
-        split = context.split_batch or cut_batch
         batches = [data] if parts == 1 else list(split(data, sizes))
         inputs = []
         for part in batches:
             args = (part, 0) if takes_index else (part,)
             with torch.no_grad():
                 inputs.append(LightningStep(context, args, untouched=True).module_inputs())
-        return ProfileSamples(inputs, batches, min(microbatches, batch or microbatches))
+        known = min(microbatches, batch or microbatches)
+        return ProfileSamples(inputs, batches, known, together)
     finally:
         rewind_random_state()
 

@@ -18,7 +18,13 @@ from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.microbatch import cut_batch
 from lightning_dlres.strategies.attributes import PlainAttributes, changed_lists
 from lightning_dlres.strategies.capture import PipelinedModule
-from lightning_dlres.strategies.guard import ForeignWeightGuard, leaves_of, weight_of_a_layer
+from lightning_dlres.strategies.guard import (
+    ForeignWeightGuard,
+    LayerTensorGuard,
+    leaves_of,
+    weight_of_a_layer,
+)
+from lightning_dlres.strategies.layer_tensors import LayerTensors
 from lightning_dlres.strategies.loggers import LoggerCall, recording_loggers
 from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.normalisers import NormaliserRecorder
@@ -48,6 +54,7 @@ class StepContext:
         precision: returns the context that the step runs in.
         split_batch: the user's way to cut a batch into parts of given sizes; None for the built-in
             one.
+        leftovers: tensors that layers made before training, and that user code still has.
     """
 
     module: LightningModule
@@ -56,6 +63,7 @@ class StepContext:
     device: torch.device
     precision: Callable[[], AbstractContextManager[Any]]
     split_batch: SplitBatch | None = None
+    leftovers: LayerTensors = field(default_factory=LayerTensors)
 
 
 @dataclass
@@ -107,7 +115,10 @@ class LightningStep:
         module, path = self.context.module, self.context.pipelined.path
         with self.context.metrics.preserved(), self._own_state(), recording(module):
             try:
-                with self._inside(ForeignWeightGuard()), self.context.pipelined.intercepted(stop):
+                with (
+                    self._inside(ForeignWeightGuard(self.context.leftovers)),
+                    self.context.pipelined.intercepted(stop),
+                ):
                     module.training_step(*self._own_args())
             except _StopAtCall as signal:
                 self._refuse_use_of_layers(tensors_of(signal.inputs))
@@ -118,18 +129,32 @@ class LightningStep:
             "calls: HeteroPipeStrategy(module='...')."
         )
 
+    def try_out(
+        self, guard: LayerTensorGuard, through: Callable[[Tree], Tree]
+    ) -> tuple[Tensor, list[LogRecord]]:
+        """Run the whole step with `through` as the module; return the loss and what was logged."""
+        module = self.context.module
+        with self._own_state(), recording(module) as records:
+            with self._inside(guard), self._answering(through):
+                result = module.training_step(*self._own_args())
+        return self._loss_of(result, whole=True), records
+
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
         """Run the step with `output` as the result of the module's call and return the loss."""
         self._rewind_random_state()
         args = self._own_args() if microbatch is None else self._part_args(microbatch, sizes)
-        guard = ForeignWeightGuard() if microbatch is None else NormaliserRecorder()
+        guard = (
+            ForeignWeightGuard(self.context.leftovers)
+            if microbatch is None
+            else NormaliserRecorder(self.context.leftovers)
+        )
         if microbatch is not None:
             self._watch_gradients(output)
             if not self.logs:
                 self.context.metrics.reset()
         module = self.context.module
         with self._own_state() as calls, recording(module) as records:
-            with self._inside(guard), self._returning(output):
+            with self._inside(guard), self._answering(lambda inputs: output):
                 result = module.training_step(*args)
             stops = self._changes["should_stop"] or bool(module.trainer.should_stop)
             self._changes = {
@@ -246,7 +271,7 @@ class LightningStep:
         return (self._parts[microbatch], *self.args[1:])
 
     @contextmanager
-    def _returning(self, output: Tree) -> Any:
+    def _answering(self, answer: Callable[[Tree], Tree]) -> Iterator[None]:
         calls = 0
 
         def give(inputs: Tree) -> Tree:
@@ -254,7 +279,7 @@ class LightningStep:
             calls += 1
             if calls > 1:
                 raise self._number_of_calls("more than once")
-            return output
+            return answer(inputs)
 
         with self.context.pipelined.intercepted(give):
             yield

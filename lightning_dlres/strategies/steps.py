@@ -109,7 +109,7 @@ class StepRunner:
         intercepted = self.context.pipelined.intercepted(
             lambda inputs: self.forward(inputs, fingerprint)
         )
-        with self.context.precision(), ForeignWeightGuard(), intercepted:
+        with self.context.precision(), ForeignWeightGuard(self.context.leftovers), intercepted:
             return hook(*args)
 
     def forward(self, inputs: Tree, fingerprint: int | None = None) -> Tree:
