@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
+from torch.distributed import distributed_c10d
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
@@ -83,25 +84,6 @@ def set_metric_progress(metric: Metric, updates: int, last_value: Any) -> None:
     metric._computed = None
 
 
-def never_distributed(metric: Metric) -> Callable[[], None]:
-    """Stop a metric from summing over ranks, and return the undo.
-
-    Every rank finishes every step on the whole batch, so each has the whole state already. The
-    attribute is documented as a constructor argument, but a user's metric is already constructed.
-    """
-    saved = metric.distributed_available_fn
-    metric.distributed_available_fn = _no
-
-    def undo() -> None:
-        metric.distributed_available_fn = saved
-
-    return undo
-
-
-def _no() -> bool:
-    return False
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile has had its hands on a module or one inside of it. Neither torch
     nor Lightning has a public way to ask."""
@@ -109,3 +91,35 @@ def is_compiled(module: nn.Module) -> bool:
         hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
         for inner in module.modules()
     )
+
+
+def pose_as_rank_zero() -> Callable[[], None]:
+    """Let Lightning's `rank_zero_only` functions act here, and return the undo; the attribute is
+    how they are told."""
+    saved = getattr(rank_zero_only, "rank", None)
+    set_rank(0)
+
+    def undo() -> None:
+        rank_zero_only.rank = saved  # type: ignore[attr-defined]
+
+    return undo
+
+
+def replace_default_group(replace: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let torch.distributed take what `replace` returns for its default process group, and return
+    the undo.
+
+    `get_rank` and `get_world_size` are often imported by name, so replacing these is not enough:
+    both ask this function.
+    """
+    own = distributed_c10d._get_default_group
+
+    def replaced() -> Any:
+        return replace(own())
+
+    distributed_c10d._get_default_group = replaced
+
+    def undo() -> None:
+        distributed_c10d._get_default_group = own
+
+    return undo

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,7 +29,13 @@ from lightning_dlres.pipeline.mailbox import Mailbox
 from lightning_dlres.pipeline.partition import is_on_meta, resident_parameter_bytes
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.strategies.connection import Connection, join_process_group
-from lightning_dlres.strategies.loaders import SharedLoader, StatefulSharedLoader, is_stateful
+from lightning_dlres.strategies.loaders import (
+    SharedLoader,
+    StatefulSharedLoader,
+    is_stateful,
+    whole_data,
+)
+from lightning_dlres.strategies.one_device import is_alone
 from lightning_dlres.strategies.optimizers import set_state_device
 from lightning_dlres.strategies.options import MemoryLimit, PipeOptions, Recompute, Schedule
 from lightning_dlres.strategies.plain_steps import PlainSteps
@@ -36,6 +43,7 @@ from lightning_dlres.strategies.precision import loss_scale, overflow_shared
 from lightning_dlres.strategies.refusals import refuse_callbacks
 from lightning_dlres.strategies.run import ContextFactory, PipelineRun
 from lightning_dlres.strategies.samples import ProfileConfig
+from lightning_dlres.strategies.sharding import describe, refuse_shards, undo_sharding
 from lightning_dlres.strategies.step import SplitBatch
 from lightning_dlres.strategies.steps import StepRunner
 
@@ -139,6 +147,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         self._born_on_meta: bool | None = None
         self._used_schedule: str = schedule
         self.tracer = Tracer()
+        self._until_teardown = ExitStack()
 
     @property
     def options(self) -> PipeOptions:
@@ -164,7 +173,22 @@ class HeteroPipeStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return self.parallel_devices[super().local_rank]
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return 1 if is_alone() else super().world_size
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return 0 if is_alone() else super().global_rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0 if is_alone() else super().local_rank
 
     @property
     def num_nodes(self) -> int:
@@ -237,6 +261,8 @@ class HeteroPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
+        if self.is_global_zero and self.world_size > 1:
+            self._until_teardown.enter_context(whole_data(module, trainer.datamodule))  # type: ignore[attr-defined]
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not module.automatic_optimization:
             raise ConfigError(
@@ -341,6 +367,16 @@ class HeteroPipeStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self.world_size == 1:
             return dataloader
+        self._until_teardown.callback(undo_sharding(dataloader))
+        connection = self._connected
+        told = describe(dataloader)
+        everywhere = [
+            connection.broadcast(told if rank == connection.rank else None, rank)
+            for rank in range(connection.world_size)
+        ]
+        warning = refuse_shards(f"{type(dataloader).__name__}", everywhere)
+        if warning is not None:
+            rank_zero_warn(f"dlres: {warning}")
         length, stateful = None, False
         if self.is_global_zero:
             stateful = is_stateful(dataloader)
@@ -421,6 +457,7 @@ class HeteroPipeStrategy(ParallelStrategy):
             if self._run is not None and self._runner is not None:
                 self._run.end(orderly=not self._connection.failed)
             self._connection.close()
+        self._until_teardown.close()
         self._used_schedule = self.schedule
         self._connection, self._runner = None, None
         for optimizer in self.optimizers:

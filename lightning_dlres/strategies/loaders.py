@@ -10,12 +10,18 @@ the same as in plain training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 
 from lightning_dlres.core import rng
 from lightning_dlres.pipeline.mailbox import Channel, Mailbox
+from lightning_dlres.strategies.one_device import alone
+
+_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+_WHERE = "The loader's code"
 
 
 class SharedLoader:
@@ -55,13 +61,18 @@ class SharedLoader:
     def __iter__(self) -> Iterator[Any]:
         # The reader's iterator is made at once, as in plain training: making it draws from the
         # global generator.
-        return self._read(iter(self._loader)) if self._reads else self._follow()
+        if not self._reads:
+            return self._follow()
+        with alone(_WHERE):
+            iterator = iter(self._loader)
+        return self._read(iterator)
 
     def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
         mailbox = self._mailbox()
         while True:
             try:
-                content = [next(iterator)]
+                with alone(_WHERE):
+                    content = [next(iterator)]
             except StopIteration:
                 content = []
             message = [content, rng.snapshot(self._device)]
@@ -92,6 +103,32 @@ class StatefulSharedLoader(SharedLoader):
         """Put the reader's loader where the checkpoint left it."""
         if self._reads:
             self._loader.load_state_dict(state)
+
+
+@contextmanager
+def whole_data(*owners: Any) -> Iterator[None]:
+    """Context manager that lets the owners' hooks make loaders as on a single device."""
+    saved = []
+    for owner in filter(None, owners):
+        for name in _HOOKS:
+            saved.append((vars(owner), name, vars(owner).get(name)))
+            vars(owner)[name] = _made_alone(getattr(owner, name))
+    try:
+        yield
+    finally:
+        for attributes, name, own in saved:
+            attributes.pop(name, None)
+            if own is not None:
+                attributes[name] = own
+
+
+def _made_alone(hook: Callable[[], Any]) -> Callable[[], Any]:
+    @wraps(hook)
+    def make() -> Any:
+        with alone(hook.__name__, collectives=True):
+            return hook()
+
+    return make
 
 
 def is_stateful(loader: Any) -> bool:

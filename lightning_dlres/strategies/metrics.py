@@ -6,8 +6,10 @@ epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,7 +20,42 @@ from lightning_dlres import _compat
 from lightning_dlres.core.tree import Tree, map_tensors
 
 _ROUNDING = 1e-4
+# Metrics of runs that are over, by id, with their number of updates: hooks such as `on_fit_end`,
+# and the script, still compute them.
+_left: dict[int, tuple[weakref.ref[Metric], int]] = {}
 Snapshot = dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]]
+
+
+@contextmanager
+def never_synchronised(reachable: Callable[[], Iterable[Metric]]) -> Iterator[None]:
+    """Context manager that keeps metrics from gathering the states of all ranks, wherever they are
+    kept and whenever they are made: every rank has seen the whole batches.
+
+    Args:
+        reachable: returns the run's metrics, at its end. They stay so until they are updated again.
+    """
+    own = Metric.sync
+
+    def sync(self: Metric, *args: Any, **kwargs: Any) -> None:
+        """Leave the state as it is."""
+
+    Metric.sync = sync  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _left.update({id(m): (weakref.ref(m), m.update_count) for m in reachable()})
+        Metric.sync = own if hasattr(own, "spares_runs_that_are_over") else _sparing(own)  # type: ignore[method-assign]
+
+
+def _sparing(own: Callable[..., None]) -> Callable[..., None]:
+    @wraps(own)
+    def sync(self: Metric, *args: Any, **kwargs: Any) -> None:
+        metric, updates = _left.get(id(self), (None, 0))
+        if metric is None or metric() is not self or updates != self.update_count:
+            own(self, *args, **kwargs)
+
+    sync.spares_runs_that_are_over = True  # type: ignore[attr-defined]
+    return sync
 
 
 class MetricStates:

@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree
@@ -42,7 +41,7 @@ from lightning_dlres.pipeline.states import (
 from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.inspection import inspect_step
-from lightning_dlres.strategies.metrics import MetricStates
+from lightning_dlres.strategies.metrics import MetricStates, never_synchronised
 from lightning_dlres.strategies.optimizers import (
     require_dense,
     require_owned,
@@ -105,8 +104,7 @@ class PipelineRun:
         self._layers = self.pipelined.layers
         self._undo = ExitStack()
         metrics = MetricStates(module)
-        for metric in metrics.metrics.values():
-            self._undo.callback(_compat.never_distributed(metric))
+        self._undo.enter_context(never_synchronised(metrics.metrics.values))
         self._context = StepContext(
             module, self.pipelined, metrics, device, self._current_context, options.split_batch
         )

@@ -18,6 +18,8 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.copies import a_copy
+from lightning_dlres.strategies.one_device import alone
+from lightning_dlres.strategies.sharding import undo_sharding
 from lightning_dlres.strategies.step import LightningStep, StepContext
 
 
@@ -81,7 +83,8 @@ def read_samples(
         batch = _whole(config.batch, getattr(loader, "batch_size", None))
         size = _whole(config.microbatch, -(-batch // microbatches) if batch else None)
         count = _whole(config.samples, size)
-        data = _few_samples(loader, max(count, 2) if count else None)
+        with alone("The loader's code"):
+            data = _few_samples(loader, max(count, 2) if count else None)
         data = trainer.precision_plugin.convert_input(data)
         data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
         takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
@@ -112,6 +115,7 @@ def _whole(asked: int | str, otherwise: int | None) -> Any:
 
 def _few_samples(loader: Any, samples: int | None) -> Any:
     loader = a_copy(loader)
+    undo_sharding(loader)
     dataset: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
