@@ -52,8 +52,9 @@ class PrefetchCacheDataModule(LightningDataModule):
         val: what it validates on, in the order of the data set.
         test: for `test`.
         predict: for `predict`.
-        storage: "auto", "embedded", "files" or "nodes", see `prefetch.options.host_config`; or the
-            addresses of storage nodes that have the training samples, instead of `train`.
+        storage: "auto", "direct", "embedded", "files" or "nodes", see
+            `prefetch.options.host_config`; or the addresses of storage nodes that have the training
+            samples, instead of `train`.
         batch_size: samples of one batch of a rank.
         capacity: bytes of a host's cache, for training; each other split has a quarter of it.
         prefetch: samples of one request, Method C's k.
@@ -76,7 +77,8 @@ class PrefetchCacheDataModule(LightningDataModule):
         worker_type: "thread" or "process".
         timeout: after which a sample that does not come is an error.
         requests_under_way: to one storage node, at most.
-        read_threads: requests that an embedded node reads at once.
+        read_threads: requests that an embedded node, or a rank without a cache, reads at once.
+            None: 4, or 16 without a cache.
         store: directory for map-style data sets, one store in it for each split; a store that is
             there is used if it holds the data set. None: a temporary directory, removed at the end.
         key, server_key: files of keys, for storage nodes that use CURVE.
@@ -110,7 +112,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         worker_type: Workers = "thread",
         timeout: str | float | timedelta = "30s",
         requests_under_way: int = 4,
-        read_threads: int = 4,
+        read_threads: int | None = None,
         store: str | Path | None = None,
         key: str | Path | None = None,
         server_key: str | Path | None = None,
@@ -299,6 +301,8 @@ class PrefetchCacheDataModule(LightningDataModule):
             ended=self._ended if split == "train" else None,
             **self._loading,
         )
+        # Files are listed, or the cache starts, before the first epoch does.
+        _ = self._loaders[split].data_set
         return self._loaders[split]
 
     def _options_probe(self) -> str:

@@ -93,6 +93,10 @@ class CacheClient:
         self._ask(messages.BEGIN, msgspec.msgpack.encode(begin))
         return generation
 
+    def may_take(self, waiting: int, least: int) -> bool:
+        """Return whether to take more, beside so many takes that wait; the cache does the rest."""
+        return waiting < least
+
     def take(self, generation: int, positions: Positions) -> Future[Samples]:
         """Ask for samples; the future has them, or the error, within the deadline."""
         take, future = next(self._numbers), Future[Samples]()

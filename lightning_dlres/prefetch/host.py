@@ -31,12 +31,12 @@ from lightning_dlres.core.net import Server
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.prefetch import messages
 from lightning_dlres.prefetch.engine import PrefetchEngine
+from lightning_dlres.prefetch.epochs import needed
 from lightning_dlres.prefetch.exchange import Delivery
 from lightning_dlres.prefetch.index import CacheIndex
 from lightning_dlres.prefetch.kept import KeptSamples
 from lightning_dlres.prefetch.launch import PROGRESS, failure_path
 from lightning_dlres.prefetch.messages import Begin, HostConfig
-from lightning_dlres.prefetch.sequence import Deal, shuffled
 from lightning_dlres.prefetch.source import open_storage
 from lightning_dlres.prefetch.space import CacheSpace, check_fits
 from lightning_dlres.prefetch.storage.base import Storage
@@ -242,19 +242,9 @@ class CacheHost:
             del self._begun[generation]
             self._engine.end(generation)
 
-    def _deal(self, begin: Begin) -> Deal:
-        samples = len(self._storage.table)
-        return Deal(samples, begin.consumed, begin.ranks, begin.batch, begin.tail)
-
     def _index(self, begin: Begin) -> CacheIndex:
-        samples = len(self._storage.table)
-        order = (
-            shuffled(samples, begin.seed, begin.epoch)
-            if begin.shuffle
-            else np.arange(samples, dtype=np.uint32)
-        )
-        numbers = self._deal(begin).numbers(order, begin.local_ranks)
         kept = self._kept.ready if len(self._kept.ready) else None
+        numbers = needed(len(self._storage.table), begin)
         return CacheIndex.build(numbers, self._storage.nodes, kept)
 
     def _following(self, generation: int) -> CacheIndex | None:

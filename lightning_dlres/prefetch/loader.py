@@ -17,9 +17,9 @@ import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.client import CacheClient
+from lightning_dlres.prefetch.direct import DirectClient
 from lightning_dlres.prefetch.launch import check_name
 from lightning_dlres.prefetch.messages import HostConfig, Joined, Metrics
-from lightning_dlres.prefetch.samples import Samples
 from lightning_dlres.prefetch.sequence import Deal, Positions, Tail, mixed
 from lightning_dlres.prefetch.workers import BatchMaker, Collate, Decode, DecodePool, Workers
 
@@ -105,7 +105,7 @@ class PrefetchLoader:
         self._report, self._unfinished, self._ended = report, unfinished, ended
         self._decode, self._collate = decode, collate
         self._num_workers, self._worker_type = num_workers, worker_type
-        self._client: CacheClient | None = None
+        self._client: CacheClient | DirectClient | None = None
         self._data_set: Joined | None = None
         self._pool: DecodePool | None = None
         self._unit = unit or batch_size
@@ -180,10 +180,13 @@ class PrefetchLoader:
         self._seed = state["seed"]
 
     @property
-    def client(self) -> CacheClient:
-        """The connection to the cache, made when it is first needed."""
+    def client(self) -> CacheClient | DirectClient:
+        """The connection to the cache, or what reads without one; made when it is first needed."""
         if self._client is None:
-            self._client = CacheClient(self._cache, self._config)
+            if self._config.source.kind == "direct":
+                self._client = DirectClient(self._config, self._reads_in_workers)
+            else:
+                self._client = CacheClient(self._cache, self._config)
             self._leaving = weakref.finalize(self, self._client.leave)
         return self._client
 
@@ -224,6 +227,10 @@ class PrefetchLoader:
     def batch_size(self) -> int:
         """Samples of a batch of this rank."""
         return self._batch_size
+
+    @property
+    def _reads_in_workers(self) -> bool:
+        return self._num_workers > 0 and self._worker_type == "process"
 
     def _end_iteration(self) -> None:
         iteration = self._iteration() if self._iteration is not None else None
@@ -271,7 +278,10 @@ class PrefetchLoader:
     def _decoders(self) -> DecodePool:
         if self._pool is None:
             maker = BatchMaker(self._decode, self._collate, self.data_set.encoding)
-            self._pool = DecodePool(maker, self._num_workers, self._worker_type)
+            client, reads = self.client, None
+            if isinstance(client, DirectClient):
+                reads = client.reader, self._config.source.timeout
+            self._pool = DecodePool(maker, self._num_workers, self._worker_type, reads)
         return self._pool
 
 
@@ -281,7 +291,7 @@ class _Iteration(Iterator[Any]):
 
     def __init__(self, loader: PrefetchLoader) -> None:
         self._loader = loader
-        self._takes: deque[Future[Samples]] = deque()
+        self._takes: deque[Future[Any]] = deque()
         self._making: deque[Callable[[], Any]] = deque()
         # Whether a batch was asked for.
         self.started = False
@@ -369,9 +379,9 @@ class _Iteration(Iterator[Any]):
                 self._ask()
 
     def _ask(self) -> None:
-        while self._asked < self._batches and len(self._takes) < self._most_takes:
-            positions = self._positions(self._asked)
-            take = self._loader.client.take(self._generation, positions)
+        client = self._loader.client
+        while self._asked < self._batches and client.may_take(len(self._takes), self._most_takes):
+            take = client.take(self._generation, self._positions(self._asked))
             self._takes.append(take)
             self._asked += 1
 

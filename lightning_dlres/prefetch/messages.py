@@ -26,8 +26,9 @@ _DELIVERY = struct.Struct("<qqqq")
 
 
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where samples come from. `kind`: "nodes" (addresses of storage nodes), "embedded" (nodes that
-    the cache's process runs over a source), "files" (a source that it reads itself)."""
+    """Where samples come from. `kind`: "direct" (local files, without a cache), "nodes" (addresses
+    of storage nodes), "embedded" (nodes that the cache's process runs over a source), "files" (a
+    source that it reads itself)."""
 
     kind: str
     addresses: tuple[str, ...]

@@ -15,6 +15,8 @@ from lightning_dlres.prefetch.source import KINDS
 Source = str | Path | Sequence[str]
 _SCHEME = "tcp://"
 _EMBEDDED_NODES = 4
+# As many reads at once as four nodes would do.
+_NODE_THREADS, _DIRECT_THREADS = 4, 16
 
 
 def host_config(
@@ -28,7 +30,7 @@ def host_config(
     lookahead: str | int | None = None,
     threshold: float = 0.75,
     requests_under_way: int = 4,
-    read_threads: int = 4,
+    read_threads: int | None = None,
     pinned: str | int = 0,
     pinned_directory: str | Path | None = None,
     timeout: str | float | timedelta = "30s",
@@ -41,9 +43,10 @@ def host_config(
     Args:
         source: a folder, a store, a listing, a URL; or the addresses of storage nodes in their
             order, as a list or with commas ("tcp://10.0.0.1:5555,tcp://10.0.0.2:5555").
-        storage: "embedded": the cache's process runs storage nodes over the source; "files": it
-            reads the source itself; "nodes": `source` has addresses; "auto": "nodes" for addresses,
-            "files" for a URL, else "embedded".
+        storage: "direct": each rank reads local files itself, without a cache; "embedded": the
+            cache's process runs storage nodes over the source; "files": it reads the source
+            itself; "nodes": `source` has addresses; "auto": "nodes" for addresses, "files" for a
+            URL, "embedded" where nodes, replicas, pinned or lookahead=0 ask for it, else "direct".
         nodes: N, where they are not addresses; None: 4 embedded ones, one for files.
         replicas: on how many nodes each sample is.
         capacity: bytes of the cache of one host.
@@ -52,7 +55,8 @@ def host_config(
             is, a miss fetches the sample and the next k - 1 of its list.
         threshold: the part of the capacity at which eviction starts.
         requests_under_way: to one node at a time, at most.
-        read_threads: how many requests are read at once, by each embedded node or of files.
+        read_threads: how many requests are read at once, by each embedded node, of files, or by
+            each rank itself; None: 16 for "direct", else 4.
         pinned: bytes for samples that stay over all epochs.
         pinned_directory: a directory on a local disk for them; None: memory.
         timeout: after which a sample that does not come is an error.
@@ -65,8 +69,14 @@ def host_config(
     addresses = _addresses(source)
     are_nodes = all(address.startswith(_SCHEME) for address in addresses)
     kind = storage
+    ahead = None if lookahead is None else parse_bytes(lookahead, "lookahead")
+    kept = parse_bytes(pinned, "pinned")
+    # What only a cache can do.
+    cached = nodes is not None or replicas > 1 or ahead == 0 or kept > 0
     if storage == "auto":
-        kind = "nodes" if are_nodes else "files" if "://" in addresses[0] else "embedded"
+        is_local = "://" not in addresses[0] or addresses[0].startswith("file://")
+        local = "embedded" if cached else "direct"
+        kind = "nodes" if are_nodes else local if is_local else "files"
     if kind not in KINDS:
         known = " or ".join(map(repr, ("auto", *KINDS)))
         raise ConfigError(got_expected("storage", storage, known, "storage='auto'"))
@@ -81,6 +91,17 @@ def host_config(
         )
     if kind == "nodes" and nodes not in (None, len(addresses)):
         raise ConfigError(got_expected("nodes", nodes, f"the {len(addresses)} addresses", "None"))
+    if kind == "direct" and cached:
+        raise ConfigError(
+            got_expected(
+                "storage",
+                kind,
+                "'embedded' beside nodes, replicas, pinned or lookahead=0",
+                "'auto'",
+            )
+        )
+    if read_threads is None:
+        read_threads = _DIRECT_THREADS if kind == "direct" else _NODE_THREADS
     count = len(addresses) if kind == "nodes" else nodes
     if count is None:
         count = _EMBEDDED_NODES if kind == "embedded" else 1
@@ -101,7 +122,6 @@ def host_config(
     if (key is None) != (server_key is None):
         raise ConfigError("CURVE needs both key and server_key: got one. Pass the other, too.")
     room = parse_bytes(capacity, "capacity")
-    ahead = None if lookahead is None else parse_bytes(lookahead, "lookahead")
     if room < 1 or (ahead or 0) > room:
         raise ConfigError(
             got_expected(
@@ -129,7 +149,7 @@ def host_config(
         lookahead=ahead,
         threshold=threshold,
         depth=requests_under_way,
-        kept=parse_bytes(pinned, "pinned"),
+        kept=kept,
         share=share,
         kept_directory=None if pinned_directory is None else str(pinned_directory),
     )

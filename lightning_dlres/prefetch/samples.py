@@ -18,6 +18,7 @@ from lightning_dlres.core import shared_memory
 from lightning_dlres.prefetch.exchange import CACHED_TIER, DIRECT_TIER, KEPT_TIER
 from lightning_dlres.prefetch.messages import Delivered
 from lightning_dlres.prefetch.sequence import mixed
+from lightning_dlres.prefetch.table import SampleTable
 
 Bytes = NDArray[np.uint8]
 
@@ -26,20 +27,37 @@ class Sample:
     """One sample. No dataclass: Lightning would take it apart to look for tensors.
 
     Attributes:
-        key: its name in the data set.
-        number: its number there.
+        number: its number in the data set.
         array: uint8[n], its bytes; not to be written to.
-        seed: for what is random about it: another one in every epoch, and the same on any rank,
-            in any worker and after a restart.
     """
 
-    __slots__ = ("_shared", "array", "key", "number", "seed")
+    __slots__ = ("_epoch_seed", "_key", "_shared", "array", "number")
 
     def __init__(
-        self, key: str, number: int, array: Bytes, seed: int, shared: bool = False
+        self,
+        key: str | SampleTable,
+        number: int,
+        array: Bytes,
+        epoch_seed: int,
+        shared: bool = False,
     ) -> None:
-        self.key, self.number, self.array, self.seed = key, number, array, seed
+        # Most keys and seeds are never looked at.
+        self._key, self.number, self.array, self._epoch_seed = key, number, array, epoch_seed
         self._shared = shared
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sample, (self.key, self.number, self.array, self._epoch_seed, self._shared)
+
+    @property
+    def key(self) -> str:
+        """Its name in the data set."""
+        return self._key if isinstance(self._key, str) else self._key.key(self.number)
+
+    @property
+    def seed(self) -> int:
+        """A number for what is random about it: another one in every epoch, and the same on any
+        rank, in any worker and after a restart."""
+        return mixed(self._epoch_seed + self.number)
 
     def __repr__(self) -> str:
         return f"Sample({self.key!r}, number={self.number}, {len(self)} bytes)"
@@ -103,7 +121,7 @@ class Samples(Sequence[Sample]):
         regions: Regions,
         released: Callable[[], None] | None = None,
     ) -> None:
-        self.delivered = delivered
+        self.delivered, self.numbers = delivered, delivered.numbers
         self.epoch_seed = 0
         self._regions = regions
         self._cache = regions.cache if released is None else _held(regions.cache, released)
@@ -144,7 +162,7 @@ class Samples(Sequence[Sample]):
             # Other epochs and ranks look at the same bytes.
             array.flags.writeable = False
         number = int(delivered.numbers[at])
-        return Sample(key, number, array, mixed(self.epoch_seed + number), tier == KEPT_TIER)
+        return Sample(key, number, array, self.epoch_seed, tier == KEPT_TIER)
 
 
 class _Lease:

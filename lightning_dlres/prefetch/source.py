@@ -15,7 +15,8 @@ from lightning_dlres.prefetch.storage.listings import Listed, open_reader
 from lightning_dlres.prefetch.storage.nodes import Identity, NodeStorage
 from lightning_dlres.prefetch.storage.server import StoreNode
 
-KINDS = ("embedded", "files", "nodes")
+# The first is no business of the cache.
+KINDS = ("direct", "embedded", "files", "nodes")
 
 
 def open_storage(config: SourceConfig, directory: Path, listed: Listed | None = None) -> Storage:

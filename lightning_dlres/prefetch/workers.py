@@ -22,8 +22,10 @@ from torch.utils.data import default_collate
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.items import decode_item
+from lightning_dlres.prefetch.local_samples import LocalSamples, set_up_worker
 from lightning_dlres.prefetch.samples import Sample, Samples
 from lightning_dlres.prefetch.sequence import mixed
+from lightning_dlres.prefetch.storage.readers import Reader
 
 Workers = Literal["thread", "process"]
 Decode = Callable[[Sample], Any]
@@ -47,7 +49,7 @@ class BatchMaker:
     collate: Collate | None
     encoding: str
 
-    def __call__(self, samples: Samples) -> Any:
+    def __call__(self, samples: Samples | LocalSamples) -> Any:
         """Return the batch."""
         decode = self.decode
         if decode is None and self.encoding == "tensors":
@@ -76,12 +78,20 @@ class DecodePool:
         num_workers: how many at a time; 0: in the caller, when the batch is asked for.
         kind: "thread" for decoding that lets go of the interpreter's lock (most image decoders),
             "process" for any other.
+        reads: what processes read samples with that they get unread, and for how many seconds they
+            try; None: they get none.
 
     Raises:
         ConfigError: a bad number or kind, or what cannot be sent to a process.
     """
 
-    def __init__(self, maker: BatchMaker, num_workers: int = 0, kind: Workers = "thread") -> None:
+    def __init__(
+        self,
+        maker: BatchMaker,
+        num_workers: int = 0,
+        kind: Workers = "thread",
+        reads: tuple[Reader, float] | None = None,
+    ) -> None:
         if num_workers < 0:
             raise ConfigError(
                 got_expected("num_workers", num_workers, "at least 0", "num_workers=2")
@@ -92,9 +102,10 @@ class DecodePool:
         if num_workers and kind == "process":
             _check_can_be_sent(maker)
         self._maker, self.num_workers, self._kind = maker, num_workers, kind
+        self._reads = reads
         self._executor: Executor | None = None
 
-    def submit(self, samples: Samples) -> Callable[[], Any]:
+    def submit(self, samples: Samples | LocalSamples) -> Callable[[], Any]:
         """Start to make a batch, and return what waits for it; the samples are held until it is
         made."""
         if not self.num_workers:
@@ -123,7 +134,7 @@ class DecodePool:
                     self.num_workers,
                     mp_context=context,
                     initializer=_start_worker,
-                    initargs=(None if served else os.getpid(),),
+                    initargs=(None if served else os.getpid(), self._reads),
                 )
         return self._executor
 
@@ -140,7 +151,9 @@ def _check_can_be_sent(maker: BatchMaker) -> None:
         ) from error
 
 
-def _start_worker(parent: int | None) -> None:
+def _start_worker(parent: int | None, reads: tuple[Reader, float] | None) -> None:
+    if reads is not None:
+        set_up_worker(*reads)
     # As many processes as there are cores compute already.
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -158,14 +171,14 @@ def _end_with(parent: int | None) -> None:
     os._exit(1)
 
 
-def _seeded(maker: BatchMaker, samples: Samples) -> Any:
+def _seeded(maker: BatchMaker, samples: Samples | LocalSamples) -> Any:
     """In a worker process: what is random follows from the samples, not from the worker."""
-    seed = mixed(samples.epoch_seed + int(samples.delivered.numbers[0]))
+    seed = mixed(samples.epoch_seed + int(samples.numbers[0]))
     torch.manual_seed(seed % 2**63)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return maker(samples)
 
 
-def _result(future: Future[Any], held: Samples) -> Any:
+def _result(future: Future[Any], held: Samples | LocalSamples) -> Any:
     return future.result()

@@ -241,8 +241,8 @@ def test_epochs_that_are_cut_short_go_on_after_any_step(
 
 
 class Skipping(Model):
-    """Ends every epoch before its fourth batch. After a resume behind such an epoch, Lightning's own
-    number of a batch may be one too small."""
+    """Ends every epoch before its fourth batch. After a resume behind such an epoch, Lightning's
+    own number of a batch may be one too small."""
 
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> int | None:  # type: ignore[override]
         if batch[1][0] == order(self.current_epoch)[24]:
@@ -354,7 +354,7 @@ def test_a_store_that_cannot_be_written_is_an_error_on_every_rank(
 def test_a_split_of_too_large_samples_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "large").write_bytes(bytes(1000))
-    data = module(train=None, val=tmp_path / "val", capacity=2000)
+    data = module(train=None, val=tmp_path / "val", capacity=2000, storage="files")
     with pytest.raises(dlres.ConfigError, match=r"1/4 for this split.*Try capacity=8000"):
         trainer(tmp_path).validate(Model(), datamodule=data)
 

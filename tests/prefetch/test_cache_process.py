@@ -67,7 +67,11 @@ def loader(
         "worker_type",
     )
     cache = {key: value for key, value in options.items() if key not in own}
-    config = host_config(source, **{"capacity": "16KiB", "prefetch": 8, **cache})
+    # These tests are about the cache; without a word a folder is read without one.
+    storage = "embedded" if isinstance(source, Path) else "auto"
+    config = host_config(
+        source, **{"capacity": "16KiB", "prefetch": 8, "storage": storage, **cache}
+    )
     rest = {"batch_size": 7, "decode": numbers, "tail": "uneven"}
     rest.update({key: value for key, value in options.items() if key in own})
     return stack.enter_context(closing(PrefetchLoader(name, config, ranks=ranks, **rest)))
@@ -96,6 +100,9 @@ def cache_processes(directory: Path = Path("/")) -> list[int]:
         {"storage": "files", "lookahead": 0},
         {"storage": "embedded", "capacity": 400, "num_workers": 1},
         {"storage": "files", "pinned": "4KiB"},
+        {"storage": "direct"},
+        {"storage": "direct", "num_workers": 2, "lookahead": 1, "read_threads": 3},
+        {"storage": "direct", "num_workers": 2, "worker_type": "process"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
@@ -270,7 +277,7 @@ def test_what_is_held_stays_when_its_loader_has_left(stack: ExitStack, folder: P
 def test_a_loader_that_is_only_forgotten_leaves_too(
     folder: Path, own_runtime_directory: Path
 ) -> None:
-    config = host_config(folder, capacity="16KiB", prefetch=8)
+    config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
     batches = PrefetchLoader("f", config, batch_size=7, decode=numbers)
     iterator = iter(batches)
     next(iterator)
@@ -293,7 +300,7 @@ def test_workers_end_with_a_process_that_is_killed_and_not_before(
     if not child:
         try:
             multiprocessing.set_start_method(method, force=True)
-            config = host_config(folder, capacity="16KiB", prefetch=8)
+            config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
             batches = PrefetchLoader(
                 "w", config, batch_size=7, decode=numbers, num_workers=2, worker_type="process"
             )
@@ -374,7 +381,7 @@ def test_an_interrupted_iterator_says_so(stack: ExitStack, folder: Path) -> None
 def test_a_join_that_a_cache_on_its_way_out_has_taken_is_made_again(
     folder: Path, own_runtime_directory: Path
 ) -> None:
-    config = host_config(folder, capacity="16KiB", prefetch=8)
+    config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
     process = HostProcess("j", config)
     process.ensure(60)
     pid = cache_processes(own_runtime_directory)
@@ -453,7 +460,7 @@ def test_a_killed_cache_is_named_and_the_next_one_cleans_up(
     assert len(list(again)) == 14
     os.kill(again.client.joined.pid, signal.SIGKILL)
     again.close()
-    process = HostProcess("k", host_config(folder))
+    process = HostProcess("k", host_config(folder, storage="embedded"))
     wait_until(lambda: not process.runs(), "the system has ended the killed process")
     list(loader(stack, folder, "other"))
     assert not (own_runtime_directory / f"dlres-{os.getuid()}" / "k").exists()

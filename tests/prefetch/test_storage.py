@@ -292,7 +292,7 @@ def test_a_read_that_hangs_is_an_error_and_does_not_keep_anybody(
 ) -> None:
     let_go = threading.Event()
     reader = open_reader(folder)
-    monkeypatch.setattr(reader, "read", lambda numbers: [let_go.wait(60)])
+    monkeypatch.setattr(reader, "read_joined", lambda numbers: let_go.wait(60))
     monkeypatch.setattr(files, "GRACE", 0.05)
     storage = FileStorage(reader, threads=1, timeout=0.2)
     for ticket in range(2):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply, Storage
 from lightning_dlres.prefetch.storage.readers import Reader, check
+from lightning_dlres.prefetch.table import SampleTable
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # A read that ends shortly after its deadline says more than that it hangs.
@@ -51,19 +52,27 @@ class FileStorage(Storage):
         self._last_answer = time.monotonic()
         # A request that only waited for another one's read would count as begun, and as hung.
         threads = threads if reader.is_concurrent else 1
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dlres-read")
+        self._most_threads, self._threads = threads, 0
+        self._queue: SimpleQueue[tuple[int, Positions] | None] = SimpleQueue()
 
     def submit(self, ticket: int, node: int, numbers: Positions) -> None:
         """See `Storage`."""
         with self._lock:
             self._open[ticket] = _Open(numbers, time.monotonic())
-        self._pool.submit(self._run, ticket, numbers)
+        self._queue.put((ticket, numbers))
+        if self._threads < self._most_threads:
+            self._threads += 1
+            # One that hangs must not keep the interpreter from ending, as a pool's thread would.
+            threading.Thread(target=self._serve, name="dlres-read", daemon=True).start()
 
     def close(self) -> None:
         """See `Storage`."""
         self._closing.set()
+        with self._lock:
+            self._open.clear()
         # A read that hangs is left behind.
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for _ in range(self._threads):
+            self._queue.put(None)
 
     def replies(self) -> list[Reply]:
         """See `Storage`."""
@@ -96,6 +105,10 @@ class FileStorage(Storage):
         if known is not None:
             self._reply(reply)
 
+    def _serve(self) -> None:
+        while (request := self._queue.get()) is not None:
+            self._run(*request)
+
     def _run(self, ticket: int, numbers: Positions) -> None:
         with self._lock:
             if ticket not in self._open:
@@ -109,21 +122,42 @@ class FileStorage(Storage):
             self._settle(Reply(ticket, StorageError(f"{self._first(numbers)}: {error!r}.")))
 
     def _read(self, numbers: Positions) -> NDArray[np.uint8]:
-        deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
-        while True:
-            try:
-                found = self._reader.read(numbers)
-                wrong = check(self.table, numbers, found)
-                if wrong is None:
-                    return np.frombuffer(b"".join(found), dtype=np.uint8)
-            except OSError as error:
-                wrong = str(error)
-            if time.monotonic() + pause > deadline or self._closing.wait(pause):
-                raise StorageError(
-                    f"{wrong}. It was tried for {format_seconds(self._timeout)}. Check the "
-                    "storage; `dlres store verify` reads all of it."
-                )
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        return read_in_time(self._reader, numbers, self._timeout, self._closing)
 
     def _first(self, numbers: Positions) -> str:
         return f"sample {self.table.key(int(numbers[0]))!r} or one of {len(numbers) - 1} after it"
+
+
+def read_in_time(
+    reader: Reader, numbers: Positions, timeout: float, closing: threading.Event
+) -> NDArray[np.uint8]:
+    """Return samples as `Reader.read_joined` does. Where they cannot be read or are damaged, try
+    again for `timeout` seconds, unless `closing` is set.
+
+    Raises:
+        StorageError: they cannot be had.
+    """
+    deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+    while True:
+        try:
+            data = reader.read_joined(numbers)
+            wrong = _damage(reader.table, numbers, data)
+            if wrong is None:
+                return data
+        except OSError as error:
+            wrong = str(error)
+        if time.monotonic() + pause > deadline or closing.wait(pause):
+            raise StorageError(
+                f"{wrong}. It was tried for {format_seconds(timeout)}. Check the "
+                "storage; `dlres store verify` reads all of it."
+            )
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _damage(table: SampleTable, numbers: Positions, data: NDArray[np.uint8]) -> str | None:
+    if table.checksums is None:
+        return None
+    ends = np.cumsum(table.sizes[numbers]).tolist()
+    starts = [0, *ends[:-1]]
+    pieces = [data.data[start:end] for start, end in zip(starts, ends, strict=True)]
+    return check(table, numbers, pieces)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import StorageError
 from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.storage.local_reads import read_parts, read_whole
 from lightning_dlres.prefetch.table import SampleTable
 
 _MOST_PREAD = 1 << 30
@@ -29,6 +31,15 @@ class Piece:
     start: int
     length: int
     is_whole: bool
+
+
+@dataclass(frozen=True)
+class PieceArrays:
+    """PieceArrays of files: paths, and int64[n] each of where they start and how long they are."""
+
+    paths: list[str]
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
 
 class Files(ABC):
@@ -47,6 +58,11 @@ class Files(ABC):
         """Return pieces of files, or for each why it cannot be read. A file that is too short gives
         fewer bytes, and a whole file that is too long gives more."""
 
+    def read_joined(self, pieces: PieceArrays) -> NDArray[np.uint8] | None:
+        """Return pieces, one behind the other, in memory of their own; None if they have to be read
+        one by one, to see what is wrong or because there is no other way."""
+        return None
+
 
 class LocalFiles(Files):
     """Files of this machine."""
@@ -60,6 +76,25 @@ class LocalFiles(Files):
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         """See `Files`."""
         return [self._read_or_error(piece) for piece in pieces]
+
+    def read_joined(self, pieces: PieceArrays) -> NDArray[np.uint8] | None:
+        """See `Files`."""
+        if self._open is None:
+            data, counts = read_whole(pieces.paths, pieces.sizes)
+        else:
+            try:
+                open_files = [self._descriptor(path) for path in pieces.paths]
+            except OSError:
+                return None
+            descriptors = np.array(open_files, dtype=np.int32)
+            data, counts = read_parts(descriptors, pieces.starts, pieces.sizes)
+        return data if np.array_equal(counts, pieces.sizes) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_open": None if self._open is None else {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(keep_open=state["_open"] is not None)  # type: ignore[misc]
 
     def _read_or_error(self, piece: Piece) -> bytes | OSError:
         try:
@@ -75,13 +110,17 @@ class LocalFiles(Files):
                 return _read(descriptor, piece.length + int(piece.is_whole), piece.start)
             finally:
                 os.close(descriptor)
-        known = self._open.get(piece.path)
+        return _read(self._descriptor(piece.path), piece.length, piece.start)
+
+    def _descriptor(self, path: str) -> int:
+        assert self._open is not None
+        known = self._open.get(path)
         if known is None:
             with self._opening:
-                known = self._open.get(piece.path)
+                known = self._open.get(path)
                 if known is None:
-                    known = self._open[piece.path] = os.open(piece.path, os.O_RDONLY)
-        return _read(known, piece.length, piece.start)
+                    known = self._open[path] = os.open(path, os.O_RDONLY)
+        return known
 
 
 class Reader:
@@ -143,6 +182,21 @@ class Reader:
                 )
             samples.append(data)
         return samples
+
+    def read_joined(self, numbers: Positions) -> NDArray[np.uint8]:
+        """Return samples as uint8[sum of their sizes], one behind the other, in memory of their
+        own. Raises what `read` does."""
+        sizes = np.ascontiguousarray(self.table.sizes[numbers], dtype=np.int64)
+        if self._offsets is None:
+            paths = [self._paths[number] for number in numbers.tolist()]
+            pieces = PieceArrays(paths, np.zeros_like(sizes), sizes)
+        else:
+            paths = [self._paths[pack] for pack in (numbers % len(self._paths)).tolist()]
+            pieces = PieceArrays(paths, self._offsets[numbers], sizes)
+        data = self._files.read_joined(pieces)
+        if data is None:
+            data = np.frombuffer(bytearray(b"".join(self.read(numbers))), dtype=np.uint8)
+        return data
 
     def _named(self, number: int) -> str:
         return f"sample {self.table.key(number)!r} (number {number})"

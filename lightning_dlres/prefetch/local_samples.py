@@ -1,0 +1,75 @@
+"""Samples that this process has read itself, or that a worker process is to read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from lightning_dlres.prefetch.samples import Bytes, Sample
+from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.storage.files import read_in_time
+from lightning_dlres.prefetch.storage.readers import Reader
+from lightning_dlres.prefetch.table import SampleTable
+
+# In a worker process: what it reads with, and for how many seconds it tries.
+_worker: tuple[Reader, float] | None = None
+
+
+class LocalSamples(Sequence[Sample]):
+    """The samples of a batch, in order. In a worker process they are read when they are looked at.
+
+    Args:
+        table: the data set.
+        numbers: uint32[n], of the samples.
+        data: uint8, the samples one behind the other; None: a worker process is to read them.
+    """
+
+    def __init__(self, table: SampleTable, numbers: Positions, data: Bytes | None) -> None:
+        self.numbers = numbers
+        self.epoch_seed = 0
+        self._table, self._data = table, data
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[Sample]:
+        if self._data is None:
+            self._data = _read_here(self.numbers)
+        start = 0
+        ends = np.cumsum(self._table.sizes[self.numbers]).tolist()
+        for number, end in zip(self.numbers.tolist(), ends, strict=True):
+            yield Sample(self._table, number, self._data[start:end], self.epoch_seed)
+            start = end
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _in_worker, (self.numbers, self.epoch_seed)
+
+
+def set_up_worker(reader: Reader, timeout: float) -> None:
+    """Make this process one that reads the samples that are sent to it."""
+    global _worker
+    _worker = reader, timeout
+
+
+def _read_here(numbers: Positions) -> Bytes:
+    assert _worker is not None
+    reader, timeout = _worker
+    return read_in_time(reader, numbers, timeout, threading.Event())
+
+
+def _in_worker(numbers: Positions, epoch_seed: int) -> LocalSamples:
+    # An error while a task is unpacked would end the worker: nothing is read yet.
+    assert _worker is not None
+    samples = LocalSamples(_worker[0].table, numbers, None)
+    samples.epoch_seed = epoch_seed
+    return samples
