@@ -239,6 +239,7 @@ def _serving(bed: Testbed, source: Path, settings: Settings) -> Iterator[str]:
                 STORES,
                 "--node",
                 node,
+                "--insecure",
                 "--bind",
                 bed.hosts[node].address,
                 "--concurrency",

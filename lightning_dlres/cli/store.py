@@ -25,7 +25,6 @@ from lightning_dlres.prefetch.storage.put import damaged, put
 from lightning_dlres.prefetch.storage.server import StoreNode
 
 _PORT = 5570
-_LOOPBACK = ("127.", "::1")
 
 
 def store(options: Sequence[str]) -> int:
@@ -58,12 +57,6 @@ def _serve(settings: argparse.Namespace) -> int:
         raise ConfigError(got_expected("--nodes", settings.nodes, "at least 1", "--nodes 4"))
     if (settings.key is None) != (not settings.allow):
         raise ConfigError("CURVE needs both --key and --allow: got one. Pass the other, too.")
-    if settings.key is None and not settings.bind.startswith(_LOOPBACK):
-        print(
-            f"dlres: whoever can reach {settings.bind} can read these samples; --key and --allow "
-            "let in only those you know.",
-            file=sys.stderr,
-        )
     numbers = range(settings.nodes) if settings.node is None else [settings.node]
     reader = open_reader(settings.source)
     stopped = threading.Event()
@@ -80,6 +73,7 @@ def _serve(settings: argparse.Namespace) -> int:
                     port=settings.port + node if settings.port else 0,
                     curve=load_keys(settings.key) if settings.key else None,
                     allowed=[load_public_key(path) for path in settings.allow],
+                    insecure=settings.insecure,
                     concurrency=settings.concurrency,
                     emulate_delay=settings.emulate_delay,
                 )
@@ -184,6 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--emulate-delay", default="0s", help="how much longer a request takes")
     serve.add_argument("--key", type=Path, help="NAME.key_secret: let in only --allow, encrypted")
     serve.add_argument("--allow", type=Path, nargs="+", default=[], help="public keys of clients")
+    serve.add_argument(
+        "--insecure", action="store_true", help="without keys, serve whoever can reach --bind"
+    )
     serve.set_defaults(run=_serve)
 
     pack = commands.add_parser("put", help="pack samples into a store, with checksums")

@@ -1,4 +1,7 @@
-"""Reading typed data in any thread.
+"""Reading typed data in any thread, whoever sent it.
+
+Nesting is bounded: msgspec counts it against the interpreter's recursion limit, and what exceeds
+that is an error of the data like any other.
 
 msgspec works out what a struct's fields are when it first reads one, and two threads that do so at
 once crash the process (seen with 0.22). So it is done here, by one thread at a time.
@@ -24,8 +27,7 @@ def from_msgpack(data: Buffer, expected: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: it holds something else.
     """
-    found: T = _decoder(msgspec.msgpack.Decoder, expected).decode(data)
-    return found
+    return _decode(msgspec.msgpack.Decoder, data, expected)
 
 
 def from_json(data: Buffer | str, expected: type[T]) -> T:
@@ -34,7 +36,16 @@ def from_json(data: Buffer | str, expected: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: it holds something else.
     """
-    found: T = _decoder(msgspec.json.Decoder, expected).decode(data)
+    return _decode(msgspec.json.Decoder, data, expected)
+
+
+def _decode(kind: Any, data: Buffer | str, expected: type[T]) -> T:
+    try:
+        found: T = _decoder(kind, expected).decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deep") from error
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"text that is not UTF-8 ({error})") from error
     return found
 
 

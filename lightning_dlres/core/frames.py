@@ -18,13 +18,15 @@ from lightning_dlres.core.errors import ProtocolError
 
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
-_Unsigned = Annotated[int, msgspec.Meta(ge=0)]
+_Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# No kind is longer; a header is read before anything is known of its sender.
+_Kind = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first frame: what the second one is, so that damage is noticed before use."""
 
-    kind: str
+    kind: _Kind
     sequence: _Unsigned
     crc32: _Unsigned
     length: _Unsigned
@@ -48,7 +50,7 @@ class Message:
         """
         try:
             return from_msgpack(self.payload, expected)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except msgspec.MsgspecError as error:
             raise broken(
                 self.peer, f"a {self.kind!r} payload ({error})", f"a {expected.__name__}"
             ) from error
@@ -70,7 +72,7 @@ def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
         raise broken(peer, f"{len(frames)} frames", "a header and a payload")
     try:
         header = from_msgpack(frames[0], Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.MsgspecError as error:
         raise broken(peer, f"an unreadable header ({error})", "a message header") from error
     payload = frames[1]
     if len(payload) != header.length:

@@ -1,7 +1,9 @@
 """The one place that opens ZeroMQ sockets: addresses, keys, deadlines and checksums live here.
 
-A `Server` talks to many named `Client`s, in messages of two frames (see `frames`). What does not
-fit raises an error that names the peer, and no wait is without a deadline.
+A `Server` talks to many named `Client`s, in messages of two frames (see `frames`). No wait is
+without a deadline. What a server sends in error is an error at its client. What a client sends in
+error is refused: counted, logged now and then, and without effect on the other clients. A server
+never waits for a client, and bounds what each may send.
 
 Threads: a server or client belongs to one thread at a time, as ZeroMQ sockets do. It may be made
 in one thread and handed to another; only `interrupt` may be called from anywhere.
@@ -10,23 +12,65 @@ in one thread and handed to another; only `interrupt` may be called from anywher
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_dlres.core.errors import ConfigError, PeerLostError, PeerTimeoutError, got_expected
+from lightning_dlres.core.connections import Connections
+from lightning_dlres.core.errors import (
+    ConfigError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    got_expected,
+)
 from lightning_dlres.core.frames import Buffer, Message, broken, pack, unpack
+from lightning_dlres.core.refusals import Refusals
 from lightning_dlres.core.units import format_seconds
 
 _ZAP_DOMAIN = "dlres"
+# A connection that does not get through ZeroMQ's greeting is closed.
+_HANDSHAKE_MS = 10_000
+# A peer whose machine or network is gone is noticed by the kernel, after idle + interval * count.
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 60,
+    zmq.TCP_KEEPALIVE_INTVL: 15,
+    zmq.TCP_KEEPALIVE_CNT: 4,
+}
+# Frames of a message: the sender's name, header and payload. Of more only the number is noted.
+_MOST_FRAMES = 3
+# How often the connections of a server are checked.
+_CHECK_SECONDS = 0.1
+_TRACKED = MappingProxyType({"copy": False, "track": True})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server bears from its clients.
+
+    Attributes:
+        message_bytes: largest frame of a message; a larger one closes its connection.
+        unread_bytes: what a connection may send beyond whole messages that were read.
+        connections: how many clients there may be at one time.
+        queued: messages that wait for the server, and for each client, at most.
+    """
+
+    message_bytes: int = 64 << 20
+    unread_bytes: int = 256 << 20
+    connections: int = 1024
+    queued: int = 1000
 
 
 @dataclass(frozen=True)
@@ -59,6 +103,12 @@ class _Endpoint:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # With a domain ZeroMQ refuses peers of its protocol before 3.0, which anything that opens
+        # a connection can be taken for. No handler is asked unless one was started.
+        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        for option, value in _KEEPALIVE.items():
+            self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.SNDTIMEO, round(send_timeout * 1000))
         self._send_timeout = send_timeout
         self._sequence = 0
@@ -80,14 +130,13 @@ class _Endpoint:
         Raises:
             ProtocolError: a peer sent something that is not a message; it is dropped.
         """
-        ready = dict(self._poller.poll(max(0, math.ceil(timeout * 1000))))
+        ready = self._poll(timeout)
         if self._monitor in ready:
             self._read_monitor()
         if self._wake_reader.fileno() in ready:
             self._wake_reader.recv(4096)
         elif self._socket in ready:
-            frames = self._socket.recv_multipart(copy=False)
-            return self._read([frame.bytes for frame in frames], int(frames[-1].get(zmq.SRCFD)))
+            return self._take_in()
         return None
 
     def expect(self, timeout: float, what: str) -> Message:
@@ -130,6 +179,35 @@ class _Endpoint:
         self._wake_reader.close()
         self._wake_writer.close()
 
+    def _poll(self, timeout: float) -> dict[Any, int]:
+        return dict(self._poller.poll(max(0, math.ceil(timeout * 1000))))
+
+    def _take_in(self) -> Message:
+        """Return the message that has come, whatever it is made of.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        frame = self._socket.recv(copy=False)
+        frames, count, nbytes = [frame], 1, len(frame)
+        while frame.more:
+            frame = self._socket.recv(copy=False)
+            count, nbytes = count + 1, nbytes + len(frame)
+            if count <= _MOST_FRAMES:
+                frames.append(frame)
+        try:
+            connection = int(frames[-1].get(zmq.SRCFD))
+        except zmq.ZMQError:
+            # ZeroMQ knows nothing about peers of its old protocols.
+            raise broken(self._peers, "a message of an old ZeroMQ", "ZMTP 3") from None
+        self._note_message(connection, nbytes)
+        if count > _MOST_FRAMES:
+            raise broken(self._peers, f"{count} frames", "a header and a payload")
+        return self._read([frame.bytes for frame in frames], connection)
+
+    def _note_message(self, connection: int, nbytes: int) -> None:
+        pass
+
     def _read(self, frames: list[bytes], connection: int) -> Message:
         return unpack(frames, self._peers, connection)
 
@@ -142,15 +220,25 @@ class _Endpoint:
             event = recv_monitor_message(self._monitor)
             if event["event"] in (self._opened_event, zmq.Event.DISCONNECTED):
                 opened = event["event"] == self._opened_event
-                self._events.append(ConnectionEvent(opened, int(event["value"])))
+                self._note_event(ConnectionEvent(opened, int(event["value"])))
+
+    def _note_event(self, event: ConnectionEvent) -> None:
+        self._events.append(event)
 
     def _send(
-        self, to: list[bytes], peer: str, kind: str, payload: Buffer, number: int | None
-    ) -> int:
+        self,
+        to: list[bytes],
+        peer: str,
+        kind: str,
+        payload: Buffer,
+        number: int | None,
+        options: Mapping[str, bool] = MappingProxyType({}),
+    ) -> tuple[int, zmq.MessageTracker | None]:
         if number is None:
             number, self._sequence = self._sequence, self._sequence + 1
         try:
-            self._socket.send_multipart([*to, *pack(kind, number, payload)])
+            frames = [*to, *pack(kind, number, payload)]
+            tracker = self._socket.send_multipart(frames, **options)
         except zmq.Again as error:
             raise PeerTimeoutError(
                 f"sending {kind!r} to {peer}: it took nothing in for "
@@ -162,7 +250,7 @@ class _Endpoint:
             raise PeerLostError(
                 f"sending {kind!r} to {peer}: it is not connected. Check that it still runs."
             ) from error
-        return number
+        return number, tracker
 
 
 class Server(_Endpoint):
@@ -171,11 +259,15 @@ class Server(_Endpoint):
     `bind` is a numeric address or interface of this machine, `port` 0 lets the system choose; with
     `path`, a Unix socket is bound there instead, for processes of this machine that may reach it.
     `curve` encrypts and authenticates; then either `allowed` lists the clients' public keys, or
-    `allow_any=True` lets in whoever knows the server's public key. `send_timeout` in seconds bounds
-    a send to a client that does not read.
+    `allow_any=True` lets in whoever knows the server's public key. Without `curve` only loopback
+    addresses are bound, unless `insecure=True`.
+
+    `limits` bound what clients may send. With `monitor` connections are reported. `refusals` counts
+    what was refused.
 
     Raises:
-        ConfigError: the address cannot be bound, or CURVE is asked for without saying for whom.
+        ConfigError: the address cannot be bound, CURVE is asked for without saying for whom, or
+            strangers could reach the address.
     """
 
     _opened_event = zmq.Event.ACCEPTED
@@ -189,9 +281,16 @@ class Server(_Endpoint):
         curve: CurveKeys | None = None,
         allowed: Collection[bytes] = (),
         allow_any: bool = False,
-        send_timeout: float = 30.0,
+        insecure: bool = False,
+        limits: Limits | None = None,
         monitor: bool = False,
     ) -> None:
+        if curve is None and path is None and not (insecure or is_loopback(bind)):
+            raise ConfigError(
+                f"bind must be a loopback address where no keys are given, got {bind!r}. Give keys "
+                "(`dlres store keys` writes them), or insecure=True (--insecure) where everyone "
+                "who can reach this address may use it."
+            )
         if curve is None and (allowed or allow_any):
             raise ConfigError(
                 got_expected("curve", None, "keys of the server", "curve=CurveKeys.generate()")
@@ -202,14 +301,24 @@ class Server(_Endpoint):
                 f"{len(allowed)} allowed keys and allow_any={allow_any}, expected exactly one of "
                 "them. List the clients' public keys in `allowed`, or pass allow_any=True."
             )
-        super().__init__(zmq.ROUTER, send_timeout)
+        # Whoever does not read must not keep the others waiting.
+        super().__init__(zmq.ROUTER, send_timeout=0.0)
+        self.refusals = Refusals()
+        self._reports_events = monitor
+        limits = limits or Limits()
+        self._connections = Connections(
+            limits.connections, limits.unread_bytes, lambda reason: self.refusals.note(reason)
+        )
+        self._next_check = 0.0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes)
+        self._socket.setsockopt(zmq.SNDHWM, limits.queued)
+        self._socket.setsockopt(zmq.RCVHWM, limits.queued)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._authenticator: ThreadAuthenticator | None = None
         if curve is not None:
             self._authenticate(curve, frozenset(allowed))
-        if monitor:
-            self._watch()
+        self._watch()
         if path is None:
             host = f"[{bind}]" if ":" in bind else bind
             self._socket.setsockopt(zmq.IPV6, int(":" in bind))
@@ -222,12 +331,26 @@ class Server(_Endpoint):
             expected = "a directory that can be written to, and a path of about 100 bytes at most"
             self._bind(f"ipc://{path}", str(path), expected)
         self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        own_port = int(self._endpoint.rpartition(":")[2]) if path is None else 0
+        self._connections.address = own_port or str(path)
         self._peers = f"a client of {self._endpoint}"
 
     @property
     def endpoint(self) -> str:
         """Where clients connect to, such as "tcp://127.0.0.1:40123"."""
         return self._endpoint
+
+    def receive(self, timeout: float) -> Message | None:
+        """Return the next message, or None after `timeout` seconds; what is no message is refused.
+
+        None comes early after `interrupt`, after a refusal, or when `connection_events` has
+        something new.
+        """
+        try:
+            return super().receive(timeout)
+        except ProtocolError as error:
+            self.refusals.note(error)
+            return None
 
     def send(
         self, peer: str, kind: str, payload: Buffer = b"", *, sequence: int | None = None
@@ -236,15 +359,59 @@ class Server(_Endpoint):
 
         Raises:
             PeerLostError: no such client is connected.
-            PeerTimeoutError: the client reads too slowly.
+            PeerTimeoutError: so many messages wait for this client that no more may.
         """
-        return self._send([peer.encode()], peer, kind, payload, sequence)
+        return self._send([peer.encode()], peer, kind, payload, sequence)[0]
+
+    def send_tracked(
+        self, peer: str, kind: str, payload: Buffer, *, sequence: int
+    ) -> zmq.MessageTracker:
+        """Send without copying the payload; the tracker is done when ZeroMQ has let go of it.
+
+        Raises:
+            PeerLostError: no such client is connected.
+            PeerTimeoutError: so many messages wait for this client that no more may.
+        """
+        tracker = self._send([peer.encode()], peer, kind, payload, sequence, _TRACKED)[1]
+        assert tracker is not None
+        return tracker
+
+    def acknowledged(self, connection: int) -> int | None:
+        """Return how many bytes a client has taken in; None where the kernel does not say."""
+        return self._connections.acknowledged(connection)
+
+    def drop(self, connection: int, reason: str) -> None:
+        """Close a client's connection, and forget what waits for it."""
+        self._connections.drop(connection, reason)
 
     def close(self) -> None:
         """Close everything at once; unsent messages are lost. May be called again."""
         if self._authenticator is not None:
             self._authenticator.stop()
+        self._connections.close()
         super().close()
+
+    def _poll(self, timeout: float) -> dict[Any, int]:
+        until = time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            if now >= self._next_check:
+                self._next_check = now + _CHECK_SECONDS
+                self._connections.check()
+            ready = super()._poll(min(until - now, _CHECK_SECONDS))
+            if ready or until - now <= _CHECK_SECONDS:
+                return ready
+
+    def _note_message(self, connection: int, nbytes: int) -> None:
+        self._connections.delivered(connection, nbytes)
+
+    def _note_event(self, event: ConnectionEvent) -> None:
+        if event.opened:
+            self._connections.opened(event.connection)
+        else:
+            self._connections.closed(event.connection)
+        if self._reports_events:
+            super()._note_event(event)
 
     def _bind(self, endpoint: str, where: str, expected: str) -> None:
         try:
@@ -267,7 +434,6 @@ class Server(_Endpoint):
             self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _Whitelist(allowed))
         else:
             self._authenticator.configure_curve(_ZAP_DOMAIN, zmq.auth.CURVE_ALLOW_ANY)
-        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
 
@@ -276,7 +442,9 @@ class Client(_Endpoint):
     """The side that connects (DEALER), under a name; it reconnects by itself.
 
     `identity` names this client at the server; `server` names the server in errors here. With
-    `curve`, `server_key` is the server's public key. Other arguments are as for `Server`.
+    `curve`, `server_key` is the server's public key. `largest` bounds the bytes of a message from
+    the server; None: nothing does. `send_timeout` in seconds bounds a send to a server that does
+    not read.
 
     Raises:
         ConfigError: the endpoint is no address, or only one of `curve` and `server_key` is there.
@@ -292,6 +460,7 @@ class Client(_Endpoint):
         server: str = "the server",
         curve: CurveKeys | None = None,
         server_key: bytes | None = None,
+        largest: int | None = None,
         send_timeout: float = 30.0,
         monitor: bool = False,
     ) -> None:
@@ -302,6 +471,7 @@ class Client(_Endpoint):
         super().__init__(zmq.DEALER, send_timeout)
         self._peers = f"{server} ({endpoint})"
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.MAXMSGSIZE, -1 if largest is None else largest)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         if curve is not None and server_key is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
@@ -323,7 +493,15 @@ class Client(_Endpoint):
         Raises:
             PeerTimeoutError: the server takes nothing in and the queue is full.
         """
-        return self._send([], self._peers, kind, payload, sequence)
+        return self._send([], self._peers, kind, payload, sequence)[0]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of this machine can reach a numeric address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 class _Whitelist:

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.tree import Structure, Tree, flatten, unflatten
 
@@ -43,7 +44,6 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Header)
 
 
 def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]:
@@ -81,8 +81,8 @@ def decode_header(data: bytes | bytearray | memoryview, peer: str) -> Header:
         ProtocolError: the bytes are no header of this version; the message names `peer`.
     """
     try:
-        header = _DECODER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        header = from_msgpack(data, Header)
+    except msgspec.MsgspecError as error:
         raise ProtocolError(
             f"{peer} sent a header that cannot be read ({error}): do all ranks run one version?"
         ) from None

@@ -11,6 +11,7 @@ import abc
 import contextlib
 import hashlib
 import hmac
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ import msgspec
 from lightning_dlres.core.errors import PeerError, ProtocolError
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.net import Client, Server
+from lightning_dlres.core.refusals import Refusals
 from lightning_dlres.core.units import format_seconds
+
+_log = logging.getLogger(__name__)
 
 # Ranks start at different speeds: imports, and the collective that carries the invitation.
 JOIN_SECONDS = 60.0
@@ -127,6 +131,10 @@ class Side(abc.ABC):
         self.lines = lines
         self.names = invitation.names
         self._token = invitation.token
+        # Of messages that are none of this run.
+        self.refusals = (
+            endpoint.refusals if isinstance(endpoint, Server) else Refusals(_log.warning)
+        )
         self.receive = endpoint.receive
         self.interrupt = endpoint.interrupt
         self.close = endpoint.close
@@ -147,13 +155,13 @@ class Side(abc.ABC):
     def relay(self, failure: Failure) -> None:
         """Pass on a failure that is new to this side."""
 
-    def trusts_cuts(self) -> bool:
-        """Whether a closed connection can be told from one that was opened anew."""
+    def trusts_cuts(self, patience: Patience, now: float) -> bool:
+        """Return whether a closed connection can be told from one that was opened anew."""
         return True
 
     def judge(self, patience: Patience, now: float) -> Failure | None:
         """Return the failure that silence and lost connections show."""
-        trust_cut = self.trusts_cuts()
+        trust_cut = self.trusts_cuts(patience, now)
         for line in self.lines:
             complaint = patience.complaint(line, self.names[line.rank], now, trust_cut)
             if complaint:
@@ -200,14 +208,16 @@ class Hub(Side):
         lines = [Line(rank, now) for rank in range(1, len(invitation.names))]
         super().__init__(0, server, lines, invitation)
         self._server = server
-        # Which rank a TCP connection belongs to; None until it has spoken.
-        self._speakers: dict[int, int | None] = {}
+        # The rank of a TCP connection, and the times at which those that have not spoken opened.
+        self._speakers: dict[int, int] = {}
+        self._unknown: dict[int, float] = {}
 
     def take(self, message: Message, now: float) -> Failure | None:
         note = self._read(message, range(1, len(self.names)))
         line = self.lines[note.sender - 1]
         line.listen(now)
         self._speakers[message.connection] = note.sender
+        self._unknown.pop(message.connection, None)
         if message.kind == CONFIRM:
             line.owed.pop(note.confirms, None)
         elif message.kind == HEARTBEAT:
@@ -222,8 +232,10 @@ class Hub(Side):
         for event in self._server.connection_events():
             if event.opened:
                 # Its first message may have been faster than this event.
-                self._speakers.setdefault(event.connection, None)
+                if event.connection not in self._speakers:
+                    self._unknown[event.connection] = now
                 continue
+            self._unknown.pop(event.connection, None)
             rank = self._speakers.pop(event.connection, None)
             if rank is not None:
                 self.lines[rank - 1].cut = now
@@ -231,9 +243,10 @@ class Hub(Side):
     def beat(self) -> None:
         """Do nothing: the hub answers heartbeats."""
 
-    def trusts_cuts(self) -> bool:
-        # A connection that has not spoken yet may be a rank that is back, but busy.
-        return None not in self._speakers.values()
+    def trusts_cuts(self, patience: Patience, now: float) -> bool:
+        # A connection that has not spoken yet may be a rank that is back, but busy; for as long as
+        # a rank may be silent. A stranger that connects and says nothing is trusted no longer.
+        return all(now - since > patience.deadline for since in self._unknown.values())
 
     def relay(self, failure: Failure) -> None:
         self.tell(ABORT, failure)

@@ -20,7 +20,6 @@ Once rank 0 has closed its watch, nobody watches any more.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
@@ -35,7 +34,7 @@ import msgspec
 from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolError, got_expected
 from lightning_dlres.core.frames import Message
-from lightning_dlres.core.net import Client, CurveKeys, Server
+from lightning_dlres.core.net import Client, CurveKeys, Limits, Server, is_loopback
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.pipeline.heartbeat import (
     ABORT,
@@ -55,6 +54,9 @@ _log = logging.getLogger(__name__)
 
 # How long `announce` and `close` wait for the others to confirm.
 FLUSH_SECONDS = 1.0
+# Of the text of a failure, which may hold a whole log.
+_LONGEST_TEXT = 64 << 10
+_LIMITS = Limits(message_bytes=1 << 20, unread_bytes=64 << 20, connections=4096, queued=1000)
 
 
 class Watch:
@@ -124,15 +126,16 @@ class Watch:
             expected = "an address that the other ranks can connect to"
             raise ConfigError(got_expected("bind", bind, expected, "the address in `ip address`"))
         server_keys = client_keys = None
-        if not _is_loopback(bind):
+        if not is_loopback(bind):
             server_keys, client_keys = CurveKeys.generate(), CurveKeys.generate()
         server = Server(
             bind=bind,
             curve=server_keys,
             allowed=[client_keys.public] if client_keys else [],
-            send_timeout=0.0,
+            limits=_LIMITS,
             monitor=True,
         )
+        server.refusals.say = _log.warning
         invitation = Invitation(
             endpoint=server.endpoint,
             names=list(names),
@@ -186,6 +189,7 @@ class Watch:
             server=invited.names[0],
             curve=keys if invited.server_key else None,
             server_key=invited.server_key or None,
+            largest=_LIMITS.message_bytes,
             send_timeout=0.0,
             monitor=True,
         )
@@ -220,7 +224,7 @@ class Watch:
         Only the first failure counts: nothing happens where another is known, or after `close`.
         """
         if self._failure is None and self._announcement is None and not self._closing.is_set():
-            text = f"{self.names[self.rank]} gave up: {message}"
+            text = f"{self.names[self.rank]} gave up: {message}"[:_LONGEST_TEXT]
             self._announcement = Failure(self.rank, text)
             self._side.interrupt()
             self._delivered.wait(FLUSH_SECONDS)
@@ -296,14 +300,14 @@ class Watch:
         try:
             return self._side.receive(wait)
         except ProtocolError as error:
-            _log.warning("ignored a message: %s", error)
+            self._side.refusals.note(error)
             return None
 
     def _take(self, message: Message, now: float) -> None:
         try:
             failure = self._side.take(message, now)
         except ProtocolError as error:
-            _log.warning("ignored a message: %s", error)
+            self._side.refusals.note(error)
             return
         if failure is not None and failure.origin == self.rank:
             given_up = f"the other ranks gave up on this one: {failure.message}"
@@ -378,13 +382,6 @@ def _to_stderr(message: str) -> None:
 
 def _exit() -> None:
     os._exit(1)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_times(deadline: float, grace: float) -> None:

@@ -84,6 +84,7 @@ def test_serve_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Pa
         (["--node", 2, "--nodes", 2, "--port", 0], "node: got 2"),
         (["--port", int(re.search(r":(\d+)", found[1][6:])[1])], "listening on"),  # type: ignore[index]
         (["--key", tmp_path / "x"], "--allow"),
+        (["--bind", "0.0.0.0"], "--insecure"),
     ]:
         wrong = start_script(LIGHT, "serve", folder, *mistake)
         assert wrong.wait() == 2

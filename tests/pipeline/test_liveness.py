@@ -251,7 +251,7 @@ def test_messages_of_strangers_are_ignored_with_a_warning(
 def test_beyond_this_machine_the_watch_needs_the_keys(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(liveness, "_is_loopback", lambda address: False)
+    monkeypatch.setattr(liveness, "is_loopback", lambda address: False)
     hub = group.host(2)
     invited = msgspec.msgpack.decode(hub.invitation, type=heartbeat.Invitation)
     assert invited.server_key

@@ -290,6 +290,30 @@ def test_nonsense_is_refused_and_others_are_served_on(stack: ExitStack, store: P
     check(storage, fetch(storage, [0, 1]), [0, 1])
 
 
+def test_replies_are_bounded_and_the_rest_is_asked_for_again(
+    stack: ExitStack, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "REPLY_BYTES", 1000)
+    monkeypatch.setattr(protocol, "REQUEST_SAMPLES", 9)
+    nodes = start(stack, store)
+    numbers = list(range(SAMPLES))
+    storage = connect(stack, nodes.endpoints)
+    check(storage, fetch(storage, numbers), numbers)
+    node = nodes.running[0]
+    assert node is not None
+    assert node.requests > 3
+    # One sample, named as often as a request may.
+    client = Client("greedy", nodes.endpoints[0])
+    stack.callback(client.close)
+    largest = max(numbers, key=lambda number: len(bytes_of(number)))
+    for count, kind in ((9, protocol.DATA), (10, protocol.FAILED), (100_000, protocol.FAILED)):
+        client.send(protocol.GET, np.full(count, largest, "<u4").tobytes())
+        message = client.expect(20, "an answer")
+        assert message.kind == kind
+        assert len(message.payload) <= 1000
+    assert node.refused == 2
+
+
 def test_keys_let_in_only_whom_they_should(stack: ExitStack, store: Path, tmp_path: Path) -> None:
     names = {name: create_keys(tmp_path, name) for name in ("node", "friend", "stranger")}
     assert (names["node"][1].stat().st_mode & 0o077) == 0

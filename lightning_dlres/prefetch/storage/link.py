@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from lightning_dlres.core.errors import PeerError, ProtocolError
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.net import Client
+from lightning_dlres.core.service import start_service
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch.storage import protocol
 
@@ -66,8 +67,7 @@ class Link:
         self._waiting: list[Order] = []
         self._sent: dict[int, Order] = {}
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"dlres {name}", daemon=True)
-        self._thread.start()
+        self._thread = start_service(self._run, f"dlres {name}")
 
     @property
     def answers(self) -> bool:

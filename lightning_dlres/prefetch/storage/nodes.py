@@ -51,9 +51,11 @@ class Identity:
 class _Request:
     ticket: int
     node: int
+    # What is still to come; behind `pieces`, which have.
     numbers: Positions
     deadline: float
     tries: int = 0
+    pieces: list[NDArray[np.uint8]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
 
@@ -92,11 +94,13 @@ class NodeStorage(Storage):
         self.nodes = len(endpoints)
         self._endpoints, self._replicas, self._timeout = list(endpoints), replicas, timeout
         self._identity = identity
+        self._largest = 0
         # A slow node is left for its replica earlier than for good.
         self._patience = timeout / (3 if replicas == 1 else 2 * replicas)
         self._lock = threading.Lock()
         self._closed = False
         self.table, answering = self._greet()
+        self._largest = int(self.table.sizes.max())
         self._links = [
             Link(
                 self._client(node),
@@ -126,6 +130,7 @@ class NodeStorage(Storage):
             server=f"storage node {node}",
             curve=identity.curve if identity else None,
             server_key=identity.server_key if identity else None,
+            largest=max(protocol.REPLY_BYTES, self._largest) + protocol.MESSAGE_BYTES,
             monitor=True,
         )
 
@@ -196,8 +201,9 @@ class NodeStorage(Storage):
         return None
 
     def _fetch_table(self, client: Client, welcome: protocol.Welcome, name: str) -> SampleTable:
-        parts = []
-        for first in range(0, welcome.samples, _TABLE_PART):
+        parts: list[SampleTable] = []
+        first = 0
+        while first < welcome.samples:
             count = min(_TABLE_PART, welcome.samples - first)
             wish = protocol.PartWish(first, count)
             client.send(protocol.TABLE, msgspec.msgpack.encode(wish))
@@ -206,6 +212,7 @@ class NodeStorage(Storage):
                 raise ProtocolError(f"{name}: {message.payload.decode(errors='replace')}")
             data = np.frombuffer(message.payload, dtype=np.uint8)
             parts.append(SampleTable.from_bytes(data, name))
+            first += len(parts[-1])
         table = SampleTable.join(parts)
         if table.digest != welcome.digest:
             raise ProtocolError(
@@ -218,7 +225,7 @@ class NodeStorage(Storage):
         now = time.monotonic()
         node = self._next_node(request)
         until = min(request.deadline, now + pause + self._patience)
-        payload = protocol.pack_numbers(request.numbers)
+        payload = protocol.pack_numbers(request.numbers[: protocol.REQUEST_SAMPLES])
         self._links[node].ask(Order(payload, now + pause, until, (request, node)))
 
     def _next_node(self, request: _Request) -> int:
@@ -236,8 +243,14 @@ class NodeStorage(Storage):
         data: Message | str = outcome
         if isinstance(data, Message):
             found = self._accept(request, data)
-            if not isinstance(found, str):
-                self._reply(Reply(request.ticket, found))
+            if found is None and not len(request.numbers):
+                self._reply(Reply(request.ticket, _joined(request.pieces)))
+                return
+            if found is None:
+                # The rest has a deadline of its own: something has come.
+                request.deadline = time.monotonic() + self._timeout
+                if not self._closed:
+                    self._try(request)
                 return
             data = found
         if self._closed:
@@ -252,19 +265,25 @@ class NodeStorage(Storage):
         else:
             self._try(request, pause)
 
-    def _accept(self, request: _Request, message: Message) -> NDArray[np.uint8] | str:
-        """Return the samples of a reply, or what is wrong with it."""
+    def _accept(self, request: _Request, message: Message) -> str | None:
+        """Take in the samples of a reply, which may be the first of those that were asked for;
+        return what is wrong with it."""
         if message.kind != protocol.DATA:
             return message.payload.decode(errors="replace")
-        sizes = self.table.sizes[request.numbers]
+        sizes = self.table.sizes[request.numbers[: protocol.REQUEST_SAMPLES]]
+        sizes = sizes[: protocol.fitting(sizes)]
         expected = int(sizes.sum())
         if len(message.payload) != expected:
             return f"got {len(message.payload)} bytes for {len(sizes)} samples, expected {expected}"
         view, ends = memoryview(message.payload), np.cumsum(sizes)
         starts = ends - sizes
         pieces = [view[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-        wrong = check(self.table, request.numbers, pieces)
-        return wrong or np.frombuffer(message.payload, dtype=np.uint8)
+        came, rest = request.numbers[: len(sizes)], request.numbers[len(sizes) :]
+        wrong = check(self.table, came, pieces)
+        if wrong is None:
+            request.pieces.append(np.frombuffer(message.payload, dtype=np.uint8))
+            request.numbers = rest
+        return wrong
 
     def _error(self, request: _Request) -> StorageError:
         number = int(request.numbers[0])
@@ -280,3 +299,7 @@ class NodeStorage(Storage):
             f"{self._name(request.node)} within {format_seconds(self._timeout)}; the last of "
             f"{request.tries} tries: {request.reasons[-1].rstrip('.')}. {advice}."
         )
+
+
+def _joined(pieces: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

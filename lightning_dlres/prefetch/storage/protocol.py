@@ -1,10 +1,13 @@
 """What the cache and storage nodes say to each other; each message is a frame of `core.frames`.
 
 - "hello" -> "welcome" (`Welcome`): which data set, which node of how many.
-- "table" (`PartWish`) -> "table": so many samples of the table, as its file holds them.
+- "table" (`PartWish`) -> "table": samples of the table from one on, as its file holds them.
 - "get" (uint32 numbers, little-endian) -> "data": the samples one behind the other, or "failed"
   (text). The reply has the request's sequence number.
 - anything else -> "failed".
+
+A reply holds `REPLY_BYTES` at most, or a single sample: it is a beginning of what was asked for,
+and the rest is asked for again. So a request costs a node a bounded amount, whatever it names.
 """
 
 from __future__ import annotations
@@ -13,17 +16,24 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ProtocolError
-from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.sequence import MOST_SAMPLES, Positions
 
-VERSION = 1
+VERSION = 2
+# Of a reply, but for a single sample that is larger.
+REPLY_BYTES = 64 << 20
+# Samples of a request, at most; four bytes each.
+REQUEST_SAMPLES = 1 << 16
+# Of any request; and what a reply may have beside its samples.
+MESSAGE_BYTES = 1 << 20
 HELLO, WELCOME, TABLE, GET, DATA, FAILED = "hello", "welcome", "table", "get", "data", "failed"
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_SAMPLES)]
 
 
-class Welcome(msgspec.Struct, frozen=True):
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a node serves; `digest` as in `SampleTable`."""
 
     version: int
@@ -33,7 +43,7 @@ class Welcome(msgspec.Struct, frozen=True):
     nodes: _Count
 
 
-class PartWish(msgspec.Struct, frozen=True):
+class PartWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of the table."""
 
     first: _Count
@@ -45,14 +55,22 @@ def pack_numbers(numbers: Positions) -> bytes:
     return np.ascontiguousarray(numbers, "<u4").tobytes()
 
 
+def fitting(sizes: NDArray[np.int64]) -> int:
+    """Return how many of some samples, by their sizes in bytes, a reply has."""
+    ends = np.cumsum(sizes)
+    return max(1, int(np.searchsorted(ends, REPLY_BYTES, side="right")))
+
+
 def unpack_numbers(payload: bytes, samples: int, peer: str) -> Positions:
     """Return the numbers of a "get".
 
     Raises:
         ProtocolError: the payload is not that, or asks for samples that there are not.
     """
-    if not payload or len(payload) % 4:
-        raise ProtocolError(f"{peer} sent {len(payload)} bytes, expected numbers of 4 bytes.")
+    if not 0 < len(payload) <= 4 * REQUEST_SAMPLES or len(payload) % 4:
+        raise ProtocolError(
+            f"{peer} sent {len(payload)} bytes, expected 1 to {REQUEST_SAMPLES} numbers of 4 bytes."
+        )
     numbers = np.frombuffer(payload, dtype="<u4").astype(np.uint32, copy=False)
     if int(numbers.max()) >= samples:
         raise ProtocolError(

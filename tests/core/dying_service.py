@@ -1,0 +1,17 @@
+"""A process whose service dies."""
+
+from __future__ import annotations
+
+import threading
+
+from lightning_dlres.core.service import start_service
+
+
+def main() -> None:
+    """Start the service and wait for ever."""
+    start_service(_die, "the service")
+    threading.Event().wait()
+
+
+def _die() -> None:
+    raise KeyError("bug")

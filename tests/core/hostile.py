@@ -1,0 +1,118 @@
+"""Bytes that no client of a server sends, and ways to send them."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from lightning_dlres.core.frames import pack
+
+SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
+NULL = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+BANNERS = {
+    "five bytes": b"\x01\x00\x01\x00x",
+    "redis": b"*1\r\n$4\r\nPING\r\n",
+    "redis inline": b"PING\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(508),
+    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(200),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zmtp 1.0": SIGNATURE + b"\x00\x00" + b"\x01\x00" + b"\x02\x01a\x02\x00b" * 3,
+    "zmtp 2.0": SIGNATURE + b"\x01\x05" + b"\x00\x01a" + b"\x01\x01b\x00\x01c" * 3,
+    "half a greeting": SIGNATURE,
+    "other mechanism": SIGNATURE + b"\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32),
+    "nothing": b"",
+}
+
+
+def connect_raw(stack: ExitStack, endpoint: str) -> socket.socket:
+    """Return a connection to "tcp://..." or "ipc://..." that ZeroMQ knows nothing about."""
+    kind, _, address = endpoint.partition("://")
+    if kind == "ipc":
+        raw = socket.socket(socket.AF_UNIX)
+        raw.settimeout(20)
+        raw.connect(address)
+    else:
+        host, _, port = address.rpartition(":")
+        raw = socket.create_connection((host, int(port)), 20)
+    return stack.enter_context(raw)
+
+
+def is_closed(raw: socket.socket) -> bool:
+    """Return whether the other side closes a connection, after all that it has sent."""
+    try:
+        while raw.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def frame(data: bytes, more: bool = False, claimed: int | None = None) -> bytes:
+    """Return a ZMTP 3 frame, which may claim another length than it has."""
+    length = len(data) if claimed is None else claimed
+    return bytes([2 | more]) + struct.pack(">Q", length) + data
+
+
+def greeting(name: bytes = b"") -> bytes:
+    """Return the bytes with which a client without keys introduces itself."""
+    properties = b"".join(
+        bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
+        for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", name))
+    )
+    ready = b"\x05READY" + properties
+    return NULL + b"\x06" + struct.pack(">Q", len(ready)) + ready
+
+
+def greet(raw: socket.socket, name: bytes = b"") -> None:
+    """Do what a client without keys does before its first message."""
+    raw.sendall(greeting(name))
+    came = b""
+    while b"READY" not in came:
+        more = raw.recv(4096)
+        assert more, "the server has closed the connection"
+        came += more
+
+
+def malformed(draw: random.Random, kinds: list[str], typed: list[bytes]) -> Iterator[list[bytes]]:
+    """Yield messages for ever: frames that are almost right, deep, large, or random.
+
+    Args:
+        draw: of random numbers.
+        kinds: of messages that the server knows.
+        typed: payloads that it knows.
+    """
+    while True:
+        kind = draw.choice([*kinds, "", "sing", "k" * 64, "\x1b[2J\n"])
+        payload = draw.choice([*typed, b"", b"\xc1", draw.randbytes(draw.randrange(64))])
+        choice = draw.randrange(8)
+        if choice == 0:
+            payload = b"\x91" * draw.choice([100, 1500, 60_000])
+        elif choice == 1 and payload:
+            changed = bytearray(payload)
+            changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+            payload = bytes(changed)
+        elif choice == 2:
+            payload = payload[: draw.randrange(len(payload) + 1)] * draw.randrange(4)
+        frames = [bytes(part) for part in pack(kind, draw.randrange(1 << 62), payload)]
+        if choice == 3:
+            frames[0] = draw.choice([b"\x91" * 1500, b"\xdf\xff\xff\xff\xff", draw.randbytes(40)])
+        elif choice == 4:
+            claims = {"kind": kind, "sequence": 1 << 60, "crc32": 0, "length": 1 << 62}
+            frames[0] = msgspec.msgpack.encode(claims)
+        elif choice == 5:
+            frames = [draw.randbytes(draw.randrange(20)) for _ in range(draw.randrange(1, 9))]
+        yield frames
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Return the memory that a process has for itself."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(text.partition("RssAnon:")[2].split()[0])

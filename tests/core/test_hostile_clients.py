@@ -1,0 +1,197 @@
+"""A server among clients of other protocols, half-open, flooding and slow ones: each is refused or
+closed, and a good client notices nothing."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import zmq
+
+from lightning_dlres.core.frames import pack
+from lightning_dlres.core.light import light_command
+from lightning_dlres.core.net import Client, Limits, Server
+from lightning_dlres.core.outbox import Outbox, Patience
+from lightning_dlres.core.refusals import Refusals
+from lightning_dlres.core.service import STATUS
+from tests.core.hostile import BANNERS, NULL, connect_raw, frame, greet, is_closed
+from tests.waiting import wait_until
+
+SECONDS = 20.0
+SMALL = Limits(message_bytes=1 << 16, unread_bytes=1 << 20, connections=8, queued=100)
+
+
+@pytest.fixture
+def stack():  # type: ignore[no-untyped-def]
+    with ExitStack() as opened:
+        yield opened
+
+
+def serve(stack: ExitStack, limits: Limits = SMALL, **options: object) -> Server:
+    return stack.enter_context(closing(Server(limits=limits, **options)))  # type: ignore[arg-type]
+
+
+def is_served(stack: ExitStack, server: Server) -> None:
+    good = stack.enter_context(closing(Client("good", server.endpoint)))
+    good.send("hello")
+    assert server.expect(SECONDS, "a hello").peer == "good"
+    server.send("good", "welcome")
+    assert good.expect(SECONDS, "a welcome").kind == "welcome"
+
+
+def serve_until(server: Server, condition, what: str) -> None:  # type: ignore[no-untyped-def]
+    wait_until(lambda: server.receive(0.01) or condition(), what)
+
+
+@pytest.mark.parametrize("banner", BANNERS)
+def test_clients_of_other_protocols(stack: ExitStack, banner: str) -> None:
+    server = serve(stack)
+    connect_raw(stack, server.endpoint).sendall(BANNERS[banner])
+    is_served(stack, server)
+
+
+@pytest.mark.parametrize("banner", ["zmtp 1.0", "zmtp 2.0", "tls", "ssh", "redis inline"])
+def test_they_are_closed_before_they_have_sent_a_message(stack: ExitStack, banner: str) -> None:
+    server = serve(stack)
+    raw = connect_raw(stack, server.endpoint)
+    raw.sendall(BANNERS[banner])
+    raw.settimeout(0.05)
+    serve_until(server, lambda: is_closed(raw), "the server has closed it")
+    assert not server.refusals.count
+
+
+def test_messages_of_an_old_zeromq_are_refused(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if ZeroMQ had let it in: the frames of such a peer have no metadata.
+    monkeypatch.setattr(zmq.Socket, "setsockopt_string", lambda *_: None)
+    server = serve(stack)
+    connect_raw(stack, server.endpoint).sendall(BANNERS["zmtp 1.0"])
+    serve_until(server, lambda: server.refusals.count, "its message is refused")
+    is_served(stack, server)
+
+
+@pytest.mark.parametrize("greeted", [False, True], ids=["before", "after"])
+def test_a_frame_that_claims_much_is_not_waited_for(stack: ExitStack, greeted: bool) -> None:
+    server = serve(stack)
+    raw = connect_raw(stack, server.endpoint)
+    if greeted:
+        greet(raw)
+    else:
+        raw.sendall(NULL)
+    raw.sendall(frame(b"beginning", claimed=1 << 30))
+    raw.settimeout(0.05)
+    serve_until(server, lambda: is_closed(raw), "the server has closed it")
+    is_served(stack, server)
+
+
+def test_a_message_without_end_closes_its_connection(stack: ExitStack) -> None:
+    server = serve(stack)
+    raw = connect_raw(stack, server.endpoint)
+    greet(raw)
+    raw.settimeout(0.5)
+    part = frame(bytes(60_000), more=True)
+
+    def send() -> bool:
+        try:
+            raw.sendall(part)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    serve_until(server, send, "the server has closed it")
+    assert server.refusals.count == 1
+    is_served(stack, server)
+
+
+def test_silent_connections_make_room_for_others(stack: ExitStack) -> None:
+    server = serve(stack)
+    good = stack.enter_context(closing(Client("good", server.endpoint)))
+    good.send("first")
+    server.expect(SECONDS, "a message")
+    silent = [connect_raw(stack, server.endpoint) for _ in range(3 * SMALL.connections)]
+    for raw in silent:
+        raw.settimeout(0.01)
+    serve_until(
+        server,
+        lambda: server.refusals.count >= len(silent) + 1 - SMALL.connections,
+        "the connections beyond the bound are closed",
+    )
+    assert sum(not is_closed(raw) for raw in silent) == SMALL.connections - 1
+    good.send("second")
+    assert server.expect(SECONDS, "a message").peer == "good"
+    server.send("good", "answer")
+    assert good.expect(SECONDS, "an answer").kind == "answer"
+
+
+def test_a_client_that_does_not_read_keeps_nobody_waiting(stack: ExitStack) -> None:
+    server = serve(stack)
+    is_served(stack, server)
+    raw = connect_raw(stack, server.endpoint)
+    header, payload = (bytes(part) for part in pack("ask", 0, b""))
+    greet(raw, b"slow")
+    raw.sendall(frame(header, more=True) + frame(payload))
+    request = server.expect(SECONDS, "a request")
+    now = [0.0]
+    outbox = Outbox(server, Patience(1 << 20, 2 << 20, 10.0, 1000), clock=lambda: now[0])
+    reply, sent = bytes(1 << 19), 0
+    while outbox.reserve(request, len(reply)):
+        outbox.reply(request, len(reply), "data", reply)
+        sent += 1
+        assert outbox.nbytes <= 1 << 20
+        outbox.settle()
+        # The kernel takes in the first few.
+        assert sent < 200
+    # A fast one has its part of the room.
+    fast = stack.enter_context(closing(Client("fast", server.endpoint)))
+    fast.send("ask")
+    other = server.expect(SECONDS, "a request")
+    assert outbox.reserve(other, len(reply))
+    outbox.reply(other, len(reply), "data", reply)
+    assert fast.expect(SECONDS, "data").payload == reply
+    assert not server.refusals.count
+
+    def span() -> int:
+        while outbox.reserve(request, len(reply)):
+            outbox.reply(request, len(reply), "data", reply)
+        now[0] += 30.0
+        outbox.settle()
+        return server.refusals.count
+
+    # The kernel takes in more in the first of them.
+    wait_until(span, "it is given up")
+    serve_until(server, lambda: outbox.settle() or not outbox.nbytes, "its replies are let go")
+
+
+def test_the_log_of_refusals_stays_short() -> None:
+    lines: list[str] = []
+    now = 0.0
+    refusals = Refusals(lines.append, clock=lambda: now)
+    for number in range(100_000):
+        now += 0.864
+        refusals.note(f"message {number}\n\x1b[2J" + "x" * 10_000)
+    assert refusals.count == 100_000
+    assert 5 < len(lines) < 50
+    assert all(line.isprintable() and len(line) < 600 for line in lines)
+    told = sum(
+        1 + int(line.split("(")[1].split()[0]) if " more before" in line else 1 for line in lines
+    )
+    assert told > 90_000
+
+
+def test_a_service_that_dies_ends_its_process() -> None:
+    ended = subprocess.run(
+        light_command("tests.core.dying_service:main"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ended.returncode == STATUS
+    assert "KeyError: 'bug'" in ended.stderr
+    assert "'the service' has died" in ended.stderr
