@@ -113,7 +113,7 @@ def measure_layers(
             try:
                 _time(kind, copies, clock, repeats, share)
             except RuntimeError as error:
-                if not _is_lack_of_memory(error):
+                if not is_lack_of_memory(error):
                     raise
                 kind.fits = False
     pace = clock.pace() * slowdown
@@ -170,14 +170,15 @@ def _sized(call: LayerCall, limit: int | None) -> _Kind:
         output, sizes, taken = _Runner(call).sizes()
         return _Kind(call, output, sizes, fits=True, held_bytes=taken)
     except RuntimeError as error:
-        if not _is_lack_of_memory(error):
+        if not is_lack_of_memory(error):
             raise
     zeros, sizes, _ = sizes_without_storage(call)
     return _Kind(call, zeros(), sizes, fits=False)
 
 
-def _is_lack_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or (
+def is_lack_of_memory(error: Exception) -> bool:
+    """Return whether a device or the host had no room."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         type(error) is RuntimeError and _ALLOCATOR_OF_THE_CPU in str(error)
     )
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_dlres.core.errors import ConfigError, DlresError
+from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.core.units import format_bytes
@@ -31,7 +31,7 @@ from lightning_dlres.pipeline.cluster import (
     probe,
     times_of_kinds,
 )
-from lightning_dlres.pipeline.layers import LayerMeasurement
+from lightning_dlres.pipeline.layers import LayerMeasurement, is_lack_of_memory
 from lightning_dlres.pipeline.partition import ModelLayers
 from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link, StepProfile
 from lightning_dlres.strategies.capture import find_pipelined_module
@@ -50,7 +50,7 @@ _ROUNDS = 5
 
 
 class NotMeasured(DlresError):
-    """The layers could not be run on some rank; raised on all."""
+    """Some rank had no memory to run the layers; raised on all."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ class Profiler:
             config, repeats=-(-config.repeats // rounds), seconds=config.seconds / rounds
         )
         found: list[DeviceMeasurement] = []
-        reason: str | None = None
+        failure: Exception | None = None
         connection.any_rank(False)
         for _ in range(rounds):
             load: Callable[[], None] | None = None
-            if reason is None:
+            if failure is None:
                 try:
                     mine, load = measure(
                         self._context,
@@ -186,13 +186,26 @@ class Profiler:
                     )
                     found.append(mine)
                 except Exception as error:
-                    reason = f"{type(error).__name__}: {error}"
+                    failure = error
             # Who is done first stays busy: alone, the others would look faster than they will be.
             connection.any_rank(False, load if self._slowdown is None else None)
             del load
-        if connection.any_rank(reason is not None):
-            raise NotMeasured(next(filter(None, self._everywhere(reason))))
+        if connection.any_rank(failure is not None):
+            self._explain(failure)
         return typical(found)
+
+    def _explain(self, failure: Exception | None) -> NoReturn:
+        """Raise what stopped the measurement; called by all ranks."""
+        no_room = failure is None or is_lack_of_memory(failure)
+        only_room = self._connection.all_ranks(no_room)
+        told = failure is not None and (only_room or not no_room)
+        text = f"{type(failure).__name__}: {failure}" if told else None
+        first = next(filter(None, self._everywhere(text)))
+        if only_room:
+            raise NotMeasured(first)
+        if failure is not None and not no_room:
+            raise failure
+        raise PeerLostError(f"Another rank raised while the layers were profiled: {first}")
 
     def _probe(
         self, hosts: list[str], mine: DeviceMeasurement, caches: Caches

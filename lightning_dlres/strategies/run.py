@@ -25,6 +25,7 @@ from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.buffers import BufferSync
 from lightning_dlres.pipeline.gradients import GradientSync, make_groups
 from lightning_dlres.pipeline.grouping import stage_counts
+from lightning_dlres.pipeline.layers import is_lack_of_memory
 from lightning_dlres.pipeline.mailbox import Mailbox
 from lightning_dlres.pipeline.partition import materialise, partition
 from lightning_dlres.pipeline.plan import PipelinePlan
@@ -40,6 +41,7 @@ from lightning_dlres.pipeline.states import (
 )
 from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.strategies.copies import NoCopyError
 from lightning_dlres.strategies.inspection import inspect_step
 from lightning_dlres.strategies.metrics import MetricStates, never_synchronised
 from lightning_dlres.strategies.optimizers import (
@@ -386,17 +388,21 @@ class PipelineRun:
     def _read_samples(self, trainer: Trainer) -> ProfileSamples | None:
         found: Tree = [None, None, None, None, None]
         options = self._options
+        plans = options.plan is None and self._connection.world_size > 1
         if self._connection.rank == 0:
             try:
                 count = options.microbatches or 4 * self._connection.world_size
                 read = read_samples(trainer, self._context, options.profile, count)
                 found = [read.inputs, read.batches, read.microbatches, read.together, None]
             except Exception as error:
+                expected = is_lack_of_memory(error) or isinstance(error, NoCopyError)
+                if plans and not expected:
+                    raise
                 found = [None, None, None, None, f"{type(error).__name__}: {error}"]
         *read_by_zero, reason = self._connection.broadcast(found, 0)
         if reason is None:
             return ProfileSamples(*read_by_zero)
-        if options.plan is None and self._connection.world_size > 1:
+        if plans:
             self._say_why_by_bytes(reason)
         else:
             self._say_unchecked(reason)

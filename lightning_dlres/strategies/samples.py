@@ -6,6 +6,7 @@ the same batches as without profiling."""
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,20 +83,22 @@ def read_samples(
         loader = _compat.train_loader(trainer)
         batch = _whole(config.batch, getattr(loader, "batch_size", None))
         size = _whole(config.microbatch, -(-batch // microbatches) if batch else None)
-        count = _whole(config.samples, size)
+        wanted = _whole(config.samples, size)
         with alone("The loader's code"):
-            data = _few_samples(loader, max(count, 2) if count else None)
+            data, read = _few_samples(loader, max(wanted, 2) if wanted else None)
         data = trainer.precision_plugin.convert_input(data)
         data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
         takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
-        together, found = data, samples_in(data) or 1
+        together, found = data, read or samples_in(data) or 1
         split = context.split_batch or cut_batch
-        if count == 1 and found > 1:
+        # A split of the user's may count samples otherwise than by the first dimension.
+        whole = context.split_batch is not None and read is None
+        if wanted == 1 and found > 1 and not whole:
             data, found = split(data, [1, found - 1])[0], 1
         if size is None:
             # The loader makes whole batches only.
             batch, size = found, max(microbatch_sizes(found, microbatches))
-        parts = max(1, found // size)
+        parts = 1 if whole else max(1, found // size)
         sizes = [size] * (parts - 1) + [found - size * (parts - 1)]
         batches = [data] if parts == 1 else list(split(data, sizes))
         inputs = []
@@ -113,12 +116,16 @@ def _whole(asked: int | str, otherwise: int | None) -> Any:
     return asked if isinstance(asked, int) else otherwise
 
 
-def _few_samples(loader: Any, samples: int | None) -> Any:
+def _few_samples(loader: Any, samples: int | None) -> tuple[Any, int | None]:
+    """Return a batch, and how many samples it has where that is known."""
     loader = a_copy(loader)
     undo_sharding(loader)
     dataset: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if indexed and callable(collate) and samples is not None:
-        return collate([dataset[index] for index in range(min(samples, len(dataset)))])
-    return next(iter(loader))
+        # Its sampler may yield other keys: what the loader itself does is what counts.
+        with suppress(Exception):
+            count = min(samples, len(dataset))
+            return collate([dataset[index] for index in range(count)]), count
+    return next(iter(loader)), None

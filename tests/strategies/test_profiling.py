@@ -1,5 +1,5 @@
-"""Profiling takes nothing from the data that training would have seen, and where it fails, on
-whichever rank, training goes on with a split by bytes."""
+"""Profiling takes nothing from the data that training would have seen. Where a rank has no memory
+for it, training goes on with a split by bytes; any other error ends the run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_dlres import HeteroPipeStrategy
+from lightning_dlres import HeteroPipeStrategy, PeerLostError
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import Case, Classifier, batches, differences_in
 from tests.zoo import Samples
@@ -103,11 +103,12 @@ class FailsFirst(nn.Linear):
     """Fails on one rank until the layers are measured."""
 
     on_rank = 1
+    error: type[Exception] = MemoryError
     measured = False
 
     def forward(self, x: Tensor) -> Tensor:
         if dist.is_initialized() and dist.get_rank() == self.on_rank and not type(self).measured:
-            raise MemoryError("no room on this rank")
+            raise self.error("no room on this rank")
         return super().forward(x)
 
 
@@ -134,8 +135,10 @@ def compare_uncopied(context: RankContext) -> dict[str, list[str]]:
     return differences_in(context, UNCOPIED)
 
 
-def compare_failing(context: RankContext, rank: int) -> dict[str, list[str]]:
-    FailsFirst.on_rank = rank
+def compare_failing(
+    context: RankContext, rank: int, error: type[Exception] = MemoryError
+) -> dict[str, list[str]]:
+    FailsFirst.on_rank, FailsFirst.error = rank, error
     return differences_in(
         context, {"failing": Case(FailsWhenMeasured, data=batches, options=MEASURED)}
     )
@@ -165,9 +168,45 @@ def test_what_cannot_be_copied_is_not_read(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failure_on_one_rank_is_a_split_by_bytes_on_all(pool: RankPool, rank: int) -> None:
+def test_lack_of_memory_on_one_rank_is_a_split_by_bytes_on_all(pool: RankPool, rank: int) -> None:
     outcomes = pool.run_expecting_errors(compare_failing, 2, rank)
     for outcome in outcomes:
         assert outcome.value == {"failing": []}, outcome.traceback
     assert "MemoryError: no room on this rank" in outcomes[0].output
     assert "splitting by parameter bytes" in outcomes[0].output
+
+
+def test_an_error_of_a_layer_ends_the_run(pool: RankPool) -> None:
+    ours, others = pool.run_expecting_errors(compare_failing, 2, 0, IndexError)
+    assert ours.error_type == "IndexError"
+    assert others.error_type == PeerLostError.__name__
+    assert "IndexError: no room on this rank" in others.error_message
+
+
+class Named(Dataset[Any]):
+    """A data set whose samples have names, not numbers; its sampler knows them."""
+
+    names = [f"sample {number}" for number in range(32)]
+
+    def __init__(self) -> None:
+        self.samples = Samples(False, 32)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.samples[self.names.index(name)]
+
+
+def compare_named(context: RankContext) -> dict[str, list[str]]:
+    def named() -> DataLoader[Any]:
+        return DataLoader(Named(), batch_size=8, sampler=Named.names)
+
+    return differences_in(context, {"named": Case(Observes, data=named, options=MEASURED)})
+
+
+def test_samples_that_have_no_numbers(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(compare_named, 2)
+    for outcome in outcomes:
+        assert outcome.value == {"named": []}, outcome.traceback
+    assert "splitting by parameter bytes" not in outcomes[0].output
