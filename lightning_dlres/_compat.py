@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
@@ -28,6 +29,11 @@ MERGEABLE: dict[Any, str] = {
 # of both, or hooks would see what stands in for tensors; `__call__` itself cannot be replaced on an
 # instance.
 CALL = "_call_impl"
+
+
+# Lightning puts it around the batch sampler of a loader that predicts, and reads the indices that
+# it has seen for `BasePredictionWriter`; there is no public way to either.
+INDEX_SAMPLER = _IndexBatchSamplerWrapper
 
 
 def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:

@@ -54,13 +54,15 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The payload of every message: proof of membership, who sends, and what went wrong."""
+    """The payload of every message: proof of membership, who sends, what went wrong, and how often
+    the sender has got each signal (by its number)."""
 
     token: bytes
     sender: int
     origin: int = 0
     reason: str = ""
     confirms: str = ""
+    signals: dict[int, int] = {}
 
 
 @dataclass
@@ -130,6 +132,9 @@ class Side(abc.ABC):
         self.rank = rank
         self.lines = lines
         self.names = invitation.names
+        # How often a rank has got each signal: this rank, and on the hub the others, too. Replaced,
+        # never changed: two threads use it.
+        self.signals: dict[int, dict[int, int]] = {rank: {}}
         self._token = invitation.token
         # Of messages that are none of this run.
         self.refusals = (
@@ -182,7 +187,7 @@ class Side(abc.ABC):
             self._send(line, kind, note)
 
     def _note(self, origin: int = 0, reason: str = "", confirms: str = "") -> Note:
-        return Note(self._token, self.rank, origin, reason, confirms)
+        return Note(self._token, self.rank, origin, reason, confirms, self.signals[self.rank])
 
     def _read(self, message: Message, senders: Sequence[int]) -> Note:
         note = message.decode(Note)
@@ -221,6 +226,7 @@ class Hub(Side):
         if message.kind == CONFIRM:
             line.owed.pop(note.confirms, None)
         elif message.kind == HEARTBEAT:
+            self.signals = {**self.signals, note.sender: note.signals}
             self._send(line, HEARTBEAT, self._note())
             self._settle(line)
         else:

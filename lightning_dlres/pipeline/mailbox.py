@@ -10,6 +10,7 @@ message other than the expected one is an error, never data for the wrong micro-
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ Key = tuple[str | int, ...]
 
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 0.5
+_EXPLAIN_SECONDS = 5.0
 _REASON_SECONDS = 1.0
 _KEPT_BYTES = 256 << 10  # of sent messages on a channel; little beside what a stage holds
 
@@ -79,6 +81,7 @@ class Mailbox:
         self.check = check
         self._group = group
         self._tracer = tracer
+        self._explanation = ""
         self._outboxes: dict[tuple[int, Channel], _Outbox] = {}
         self._inboxes: dict[tuple[int, Channel], _Inbox] = {}
 
@@ -117,18 +120,27 @@ class Mailbox:
                 self._group, source, channel, self.names[source], self._tracer
             )
         me, peer = self.names[self.rank], self.names[source]
-        deadline = time.monotonic() + self.timeout
+        start = time.monotonic()
+        explain_at, deadline = start + _EXPLAIN_SECONDS, start + self.timeout
         while True:
             try:
                 item = inbox.items.get(timeout=_POLL_SECONDS)
                 break
             except queue.Empty:
                 self.check()
+                reason = self._explanation
+                if reason and time.monotonic() > explain_at:
+                    explain_at = float("inf")
+                    sys.stderr.write(f"dlres: {me} waits for {what} from {peer}. {reason}\n")
+                    sys.stderr.flush()
                 if time.monotonic() > deadline:
-                    raise PeerTimeoutError(
-                        f"{me} waited {self.timeout:g} s for {what} from {peer}, and nothing came. "
+                    stuck = (
                         "Is it stuck in user code? If it is only slow, raise the strategy's "
                         "timeout."
+                    )
+                    raise PeerTimeoutError(
+                        f"{me} waited {self.timeout:g} s for {what} from {peer}, and nothing came. "
+                        f"{reason or stuck}"
                     ) from None
         if isinstance(item, BaseException):
             self._prefer_the_cause()
@@ -140,6 +152,16 @@ class Mailbox:
                 "out of step."
             )
         return tree
+
+    @contextmanager
+    def explaining(self, reason: str) -> Iterator[None]:
+        """Context manager that names the likely reason of a long wait, first on stderr while it
+        lasts, then in the error."""
+        before, self._explanation = self._explanation, reason
+        try:
+            yield
+        finally:
+            self._explanation = before
 
     def broadcast(self, source: int, channel: Channel, key: Key, tree: Tree, what: str) -> Tree:
         """Return the source's tree on all ranks; called by all of them. What is sent is a copy, so

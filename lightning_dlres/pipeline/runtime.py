@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from lightning_dlres.core.errors import BatchMismatchError
+from lightning_dlres.core.errors import BatchMismatchError, UnsupportedStepError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree, map_tensors
 from lightning_dlres.pipeline.buffers import BufferSync
@@ -82,15 +82,22 @@ class Runtime:
         self.stage.set_parameters(trainable)
         self.outer, self.sync = list(outer), sync
 
-    def forward(self, inputs: Tree, seed: int, batch_digest: int, everywhere: bool = True) -> Tree:
+    def forward(
+        self,
+        inputs: Tree,
+        seed: int,
+        batch_digest: int,
+        everywhere: bool = True,
+        place: str = "in a training step",
+    ) -> Tree:
         """Run the layers forward over the global batch without recording; called by all ranks, each
-        with the inputs.
+        with the inputs. `place` says where in errors, as for `announce`.
 
         Returns:
             The output of the whole batch on every rank, or, with `everywhere` off, on the last
             stages only (else None).
         """
-        sizes = self.announce(inputs if self.is_first else None, batch_digest)
+        sizes = self.announce(inputs if self.is_first else None, batch_digest, place)
         own = share(len(sizes), len(self.plan.machines), self.machine)
         parts = cut(map_tensors(Tensor.detach, inputs), sizes) if self.is_first else []
         outputs = []
@@ -107,18 +114,26 @@ class Runtime:
                 self.give(Channel.ACTIVATION, 1, microbatch, activation)
         return self._share_output(outputs, sizes, own, everywhere)
 
-    def announce(self, inputs: Tree | None, batch_digest: int) -> list[int]:
-        """Tell all ranks how the batch is cut; every rank compares its batch with that of the
-        announcing rank."""
+    def announce(
+        self, inputs: Tree | None, batch_digest: int, place: str = "in a training step"
+    ) -> list[int]:
+        """Tell all ranks how the batch is cut; every rank compares its batch, and the place in the
+        user's code, with those of the announcing rank."""
         self._count += 1
         announcer = self.plan.machines[0][0]
         message = None
         if self.rank == announcer:
             samples = samples_in(inputs) or 1
-            message = [microbatch_sizes(samples, self.microbatches), batch_digest]
-        sizes, expected = self._mailbox.broadcast(
+            message = [microbatch_sizes(samples, self.microbatches), batch_digest, place]
+        sizes, expected, there = self._mailbox.broadcast(
             announcer, Channel.STEP, ("step", self._count), message, "the start of the step"
         )
+        if there != place:
+            raise UnsupportedStepError(
+                f"{self.plan.rank_name(self.rank)} is {place}, and "
+                f"{self.plan.rank_name(announcer)} is {there}. The pipelined module must be "
+                "called on all ranks or on none. Call it without a condition on the rank."
+            )
         if expected != batch_digest:
             raise BatchMismatchError(
                 f"{self.plan.rank_name(self.rank)} sees another batch than "
@@ -128,6 +143,10 @@ class Runtime:
                 "on_after_batch_transfer or on_train_batch_start."
             )
         return list(sizes)
+
+    def explaining(self, reason: str) -> AbstractContextManager[None]:
+        """Context manager that names the likely reason of a long wait; see `Mailbox`."""
+        return self._mailbox.explaining(reason)
 
     def key(self, *parts: str | int) -> Key:
         """Return a message key that no other step shares."""

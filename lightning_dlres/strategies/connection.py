@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_dlres.core.errors import PeerLostError
+from lightning_dlres.core.errors import ConfigError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.liveness import Watch
@@ -21,6 +23,8 @@ from lightning_dlres.pipeline.mailbox import Mailbox
 from lightning_dlres.pipeline.objects import all_ranks, any_rank, broadcast_tree, gather_numbers
 
 _LONGER_THAN_ANY_RUN = timedelta(days=365)
+# Seconds that a rank which raised waits for the others: most often it has raised alone.
+_INTERRUPTED_SECONDS = 10.0
 
 
 def join_process_group(
@@ -38,6 +42,25 @@ def join_process_group(
         world_size=environment.world_size(),
         timeout=timedelta(seconds=timeout),
     )
+
+
+def require_script(environment: ClusterEnvironment, processes: int) -> None:
+    """Raise where Lightning is to start the user's script again for the other devices and has no
+    file to start.
+
+    Raises:
+        ConfigError: The script was read from standard input, or given with -c.
+    """
+    if processes < 2 or environment.creates_processes_externally:
+        return
+    script = sys.argv[0] if sys.argv else ""
+    is_module = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
+    if script in ("", "-", "-c") and not is_module and not Path(script).is_file():
+        got = {"-": "standard input", "-c": "python -c"}.get(script, "no script")
+        raise ConfigError(
+            f"devices={processes} needs a script in a file, which is started once for each device; "
+            f"got {got}. Save the script as train.py and run `python train.py`."
+        )
 
 
 class Connection:
@@ -61,6 +84,7 @@ class Connection:
     ) -> None:
         self.rank, self.world_size, self.timeout = dist.get_rank(), len(names), timeout
         self._failure: str | None = None
+        self._signals: dict[int, int] = {}  # of a run without a watch
         self._group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
         self._watch = self._start_watch(names, environment, nodes) if len(names) > 1 else None
         assert isinstance(self._group, dist.ProcessGroup)
@@ -92,6 +116,23 @@ class Connection:
             self._failure = f"{type(error).__name__}: {error}"
             if self._watch is not None and self._watch.failure is None:
                 self._watch.announce(self._failure)
+
+    def hurry(self) -> None:
+        """Wait for other ranks a few seconds only from now on: this rank has raised."""
+        self.timeout = self.mailbox.timeout = min(self.timeout, _INTERRUPTED_SECONDS)
+
+    def note_signal(self, number: int) -> None:
+        """Count a signal that this rank has got; rank 0 learns it within about a second. May be
+        called from a signal handler."""
+        if self._watch is not None:
+            self._watch.note_signal(number)
+        else:
+            self._signals = {**self._signals, number: self._signals.get(number, 0) + 1}
+
+    def noted_signals(self) -> dict[int, int]:
+        """Return how often each signal came to the rank that got it most often, as far as this
+        rank knows: rank 0 hears of all."""
+        return self._watch.noted_signals() if self._watch is not None else self._signals
 
     def broadcast(self, tree: Tree, source: int) -> Tree:
         """Return the source's tree on all ranks."""

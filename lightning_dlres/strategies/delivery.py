@@ -8,6 +8,7 @@ parameters lets all of this happen as it always does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,3 +58,26 @@ def with_gradients(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
     # The anchor makes the loss ask for a backward on a stage that has nothing to train.
     anchor = torch.zeros((), requires_grad=True)
     return _Deliver.apply(loss.detach(), anchor, list(gradients.values()), scale, *gradients)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _NoGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        raise UnsupportedStepError(
+            "A gradient was asked of the pipelined module outside of training_step, where the "
+            "pipeline runs it forward only. Compute gradients in training_step, or validate on a "
+            "single device: Trainer(devices=1)."
+        )
+
+
+def without_gradients(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Return an output of the module that asks for gradients, as in plain training, and whose
+    backward, to any of the inputs, says why there are none."""
+    if not output.is_floating_point():
+        return output
+    anchor = torch.zeros((), requires_grad=True)
+    return _NoGradients.apply(output, anchor, *inputs)  # type: ignore[no-untyped-call, no-any-return]

@@ -3,6 +3,7 @@ LightningModule (Methods D, E)."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,9 +29,14 @@ from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.mailbox import Mailbox
+from lightning_dlres.pipeline.objects import any_rank
 from lightning_dlres.pipeline.partition import is_on_meta, resident_parameter_bytes
 from lightning_dlres.pipeline.plan import PipelinePlan
-from lightning_dlres.strategies.connection import Connection, join_process_group
+from lightning_dlres.strategies.connection import (
+    Connection,
+    join_process_group,
+    require_script,
+)
 from lightning_dlres.strategies.loaders import (
     SharedLoader,
     StatefulSharedLoader,
@@ -44,6 +52,7 @@ from lightning_dlres.strategies.refusals import refuse_callbacks
 from lightning_dlres.strategies.run import ContextFactory, PipelineRun
 from lightning_dlres.strategies.samples import ProfileConfig
 from lightning_dlres.strategies.sharding import describe, refuse_shards, undo_sharding
+from lightning_dlres.strategies.signals import DeferredSignals
 from lightning_dlres.strategies.step import SplitBatch
 from lightning_dlres.strategies.steps import StepRunner
 
@@ -142,6 +151,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
         self._connection: Connection | None = None
+        self._signals: DeferredSignals | None = None
         self._run: PipelineRun | None = None
         self._runner: StepRunner | PlainSteps | None = None
         self._born_on_meta: bool | None = None
@@ -221,6 +231,7 @@ class HeteroPipeStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        require_script(self.cluster_environment, self.num_processes)
         self._launcher = _compat.script_launcher(
             self.cluster_environment, self.num_processes, self.num_nodes
         )
@@ -243,6 +254,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
         self._born_on_meta = None
         self._connection = self._connect()
+        self._signals = DeferredSignals(self.cluster_environment, self._connection)
 
     @property
     @override
@@ -386,12 +398,27 @@ class HeteroPipeStrategy(ParallelStrategy):
                 length = None
         length, stateful = self._connected.broadcast([length, stateful], 0)
         kind = StatefulSharedLoader if stateful else SharedLoader
-        return kind(dataloader, self.is_global_zero, self._mailbox, self.root_device, length)
+        return kind(
+            dataloader,
+            self.is_global_zero,
+            self._mailbox,
+            self._deferred_signals,
+            self.root_device,
+            length,
+        )
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; after the run, too, so that a checkpoint saved late is there for
+        all."""
+        if name == "run-stage" and self._signals is not None:
+            # The Trainer's first barrier after it has registered its signal handlers.
+            self._signals.install()
         if self._connection is not None:
-            self._connection.any_rank(False)
+            with self._briefly_after_failure():
+                self._connection.any_rank(False)
+        elif self._run is not None and dist.is_initialized():
+            any_rank(False, self._options.timeout, _nothing_known)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -418,7 +445,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         state = self._module.state_dict()
         if self._run is None or (self._connection is None and self._run.whole):
             return state
-        with self._some_mailbox() as mailbox:
+        with self._briefly_after_failure(), self._some_mailbox() as mailbox:
             return self._run.gather_model_state(state, mailbox)
 
     @override
@@ -427,7 +454,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         state = super().optimizer_state(optimizer)
         if self._run is None or "state" not in state:
             return state
-        with self._some_mailbox() as mailbox:
+        with self._briefly_after_failure(), self._some_mailbox() as mailbox:
             return self._run.gather_optimizer_state(optimizer, state, mailbox)
 
     @override
@@ -446,7 +473,7 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._connection is not None:
+        if self._connection is not None and not self._is_agreed_end(exception):
             self._connection.announce_failure(exception)
 
     @override
@@ -482,6 +509,14 @@ class HeteroPipeStrategy(ParallelStrategy):
     def _mailbox(self) -> Mailbox:
         return self._connected.mailbox
 
+    def _deferred_signals(self) -> DeferredSignals:
+        assert self._signals is not None
+        return self._signals
+
+    def _is_agreed_end(self, exception: BaseException) -> bool:
+        """Whether all ranks end here together, after a SIGTERM to one of them."""
+        return isinstance(exception, SIGTERMException) and self._deferred_signals().ends_run()
+
     def _connect(self) -> Connection:
         assert self.cluster_environment is not None
         names = self._options.rank_names(self.world_size)
@@ -506,6 +541,24 @@ class HeteroPipeStrategy(ParallelStrategy):
             connection.close()
 
     @contextmanager
+    def _briefly_after_failure(self) -> Iterator[None]:
+        """Context manager for what all ranks do together. A callback that saves a checkpoint when
+        this rank has raised does not wait long: the others know of nothing."""
+        interrupted = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if self._connection is None or not interrupted:
+            yield
+            return
+        cause = sys.exc_info()[1]
+        self._connection.hurry()
+        try:
+            yield
+        except BaseException as error:
+            self._connection.announce_failure(cause or error)
+            # Lightning tears nothing down after a callback that raises here.
+            self.teardown()
+            raise error from cause
+
+    @contextmanager
     def _announcing(self) -> Iterator[None]:
         """Tell the other ranks of a failure at once: Lightning first calls hooks that may wait for
         them."""
@@ -515,3 +568,7 @@ class HeteroPipeStrategy(ParallelStrategy):
             if self._connection is not None:
                 self._connection.announce_failure(error)
             raise
+
+
+def _nothing_known() -> None:
+    """No rank's failure can be known after the run."""

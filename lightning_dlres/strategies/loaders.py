@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from lightning_dlres import _compat
 from lightning_dlres.core import rng
 from lightning_dlres.pipeline.mailbox import Channel, Mailbox
 from lightning_dlres.strategies.one_device import alone
+from lightning_dlres.strategies.signals import DeferredSignals
 
 _HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 _WHERE = "The loader's code"
@@ -31,6 +33,7 @@ class SharedLoader:
         loader: the user's loader; iterated on rank 0 only.
         reads: whether this rank is the reader, rank 0.
         mailbox: returns the messages of the current run.
+        signals: returns those of the current run; they are handled between two batches.
         device: the device whose generator is shared along with the CPU's.
         length: the reader's number of batches; None if unknown.
     """
@@ -40,11 +43,17 @@ class SharedLoader:
         loader: Any,
         reads: bool,
         mailbox: Callable[[], Mailbox],
+        signals: Callable[[], DeferredSignals],
         device: torch.device,
         length: int | None,
     ) -> None:
         self.__dict__.update(
-            _loader=loader, _reads=reads, _mailbox=mailbox, _device=device, _length=length
+            _loader=loader,
+            _reads=reads,
+            _mailbox=mailbox,
+            _signals=signals,
+            _device=device,
+            _length=length,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -68,27 +77,75 @@ class SharedLoader:
         return self._read(iterator)
 
     def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        mailbox = self._mailbox()
+        mailbox, signals = self._mailbox(), self._signals()
+        indices = _SeenIndices(self._loader)
+        content: list[Any]
         while True:
+            # Before the next batch is read: a checkpoint has the loader's position.
+            due = signals.due()
+            if due:
+                message = [due, [], rng.snapshot(self._device), []]
+                mailbox.broadcast(0, Channel.BATCH, ("batch",), message, "a batch")
+                signals.handle(due)
             try:
                 with alone(_WHERE):
                     content = [next(iterator)]
             except StopIteration:
                 content = []
-            message = [content, rng.snapshot(self._device)]
+            message = [[], content, rng.snapshot(self._device), indices.new()]
             mailbox.broadcast(0, Channel.BATCH, ("batch",), message, "a batch")
             if not content:
                 return
             yield content[0]
 
     def _follow(self) -> Iterator[Any]:
-        mailbox = self._mailbox()
+        mailbox, signals = self._mailbox(), self._signals()
+        indices = _SeenIndices(self._loader)
+        indices.clear()
         while True:
-            content, state = mailbox.broadcast(0, Channel.BATCH, ("batch",), None, "the next batch")
+            due, content, state, drawn = mailbox.broadcast(
+                0, Channel.BATCH, ("batch",), None, "the next batch"
+            )
             rng.restore(state, self._device)
+            if due:
+                signals.handle(due)
+                continue
+            indices.add(drawn)
             if not content:
                 return
             yield content[0]
+
+
+class _SeenIndices:
+    """The indices of the samples in each batch. In prediction Lightning's own batch sampler keeps
+    them for callbacks that write predictions; it runs on the reader only.
+
+    Args:
+        loader: the user's loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        sampler = getattr(loader, "batch_sampler", None)
+        self._sampler = sampler if isinstance(sampler, _compat.INDEX_SAMPLER) else None
+        self._told = 0
+
+    def clear(self) -> None:
+        """Begin an epoch on a rank that does not read."""
+        if self._sampler is not None:
+            self._sampler.seen_batch_indices = []
+
+    def new(self) -> list[list[int]]:
+        """Return those of the batches drawn since the last call."""
+        if self._sampler is None:
+            return []
+        drawn = self._sampler.seen_batch_indices[self._told :]
+        self._told += len(drawn)
+        return drawn
+
+    def add(self, drawn: list[list[int]]) -> None:
+        """Take over what the reader has drawn."""
+        if self._sampler is not None:
+            self._sampler.seen_batch_indices += drawn
 
 
 class StatefulSharedLoader(SharedLoader):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.rng import derive_seed
-from lightning_dlres.core.tree import Tree, map_tensors
+from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.digest import digest
 from lightning_dlres.pipeline.microbatch import microbatch_sizes, samples_in
 from lightning_dlres.pipeline.partition import ModelLayers
@@ -24,7 +24,7 @@ from lightning_dlres.strategies.check import (
     why_no_longer_by_parts,
     why_not_by_parts,
 )
-from lightning_dlres.strategies.delivery import with_gradients
+from lightning_dlres.strategies.delivery import with_gradients, without_gradients
 from lightning_dlres.strategies.guard import ForeignWeightGuard
 from lightning_dlres.strategies.loggers import LoggerCall
 from lightning_dlres.strategies.normalisers import why_doubtful
@@ -121,10 +121,21 @@ class StepRunner:
         """
         self._evaluations += 1
         seed = derive_seed(self.seed, self._evaluations, _EVALUATION)
+        place = "outside of a step" if fingerprint is None else "in an evaluation step"
         fingerprint = digest(inputs) if fingerprint is None else fingerprint
-        with torch.no_grad():
-            output = self.runtime.forward(inputs, seed, fingerprint)
-        return map_tensors(lambda t: t.to(self.context.device), output)
+        reason = (
+            f"It has called {self.context.pipelined.path!r}, the pipelined module, {place}: the "
+            "module must be called on all ranks or on none. Call it without a condition on the "
+            "rank."
+        )
+        with torch.no_grad(), self.runtime.explaining(reason):
+            output = self.runtime.forward(inputs, seed, fingerprint, place=place)
+        output = map_tensors(lambda t: t.to(self.context.device), output)
+        wants_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if not wants_gradients:
+            return output
+        given = tensors_of(inputs)
+        return map_tensors(lambda t: without_gradients(t, given), output)
 
     def _run(
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int

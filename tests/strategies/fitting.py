@@ -83,7 +83,16 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
     """Return a quiet Trainer: for a pipeline over the job's ranks, or, without a context, for one
     device. What is no argument of the strategy's is one of the Trainer's. Nothing is measured,
     unless `plan=None` says so."""
-    names = ("schedule", "module", "plan", "microbatches", "stages", "profile", "memory_limit")
+    names = (
+        "schedule",
+        "module",
+        "plan",
+        "microbatches",
+        "stages",
+        "profile",
+        "memory_limit",
+        "timeout",
+    )
     chosen = {name: options.pop(name) for name in names if name in options}
     place: dict[str, Any] = {"devices": 1}
     if context is not None:
