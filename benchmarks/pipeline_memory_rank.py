@@ -43,7 +43,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from lightning_dlres import HeteroPipeStrategy, PipelinePlan  # noqa: E402
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig  # noqa: E402
 
 RANKS, WORDS, WIDTH, BLOCKS = 3, 60_000, 64, 8
 MICROBATCHES, SAMPLES, LENGTH = 6, 96, 256
@@ -127,7 +127,11 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
     net = Net()
     tokens = torch.randint(WORDS, (SAMPLES, LENGTH))
     data = DataLoader(TensorDataset(tokens, tokens % 64), batch_size=SAMPLES)
-    strategy = HeteroPipeStrategy(stages=RANKS, microbatches=MICROBATCHES, **options)
+    # Bytes count here, not seconds.
+    profile = ProfileConfig(repeats=1, seconds=0.0)
+    strategy = HeteroPipeStrategy(
+        stages=RANKS, microbatches=MICROBATCHES, profile=profile, **options
+    )
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
