@@ -37,7 +37,7 @@ def deep_mlp() -> nn.Module:
 
 def large_mlp() -> nn.Module:
     return nn.Sequential(
-        *(layer for _ in range(4) for layer in (nn.Linear(256, 256, bias=False), nn.ReLU()))
+        *(layer for _ in range(4) for layer in (nn.Linear(64, 64, bias=False), nn.ReLU()))
     )
 
 
@@ -181,8 +181,8 @@ COUNTED += [("checkpointed", "keep"), ("checkpointed", "offload")]
 
 @pytest.mark.parametrize(("name", "way"), COUNTED)
 def test_the_predicted_peak_is_what_the_allocator_counts(name: str, way: str) -> None:
-    callback, counter = dlres.ActivationOffload(**WAYS[way]), AllocatorPeak(11)
-    fit(Wide(name), loader(name, 12), callback, counter)
+    callback, counter = dlres.ActivationOffload(**WAYS[way]), AllocatorPeak(6)
+    fit(Wide(name), loader(name, 7), callback, counter)
     assert callback.plan is not None
     assert callback.plan.peak == pytest.approx(counter.peak, rel=0.03)
 
@@ -224,10 +224,10 @@ def test_memory_is_reused_and_the_peak_drops_by_what_the_plan_says(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CASES, name, PAIRS[name])
-    plain, ours = AllocatorPeak(11), AllocatorPeak(11)
+    plain, ours = AllocatorPeak(6), AllocatorPeak(6)
     callback = dlres.ActivationOffload("min", actions=["reuse"])
-    weights = [fit(Wide(name), loader(name, 12), plain)]
-    weights.append(fit(Wide(name), loader(name, 12), ours, callback))
+    weights = [fit(Wide(name), loader(name, 7), plain)]
+    weights.append(fit(Wide(name), loader(name, 7), ours, callback))
     for key, value in weights[0].items():
         assert torch.equal(value, weights[1][key])
     plan = callback.plan
@@ -244,10 +244,10 @@ def test_memory_that_somebody_reads_is_not_reused(
 ) -> None:
     make, batch = PAIRS[name]
     monkeypatch.setitem(CASES, name, (lambda: Listening(make(), "2"), batch))
-    plain, ours = AllocatorPeak(11), AllocatorPeak(11)
+    plain, ours = AllocatorPeak(6), AllocatorPeak(6)
     callback = dlres.ActivationOffload("min", actions=["reuse"])
-    fit(Wide(name), loader(name, 12), plain)
-    fit(Wide(name), loader(name, 12), ours, callback)
+    fit(Wide(name), loader(name, 7), plain)
+    fit(Wide(name), loader(name, 7), ours, callback)
     assert callback.plan is not None
     assert "net.net.2" not in callback.plan.reuse
     assert ours.peak == pytest.approx(callback.plan.peak, rel=0.03)

@@ -44,7 +44,7 @@ class AtTurn(Callback):
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 def test_with_the_disk_the_process_itself_gets_smaller(tmp_path: Path) -> None:
     # 33 MiB each: up to 32, glibc may take them from memory that earlier tests have freed.
-    CASES["large"] = (large_mlp, lambda: torch.randn(33792, 256))
+    CASES["large"] = (large_mlp, lambda: torch.randn(135168, 64))
     try:
         plain, ours = AtTurn(), AtTurn()
         fit(Wide("large"), loader("large", 4), plain)
@@ -81,15 +81,16 @@ class Resident(Callback):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
-def test_nothing_grows_in_many_steps() -> None:
+@pytest.mark.parametrize("steps", [800, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_nothing_grows_in_many_steps(steps: int) -> None:
     watcher = Resident()
     watcher.offload = dlres.ActivationOffload("1TiB", saved_budget=0.5, min_size=1)
-    data = [torch.randn(3, 10 - (number % 20 == 0), 16) for number in range(2000)]
+    data = [torch.randn(3, 10 - (number % 20 == 0), 16) for number in range(steps)]
     task = Regression("mlp")
     task.net = nn.Sequential(Block(16, 0.1))
     fit(task, DataLoader(data, batch_size=None), watcher, watcher.offload)  # type: ignore[arg-type]
-    early, late = watcher.seen[9], watcher.seen[-1]
-    assert late[0] - early[0] < 2 * MIB
+    early, late = watcher.seen[steps // 200 - 1], watcher.seen[-1]
+    assert late[0] - early[0] < steps / 1000 * MIB
     assert late[1:] == early[1:]
 
 
