@@ -9,9 +9,9 @@ NAME ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
-# A file's tests share what they have computed, so they stay together. One worker more than there are
-# cores: tests also wait, for peers, deadlines and throttled hosts.
-PARALLEL := -n 3 --dist loadfile
+# A file's tests share what they have computed, so they stay together. Each worker imports torch,
+# Lightning and all tests, and so do two processes of which its ranks are forked: 20 s of a core.
+PARALLEL := -n 2 --dist loadfile
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help

@@ -23,7 +23,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.pool import RankPool, python_environ
 
@@ -213,6 +212,8 @@ RunScript = Callable[..., ScriptResult]
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """One thread computes meanwhile."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
