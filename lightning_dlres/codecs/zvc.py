@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_dlres.codecs.base import Codec, Encoded, register
 from lightning_dlres.codecs.layout import dense_bytes
 from lightning_dlres.codecs.raw import copied, target_of
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.kernels import zvc
 
 # Of the bytes: what does not save a tenth costs more time than it saves.
@@ -52,13 +53,30 @@ class ZeroValue(Codec):
                 # The sample has promised too much.
                 return copied(tensor, source, stride, out)
             return Encoded(self.name, tensor.dtype, tensor.shape, stride, tight, tight.numel())
-        data = out
+        data, bound = out, self.bound(tensor)
         if data is None:
-            data = torch.empty(self.bound(tensor), dtype=torch.uint8, device=tensor.device)
+            data = torch.empty(bound, dtype=torch.uint8, device=tensor.device)
+        if data.numel() < bound:
+            raise ConfigError(
+                f"out must have room for {bound} bytes, got {data.numel()}. Ask `bound`, or use "
+                "`encode_within`."
+            )
         used = zvc.encode(source, width, data)
         if isinstance(used, int) and used >= source.numel():
             return copied(tensor, source, stride, out)
         return Encoded(self.name, tensor.dtype, tensor.shape, stride, data, used)
+
+    def encode_within(self, tensor: Tensor, out: Tensor) -> Encoded:
+        """Encode a tensor of elements of 1, 2 or 4 bytes, whether that pays or not. Nothing is
+        waited for. Where it uses more bytes than `out` has, it has failed.
+
+        Args:
+            tensor: see `Codec.encode`.
+            out: uint8[at least the mask's bytes], which the result keeps.
+        """
+        source, stride = dense_bytes(tensor)
+        used = zvc.encode(source, tensor.element_size(), out)
+        return Encoded(self.name, tensor.dtype, tensor.shape, stride, out, used)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         result, target = target_of(encoded, out)

@@ -34,26 +34,31 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
     Args:
         source: uint8[count * width], contiguous.
         width: bytes of an element: 1, 2 or 4.
-        out: uint8[at least `bound(count, width)`] on the same device, aligned to 8 bytes; what lies
-            behind the bytes that count is undefined.
+        out: uint8[at least `mask_bytes(count)`] on the same device, aligned to 8 bytes; what lies
+            behind the bytes that count is undefined. `bound(count, width)` bytes are always enough.
 
     Returns:
-        How many bytes count; from a GPU int64[], which is there once the current stream has come so
-        far: nothing is waited for.
+        How many bytes count; more than `out` has where the elements do not fit. From a GPU int64[],
+        which is there once the current stream has come so far: nothing is waited for.
 
     Raises:
-        ConfigError: there is too little room.
+        ConfigError: there is too little room for the mask.
     """
     count = source.numel() // width
-    if out.numel() < bound(count, width):
+    if out.numel() < mask_bytes(count):
         raise ConfigError(
-            f"zvc.encode: got room for {out.numel()} bytes, expected {bound(count, width)} for "
-            f"{count} elements of {width} bytes. Try `bound`."
+            f"zvc.encode: out must have room for the mask of {mask_bytes(count)} bytes, got "
+            f"{out.numel()}. `bound` says how much is enough."
         )
     if source.is_cuda:
         from lightning_dlres.kernels import zvc_cuda
 
         return zvc_cuda.encode(source, width, out)
+    if out.numel() < bound(count, width):
+        whole = torch.empty(bound(count, width), dtype=torch.uint8)
+        used = encode(source, width, whole)
+        out.copy_(whole[: out.numel()])
+        return used
     from lightning_dlres.kernels import zvc_cpu
 
     head, values = out[: mask_bytes(count)], out[mask_bytes(count) : bound(count, width)]

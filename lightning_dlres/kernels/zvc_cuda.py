@@ -36,7 +36,8 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor:
     mask_size = -(-count // 64) * 8
     used = torch.full((1,), mask_size, dtype=torch.int64, device=source.device)
     if count:
-        values = out[mask_size : mask_size + count * width]
+        room = min(count, (out.numel() - mask_size) // width)
+        values = out[mask_size : mask_size + room * width]
         kernel, _ = kernels(width)
         _launch(
             kernel,
@@ -73,7 +74,8 @@ def _launch(kernel: Any, count: int, *tensors: Tensor) -> None:
     device = tensors[0].device
     # The ticket, and a word for every tile.
     state = torch.zeros(1 + tiles(count), dtype=torch.int64, device=device)
-    with torch.cuda.device(device):
+    # Numba keeps a context of its own for every thread, which torch's does not switch.
+    with torch.cuda.device(device), cuda.gpus[device.index]:
         stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
         kernel[tiles(count), THREADS, stream](
             *(cuda.as_cuda_array(tensor, sync=False) for tensor in (*tensors, state))
@@ -170,7 +172,7 @@ def bodies(width: int) -> tuple[Any, Any]:
     The first takes (elements, mask, values, used, state), the second (mask, values, elements,
     state): elements and values are of the width's unsigned type, the mask is uint32, and `state`
     int64, zeros: one word for the ticket and one for each tile. `used` is int64[1], the bytes of
-    the mask, to which those of the values are added.
+    the mask, to which those of the values are added, also of those that have no room.
     """
     kind = _KINDS[width]
 
@@ -196,8 +198,10 @@ def bodies(width: int) -> tuple[Any, Any]:
         at = _start_of_warp(state, tile, total, sums, place)
         before_lane = uint32((1 << lane) - 1)
         for number in range(WORDS):
-            if held[number] != 0:
-                values[at + cuda.popc(found[number] & before_lane)] = held[number]
+            target = at + cuda.popc(found[number] & before_lane)
+            # There may be room for some only.
+            if held[number] != 0 and target < values.size:
+                values[target] = held[number]
             at += cuda.popc(found[number])
         if cuda.threadIdx.x == 0 and (tile + 1) * TILE >= elements.size:
             used[0] += place[1] * width

@@ -226,8 +226,11 @@ def test_what_is_encoded_holds_no_more_than_it_needs() -> None:
 
 
 def test_too_little_room_is_refused() -> None:
-    with pytest.raises(ConfigError, match="room for 10 bytes, expected 4128"):
-        ZVC.encode(torch.zeros(1000), torch.empty(10, dtype=torch.uint8))
+    small = torch.empty(10, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="room for 4128 bytes, got 10"):
+        ZVC.encode(torch.zeros(1000), small)
+    with pytest.raises(ConfigError, match="mask of 128 bytes, got 10"):
+        ZVC.encode_within(torch.zeros(1000), small)
 
 
 def test_a_target_of_another_kind_is_refused() -> None:
@@ -257,3 +260,17 @@ def test_memory_that_cannot_be_read_or_written_is_refused() -> None:
     one = torch.zeros(1, dtype=torch.uint8)
     with pytest.raises(ConfigError, match="expected contiguous bytes of the CPU"):
         ZVC.encode(tensor, one.expand(ZVC.bound(tensor)))
+
+
+def test_what_does_not_fit_is_left_out_and_said() -> None:
+    tensor = torch.relu(torch.randn(1000))
+    whole = ZVC.encode(tensor)
+    for room in (whole.nbytes + 8, whole.nbytes, whole.nbytes - 4, 128):
+        memory = torch.full((room + 8,), 0xA5, dtype=torch.uint8)
+        encoded = ZVC.encode_within(tensor, memory[:room])
+        assert encoded.nbytes == whole.nbytes
+        common = min(room, whole.nbytes)
+        assert torch.equal(memory[:common], whole.payload[:common])
+        assert set(memory[room:].tolist()) == {0xA5}
+        if room >= whole.nbytes:
+            assert torch.equal(codecs.decode(encoded), tensor)

@@ -31,6 +31,13 @@ def check(width: int, count: int, density: float) -> None:
     assert found_mask.tobytes() == mask.tobytes(), (width, count)
     assert found[:kept].tobytes() == values[: kept * width].tobytes(), (width, count)
 
+    few, state = np.full(kept // 2 + 1, 88, WORD[width]), np.zeros(1 + grid[0], np.int64)
+    used = np.array([mask.size])
+    encode[grid](elements, found_mask, few[:-1], used, state)
+    assert used[0] == mask.size + kept * width, (width, count, used, kept)
+    assert few[:-1].tobytes() == found[: kept // 2].tobytes(), (width, count)
+    assert few[-1] == 88
+
     out = np.full(count, 77, WORD[width])
     state = np.zeros(1 + grid[0], np.int64)
     decode[grid](found_mask, found[:kept], out, state)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +58,60 @@ def test_a_gpu_makes_the_bytes_of_the_cpu(dtype: torch.dtype, count: int) -> Non
     assert on_gpu.codec == on_cpu.codec
     assert torch.equal(on_gpu.payload.cpu(), on_cpu.payload)
     assert torch.equal(codecs.decode(on_gpu).cpu(), tensor)
+
+
+def test_a_kernel_starts_in_the_context_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba_cuda")
+    from lightning_dlres.kernels import zvc_cuda
+
+    seen: list[str] = []
+
+    @contextmanager
+    def entered(name: str) -> Iterator[None]:
+        seen.append(f"enter {name}")
+        yield
+        seen.append(f"leave {name}")
+
+    class Gpus:
+        def __getitem__(self, index: int) -> AbstractContextManager[None]:
+            return entered(f"numba {index}")
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *arrays: seen.append("kernel")
+
+    numba = SimpleNamespace(
+        gpus=Gpus(),
+        external_stream=lambda pointer: f"stream {pointer}",
+        as_cuda_array=lambda tensor, sync: tensor,
+    )
+    monkeypatch.setattr(zvc_cuda, "cuda", numba)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **kwargs: torch.empty(0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered(f"torch {device.index}"))
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    tensor: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    zvc_cuda._launch(Kernel(), 5, tensor)
+    assert seen == ["enter torch 1", "enter numba 1", "kernel", "leave numba 1", "leave torch 1"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_leaves_out_what_does_not_fit() -> None:
+    tensor = torch.relu(torch.randn(100_000))
+    whole = ZeroValue().encode(tensor)
+    room = whole.nbytes // 2 // 8 * 8
+    memory = torch.full((room + 512,), 0xA5, dtype=torch.uint8, device="cuda")
+    encoded = ZeroValue().encode_within(tensor.cuda(), memory[:room])
+    assert encoded.nbytes == whole.nbytes
+    assert torch.equal(memory[:room].cpu(), whole.payload[:room])
+    assert bool((memory[room:] == 0xA5).all())
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_every_gpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    # Numba's context is made for the first device, and must be left for the second.
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        tensor = torch.relu(torch.randn(10_000, device=device))
+        assert torch.equal(codecs.decode(ZeroValue().encode(tensor, density=0.0)), tensor)
