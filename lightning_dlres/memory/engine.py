@@ -62,13 +62,14 @@ class SavedTensors:
 
     Args:
         min_bytes: tensors with less stay as they are.
+        device: tensors elsewhere stay as they are; None: none do.
 
     Attributes:
         ledger: the bytes of data on the device.
     """
 
-    def __init__(self, min_bytes: int = 1 << 20) -> None:
-        self._min_bytes = max(min_bytes, 1)
+    def __init__(self, min_bytes: int = 1 << 20, device: torch.device | None = None) -> None:
+        self._min_bytes, self._device = max(min_bytes, 1), device
         self.ledger = Ledger()
         self._count = 0
         self._storages = SeenStorages()
@@ -126,7 +127,16 @@ class SavedTensors:
         """Return the storage of a tensor that may move; None: its kind never does."""
         if type(tensor) not in (Tensor, nn.Parameter) or not has_storage(tensor):
             return None
+        if not self._is_here(tensor.device):
+            return None
         return None if tensor.is_conj() or tensor.is_neg() else self._storages.of(tensor)
+
+    def _is_here(self, device: torch.device) -> bool:
+        own = self._device
+        if own is None or device == own:
+            return True
+        # A GPU without a number is the one that computes.
+        return own.index is None and device.type == own.type
 
     def _unpack(self, packed: _Packed) -> Tensor:
         saved, conductor = packed.saved, packed.conductor
@@ -144,7 +154,7 @@ class SavedTensors:
             asked = getattr(self._asked, "found", None)
             if asked is not None:
                 asked.append((storage_key(tensor), saved, conductor))
-            if datum.is_original:
+            if datum.is_in_place:
                 self._share(tensor, datum.owners)
             elif saved.view is not None:
                 offset = int(tensor.storage_offset()) * tensor.element_size()

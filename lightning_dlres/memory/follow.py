@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.copies import Copies, DirectCopies
+from lightning_dlres.memory.gpu import Gpu
 from lightning_dlres.memory.plan import Decision, MemoryPlan
 from lightning_dlres.memory.saved import Datum, Ledger, Order
 from lightning_dlres.memory.spans import Span
@@ -28,6 +29,7 @@ class Follower:
         tiers, copies: of every tier that the plan uses.
         fallback: where data go that the plan does not know; None: they stay.
         ledger: the bytes of data on the device.
+        gpu: the device, if it is a GPU.
 
     Attributes:
         unlike: what was unlike the planned step, if anything was; None before.
@@ -42,6 +44,7 @@ class Follower:
         copies: Mapping[str, Copies],
         fallback: Tier | None = None,
         ledger: Ledger | None = None,
+        gpu: Gpu | None = None,
     ) -> None:
         self._plan, self._tiers, self._copies, self._fallback = plan, tiers, copies, fallback
         self._order = sorted(
@@ -52,9 +55,11 @@ class Follower:
         self.without_room = 0
         self._data: weakref.WeakValueDictionary[int, Datum] = weakref.WeakValueDictionary()
         self._leaving: deque[tuple[int, Datum]] = deque()
+        # A GPU compresses them; the originals are planned to go behind the next event.
+        self._packing: deque[tuple[int, Datum]] = deque()
         self._wanted: deque[int] = deque()
         self._saves = 0
-        self._ledger = ledger
+        self._ledger, self._gpu = ledger, gpu
         self.seen: list[tuple[float, int]] = []
 
     def start(self) -> None:
@@ -80,7 +85,7 @@ class Follower:
                 return Order(Action.KEEP)
             return Order(Action.OFFLOAD, self._fallback, None, _DIRECT)
         if decision.action is Action.COMPRESS:
-            return Order(decision.action, self._fallback, room=decision.room)
+            return Order(decision.action, self._fallback, room=decision.room, gpu=self._gpu)
         if decision.tier is None:
             return Order(decision.action)
         return Order(
@@ -88,6 +93,8 @@ class Follower:
             self._tiers[decision.tier],
             decision.offset,
             self._copies[decision.tier],
+            decision.room,
+            self._gpu,
         )
 
     def _known(self, number: int, tensor: Tensor, span: Span) -> Decision | None:
@@ -114,6 +121,8 @@ class Follower:
         self._data[datum.number] = datum
         if decision.left_by is not None:
             self._leaving.append((decision.left_by, datum))
+        elif decision.action is Action.COMPRESS:
+            self._packing.append((decision.saved + 1, datum))
         self._settle(decision.saved)
         self._fetch(decision.saved)
         self._note()
@@ -146,8 +155,9 @@ class Follower:
 
     def _settle(self, place: int) -> None:
         """Free what must have left by this event."""
-        while self._leaving and self._leaving[0][0] <= place:
-            self._leaving.popleft()[1].settle()
+        for data in (self._packing, self._leaving):
+            while data and data[0][0] <= place:
+                data.popleft()[1].settle()
 
     def _fetch(self, place: int) -> None:
         """Begin to bring back what may come by now."""

@@ -117,7 +117,7 @@ class Offloader:
         self._history, self._is_compiled, self._say = history, is_compiled, say
         self._may_profile = may_profile
         self._gpu = gpu or gpu_of(device)
-        self._engine = SavedTensors(settings.min_bytes)
+        self._engine = SavedTensors(settings.min_bytes, device)
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._links: tuple[Link, ...] | None = None
         self._rate = inf
@@ -268,7 +268,9 @@ class Offloader:
         kind.plan = self.plan = plan
         self.profile = profile
         fallback = self._growing if settings.tiers else None
-        kind.follower = Follower(plan, self._tiers, self._copies, fallback, self._engine.ledger)
+        kind.follower = Follower(
+            plan, self._tiers, self._copies, fallback, self._engine.ledger, self._gpu
+        )
         self._say(plan.table())
 
     def _better(

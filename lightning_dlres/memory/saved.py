@@ -23,8 +23,11 @@ from lightning_dlres.core._compat import (
     with_counter_of,
     without_memory,
 )
+from lightning_dlres.kernels import zvc
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.copies import Copies, DirectCopies, Ticket
+from lightning_dlres.memory.gpu import Gpu
+from lightning_dlres.memory.packing import Packing
 from lightning_dlres.memory.spans import Span, View, view_of
 from lightning_dlres.memory.storages import SeenStorage
 from lightning_dlres.memory.tiers import Parcel, Tier
@@ -44,6 +47,7 @@ class Order:
         offset: its place there; None: any.
         copies: how it gets there and back.
         room: bytes that it may take on the device when compressed; None: any.
+        gpu: what compresses it, into `room`, while the host goes on; None: the CPU, at once.
     """
 
     action: Action
@@ -51,6 +55,7 @@ class Order:
     offset: int | None = None
     copies: Copies = _DIRECT
     room: int | None = None
+    gpu: Gpu | None = None
 
 
 class Ledger:
@@ -132,6 +137,9 @@ class Datum:
         self._copies: Copies = _DIRECT
         self._leaving: Ticket | None = None
         self._arriving: tuple[Tensor, Ticket] | None = None
+        # Under way on a GPU, and what is to be done if its room is too small.
+        self._packing: tuple[Packing, Order] | None = None
+        self._has_left = False
         self._given: list[Tensor] = []
         self._original: MemoryReference | None = None
         self._readers: list[weakref.ref[SavedTensor]] = []
@@ -194,9 +202,9 @@ class Datum:
             return False
         if owners_of_memory(tensor) != 1 + len(own):
             return False
-        if self.is_original or (self._here is not None and self._encoded is None):
+        if self.is_in_place:
             self._charge(-self.span.nbytes)
-        reader.alias = self._witness = self._here = None
+        reader.alias = self._witness = self._here = self._packing = None
         self._given.clear()
         for end in self._loans:
             end()
@@ -220,6 +228,13 @@ class Datum:
             return True
         witness, encoded, self._copies = self.witness, None, order.copies
         here = self.span.of(witness, self.storage.shift)
+        if order.gpu is not None and order.action is not Action.OFFLOAD:
+            if not self._pack(here, order, order.gpu):
+                return False
+            self._move(here)
+            if self._leaving is not None and not order.copies.overlaps:
+                self.settle()
+            return True
         if order.action is not Action.OFFLOAD:
             encoded = _ZERO_VALUE.encode(_elements(here, self._dtype))
             if encoded.codec == Raw.name:
@@ -237,34 +252,83 @@ class Datum:
             if self._parcel is None:
                 return False
             self._leaving = order.copies.out(sent, self._parcel.data)
-            if encoded is None:
-                encoded = Encoded(
-                    Raw.name, here.dtype, here.shape, here.stride(), here, here.numel()
-                )
-            encoded = replace(encoded, data=self._parcel.data, used=sent.numel())
+            encoded = (
+                _raw(here, self._parcel)
+                if encoded is None
+                else replace(encoded, data=self._parcel.data, used=sent.numel())
+            )
         else:
             assert encoded is not None
             self._charge(encoded.nbytes)
-        self._encoded, self._here = encoded, here
-        self._original = storage_reference(witness)
-        self._witness = without_memory(witness)
+        self._encoded = encoded
+        self._move(here)
         if self._leaving is None or not order.copies.overlaps:
             self.settle()
         return True
 
+    def _move(self, here: Tensor) -> None:
+        """Hold the bytes, and nothing else of what was saved."""
+        witness = self.witness
+        self._here, self._original = here, storage_reference(witness)
+        self._witness = without_memory(witness)
+
+    def _pack(self, here: Tensor, order: Order, gpu: Gpu) -> bool:
+        """Begin to compress, and to send away what comes of it."""
+        assert order.room is not None
+        elements = _elements(here, self._dtype)
+        if elements.element_size() not in zvc.WIDTHS:
+            return False
+        packing = Packing(gpu, elements, order.room)
+        if order.action is Action.BOTH:
+            assert order.tier is not None
+            self._parcel = order.tier.take(packing.memory.numel(), order.offset)
+            if self._parcel is None:
+                return False
+            # All of its room: how much of it counts is not known yet.
+            self._leaving = order.copies.out(packing.memory, self._parcel.data)
+        else:
+            self._charge(packing.memory.numel())
+        self._packing = packing, order
+        return True
+
+    def _finish_packing(self, packing: Packing, order: Order) -> None:
+        self._encoded = packing.finish()
+        if self._encoded is not None:
+            if self._parcel is not None:
+                self._encoded = replace(self._encoded, data=self._parcel.data)
+            return
+        # It takes more than was planned: it leaves as it is, or stays.
+        if self._leaving is None:
+            self._charge(-packing.memory.numel())
+        else:
+            self._leaving.wait()
+            self._leaving = None
+        self._parcel = None if order.tier is None else order.tier.take(self.span.nbytes)
+        if self._parcel is not None and self._here is not None:
+            self._leaving = order.copies.out(self._here, self._parcel.data)
+            self._encoded = _raw(self._here, self._parcel)
+
     def settle(self) -> None:
         """Free the memory on the device; what is computed from now on waits until it has left."""
+        if self._packing is not None:
+            packing, self._packing = self._packing, None
+            self._finish_packing(*packing)
         if self._leaving is not None:
             self._leaving.wait()
             self._leaving = None
-        if self._here is not None and self._encoded is not None:
-            self._here = None
+        if self._here is not None and self._encoded is not None and not self._has_left:
+            self._here, self._has_left = None, True
             self._charge(-self.span.nbytes)
 
     @property
     def is_original(self) -> bool:
-        """Return whether it is where it was saved."""
-        return self._encoded is None
+        """Return whether it stays where it was saved."""
+        return self._original is None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether it is where it was saved, be it until it has left."""
+        return not self._has_left
 
     @property
     def owners(self) -> int:
@@ -322,7 +386,8 @@ class Datum:
     def _restored(self) -> Tensor:
         assert self._encoded is not None
         encoded = self._encoded
-        if encoded.data.device != self._device and self._arriving is None:
+        is_far = encoded.data.device != self._device or self._copies.overlaps
+        if is_far and self._arriving is None:
             self._begin_to_arrive()
         if self._arriving is not None:
             data, ticket = self._arriving
@@ -376,6 +441,11 @@ class Untouched:
     def __init__(self, tensor: Tensor) -> None:
         self.alias = tensor.detach()
         self.version = version_of(self.alias)
+
+
+def _raw(data: Tensor, parcel: Parcel) -> Encoded:
+    """Return bytes as they are in a tier."""
+    return Encoded(Raw.name, data.dtype, data.shape, data.stride(), parcel.data, data.numel())
 
 
 def _elements(data: Tensor, dtype: torch.dtype) -> Tensor:
