@@ -154,7 +154,7 @@ class SavedTensors:
             asked = getattr(self._asked, "found", None)
             if asked is not None:
                 asked.append((storage_key(tensor), saved, conductor))
-            if datum.is_in_place:
+            if datum.is_original:
                 self._share(tensor, datum.owners)
             elif saved.view is not None:
                 offset = int(tensor.storage_offset()) * tensor.element_size()

@@ -84,6 +84,7 @@ class Follower:
             if self._fallback is None:
                 return Order(Action.KEEP)
             return Order(Action.OFFLOAD, self._fallback, None, _DIRECT)
+        self._free_packed(decision.saved)
         if decision.action is Action.COMPRESS:
             return Order(decision.action, self._fallback, room=decision.room, gpu=self._gpu)
         if decision.tier is None:
@@ -132,6 +133,10 @@ class Follower:
 
     def begin_use(self, datum: Datum) -> None:
         """See `Conductor`."""
+        if self._packing and self._data.get(datum.number) is datum:
+            uses = self._plan.decisions[datum.number].uses
+            if uses:
+                self._free_packed(uses[min(datum.uses + 1, len(uses)) - 1])
 
     def end_use(self, datum: Datum) -> None:
         """See `Conductor`."""
@@ -155,9 +160,14 @@ class Follower:
 
     def _settle(self, place: int) -> None:
         """Free what must have left by this event."""
-        for data in (self._packing, self._leaving):
-            while data and data[0][0] <= place:
-                data.popleft()[1].settle()
+        self._free_packed(place)
+        while self._leaving and self._leaving[0][0] <= place:
+            self._leaving.popleft()[1].settle()
+
+    def _free_packed(self, place: int) -> None:
+        """Free the originals of what was compressed before this event, ahead of what it brings."""
+        while self._packing and self._packing[0][0] <= place:
+            self._packing.popleft()[1].settle()
 
     def _fetch(self, place: int) -> None:
         """Begin to bring back what may come by now."""

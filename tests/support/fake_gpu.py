@@ -115,6 +115,7 @@ class FakeGpu:
         waits: how often the host waited for all streams.
         reads: how often the host waited for a number.
         resets: how often the most bytes were forgotten.
+        most: the most bytes that torch's allocator had given out, as a test says.
         pinned: bytes of the host's memory that are locked.
         unready: bytes that were given back, and that nobody may use yet.
     """
@@ -126,7 +127,7 @@ class FakeGpu:
         self._current.in_step = in_step
         self.in_step = in_step
         self.faults: list[str] = []
-        self.waits = self.reads = self.resets = self.unready = 0
+        self.waits = self.reads = self.resets = self.unready = self.most = 0
         self._time = 0
         self._is_running = False
         # Address of every locked region, and its bytes.
@@ -208,7 +209,7 @@ class FakeGpu:
         return 0
 
     def most_allocated(self) -> int:
-        return 0
+        return self.most
 
     def forget_most(self) -> None:
         self.resets += 1
