@@ -38,7 +38,7 @@ class ForeignParameter(nn.Parameter):
     """A parameter of another stage. It has no gradient, which optimizers ask for several times in
     every step: constants are ten times as fast as torch's own attributes would be here."""
 
-    grad = None
+    grad: Any = None
     is_meta = True
 
     @classmethod
@@ -46,6 +46,22 @@ class ForeignParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _checked(func, args, kwargs or {})
+
+
+class _NoticedGradient:
+    """Takes the place of the constant that is a foreign parameter's gradient, and tells that it is
+    read."""
+
+    def __init__(self, notice: Callable[[], None]) -> None:
+        self._notice = notice
+
+    def __get__(self, instance: object, owner: type) -> None:
+        self._notice()
+
+
+def notice_gradient_reads(notice: Callable[[], None] | None) -> None:
+    """Have a function called when a foreign parameter's gradient is read; None: have none."""
+    ForeignParameter.grad = None if notice is None else _NoticedGradient(notice)
 
 
 def mark_foreign(parameter: nn.Parameter) -> None:

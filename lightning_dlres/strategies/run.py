@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,6 +42,7 @@ from lightning_dlres.pipeline.states import (
 from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.copies import NoCopyError
+from lightning_dlres.strategies.gradient_reads import gradient_reads_noticed
 from lightning_dlres.strategies.inspection import inspect_step
 from lightning_dlres.strategies.metrics import MetricStates, never_synchronised
 from lightning_dlres.strategies.optimizers import (
@@ -211,6 +212,9 @@ class PipelineRun:
         self._undo.enter_context(
             clipping_over_stages(self._precision, self.owners, self.stage, self._sum_over_stages)
         )
+        self._undo.enter_context(
+            gradient_reads_noticed(self.module, self._optimizers, rank_zero_warn)
+        )
         runner = StepRunner(
             self._context,
             runtime,
@@ -302,7 +306,8 @@ class PipelineRun:
     def _make_plan(self, trainer: Trainer, previous: PipelinePlan | None) -> PipelinePlan:
         fitting = trainer.state.fn == TrainerFn.FITTING
         measures = self._options.plan is None and self._connection.world_size > 1
-        reads = fitting and (self.whole or measures)
+        cuts = not self._options.cuts_nothing(self._connection.world_size)
+        reads = fitting and cuts and (self.whole or measures)
         samples = self._read_samples(trainer) if reads else None
         plan = self._planned(trainer, previous, fitting, samples)
         if samples is not None and self.whole:
