@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -25,7 +25,7 @@ class ActivationOffload(Callback):
     compressed (ZVC: zeros left out), goes to the host's memory or a disk and is brought back ahead
     of its use, is overwritten by a gradient as soon as it may be, or is computed again, at the
     least predicted time. Gradients are those of plain training, bit for bit; the LightningModule
-    is not changed. Nothing happens where the budget holds everything.
+    is not changed. Where the budget holds everything, nothing is installed once that is known.
 
     Works on one device and with DDP; strategies that shard the model are refused.
 
@@ -35,7 +35,7 @@ class ActivationOffload(Callback):
 
     Args:
         budget: What the device may hold in a step: bytes ("8GiB"), a share of the device's memory
-            up to 1.0 (on the CPU: of what is available), or "min" for as little as possible.
+            (0.9 or "90%"; on the CPU: of what is available), or "min" for as little as possible.
         saved_budget: What saved tensors alone may take there: bytes, or a share of what plain
             training would save. None: no limit of their own.
         host_budget: Bytes of pinned host memory for what leaves a GPU. None: four fifths of what
@@ -53,6 +53,10 @@ class ActivationOffload(Callback):
         profile_steps: Steps that are measured for a shape; the first one is slow for other reasons.
         exact: Whether modules are changed (reuse, recompute) only if, in one more step, they
             compute the same bits as before. False: rounding may differ.
+        on_over_budget: What happens where no plan meets the budget for a batch, such as a larger
+            one that comes late: "error", or "warn" to go on with the smallest peak that can be met.
+        plan: A plan of an earlier run, or the path of the JSON that its `to_json` wrote. Steps that
+            save what it knows follow it from the first one on; all others are measured.
 
     Raises:
         ConfigError: an argument is of no use; when `fit` starts: the strategy or device cannot
@@ -71,6 +75,8 @@ class ActivationOffload(Callback):
         actions: Sequence[str] = DEFAULT_ACTIONS,
         profile_steps: int = 2,
         exact: bool = True,
+        on_over_budget: Literal["error", "warn"] = "error",
+        plan: MemoryPlan | str | Path | None = None,
     ) -> None:
         super().__init__()
         self._options = MemoryOptions(
@@ -83,6 +89,8 @@ class ActivationOffload(Callback):
             actions,
             profile_steps,
             exact,
+            on_over_budget,
+            plan,
         )
         self.training_steps: TrainingSteps | None = None
 

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_dlres._compat import is_compiled
@@ -56,6 +56,8 @@ class TrainingSteps:
         optimizers = self._trainer.optimizers
         entries = sum(len(optimizer.state) for optimizer in optimizers)
         shape = (_shape_of(batch), is_stepping, entries, module.training)
+        if self.offloader.is_idle(shape):
+            return
         stays = list(tensors_in([*module.parameters(), *module.buffers()]))
 
         def held() -> list[Tensor]:
@@ -94,6 +96,8 @@ class TrainingSteps:
         if offloader is None or offloader.plan is None:
             return None
         plan, measured = offloader.plan, offloader.measured
+        if not measured.seconds and plan.changes_nothing:
+            return f"dlres memory: everything was kept, planned {plan.prediction()}."
         if not measured.seconds:
             return f"dlres memory: planned {plan.prediction()}; no step followed the plan."
         took = sorted(measured.seconds)[len(measured.seconds) // 2]
@@ -122,6 +126,8 @@ class TrainingSteps:
             is_compiled(module),
             rank_zero_info,
             not isinstance(self._trainer.profiler, PyTorchProfiler),  # type: ignore[attr-defined]
+            warn=rank_zero_warn,
+            given=self._options.given(),
         )
 
     def _ranks_on_host(self) -> int:

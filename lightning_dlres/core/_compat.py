@@ -265,6 +265,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def profiler_is_on() -> bool:
-    """Return whether a profiler of torch runs; a second one would end it, and the program with
-    it."""
-    return bool(cast(Any, torch.autograd)._profiler_enabled())
+    """Return whether a profiler of torch runs, in whatever thread; a second one would end it, and
+    the program with it."""
+    here = cast(Any, torch.autograd)._profiler_enabled()
+    return bool(here or getattr(torch.autograd.profiler, "_is_profiler_enabled", False))

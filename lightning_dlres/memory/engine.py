@@ -121,7 +121,7 @@ class SavedTensors:
             done = datum.obey(order)
             storage.add(span, datum)
             conductor.end_save(datum, done)
-        return _Packed(datum.read_by(tensor), conductor)
+        return _Packed(datum.read_by(tensor, storage), conductor)
 
     def _storage_of(self, tensor: Tensor) -> SeenStorage | None:
         """Return the storage of a tensor that may move; None: its kind never does."""
@@ -155,7 +155,7 @@ class SavedTensors:
             if asked is not None:
                 asked.append((storage_key(tensor), saved, conductor))
             if datum.is_original:
-                self._share(tensor, datum.owners)
+                self._share(tensor, datum.owners(tensor))
             elif saved.view is not None:
                 offset = int(tensor.storage_offset()) * tensor.element_size()
                 self._storages.add_copy(tensor, datum.storage, saved.view.start - offset)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from lightning_dlres.memory.gpu import Gpu
 Held = Callable[[], Iterable[Tensor]]
 
 _MARK = "lightning_dlres.memory "
+# A process has one profiler: a second one, started in another thread, would end the process.
+_PROFILER = threading.Lock()
 
 
 class MemoryTrace:
@@ -53,9 +56,11 @@ class Meter(Protocol):
 
     Attributes:
         counts_fetched: whether what this package has made counts afterwards, too.
+        was_taken: whether another step was counted meanwhile, and this one was not.
     """
 
     counts_fetched: bool
+    was_taken: bool
 
     @contextmanager
     def running(self, held: Held) -> Iterator[None]:
@@ -89,6 +94,7 @@ class AllocatedBytes:
     """
 
     counts_fetched = True
+    was_taken = False
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -127,7 +133,7 @@ class ProfiledBytes:
     counts_fetched = False
 
     def __init__(self, is_free: bool = True) -> None:
-        self._is_free, self._is_over = is_free, False
+        self._is_free, self._is_over, self.was_taken = is_free, False, False
         self._ours: list[bool] = []
         self._before = 0
         self._events: list[_Event] = []
@@ -139,7 +145,19 @@ class ProfiledBytes:
     @contextmanager
     def running(self, held: Held) -> Iterator[None]:
         self._include_all(held)
-        if not self._is_free or profiler_is_on():
+        self.was_taken = self._is_free and not _PROFILER.acquire(blocking=False)
+        if self.was_taken or not self._is_free:
+            yield
+            return
+        try:
+            with self._profiled():
+                yield
+        finally:
+            _PROFILER.release()
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        if profiler_is_on():
             yield
             return
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -229,6 +247,7 @@ class NoBytes:
     """Counts nothing, and takes no time."""
 
     counts_fetched = False
+    was_taken = False
 
     @contextmanager
     def running(self, held: Held) -> Iterator[None]:

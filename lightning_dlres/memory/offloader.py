@@ -5,7 +5,7 @@ anew."""
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.units import format_bytes
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.audit import Audit
 from lightning_dlres.memory.changes import UNCHANGED, Changes, without
@@ -32,14 +33,17 @@ from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import Link, StepProfile
 from lightning_dlres.memory.record import Recorder
 from lightning_dlres.memory.settings import Settings, TierSettings
+from lightning_dlres.memory.shapes import ShapeSteps
 from lightning_dlres.memory.tiers import GrowingTier, SlabTier
 
 # Plans for so many shapes are kept.
-_MOST_PLANS = 64
-# So many times steps of one shape may be unlike each other before they are taken as they are.
-_PATIENCE = 3
+_MOST_SHAPES = 64
 # So many steps are looked at until all changed modules were seen.
 _MOST_AUDITS = 3
+# So many steps wait for another thread's step to be counted, before they are taken uncounted.
+_MOST_TAKEN = 3
+# If more than half of so many steps were measured, the user is told.
+_LATEST = 50
 
 
 @dataclass
@@ -64,29 +68,6 @@ class Measured:
     curve: list[tuple[float, int]] = field(default_factory=list)
 
 
-@dataclass
-class _Kind:
-    """Steps of one shape."""
-
-    profiles: list[StepProfile] = field(default_factory=list)
-    failures: int = 0
-    changes: Changes = UNCHANGED
-    first: tuple[MemoryPlan, StepProfile] | None = None
-    # Looks at the changes in the step to come; those that it has found exact.
-    audit: Audit | None = None
-    exact: set[str] = field(default_factory=set)
-    plan: MemoryPlan | None = None
-    follower: Follower | None = None
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.profiles.clear()
-        self.changes, self.first, self.follower, self.failures = UNCHANGED, None, None, 0
-        self.audit = None
-        # By now other modules may have these names.
-        self.exact.clear()
-
-
 class Offloader:
     """Keeps what a model's training step saves within limits.
 
@@ -97,9 +78,11 @@ class Offloader:
         history: returns the bytes that the optimizer keeps for a parameter.
         is_compiled: whether torch.compile has had its hands on the model: then modules are not
             followed.
-        say: is told every plan, as text.
+        say: is told every plan, as text, and that steps are measured.
+        warn: is told what a person should change.
         may_profile: whether torch's profiler is free, which counts bytes on the CPU.
         gpu: the device's streams and counters, if it is a GPU; None: torch's own.
+        given: a plan that is followed where steps are like it.
     """
 
     def __init__(
@@ -112,13 +95,18 @@ class Offloader:
         say: Callable[[str], None] = lambda text: None,
         may_profile: bool = True,
         gpu: Gpu | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+        given: MemoryPlan | None = None,
     ) -> None:
         self._root, self._settings, self._device = root, settings, device
         self._history, self._is_compiled, self._say = history, is_compiled, say
-        self._may_profile = may_profile
+        self._may_profile, self._warn, self._given = may_profile, warn, given
         self._gpu = gpu or gpu_of(device)
         self._engine = SavedTensors(settings.min_bytes, device)
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._shapes: OrderedDict[Hashable, ShapeSteps] = OrderedDict()
+        self._latest: deque[bool] = deque(maxlen=_LATEST)
+        self._said: set[str] = set()
+        self._taken = 0
         self._links: tuple[Link, ...] | None = None
         self._rate = inf
         self._tiers: dict[str, SlabTier] = {}
@@ -128,12 +116,20 @@ class Offloader:
         self.plan: MemoryPlan | None = None
         self.profile: StepProfile | None = None
 
+    def is_idle(self, shape: Hashable) -> bool:
+        """Return whether nothing is to be done around a step of this shape."""
+        steps = self._shapes.get(shape)
+        if steps is None or not steps.is_idle:
+            return False
+        self._latest.append(False)
+        return True
+
     @contextmanager
     def step(self, shape: Hashable, stays: Iterable[Tensor], held: Held) -> Iterator[None]:
         """Around one training step, forward and backward.
 
         Args:
-            shape: steps of the same shape save the same data.
+            shape: steps of the same shape mostly save the same data.
             stays: tensors that never move: parameters and buffers.
             held: returns all that is on the device before: those, gradients, optimizer state, the
                 batch.
@@ -141,24 +137,72 @@ class Offloader:
         Raises:
             ConfigError: after a measured step: no plan meets the limits.
         """
-        kind = self._kinds.setdefault(shape, _Kind())
-        self._kinds.move_to_end(shape)
-        if len(self._kinds) > _MOST_PLANS:
-            self._kinds.popitem(last=False)
-        wanted = kind.changes.names
+        steps = self._steps_of(shape)
+        if steps.is_idle:
+            yield
+            return
+        wanted = steps.changes.names
         if wanted and not wanted <= {name for name, _ in self._root.named_modules()}:
             # The model has been changed.
-            kind.forget()
-        with kind.changes.made(self._root, self._engine, kind.audit):
-            if kind.follower is None:
-                with self._recorded(kind, stays, held):
+            steps.forget()
+        with steps.changes.made(self._root, self._engine, steps.audit):
+            if steps.follower is None or steps.is_measuring:
+                self._note_measured()
+                with self._recorded(steps, stays, held):
                     yield
             else:
-                with self._followed(kind, kind.follower, stays):
+                self._latest.append(False)
+                with self._followed(steps, steps.follower, stays):
                     yield
 
+    def _steps_of(self, shape: Hashable) -> ShapeSteps:
+        steps = self._shapes.get(shape)
+        if steps is None:
+            steps = self._shapes[shape] = ShapeSteps(self._settings.profile_steps)
+            if self._given is not None:
+                self._take(steps, self._given)
+        self._shapes.move_to_end(shape)
+        if len(self._shapes) > _MOST_SHAPES:
+            self._shapes.popitem(last=False)
+        return steps
+
+    def _take(self, steps: ShapeSteps, plan: MemoryPlan) -> None:
+        """Follow the plan that the user has given, where steps are like it."""
+        steps.given, steps.changes = plan, Changes(plan.recompute, plan.reuse)
+        if steps.changes != UNCHANGED and self._settings.exact:
+            steps.audit = Audit()
+        else:
+            self._follow(steps, plan)
+
+    def _note_measured(self) -> None:
+        count = self._settings.profile_steps
+        self._once(
+            self._say,
+            "measuring",
+            f"dlres memory: the first steps of every batch shape ({count} of them, and some more "
+            "where modules are changed) are measured with all saved tensors moved away. They are "
+            "slower than those that follow.",
+        )
+        self._latest.append(True)
+        measured = sum(self._latest)
+        if len(self._latest) == _LATEST and 2 * measured > _LATEST:
+            self._once(
+                self._warn,
+                "endless",
+                f"dlres memory: {measured} of the latest {_LATEST} steps were measured, which is "
+                f"slow: {len(self._shapes)} batch shapes are known by now. Give batches fewer "
+                "shapes: pad them, or sort samples by length.",
+            )
+
+    def _once(self, tell: Callable[[str], None], key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            tell(text)
+
     @contextmanager
-    def _followed(self, kind: _Kind, follower: Follower, stays: Iterable[Tensor]) -> Iterator[None]:
+    def _followed(
+        self, steps: ShapeSteps, follower: Follower, stays: Iterable[Tensor]
+    ) -> Iterator[None]:
         ledger, measured = self._engine.ledger, self.measured
         ledger.start_peak()
         before = self._gpu.most_allocated() if self._gpu is not None else 0
@@ -169,34 +213,35 @@ class Offloader:
         measured.steps += 1
         measured.seconds.append(time.perf_counter() - began)
         del measured.seconds[:-1000]
-        if kind.plan is self.plan:
+        if follower.plan is self.plan:
             measured.curve = [(when - began, nbytes) for when, nbytes in follower.seen]
         measured.saved_peak = max(measured.saved_peak, ledger.peak)
         if self._gpu is not None and (peak := self._gpu.most_allocated()) > before:
             measured.device_peak = max(measured.device_peak or 0, peak)
         if follower.unlike is not None:
-            # What it was planned for does not come any more: it is measured again.
             measured.unlike.append(follower.unlike)
             del measured.unlike[:-100]
-            kind.forget()
+        steps.end_step(follower.unlike is not None)
 
     @contextmanager
-    def _recorded(self, kind: _Kind, stays: Iterable[Tensor], held: Held) -> Iterator[None]:
+    def _recorded(self, steps: ShapeSteps, stays: Iterable[Tensor], held: Held) -> Iterator[None]:
         # Counting takes time: what a step takes is measured without.
-        for_time = bool(kind.profiles)
+        for_time = steps.audit is None and not steps.lacks_memory
         layers = None
         if not self._is_compiled and not for_time:
-            is_first, settings = kind.first is None, self._settings
+            is_first, settings = steps.first is None, self._settings
+            may_change = is_first and not steps.is_fixed
             layers = LayerRecord(
                 self._root,
                 self._history,
                 settings.min_bytes,
-                settings.recompute and is_first,
-                settings.reuse and is_first,
+                settings.recompute and may_change,
+                settings.reuse and may_change,
             )
+        meter = NoBytes() if for_time else self._meter()
         recorder = Recorder(
             self._growing,
-            NoBytes() if for_time else self._meter(),
+            meter,
             self._engine.ledger,
             layers,
             self._gpu,
@@ -209,78 +254,108 @@ class Offloader:
             self._links = self._measured_links(recorder.usual_bytes)
             if self._settings.reuse:
                 self._rate = measure_copies(self._device, self._gpu)
-        if kind.audit is not None:
-            self._judge(kind, kind.audit)
+        if steps.audit is not None:
+            self._judge(steps, steps.audit)
             return
-        profile = recorder.profile(self._links, self._rate)
-        if for_time and _shape(profile) != _shape(kind.profiles[0]) and kind.failures < _PATIENCE:
-            # Not the steps to plan for: the first ones may be unlike all others.
-            kind.profiles.clear()
-            kind.failures += 1
+        if meter.was_taken and self._taken < _MOST_TAKEN:
+            # Memory is counted in the next step.
+            self._taken += 1
             return
-        kind.profiles.append(profile)
-        if len(kind.profiles) >= self._settings.profile_steps:
-            self._make_plan(kind)
+        profile = steps.add(recorder.profile(self._links, self._rate), not for_time)
+        if profile is not None:
+            self._make_plan(steps, profile)
+        if steps.is_endless and not steps.has_given_up:
+            steps.give_up()
+            if not steps.plans:
+                self._follow(steps)
+            where = "stay on the device" if not self._settings.tiers else "are moved away, slowly"
+            self._once(
+                self._warn,
+                "unlike",
+                "dlres memory: steps of one batch shape go on saving something else, so that no "
+                f"more of them are measured: tensors that no plan knows {where}. Make the "
+                "steps save tensors of the same sizes, or leave this callback or plugin out.",
+            )
 
-    def _make_plan(self, kind: _Kind) -> None:
-        profile = _timed(kind.profiles)
-        kind.profiles.clear()
-        if kind.first is None:
-            self._begin(kind, profile)
+    def _make_plan(self, steps: ShapeSteps, profile: StepProfile) -> None:
+        if steps.first is None:
+            self._begin(steps, profile)
         else:
-            self._finish(kind, *self._better(kind, kind.first, profile))
+            self._finish(steps, *self._better(steps, steps.first, profile))
 
-    def _begin(self, kind: _Kind, profile: StepProfile) -> None:
+    def _begin(self, steps: ShapeSteps, profile: StepProfile) -> None:
         """Make a plan of a step without changes."""
-        plan = self._plan(profile, self._settings.recompute, self._settings.reuse)
-        kind.changes = Changes(plan.recompute, plan.reuse)
-        if kind.changes == UNCHANGED:
-            self._finish(kind, plan, profile)
+        settings, may_change = self._settings, not steps.is_fixed and not steps.plans
+        plan = self._plan(profile, settings.recompute and may_change, settings.reuse and may_change)
+        steps.changes = Changes(plan.recompute, plan.reuse)
+        if steps.changes == UNCHANGED:
+            self._finish(steps, plan, profile)
             return
         # Steps with changed modules are unlike those without: measured, not guessed.
-        kind.first = plan, profile
-        if self._settings.exact and not kind.changes.names <= kind.exact:
-            kind.audit = Audit()
+        steps.first = plan, profile
+        steps.restart()
+        if settings.exact and not steps.changes.names <= steps.exact:
+            steps.audit = Audit()
 
-    def _judge(self, kind: _Kind, audit: Audit) -> None:
+    def _judge(self, steps: ShapeSteps, audit: Audit) -> None:
         """Go on with the changes that are exact."""
-        names, audit.steps = kind.changes.names, audit.steps + 1
+        names, audit.steps = steps.changes.names, audit.steps + 1
         failed = audit.unlike(names)
         if not failed and audit.unseen(names) and audit.steps < _MOST_AUDITS:
             # Not every step runs every module.
             return
-        kind.audit = None
+        steps.audit = None
         failed |= audit.unseen(names)
-        kind.exact |= names - failed
-        if failed:
-            assert kind.first is not None
-            profile, kind.first = kind.first[1], None
-            self._begin(kind, without(profile, failed))
+        steps.exact |= names - failed
+        if steps.given is not None:
+            if failed:
+                steps.forget()
+            else:
+                self._follow(steps, steps.given)
+        elif failed:
+            assert steps.first is not None
+            profile, steps.first = steps.first[1], None
+            self._begin(steps, without(profile, failed))
 
-    def _finish(self, kind: _Kind, plan: MemoryPlan, profile: StepProfile) -> None:
+    def _finish(self, steps: ShapeSteps, plan: MemoryPlan, profile: StepProfile) -> None:
         """Follow a plan from now on."""
-        settings = self._settings
-        for spec in settings.tiers:
-            size = plan.tiers.get(spec.name, 0)
-            known = self._tiers.get(spec.name)
-            if size and (known is None or known.nbytes < size):
-                self._tiers[spec.name] = SlabTier(size, spec.directory, self._is_pinned(spec))
-        kind.plan = self.plan = plan
         self.profile = profile
+        self._follow(steps, plan)
+        if plan.changes_nothing:
+            notes = "".join(f" {note}" for note in plan.notes)
+            self._once(
+                self._say,
+                "nothing",
+                f"dlres memory: the plan keeps everything (peak {format_bytes(plan.plain_peak)}): "
+                f"nothing is moved, and nothing is installed from now on.{notes}",
+            )
+        else:
+            self._say(plan.table())
+
+    def _follow(self, steps: ShapeSteps, plan: MemoryPlan | None = None) -> None:
+        """Follow one more plan; None: nothing is planned."""
+        settings = self._settings
+        if plan is not None:
+            for spec in settings.tiers:
+                size = plan.tiers.get(spec.name, 0)
+                known = self._tiers.get(spec.name)
+                if size and (known is None or known.nbytes < size):
+                    self._tiers[spec.name] = SlabTier(size, spec.directory, self._is_pinned(spec))
+            self.plan = plan
+            steps.plan_for(plan)
         fallback = self._growing if settings.tiers else None
-        kind.follower = Follower(
-            plan, self._tiers, self._copies, fallback, self._engine.ledger, self._gpu
+        steps.follower = Follower(
+            steps.plans, self._tiers, self._copies, fallback, self._engine.ledger, self._gpu
         )
-        self._say(plan.table())
 
     def _better(
-        self, kind: _Kind, first: tuple[MemoryPlan, StepProfile], profile: StepProfile
+        self, steps: ShapeSteps, first: tuple[MemoryPlan, StepProfile], profile: StepProfile
     ) -> tuple[MemoryPlan, StepProfile]:
         """Return the better plan, with its profile: that with changed modules, now that such steps
         were measured, or one without."""
         found: list[tuple[MemoryPlan, StepProfile, Changes]] = []
         refusal: ConfigError | None = None
-        for known, changes in ((profile, kind.changes), (first[1], UNCHANGED)):
+        for known, changes in ((profile, steps.changes), (first[1], UNCHANGED)):
             try:
                 found.append((self._plan(known, False, False, first[0]), known, changes))
             except ConfigError as error:
@@ -289,14 +364,14 @@ class Offloader:
             assert refusal is not None
             raise refusal
         is_min = self._settings.device_limit == "min"
-        plan, own, kind.changes = min(
+        plan, own, steps.changes = min(
             found, key=lambda f: (f[0].peak if is_min else 0, f[0].seconds)
         )
         before = first[0]
         plan = msgspec.structs.replace(
             plan,
-            recompute=kind.changes.again,
-            reuse=kind.changes.reuse,
+            recompute=steps.changes.again,
+            reuse=steps.changes.reuse,
             plain_seconds=before.plain_seconds,
             plain_peak=before.plain_peak,
             plain_saved_peak=before.plain_saved_peak,
@@ -310,15 +385,24 @@ class Offloader:
         reuse: bool,
         first: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        limits = self._limits(profile, recompute, reuse, first)
-        return plan_memory(profile, limits, self._settings.actions, recompute, reuse)
+        actions = self._settings.actions
+        try:
+            limits = self._limits(profile, recompute, reuse, first)
+            return plan_memory(profile, limits, actions, recompute, reuse)
+        except ConfigError as error:
+            if self._settings.on_over_budget == "error":
+                raise
+            self._warn(f"{error} Training goes on with the smallest that can be met.")
+        limits = Limits(tiers={tier.name: tier.limit for tier in self._settings.tiers})
+        limits = replace(limits, device=smallest_budget(profile, limits, actions, recompute, reuse))
+        return plan_memory(profile, limits, actions, recompute, reuse)
 
     def close(self) -> None:
         """Give up the memory of the tiers. What graphs still hold there stays for as long."""
         for copies in self._copies.values():
             copies.finish()
         self._tiers.clear()
-        self._kinds.clear()
+        self._shapes.clear()
 
     def _limits(
         self,
@@ -371,21 +455,3 @@ class Offloader:
         tiers: Sequence[TierSettings] = self._settings.tiers
         directory = tiers[-1].directory if tiers else None
         return GrowingTier(directory)
-
-
-def _timed(profiles: Sequence[StepProfile]) -> StepProfile:
-    """Return the first profile, with the least time that every interval took in the others."""
-    first = profiles[0]
-    alike = [p for p in profiles[1:] if _shape(p) == _shape(first)]
-    if not alike:
-        return first
-    seconds = tuple(min(times) for times in zip(*(p.seconds for p in alike), strict=True))
-    faster = sum(seconds) / max(sum(first.seconds), 1e-9)
-    regions = tuple(
-        msgspec.structs.replace(region, seconds=region.seconds * faster) for region in first.regions
-    )
-    return msgspec.structs.replace(first, seconds=seconds, regions=regions)
-
-
-def _shape(profile: StepProfile) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [(datum.nbytes, datum.saved, datum.uses) for datum in profile.data]

@@ -15,6 +15,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.settings import Settings, TierSettings
 
 ACTIONS = ("compress", "offload", "reuse", "recompute")
@@ -40,11 +41,13 @@ class MemoryOptions:
     actions: Sequence[str] = DEFAULT_ACTIONS
     profile_steps: int = 2
     exact: bool = True
+    on_over_budget: str = "error"
+    plan: MemoryPlan | str | Path | None = None
 
     def __post_init__(self) -> None:
-        _amount("budget", self.budget, '"8GiB", 0.9 or "min"', also=("min",))
+        _amount("budget", self.budget, '"8GiB", "90%" or "min"', also=("min",))
         if self.saved_budget is not None:
-            _amount("saved_budget", self.saved_budget, '"2GiB" or 0.5')
+            _amount("saved_budget", self.saved_budget, '"2GiB" or "50%"')
         for name in ("host_budget", "disk_budget"):
             value = getattr(self, name)
             if value is not None:
@@ -60,12 +63,37 @@ class MemoryOptions:
             raise ConfigError(got_expected("profile_steps", self.profile_steps, expected, "2"))
         if not isinstance(self.exact, bool):
             raise ConfigError(got_expected("exact", self.exact, "True or False", "True"))
+        if self.on_over_budget not in ("error", "warn"):
+            expected = "'error' or 'warn'"
+            raise ConfigError(
+                got_expected("on_over_budget", self.on_over_budget, expected, "'warn'")
+            )
+        self.given()
         if self.disk is not None and (
             not isinstance(self.disk, (str, Path)) or not str(self.disk) or "://" in str(self.disk)
         ):
             raise ConfigError(
                 got_expected("disk", self.disk, "a local directory", "'/local/scratch'")
             )
+
+    def given(self) -> MemoryPlan | None:
+        """Return the plan that was given, if one was.
+
+        Raises:
+            ConfigError: it is none, or cannot be read.
+        """
+        if self.plan is None or isinstance(self.plan, MemoryPlan):
+            return self.plan
+        if not isinstance(self.plan, (str, Path)):
+            expected = "a MemoryPlan, or the path of one written with to_json"
+            raise ConfigError(got_expected("plan", self.plan, expected, "callback.plan"))
+        try:
+            return MemoryPlan.from_json(Path(self.plan).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"plan must be the path of a file that MemoryPlan.to_json wrote, got "
+                f"{str(self.plan)!r}: {error}"
+            ) from error
 
     def on(self, device: torch.device, ranks_on_host: int = 1) -> Settings:
         """Return what this means on a device.
@@ -82,6 +110,7 @@ class MemoryOptions:
         if "compress" in names:
             actions.append(Action.COMPRESS)
         tiers = self._tiers(device, ranks_on_host) if "offload" in names else ()
+        self._require_tiers(tiers)
         if tiers:
             actions.append(Action.OFFLOAD)
             if "compress" in names:
@@ -96,7 +125,20 @@ class MemoryOptions:
             reuse="reuse" in names,
             profile_steps=self.profile_steps,
             exact=self.exact,
+            on_over_budget=self.on_over_budget,
         )
+
+    def _require_tiers(self, tiers: tuple[TierSettings, ...]) -> None:
+        plan, known = self.given(), {tier.name for tier in tiers}
+        wanted = (
+            {d.tier for d in plan.decisions if d.tier is not None} if plan is not None else set()
+        )
+        if not wanted <= known:
+            raise ConfigError(
+                f"plan must move data only where they may go here ({', '.join(known) or 'nowhere'})"
+                f", got one that moves them to {', '.join(sorted(wanted))}. Leave it out, so that "
+                "one is made."
+            )
 
     def _device_limit(self, device: torch.device, ranks_on_host: int) -> float | str:
         if self.budget == "min":
@@ -133,7 +175,7 @@ class MemoryOptions:
 def _amount(name: str, value: Budget, try_: str, also: tuple[str, ...] = ()) -> None:
     if value in also:
         return
-    expected = "bytes, or a share up to 1.0" + "".join(f", or {word!r}" for word in also)
+    expected = "bytes, or a share up to 1.0 or 100%" + "".join(f", or {word!r}" for word in also)
     try:
         number = _number(value)
     except ConfigError:
@@ -150,7 +192,11 @@ def _whole(name: str, value: int | str, try_: str) -> None:
 
 
 def _number(value: Budget) -> float:
-    """Return bytes, or a share if that is at most 1."""
+    """Return bytes, or a share if that is at most 1; 0 for a percentage that is none."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        with contextlib.suppress(ValueError):
+            share = float(value.strip()[:-1]) / 100
+            return share if 0 < share <= 1 else 0.0
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value) if "." in value else int(value)

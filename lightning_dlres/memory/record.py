@@ -18,6 +18,7 @@ from lightning_dlres.codecs.zvc import pays
 from lightning_dlres.kernels import zvc
 from lightning_dlres.memory import profile
 from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.follow import dtype_name
 from lightning_dlres.memory.gpu import Gpu
 from lightning_dlres.memory.layer_record import LayerRecord
 from lightning_dlres.memory.meter import Held, MemoryTrace, Meter
@@ -150,7 +151,7 @@ class Recorder:
         data = tuple(
             profile.Datum(
                 nbytes=noted.nbytes,
-                dtype=str(noted.tensor_dtype).removeprefix("torch."),
+                dtype=dtype_name(noted.tensor_dtype),
                 shape=noted.shape,
                 layer=noted.layer,
                 role=noted.role,

@@ -18,6 +18,7 @@ from lightning_dlres.core._compat import (
     MemoryReference,
     is_only_in_python,
     owners_of_memory,
+    storage_key,
     storage_reference,
     version_of,
     with_counter_of,
@@ -70,7 +71,8 @@ class Ledger:
     @property
     def now(self) -> int:
         """Return the bytes that are there."""
-        self.add(0)
+        if self._changes:
+            self.add(0)
         return self._now
 
     @property
@@ -165,9 +167,14 @@ class Datum:
         """Return whether a tensor that is saved now may have these bytes."""
         return self._witness is not None and version_of(self._witness) == self.version
 
-    def read_by(self, tensor: Tensor) -> SavedTensor:
-        """Return what autograd holds in the place of a tensor over these bytes."""
-        reader = SavedTensor(self, tensor)
+    def read_by(self, tensor: Tensor, storage: SeenStorage) -> SavedTensor:
+        """Return what autograd holds in the place of a tensor over these bytes.
+
+        Args:
+            tensor: what is saved.
+            storage: where it lies: the datum's, or a copy.
+        """
+        reader = SavedTensor(self, tensor, storage.shift)
         self._waiting += 1
         self._readers.append(weakref.ref(reader))
         return reader
@@ -197,7 +204,7 @@ class Datum:
             # It is a copy, but with the original kept this would not be possible: what was planned
             # must not depend on where the data are.
             return False
-        own = self._over_memory([reader])
+        own = self._over_memory(tensor, [reader])
         if not all(is_only_in_python(other) for other in own):
             return False
         if owners_of_memory(tensor) != 1 + len(own):
@@ -211,16 +218,12 @@ class Datum:
         self._loans.clear()
         return True
 
-    def _over_memory(self, readers: list[SavedTensor]) -> list[Tensor]:
-        """Return all tensors of this package over the data's memory on the device."""
-        found = list(self._given)
-        if self._here is not None:
-            found.append(self._here)
-        if self.is_original:
-            assert self._witness is not None
-            found.append(self._witness)
-            found += [reader.alias for reader in readers if reader.alias is not None]
-        return list({id(tensor): tensor for tensor in found}.values())
+    def _over_memory(self, tensor: Tensor, readers: list[SavedTensor]) -> list[Tensor]:
+        """Return all tensors of this package that share a tensor's memory."""
+        found = [*self._given, *(reader.alias for reader in readers), self._here, self._witness]
+        memory = storage_key(tensor)
+        own = {id(t): t for t in found if t is not None and storage_key(t) == memory}
+        return list(own.values())
 
     def obey(self, order: Order) -> bool:
         """Do what is to happen; return whether that was possible."""
@@ -330,10 +333,10 @@ class Datum:
         """Return whether it is where it was saved, be it until it has left."""
         return not self._has_left
 
-    @property
-    def owners(self) -> int:
-        """Return how many tensors of its memory are its own, or were given to backward."""
-        return len(self._over_memory(self._live_readers()))
+    def owners(self, tensor: Tensor) -> int:
+        """Return how many tensors that share a tensor's memory are the datum's own, or were given
+        to backward."""
+        return len(self._over_memory(tensor, self._live_readers()))
 
     def tensor_for(self, reader: SavedTensor) -> Tensor:
         """Return the tensor that a reader stands for.
@@ -407,6 +410,7 @@ class SavedTensor:
     Args:
         datum: its data.
         tensor: what is saved.
+        shift: see `Span.of`.
 
     Attributes:
         version: the tensor's when it was saved.
@@ -416,7 +420,7 @@ class SavedTensor:
 
     __slots__ = ("__weakref__", "alias", "datum", "version", "view", "was_used")
 
-    def __init__(self, datum: Datum, tensor: Tensor) -> None:
+    def __init__(self, datum: Datum, tensor: Tensor, shift: int) -> None:
         self.datum, self.version, self.was_used = datum, datum.version, False
         self.alias: Tensor | None = None
         self.view: View | None = None
@@ -424,7 +428,7 @@ class SavedTensor:
             # Not the tensor itself: if it is an output, its node would hold itself.
             self.alias = tensor.detach()
         else:
-            self.view = view_of(tensor, datum.storage.shift)
+            self.view = view_of(tensor, shift)
 
 
 class Untouched:

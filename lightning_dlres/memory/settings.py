@@ -36,6 +36,7 @@ class Settings:
         actions, recompute, reuse: what may be done.
         profile_steps: steps that are measured.
         exact: whether modules are changed only if they compute the same bits in one more step.
+        on_over_budget: "error", or "warn": a step that no plan fits goes on with the smallest peak.
     """
 
     device_limit: float | str = inf
@@ -47,3 +48,4 @@ class Settings:
     reuse: bool = True
     profile_steps: int = 2
     exact: bool = True
+    on_over_budget: str = "error"

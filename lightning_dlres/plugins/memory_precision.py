@@ -35,7 +35,7 @@ class MemoryPrecision(Precision):
     Args:
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
         budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps,
-            exact: see `ActivationOffload`.
+            exact, on_over_budget, plan: see `ActivationOffload`.
 
     Raises:
         ConfigError: an argument is of no use; when `fit` starts, the strategy or device cannot
@@ -54,6 +54,8 @@ class MemoryPrecision(Precision):
         actions: Sequence[str] = DEFAULT_ACTIONS,
         profile_steps: int = 2,
         exact: bool = True,
+        on_over_budget: Literal["error", "warn"] = "error",
+        plan: MemoryPlan | str | Path | None = None,
     ) -> None:
         self._options = MemoryOptions(
             budget,
@@ -65,6 +67,8 @@ class MemoryPrecision(Precision):
             actions,
             profile_steps,
             exact,
+            on_over_budget,
+            plan,
         )
         if precision not in get_args(Kind):
             expected = f"one of {', '.join(map(repr, get_args(Kind)))}"

@@ -53,7 +53,7 @@ def test_weights_are_those_of_plain_training(name: str, way: str) -> None:
     assert callback.training_steps is not None
     offloader = callback.training_steps.offloader
     assert offloader is not None
-    assert offloader.measured.steps > 0
+    assert offloader.measured.steps > 0 or callback.plan.changes_nothing
     assert offloader.measured.unlike == []
     # Data may be denser than they were when they were measured, and then take more.
     fixed = way != "compress"
