@@ -25,7 +25,7 @@ class ActivationOffload(Callback):
     compressed (ZVC: zeros left out), goes to the host's memory or a disk and is brought back ahead
     of its use, is overwritten by a gradient as soon as it may be, or is computed again, at the
     least predicted time. Gradients are those of plain training, bit for bit; the LightningModule
-    is not changed. Where the budget holds everything, nothing is installed once that is known.
+    is not changed. Where the budget holds everything, nothing stays installed.
 
     Works on one device and with DDP; strategies that shard the model are refused.
 

@@ -222,6 +222,15 @@ class Offloader:
             measured.unlike.append(follower.unlike)
             del measured.unlike[:-100]
         steps.end_step(follower.unlike is not None)
+        if steps.is_idle:
+            plan = steps.plans[-1]
+            notes = "".join(f" {note}" for note in plan.notes)
+            self._once(
+                self._say,
+                "nothing",
+                f"dlres memory: the plan keeps everything (peak {format_bytes(plan.plain_peak)}): "
+                f"nothing is moved, and nothing is installed from now on.{notes}",
+            )
 
     @contextmanager
     def _recorded(self, steps: ShapeSteps, stays: Iterable[Tensor], held: Held) -> Iterator[None]:
@@ -321,15 +330,7 @@ class Offloader:
         """Follow a plan from now on."""
         self.profile = profile
         self._follow(steps, plan)
-        if plan.changes_nothing:
-            notes = "".join(f" {note}" for note in plan.notes)
-            self._once(
-                self._say,
-                "nothing",
-                f"dlres memory: the plan keeps everything (peak {format_bytes(plan.plain_peak)}): "
-                f"nothing is moved, and nothing is installed from now on.{notes}",
-            )
-        else:
+        if not plan.changes_nothing:
             self._say(plan.table())
 
     def _follow(self, steps: ShapeSteps, plan: MemoryPlan | None = None) -> None:

@@ -21,7 +21,7 @@ from lightning_dlres.memory.profile import StepProfile
 _MOST_MEASURED = 16
 # So many plans a shape may have.
 _MOST_COURSES = 8
-# After so many planned steps in a row, courses that came once are forgotten.
+# After so many planned steps in a row, other courses are not waited for any more.
 _SETTLED = 4
 
 Course = tuple[tuple[int, str], ...]
@@ -77,13 +77,12 @@ class ShapeSteps:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether all plans keep everything, so that nothing needs to be watched."""
+        """Return whether all plans keep everything, and steps were alike for long enough not to be
+        watched any more."""
         return (
             not self.is_measuring
-            and not self._profiles
-            and bool(self.plans)
+            and self._alike >= _SETTLED
             and all(plan.changes_nothing for plan in self.plans)
-            and (self.given is None or self._alike > 0)
         )
 
     @property
