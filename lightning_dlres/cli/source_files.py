@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_dlres.cli.source_text import CYCLE, SKIPPED, VALIDATION
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.datamodules import PrefetchCacheDataModule
+from lightning_dlres.datamodules.prefetch_cache import Rest
 from lightning_dlres.prefetch.samples import Sample
-from lightning_dlres.prefetch.sequence import Tail
 from lightning_dlres.prefetch.workers import Workers
 
 
@@ -45,8 +45,8 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
     Args:
         context: Bytes of a window that are looked at; a window has one more, to be predicted.
         directory: Where to look for `.py` files. None: this Python's standard library.
-        batch_size, storage, capacity, prefetch, lookahead, pinned, tail, seed, num_workers,
-            worker_type: See `PrefetchCacheDataModule`.
+        batch_size, storage, capacity, prefetch, lookahead, pinned, drop_last, tail, seed,
+            num_workers, worker_type: See `PrefetchCacheDataModule`.
 
     Raises:
         ConfigError: an argument is of no use; the message says what was expected.
@@ -62,7 +62,8 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
         prefetch: int = 32,
         lookahead: int | str | None = None,
         pinned: int | str = 0,
-        tail: Tail = "pad",
+        drop_last: bool = False,
+        tail: Rest = "pad",
         seed: int = 0,
         num_workers: int = 0,
         worker_type: Workers = "thread",
@@ -77,6 +78,7 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
             prefetch=prefetch,
             lookahead=lookahead,
             pinned=pinned,
+            drop_last=drop_last,
             tail=tail,
             seed=seed,
             decode=Crop(context + 1),

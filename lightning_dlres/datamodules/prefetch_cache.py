@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
 from lightning_dlres.core.errors import ConfigError, got_expected
@@ -22,11 +22,13 @@ from lightning_dlres.datamodules.stores import temporary_directory, write_store
 from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
 from lightning_dlres.prefetch.messages import Metrics
 from lightning_dlres.prefetch.options import host_config
-from lightning_dlres.prefetch.sequence import Tail
+from lightning_dlres.prefetch.sequence import Deal, Tail
 from lightning_dlres.prefetch.workers import Collate, Decode, Workers
 from lightning_dlres.strategies import HeteroPipeStrategy
 
 Split = str | Path | list[str] | Dataset[Any] | None
+# What happens to samples that fill no batch of every rank and are not dropped.
+Rest = Literal["pad", "uneven"]
 _SPLITS = ("train", "val", "test", "predict")
 # Of the capacity that is given for training, what each of the others has.
 _OTHERS = 4
@@ -55,7 +57,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         storage: "auto", "direct", "embedded", "files" or "nodes", see
             `prefetch.options.host_config`; or the addresses of storage nodes that have the training
             samples, instead of `train`.
-        batch_size: samples of one batch of a rank.
+        batch_size: samples of one batch of a rank; also an attribute, which Lightning's Tuner sets.
         capacity: bytes of a host's cache, for training; each other split has a quarter of it.
         prefetch: samples of one request, Method C's k.
         lookahead: bytes asked for ahead of need; None: half of the capacity. 0: the method as it
@@ -65,9 +67,9 @@ class PrefetchCacheDataModule(LightningDataModule):
         pinned: bytes for training samples that are fetched once and stay over all epochs.
         pinned_directory: a directory on a local disk for them; None: in memory.
         threshold: the part of the capacity at which eviction starts.
-        tail: what happens to training samples that do not fill a batch of every rank: "drop" leaves
-            them out, "pad" adds samples from the epoch's start so that all ranks have as many,
-            "uneven" does neither. Validation and test pad, prediction is uneven.
+        drop_last: whether training samples that do not fill a batch of every rank are left out.
+        tail: what happens to them else: "pad" adds samples from the epoch's start so that all ranks
+            have as many, "uneven" does not. Validation and test pad, prediction is uneven.
         shuffle: whether training samples come in another order in every epoch.
         seed: of these orders; the same on all ranks.
         decode: makes of a `Sample` (key, bytes, seed) what is collated; None: tensors of a data set
@@ -75,6 +77,8 @@ class PrefetchCacheDataModule(LightningDataModule):
         collate: makes a batch of a list; None: torch's `default_collate`.
         num_workers: threads or processes that decode; 0: the training process does.
         worker_type: "thread" or "process".
+        pin_memory: whether tensors of a batch are copied into page-locked memory, from which a copy
+            to the GPU does not hold up the training process. Without a GPU nothing is.
         timeout: after which a sample that does not come is an error.
         requests_under_way: to one storage node, at most.
         read_threads: requests that an embedded node, or a rank without a cache, reads at once.
@@ -103,13 +107,15 @@ class PrefetchCacheDataModule(LightningDataModule):
         pinned: str | int = 0,
         pinned_directory: str | Path | None = None,
         threshold: float = 0.75,
-        tail: Tail = "pad",
+        drop_last: bool = False,
+        tail: Rest = "pad",
         shuffle: bool = True,
         seed: int = 0,
         decode: Decode | None = None,
         collate: Collate | None = None,
         num_workers: int = 0,
         worker_type: Workers = "thread",
+        pin_memory: bool = False,
         timeout: str | float | timedelta = "30s",
         requests_under_way: int = 4,
         read_threads: int | None = None,
@@ -148,9 +154,19 @@ class PrefetchCacheDataModule(LightningDataModule):
             "collate": collate,
             "num_workers": num_workers,
             "worker_type": worker_type,
+            "pin_memory": pin_memory,
             "seed": seed,
         }
-        self._tail, self._shuffle = tail, shuffle
+        for name, value in (("drop_last", drop_last), ("pin_memory", pin_memory)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} must be a bool, got {value!r}. Pass {name}=True.")
+        if tail not in get_args(Rest):
+            raise ConfigError(
+                f"tail must be {' or '.join(map(repr, get_args(Rest)))}, got {tail!r}. Pass "
+                "tail='pad', or drop_last=True to leave the rest out."
+            )
+        self._tail: Tail = "drop" if drop_last else tail
+        self._shuffle = shuffle
         self._store = None if store is None else Path(store).expanduser()
         self._stores: dict[str, Path] = {}
         # Removes the temporary stores of this process.
@@ -165,14 +181,29 @@ class PrefetchCacheDataModule(LightningDataModule):
         for split in _SPLITS:
             # Bad values are said now, whatever will be loaded.
             source = self._splits[split]
+            _refuse_iterable(split, source)
             known = source if isinstance(source, (str, Path, list)) else self._options_probe()
-            PrefetchLoader("x", self._config(split, known), tail=tail, **self._loading)
+            PrefetchLoader("x", self._config(split, known), tail=self._tail, **self._loading)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one batch of a rank."""
+        return int(self._loading["batch_size"])
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        Deal(0, 0, 1, batch_size)
+        if batch_size != self.batch_size:
+            self._loading["batch_size"] = batch_size
+            # The Trainer asks for others; what still goes through these may end.
+            self._loaders.clear()
 
     def use(self, split: str, source: Split) -> None:
         """Set the source of "train", "val", "test" or "predict", for data modules that find it when
         they are set up."""
         if split not in _SPLITS:
             raise ConfigError(got_expected("split", split, " or ".join(_SPLITS), "'train'"))
+        _refuse_iterable(split, source)
         self._splits[split] = source
 
     @override
@@ -372,6 +403,15 @@ class PrefetchCacheDataModule(LightningDataModule):
                 "trainer.fit(model, datamodule=...)."
             )
         return self.trainer
+
+
+def _refuse_iterable(split: str, source: Split) -> None:
+    if isinstance(source, IterableDataset):
+        raise ConfigError(
+            f"{split} must be a folder, a store, a listing, a URL, addresses or a map-style data "
+            f"set, got the IterableDataset {type(source).__name__}. Its order is not known before "
+            "it is read: write its samples into files, or pass it to a DataLoader."
+        )
 
 
 def _trained(trainer: Trainer) -> int:

@@ -26,8 +26,11 @@ from lightning_dlres.prefetch.samples import Regions, Samples
 from lightning_dlres.prefetch.sequence import Positions
 
 _WAIT = 0.5
-# Besides the storage's own deadline, which comes first and says more.
-_MARGIN = 30.0
+# Seconds besides the storage's own deadline, which comes first and says more.
+_MARGIN = 5.0
+# Seconds at least for what depends on the data set's size and not on the storage: the start of the
+# process, and that of an epoch.
+_LEAST_PATIENCE = 60.0
 _LEAVE_SECONDS = 2.0
 _MOST_JOINS = 5
 
@@ -48,6 +51,7 @@ class CacheClient:
 
     def __init__(self, name: str, config: HostConfig) -> None:
         self._timeout = config.source.timeout + _MARGIN
+        self._patience = max(self._timeout, _LEAST_PATIENCE)
         self._host = HostProcess(name, config)
         self._client, self.joined = self._join(messages.fingerprint(config))
         joined = self.joined
@@ -122,7 +126,7 @@ class CacheClient:
         except TimeoutError:
             if future.done():
                 raise
-            raise self._silent("samples") from None
+            raise self._silent("samples", self._timeout) from None
 
     def metrics(self) -> messages.Metrics:
         """Return what the cache has counted."""
@@ -146,7 +150,7 @@ class CacheClient:
 
     def _join(self, config: str) -> tuple[Client, messages.Joined]:
         for _ in range(_MOST_JOINS):
-            self._host.ensure(self._timeout)
+            self._host.ensure(self._patience)
             client = Client(
                 f"pid {os.getpid()} {uuid.uuid4().hex[:8]}",
                 f"ipc://{self._host.socket}",
@@ -172,7 +176,7 @@ class CacheClient:
     def _answer(self, client: Client) -> Message | None:
         """Return the answer to a join; None if the cache has ended just now, since nobody used it:
         then the next one does not know of the join."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._patience
         while time.monotonic() < deadline:
             message = client.receive(_WAIT)
             if message is not None:
@@ -181,7 +185,7 @@ class CacheClient:
             if closed or not self._host.runs():
                 return client.receive(0.0)
         raise PeerTimeoutError(
-            f"waited {self._timeout:g} s to join the cache of this host. Its last words:\n"
+            f"waited {self._patience:g} s to join the cache of this host. Its last words:\n"
             f"{self._host.last_words()}"
         )
 
@@ -194,13 +198,13 @@ class CacheClient:
             self._outgoing.append((kind, payload))
         self._client.interrupt()
         try:
-            return answer.result(self._timeout)
+            return answer.result(self._patience)
         except TimeoutError:
-            raise self._silent(f"an answer to {kind!r}") from None
+            raise self._silent(f"an answer to {kind!r}", self._patience) from None
 
-    def _silent(self, what: str) -> PeerTimeoutError:
+    def _silent(self, what: str, seconds: float) -> PeerTimeoutError:
         return PeerTimeoutError(
-            f"waited {self._timeout:g} s for {what} from the cache of this host (process "
+            f"waited {seconds:g} s for {what} from the cache of this host (process "
             f"{self.joined.pid}). Its last words:\n{self._host.last_words()}"
         )
 

@@ -59,7 +59,7 @@ class PrefetchLoader:
         seed: of the orders.
         tail: see `Deal`.
         decode, collate: see `BatchMaker`.
-        num_workers, worker_type: see `DecodePool`.
+        num_workers, worker_type, pin_memory: see `DecodePool`.
         epoch: the number of the first.
         unit: how many samples of a rank "drop" does not split; None: a batch.
         epochs: how many there will be, so that nothing is fetched for one more; None: unknown.
@@ -87,6 +87,7 @@ class PrefetchLoader:
         collate: Collate | None = None,
         num_workers: int = 0,
         worker_type: Workers = "thread",
+        pin_memory: bool = False,
         epoch: int = 0,
         epochs: int | None = None,
         unit: int | None = None,
@@ -105,6 +106,7 @@ class PrefetchLoader:
         self._report, self._unfinished, self._ended = report, unfinished, ended
         self._decode, self._collate = decode, collate
         self._num_workers, self._worker_type = num_workers, worker_type
+        self._pin_memory = pin_memory
         self._client: CacheClient | DirectClient | None = None
         self._data_set: Joined | None = None
         self._pool: DecodePool | None = None
@@ -281,7 +283,9 @@ class PrefetchLoader:
             client, reads = self.client, None
             if isinstance(client, DirectClient):
                 reads = client.reader, self._config.source.timeout
-            self._pool = DecodePool(maker, self._num_workers, self._worker_type, reads)
+            self._pool = DecodePool(
+                maker, self._num_workers, self._worker_type, self._pin_memory, reads
+            )
         return self._pool
 
 

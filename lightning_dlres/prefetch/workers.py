@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.items import decode_item
 from lightning_dlres.prefetch.local_samples import LocalSamples, set_up_worker
+from lightning_dlres.prefetch.pinning import pinned
 from lightning_dlres.prefetch.samples import Sample, Samples
 from lightning_dlres.prefetch.sequence import mixed
 from lightning_dlres.prefetch.storage.readers import Reader
@@ -78,6 +79,7 @@ class DecodePool:
         num_workers: how many at a time; 0: in the caller, when the batch is asked for.
         kind: "thread" for decoding that lets go of the interpreter's lock (most image decoders),
             "process" for any other.
+        pin_memory: whether tensors of a batch go to page-locked memory; without a GPU they do not.
         reads: what processes read samples with that they get unread, and for how many seconds they
             try; None: they get none.
 
@@ -90,6 +92,7 @@ class DecodePool:
         maker: BatchMaker,
         num_workers: int = 0,
         kind: Workers = "thread",
+        pin_memory: bool = False,
         reads: tuple[Reader, float] | None = None,
     ) -> None:
         if num_workers < 0:
@@ -103,24 +106,34 @@ class DecodePool:
             _check_can_be_sent(maker)
         self._maker, self.num_workers, self._kind = maker, num_workers, kind
         self._reads = reads
+        # A process that gets tensors from another one has them in memory that is not page-locked.
+        self._pins = pin_memory and torch.cuda.is_available()
         self._executor: Executor | None = None
 
     def submit(self, samples: Samples | LocalSamples) -> Callable[[], Any]:
         """Start to make a batch, and return what waits for it; the samples are held until it is
         made."""
         if not self.num_workers:
-            return lambda: self._maker(samples)
+            return lambda: self._made(samples)
         executor = self._started()
         if self._kind == "thread":
-            return executor.submit(self._maker, samples).result
+            return executor.submit(self._made, samples).result
         future = executor.submit(_seeded, self._maker, samples)
-        return lambda: _result(future, samples)
+        return lambda: self._result(future, samples)
 
     def close(self) -> None:
         """End threads and processes."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
+
+    def _made(self, samples: Samples | LocalSamples) -> Any:
+        batch = self._maker(samples)
+        return pinned(batch) if self._pins else batch
+
+    def _result(self, future: Future[Any], held: Samples | LocalSamples) -> Any:
+        batch = future.result()
+        return pinned(batch) if self._pins else batch
 
     def _started(self) -> Executor:
         if self._executor is None:
@@ -178,7 +191,3 @@ def _seeded(maker: BatchMaker, samples: Samples | LocalSamples) -> Any:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return maker(samples)
-
-
-def _result(future: Future[Any], held: Samples | LocalSamples) -> Any:
-    return future.result()

@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import lightning_dlres as dlres
+from lightning_dlres.prefetch.items import ENCODING, encode_item
+from lightning_dlres.prefetch.loader import PrefetchLoader
+from lightning_dlres.prefetch.options import host_config
+from lightning_dlres.prefetch.pinning import pinned
 from lightning_dlres.prefetch.sequence import shuffled
+from lightning_dlres.prefetch.storage.put import put
 from tests.pool import RankContext, RankPool
 
 COUNT = 50
@@ -275,10 +282,10 @@ def test_a_rest_of_which_no_batch_can_be_made_is_dropped(tmp_path: Path) -> None
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=5)
     trainer(
         tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=5, max_epochs=-1
-    ).fit(Model(), datamodule=module(tail="drop"))
+    ).fit(Model(), datamodule=module(drop_last=True))
     model = Model()
     trainer(tmp_path, max_epochs=3).fit(
-        model, datamodule=module(tail="drop", batch_size=16), ckpt_path=tmp_path / "last.ckpt"
+        model, datamodule=module(drop_last=True, batch_size=16), ckpt_path=tmp_path / "last.ckpt"
     )
     # 10 are left of the first epoch.
     assert [seen_in(model, epoch) for epoch in range(3)] == [[], order(1)[:48], order(2)[:48]]
@@ -447,6 +454,68 @@ def test_a_split_that_is_not_there(tmp_path: Path) -> None:
         module().train_dataloader()
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_a_data_set_without_an_order_is_refused_when_it_is_found_late() -> None:
+    with pytest.raises(dlres.ConfigError, match="IterableDataset Stream"):
+        module().use("test", Stream())
+
+
+def test_the_tuner_finds_a_batch_size(tmp_path: Path) -> None:
+    model, data = Model(), module(batch_size=2)
+    fitting = trainer(tmp_path)
+    Tuner(fitting).scale_batch_size(
+        model, datamodule=data, mode="power", init_val=1, max_trials=4, steps_per_trial=1
+    )
+    assert data.batch_size == 8
+    model.seen.clear()
+    fitting.fit(model, datamodule=data)
+    assert seen_in(model, 0) == order(0)
+    assert max(len(numbers) for _, numbers in model.seen) == 8
+    with pytest.raises(dlres.ConfigError, match="batch"):
+        data.batch_size = 0
+
+
+class Pinnable:
+    def pin_memory(self) -> str:
+        return "pinned"
+
+
+def test_memory_is_pinned_wherever_a_batch_has_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pair(NamedTuple):
+        first: Any
+        second: Any
+
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor + 1)
+    one = torch.ones(1)
+    batch = {"a": [one, "text", 3], "b": Pair((one, None), Pinnable()), "c": b"bytes"}
+    found = pinned(batch)
+    assert found == {"a": [2, "text", 3], "b": Pair((2, None), "pinned"), "c": b"bytes"}
+    assert type(found["b"]) is Pair
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}])
+def test_batches_are_pinned_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: dict[str, Any]
+) -> None:
+    calls: list[int] = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        calls.append(len(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    put(data_set(), tmp_path, encode=encode_item, encoding=ENCODING)
+    config = host_config(tmp_path)
+    with closing(PrefetchLoader("p", config, batch_size=25, pin_memory=True, **workers)) as loader:
+        assert len(list(loader)) == 2
+    assert calls == [25, 25, 25, 25]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -455,6 +524,11 @@ def test_a_split_that_is_not_there(tmp_path: Path) -> None:
         ({"decode": lambda s: s, "num_workers": 1, "worker_type": "process"}, "to another process"),
         ({"capacity": "large"}, "capacity"),
         ({"tail": "cut"}, "tail"),
+        ({"tail": "drop"}, "or drop_last=True"),
+        ({"drop_last": 1}, "drop_last must be a bool, got 1"),
+        ({"pin_memory": "yes"}, "pin_memory must be a bool, got 'yes'"),
+        ({"train": Stream()}, "train must be .* the IterableDataset Stream"),
+        ({"val": Stream()}, "val must be .* the IterableDataset Stream"),
         ({"storage": "tape"}, "storage"),
         ({"storage": "tcp://a:1"}, "train"),
         ({"num_workers": -1}, "num_workers"),

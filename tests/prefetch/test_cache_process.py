@@ -20,7 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dlres.core.errors import ConfigError, PeerLostError, StorageError
+from lightning_dlres.core.errors import (
+    ConfigError,
+    PeerLostError,
+    PeerTimeoutError,
+    StorageError,
+)
+from lightning_dlres.prefetch import client
 from lightning_dlres.prefetch.client import CacheClient
 from lightning_dlres.prefetch.launch import HostProcess
 from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
@@ -638,3 +644,17 @@ def test_bad_loaders(options: dict[str, Any], words: str) -> None:
         PrefetchLoader("x", host_config("."), **options)
     with pytest.raises(ConfigError, match="ranks"):
         Ranks(3, 2, (3,))
+
+
+def test_a_cache_that_does_not_answer_is_waited_for_as_long_as_was_said(
+    stack: ExitStack, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_MARGIN", 1.0)
+    batches = loader(stack, folder, timeout=1)
+    iterator = iter(batches)
+    next(iterator)
+    cache = batches.client.joined.pid
+    os.kill(cache, signal.SIGSTOP)
+    stack.callback(os.kill, cache, signal.SIGKILL)
+    with pytest.raises(PeerTimeoutError, match="waited 2 s for samples"):
+        list(iterator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_dlres.core.errors import ConfigError, StorageError
 from lightning_dlres.prefetch.direct import DirectClient
@@ -165,6 +167,40 @@ def test_no_more_is_read_ahead_than_there_is_room_for(stack: ExitStack, folder: 
     # A batch that is larger than all of the room is read nevertheless, but none beside it.
     assert not client.may_take(1, 8)
     assert client.may_take(0, 8)
+
+
+def test_memory_is_used_again_when_nothing_looks_at_it() -> None:
+    buffers = local_reads.Buffers(most=2)
+    first = buffers.get(100)
+    first[:] = 1
+    view, tensor = memoryview(first[10:20]), torch.from_numpy(first[20:30])
+    address = first.ctypes.data
+    del first
+    for _ in range(3):
+        other = buffers.get(100)
+        assert other.ctypes.data != address
+        other[:] = 2
+    assert bytes(view) == b"\1" * 10
+    del view
+    assert tensor.eq(1).all()
+    assert buffers.get(90).ctypes.data != address
+    del tensor
+    addresses = {buffer.ctypes.data for buffer in [buffers.get(90), buffers.get(90)]}
+    assert address in addresses
+    # What is much larger is not held for it.
+    assert len(buffers.get(3)) == 3
+
+
+def test_forked_processes_have_memory_of_their_own() -> None:
+    buffers = local_reads.Buffers()
+    buffers.get(10)[:] = 1
+    kept = buffers.get(10)
+    child = os.fork()
+    if not child:
+        kept[:] = 2
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert kept.tolist() == [1] * 10
 
 
 def test_what_is_read_at_once_is_told_of_each_file(tmp_path: Path) -> None:

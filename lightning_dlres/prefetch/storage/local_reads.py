@@ -3,7 +3,9 @@ reads ahead in Python would wait for it after every system call."""
 
 from __future__ import annotations
 
+import mmap
 import os
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ from lightning_dlres.core.compiled import compiled
 
 Bytes = NDArray[np.uint8]
 Lengths = NDArray[np.int64]
+
+# How many times as large a buffer may be as what it is used for.
+_MOST_WASTE = 4
 
 # Of the C library. `open` takes a mode, too, but reads it only where it creates a file.
 _open = ExternalFunction("open", int32(uintp, int32))
@@ -54,7 +59,53 @@ def read_parts(
 
 def _room(sizes: Lengths) -> tuple[Bytes, Lengths]:
     # One byte more shows that the last file has grown. Behind other files it is the next one's.
-    return np.empty(int(sizes.sum()) + 1, dtype=np.uint8), np.empty(len(sizes), dtype=np.int64)
+    return buffers.get(int(sizes.sum()) + 1), np.empty(len(sizes), dtype=np.int64)
+
+
+class Buffers:
+    """Memory that is used again once neither an array nor anything made of it without a copy is
+    left. Fresh memory costs a page fault for every 4 KiB, more than the copy into it.
+
+    Args:
+        most: how many buffers wait to be used again.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        # Taken and given back by any thread, also by the garbage collector: so it has no lock.
+        self._free: deque[Bytes] = deque(maxlen=most)
+
+    def get(self, length: int) -> Bytes:
+        """Return uint8[length]."""
+        for _ in range(len(self._free)):
+            try:
+                memory = self._free.popleft()
+            except IndexError:
+                break
+            if length <= len(memory) <= _MOST_WASTE * length:
+                return self._lent(memory, length)
+            self._free.append(memory)
+        # Not np.empty: it asks for huge pages, for which the system may first have to make room.
+        # Private, or a process forked later would read into the same memory.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = np.frombuffer(mmap.mmap(-1, length + length // 8, flags), dtype=np.uint8)
+        return self._lent(memory, length)
+
+    def _lent(self, memory: Bytes, length: int) -> Bytes:
+        return np.asarray(_Loan(memory, self._free))[:length]
+
+
+class _Loan:
+    """Stands between an array and the memory below it; gone, it gives the memory back."""
+
+    def __init__(self, memory: Bytes, free: deque[Bytes]) -> None:
+        self._memory, self._free = memory, free
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._free.append(self._memory)
+
+
+buffers = Buffers()
 
 
 @compiled((uint8[::1], int32, int64[::1], uint8[::1], int64[::1]), nogil=True)

@@ -1,0 +1,27 @@
+"""Batches in page-locked memory, from which a GPU copies while the training process goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def pinned(value: Any) -> Any:
+    """Return a batch with its tensors in page-locked memory: in mappings, lists and tuples, and in
+    objects with a method `pin_memory`, as a DataLoader does it. Anything else stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.pin_memory()
+    if hasattr(value, "pin_memory"):
+        return value.pin_memory()
+    if isinstance(value, (str, bytes)):
+        return value
+    if isinstance(value, Mapping):
+        found = {key: pinned(item) for key, item in value.items()}
+        return found if type(value) is dict else type(value)(found)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(pinned, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(pinned, value))
+    return value
