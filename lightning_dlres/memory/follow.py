@@ -22,8 +22,6 @@ from lightning_dlres.memory.spans import Span
 from lightning_dlres.memory.tiers import Tier
 
 _DIRECT = DirectCopies()
-
-
 _KEEP = Order(Action.KEEP)
 
 

@@ -142,7 +142,7 @@ def datum_of(tensor: Tensor, ledger: Ledger) -> Datum:
 
 
 def restored(datum: Datum, tensor: Tensor) -> Tensor:
-    return datum.tensor_for(datum.read_by(tensor)).clone()
+    return datum.tensor_for(datum.read_by(tensor, datum.storage)).clone()
 
 
 def test_compressed_data_hold_what_is_planned_and_are_counted_late(gpu: FakeGpu) -> None:
@@ -156,7 +156,7 @@ def test_compressed_data_hold_what_is_planned_and_are_counted_late(gpu: FakeGpu)
         assert gpu.reads == 0
         gc.collect()
         before = live.now
-        reader = datum.read_by(tensor)
+        reader = datum.read_by(tensor, datum.storage)
         del tensor
         datum.settle()
         assert gpu.reads == 1
