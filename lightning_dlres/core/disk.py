@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
+
+
+def trim(descriptor: int, most: int) -> None:
+    """Empty a file that is being appended to, if it has more than so many bytes."""
+    state = os.fstat(descriptor)
+    if stat.S_ISREG(state.st_mode) and state.st_size > most:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"({state.st_size} bytes were here.)\n".encode())
 
 
 def temporary_file(directory: Path, name: str, nbytes: int) -> tuple[int, str]:

@@ -24,6 +24,7 @@ import numpy as np
 from lightning_dlres.core import shared_memory
 from lightning_dlres.core.compiled import load_all
 from lightning_dlres.core.decoding import from_json
+from lightning_dlres.core.disk import trim
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerError, ProtocolError
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.host_memory import available_bytes
@@ -49,6 +50,8 @@ _UNUSED_AT_START, _UNUSED = 60.0, 3.0
 _WAIT = 0.5
 _SWITCH_SECONDS = 0.0002
 _PROGRESS_SECONDS = 0.5
+# Of the log. What has been printed for longest is of least interest.
+_MOST_LOG_BYTES, _TRIM_SECONDS = 1 << 20, 10.0
 
 
 class CacheHost:
@@ -108,17 +111,17 @@ class CacheHost:
         self._last_used = time.monotonic() + _UNUSED_AT_START - _UNUSED
         self._last_move = time.monotonic()
         self._patience = _PATIENCE
+        self._next_trim = 0.0
         self._server = Server(path=path, monitor=True)
         storage.on_reply = self._server.interrupt
 
     def run(self) -> None:
         """Serve until nobody is left."""
         while self._clients or time.monotonic() < self._last_used + _UNUSED:
-            try:
-                message = self._server.receive(self._wait())
-            except ProtocolError as error:
-                print(f"dlres cache: {error}", file=sys.stderr, flush=True)
-                message = None
+            message = self._server.receive(self._wait())
+            if time.monotonic() > self._next_trim:
+                self._next_trim = time.monotonic() + _TRIM_SECONDS
+                trim(sys.stderr.fileno(), _MOST_LOG_BYTES)
             # First: a new connection may have the number of one that was closed before it.
             for event in self._server.connection_events():
                 if not event.opened:
@@ -199,10 +202,9 @@ class CacheHost:
                 self._send(peer, messages.MEASURED, msgspec.msgpack.encode(self._measure()))
             else:
                 raise ProtocolError(f"{peer} sent {message.kind!r}, which is not known here.")
-        except (DlresError, KeyError) as error:
-            if message.kind == messages.RELEASE:
-                print(f"dlres cache: release by {peer}: {error!r}", file=sys.stderr, flush=True)
-            else:
+        except (DlresError, KeyError, MemoryError) as error:
+            self._server.refusals.note(f"{message.kind!r} of {peer}: {error!r}")
+            if message.kind != messages.RELEASE:
                 self._refuse(peer, take, error)
 
     def _join(self, message: Message) -> None:

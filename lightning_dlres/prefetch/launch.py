@@ -155,7 +155,9 @@ class HostProcess:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory.mkdir(mode=0o700)
             main = "lightning_dlres.prefetch.host:main"
-            with self._log.open("wb") as log:
+            self._log.unlink(missing_ok=True)
+            # To append: the process cuts its log off when it grows long.
+            with self._log.open("ab") as log:
                 process = subprocess.Popen(
                     light_command(main, str(self._directory), str(lock)),
                     stdin=subprocess.PIPE,

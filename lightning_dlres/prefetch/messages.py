@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ProtocolError
-from lightning_dlres.prefetch.sequence import Positions, Tail
+from lightning_dlres.prefetch.sequence import MOST_SAMPLES, Positions, Tail
 
 JOIN, JOINED, BEGIN, BEGUN, LEAVE, LEFT = "join", "joined", "begin", "begun", "leave", "left"
 TAKE, DELIVERY, RELEASE, FAILED = "take", "delivery", "release", "failed"
 METRICS, MEASURED = "metrics", "measured"
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+# What is allocated for ranks and batches follows from these.
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Batch = Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)]
 _TAKE = struct.Struct("<qq")
 _DELIVERY = struct.Struct("<qqqq")
 
@@ -87,11 +91,17 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     epoch: _Count
     shuffle: bool
     consumed: _Count
-    ranks: int
+    ranks: _Ranks
     local_ranks: tuple[int, ...]
-    batch: int
+    batch: _Batch
     tail: Tail
     more: bool
+
+    def __post_init__(self) -> None:
+        local = self.local_ranks
+        ascending = all(first < second for first, second in itertools.pairwise(local))
+        if not (local and ascending and local[0] >= 0 and local[-1] < self.ranks):
+            raise ValueError(f"local ranks must be ascending ranks of {self.ranks}")
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,221 @@
+"""Storage node, cache and watch among hostile clients, with a good client beside them: none of them
+dies, the good client sees no error, and memory stays bounded."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from lightning_dlres.core.net import Client
+from lightning_dlres.pipeline import heartbeat
+from lightning_dlres.pipeline.liveness import Watch
+from lightning_dlres.prefetch import messages
+from lightning_dlres.prefetch.loader import PrefetchLoader
+from lightning_dlres.prefetch.options import host_config
+from lightning_dlres.prefetch.storage import protocol
+from lightning_dlres.prefetch.storage.listings import open_reader
+from lightning_dlres.prefetch.storage.nodes import NodeStorage
+from lightning_dlres.prefetch.storage.server import StoreNode
+from tests.core.hostile import BANNERS, connect_raw, frame, greet, malformed, resident_bytes
+from tests.waiting import wait_until
+
+# Messages for each of the three.
+COUNTS = [
+    pytest.param(700, id="some"),
+    pytest.param(34_000, id="many", marks=pytest.mark.exhaustive),
+]
+SAMPLES = 40
+SECONDS = 30.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "files"
+    root.mkdir()
+    for number in range(SAMPLES):
+        (root / f"{number:02d}").write_bytes(bytes([number]) * 500)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def attack(
+    stack: ExitStack,
+    endpoint: str,
+    count: int,
+    kinds: list[str],
+    typed: list[bytes],
+    good: Callable[[], None],
+) -> None:
+    """Send a server so many hostile messages; use it as a good client does in between."""
+    draw = random.Random(count)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    slow = connect_raw(stack, endpoint)
+    greet(slow, b"slow")
+    half_open = [connect_raw(stack, endpoint) for _ in range(5)]
+    half_open[0].sendall(BANNERS["half a greeting"])
+    banners = itertools.cycle(BANNERS.values())
+    hostile = malformed(draw, kinds, typed)
+    bare: zmq.Socket[bytes] | None = None
+    for number in range(count):
+        if number % 50 == 0:
+            if bare is not None:
+                bare.close(linger=int(1000 * SECONDS))
+            bare = context.socket(zmq.DEALER)
+            bare.setsockopt(zmq.SNDTIMEO, 20_000)
+            if number % 100:
+                bare.setsockopt(zmq.IDENTITY, f"hostile {number}".encode())
+            bare.connect(endpoint)
+            with ExitStack() as passing, suppress(OSError):
+                raw = connect_raw(passing, endpoint)
+                raw.sendall(next(banners) + draw.randbytes(draw.randrange(100)))
+                claims = connect_raw(passing, endpoint)
+                greet(claims)
+                claims.sendall(frame(b"x", more=bool(number % 3), claimed=1 << 40))
+        assert bare is not None
+        frames = next(hostile)
+        bare.send_multipart(frames)
+        if number % 10 == 0:
+            # It never reads what it is answered, and is closed at some time.
+            with suppress(OSError):
+                for at, part in enumerate(frames):
+                    slow.sendall(frame(part, more=at + 1 < len(frames)))
+        if number % 100 == 0:
+            good()
+    good()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_storage_node(stack: ExitStack, folder: Path, count: int) -> None:
+    node = stack.enter_context(StoreNode(open_reader(folder)))
+    storage = NodeStorage([node.endpoint], timeout=SECONDS)
+    stack.callback(storage.close)
+    came = threading.Event()
+    storage.on_reply = came.set
+    tickets = itertools.count()
+
+    def good() -> None:
+        came.clear()
+        storage.submit(next(tickets), 0, np.arange(SAMPLES, dtype=np.uint32))
+        assert came.wait(2 * SECONDS)
+        (reply,) = storage.replies()
+        assert isinstance(reply.data, np.ndarray), reply.data
+        assert reply.data.tobytes() == b"".join(bytes([n]) * 500 for n in range(SAMPLES))
+
+    good()
+    before = resident_bytes()
+    typed = [
+        np.arange(SAMPLES, dtype="<u4").tobytes(),
+        np.zeros(10_000, "<u4").tobytes(),
+        msgspec.msgpack.encode(protocol.PartWish(0, SAMPLES)),
+    ]
+    attack(stack, node.endpoint, count, [protocol.HELLO, protocol.TABLE, protocol.GET], typed, good)
+    wait_until(lambda: node.refused > count // 4, "most of it has come and was refused")
+    assert resident_bytes() < 2 * before + (64 << 20)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_cache(stack: ExitStack, folder: Path, tmp_path: Path, count: int) -> None:
+    config = host_config(folder, storage="files", capacity="64KiB", prefetch=8)
+    loader = PrefetchLoader(
+        "fuzz", config, batch_size=SAMPLES, decode=lambda sample: sample.number, shuffle=False
+    )
+    stack.enter_context(closing(loader))
+    joined = loader.data_set
+
+    def good() -> None:
+        (batch,) = loader
+        assert batch.tolist() == list(range(SAMPLES))
+        assert loader.client.joined.pid == joined.pid
+
+    good()
+    before = resident_bytes(joined.pid)
+    begin = {
+        "generation": 1 << 40,
+        "seed": 0,
+        "epoch": 0,
+        "shuffle": True,
+        "consumed": 0,
+        "ranks": 1,
+        "local_ranks": (0,),
+        "batch": 1,
+        "tail": "pad",
+        "more": False,
+    }
+    wrong = [("ranks", 1 << 62), ("batch", 1 << 62), ("local_ranks", (-1,)), ("local_ranks", ())]
+    wrong += [
+        ("consumed", 1 << 40),
+        ("consumed", -1),
+        ("tail", "none"),
+        ("local_ranks", (1 << 62,)),
+    ]
+    typed = [msgspec.msgpack.encode({**begin, key: value}) for key, value in wrong]
+    typed += [
+        msgspec.msgpack.encode(messages.Join(messages.fingerprint(config))),
+        messages.pack_take(0, 1 << 40, np.arange(5, dtype=np.uint32)),
+        messages.pack_release([0, 1, -1]),
+    ]
+    kinds = [messages.BEGIN, messages.TAKE, messages.RELEASE, messages.METRICS, messages.LEAVE]
+    # One that belongs to it, and is wrong in what it says.
+    member = Client("member", f"ipc://{socket_of(tmp_path)}")
+    stack.callback(member.close)
+    member.send(messages.JOIN, typed[-3])
+    assert member.expect(SECONDS, "a welcome").kind == messages.JOINED
+    for payload in typed:
+        member.send(messages.BEGIN, payload)
+        assert member.expect(SECONDS, "a refusal").kind == messages.FAILED
+    member.send(messages.LEAVE)
+    assert member.expect(SECONDS, "a goodbye").kind == messages.LEFT
+    attack(stack, f"ipc://{socket_of(tmp_path)}", count, kinds, typed, good)
+    assert resident_bytes(joined.pid) < 2 * before + (64 << 20)
+
+
+def socket_of(base: Path) -> Path:
+    return base / f"dlres-{os.getuid()}" / "fuzz" / "cache.sock"
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_watch(stack: ExitStack, count: int) -> None:
+    killed = threading.Event()
+    hub = Watch.host(["rank 0", "rank 1"], deadline=SECONDS, grace=0.0, kill=killed.set)
+    stack.callback(hub.close)
+    invited = msgspec.msgpack.decode(hub.invitation, type=heartbeat.Invitation)
+    member = Watch.join(1, hub.invitation, grace=0.0, kill=killed.set)
+    stack.callback(member.close)
+    before = resident_bytes()
+    typed = [msgspec.msgpack.encode(heartbeat.Note(bytes(32), n, n, "false")) for n in (-1, 0, 1)]
+
+    def good() -> None:
+        hub.check()
+        member.check()
+        assert not killed.is_set()
+
+    kinds = [heartbeat.HEARTBEAT, heartbeat.ABORT, heartbeat.GOODBYE, heartbeat.CONFIRM]
+    attack(stack, invited.endpoint, count, kinds, typed, good)
+    refusals = hub._side.refusals
+    wait_until(lambda: refusals.count > count // 4, "most of it has come and was refused")
+    member.announce("a true alarm")
+    assert hub.failed.wait(SECONDS)
+    assert hub.failure is not None
+    assert "a true alarm" in hub.failure.message
+    assert resident_bytes() < 2 * before + (64 << 20)
