@@ -30,6 +30,10 @@ from tests.pool import RankPool, python_environ
 MARK = "DLRES_TEST_SCRIPT"
 LINE_POLL_SECONDS = 0.05
 
+# Threads of torch that wait for each other spin, beside other workers for most of their time. It
+# has to be said before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and whatever these start inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
