@@ -7,7 +7,7 @@ what is logged are computed both ways, and a difference is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.digest import digest
 from lightning_dlres.pipeline.microbatch import cut
-from lightning_dlres.strategies.attributes import changed_lists
+from lightning_dlres.strategies.attributes import changed_lists, not_sent
 from lightning_dlres.strategies.records import LogRecord, merge_parts
 from lightning_dlres.strategies.step import LightningStep
 
@@ -29,7 +29,10 @@ _COARSE = 2e-2
 
 
 def why_not_by_parts(
-    make_step: Callable[[], LightningStep], output: Tree, sizes: Sequence[int]
+    make_step: Callable[[], LightningStep],
+    output: Tree,
+    sizes: Sequence[int],
+    compares_values: bool = True,
 ) -> str | None:
     """Return why the step cannot be computed micro-batch by micro-batch; None if it can.
 
@@ -37,6 +40,7 @@ def why_not_by_parts(
         make_step: returns a fresh step over the batch.
         output: the module's output for the whole batch.
         sizes: samples of every micro-batch.
+        compares_values: whether all runs must leave the same on the module.
 
     Metrics and random state are left as they were.
     """
@@ -66,6 +70,8 @@ def why_not_by_parts(
         whole.undo_metrics()
         rewind_random_state()
     reason = _loss_difference(loss, part_loss) or unlike_gradient
+    if reason is None and compares_values:
+        reason = why_values_vary([*whole.effects, *parts.effects])
     reason = reason or _log_difference(logs, part_logs)
     if reason is None and unlike is not None:
         return f"the metric {unlike!r} is another one for the batch than from its micro-batches"
@@ -85,20 +91,36 @@ def why_no_longer_by_parts(
         return f"training_step logged {names[0]} for one micro-batch and {other} for another"
     for record in records:
         once = record["once"]
-        reason = _why_once(once["lists"], once["buffers"], [], record["logger"])
+        reason = _why_once(once["lists"], once["buffers"], [], record["logger"], once["kept"])
         if reason is not None:
             return reason
+    return None
+
+
+def why_values_vary(runs: Sequence[Mapping[str, int]]) -> str | None:
+    """Return what runs of a step leave otherwise, by the numbers of their changes; None if
+    nothing."""
+    for other in runs:
+        for path in sorted(runs[0].keys() | other.keys()):
+            if runs[0].get(path) != other.get(path):
+                where = f"self.{path}" if path else "an attribute"
+                return f"training_step leaves other values in {where} for every micro-batch"
     return None
 
 
 def _once_per_batch(step: LightningStep) -> str | None:
     extra = [str(key) for key in step.extra or ()]
     lists = changed_lists(step.changed_attributes)
-    return _why_once(lists, step.changed_buffers, sorted(extra), step.logger_calls[-1])
+    kept = sorted(not_sent(step.changed_attributes))
+    return _why_once(lists, step.changed_buffers, sorted(extra), step.logger_calls[-1], kept)
 
 
 def _why_once(
-    lists: Sequence[str], buffers: Sequence[str], extra: Sequence[str], logged: Sequence[Any]
+    lists: Sequence[str],
+    buffers: Sequence[str],
+    extra: Sequence[str],
+    logged: Sequence[Any],
+    kept: Sequence[str],
 ) -> str | None:
     if lists:
         return f"training_step adds to the list self.{lists[0]}, once per batch"
@@ -106,6 +128,8 @@ def _why_once(
         return f"training_step changes the buffer {buffers[0]!r}, once per batch"
     if extra:
         return f"training_step returns {extra[0]!r} beside the loss, for the whole batch"
+    if kept:
+        return f"training_step makes a new object for self.{kept[0]}, once per batch"
     if logged:
         return "training_step calls the logger itself, once per batch"
     return None

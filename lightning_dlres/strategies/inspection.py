@@ -65,7 +65,10 @@ def inspect_step(context: StepContext, batch: Any) -> Findings:
     args = (batch, 0) if takes_index else (batch,)
     rewind_random_state = rng.held(context.device)
     guard, findings = LayerTensorGuard(), Findings()
-    step, run = LightningStep(context, args, untouched=True), _Layers(context, guard, findings)
+    step, run = (
+        LightningStep(context, args, untouched=True, trial=True),
+        _Layers(context, guard, findings),
+    )
     try:
         with torch.enable_grad(), run.put_back():
             loss, records = step.try_out(guard, run.through)

@@ -142,7 +142,7 @@ def _measure_loss(
     try:
         with torch.enable_grad():
             for run in range(repeats + 1):
-                step = LightningStep(context, args, untouched=True)
+                step = LightningStep(context, args, untouched=True, trial=True)
                 caches.overwrite()
                 start = clock.now()
                 # Counting bytes takes time: in the run that warms up.

@@ -7,7 +7,7 @@ epoch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -64,6 +64,18 @@ class MetricStates:
     def __init__(self, root: nn.Module) -> None:
         self.metrics = {name: m for name, m in root.named_modules() if isinstance(m, Metric)}
         self._collections = [m for m in root.modules() if isinstance(m, MetricCollection)]
+
+    def add(self, loose: Mapping[str, nn.Module]) -> None:
+        """Take in metrics, and collections of them, that are no submodules."""
+        known = set(map(id, self.metrics.values()))
+        for path, module in loose.items():
+            if id(module) in known:
+                continue
+            for name, inner in module.named_modules(prefix=path):
+                if isinstance(inner, Metric):
+                    self.metrics[name] = inner
+                elif isinstance(inner, MetricCollection) and inner not in self._collections:
+                    self._collections.append(inner)
 
     def name_of(self, metric: Metric) -> str | None:
         """Return a metric's name in the module."""

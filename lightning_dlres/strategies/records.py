@@ -67,7 +67,8 @@ class LogRecord:
 
 @contextmanager
 def recording(module: LightningModule) -> Iterator[list[LogRecord]]:
-    """While active, `self.log` and `self.log_dict` of the module write into the yielded list."""
+    """While active, `self.log` and `self.log_dict` of the module write into the yielded list, and
+    `self.print` prints on this rank, too."""
     records: list[LogRecord] = []
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -76,14 +77,15 @@ def recording(module: LightningModule) -> Iterator[list[LogRecord]]:
         )
         records.append(LogRecord(name, value, {**named, **options}))
 
-    saved = module.__dict__.get("log")
-    module.__dict__["log"] = log
+    replaced = {"log": log, "print": print}
+    saved = {name: module.__dict__[name] for name in replaced if name in module.__dict__}
+    module.__dict__.update(replaced)
     try:
         yield records
     finally:
-        module.__dict__.pop("log", None)
-        if saved is not None:
-            module.__dict__["log"] = saved
+        for name in replaced:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(saved)
 
 
 def merge_parts(parts: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> list[LogRecord]:

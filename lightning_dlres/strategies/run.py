@@ -107,10 +107,10 @@ class PipelineRun:
         self._layers = self.pipelined.layers
         self._undo = ExitStack()
         metrics = MetricStates(module)
-        self._undo.enter_context(never_synchronised(metrics.metrics.values))
         self._context = StepContext(
             module, self.pipelined, metrics, device, self._current_context, options.split_batch
         )
+        self._undo.enter_context(never_synchronised(self._context.all_metrics))
 
     def deploy(
         self, trainer: Trainer, previous: PipelinePlan | None, optimizers: Sequence[Optimizer]

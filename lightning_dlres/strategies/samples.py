@@ -105,7 +105,9 @@ def read_samples(
         for part in batches:
             args = (part, 0) if takes_index else (part,)
             with torch.no_grad():
-                inputs.append(LightningStep(context, args, untouched=True).module_inputs())
+                inputs.append(
+                    LightningStep(context, args, untouched=True, trial=True).module_inputs()
+                )
         known = min(microbatches, batch or microbatches)
         return ProfileSamples(inputs, batches, known, together)
     finally:

@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.microbatch import cut_batch
-from lightning_dlres.strategies.attributes import PlainAttributes, changed_lists
+from lightning_dlres.strategies.attributes import (
+    Loan,
+    UserState,
+    changed_lists,
+    fingerprints,
+    not_sent,
+)
 from lightning_dlres.strategies.capture import PipelinedModule
 from lightning_dlres.strategies.guard import (
     ForeignWeightGuard,
@@ -28,7 +35,9 @@ from lightning_dlres.strategies.layer_tensors import LayerTensors
 from lightning_dlres.strategies.loggers import LoggerCall, recording_loggers
 from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.normalisers import NormaliserRecorder
+from lightning_dlres.strategies.one_device import alone
 from lightning_dlres.strategies.outer_buffers import OuterBuffers
+from lightning_dlres.strategies.printing import printing_held
 from lightning_dlres.strategies.records import LogRecord, recording
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
@@ -65,6 +74,20 @@ class StepContext:
     split_batch: SplitBatch | None = None
     leftovers: LayerTensors = field(default_factory=LayerTensors)
 
+    def __post_init__(self) -> None:
+        layers = self.pipelined.layers
+        callbacks = self.module.trainer.callbacks  # type: ignore[attr-defined]
+        self.state = UserState(layers.outer_modules, layers.modules, callbacks)
+
+    def see_metrics(self) -> None:
+        """Look for metrics that are no submodules; user code may make them at any time."""
+        self.metrics.add(self.state.loose_metrics())
+
+    def all_metrics(self) -> list[Metric]:
+        """Return the metrics of the module, of what it refers to, and of callbacks."""
+        self.see_metrics()
+        return list(self.metrics.metrics.values())
+
 
 @dataclass
 class LightningStep:
@@ -74,6 +97,7 @@ class LightningStep:
         args: arguments of `training_step`; the first is the batch.
         untouched: whether the batch must stay as it is, because the step will run on it again; user
             code may change it in place.
+        trial: whether nothing but its loss is asked for: what it logs and prints is left out.
         logs: records of every run of the step, in the order of micro-batches.
         losses: loss of every run.
         logger_calls: what every run gave to the loggers themselves.
@@ -86,6 +110,7 @@ class LightningStep:
     context: StepContext
     args: tuple[Any, ...]
     untouched: bool = False
+    trial: bool = False
     logs: list[list[LogRecord]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     logger_calls: list[list[LoggerCall]] = field(default_factory=list)
@@ -95,12 +120,14 @@ class LightningStep:
 
     def __post_init__(self) -> None:
         self._rewind_random_state = rng.held(self.context.device)
-        self._attributes = PlainAttributes(self.context.module)
-        self._attributes_before = self._attributes.snapshot()
+        self.context.see_metrics()
+        self._kept: dict[Any, Any] = {}
         self._buffers = OuterBuffers(self.context.pipelined.layers, self.context.device)
         self._buffers_before = self._buffers.snapshot()
         self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
-        self._once: dict[str, set[str]] = {"lists": set(), "buffers": set()}
+        self._once: dict[str, set[str]] = {"lists": set(), "buffers": set(), "kept": set()}
+        self._printed: list[str] = []
+        self._effects: list[dict[str, int]] = []
         self._metrics_before = (
             self.context.metrics.snapshot() if self.context.metrics.metrics else {}
         )
@@ -134,7 +161,7 @@ class LightningStep:
     ) -> tuple[Tensor, list[LogRecord]]:
         """Run the whole step with `through` as the module; return the loss and what was logged."""
         module = self.context.module
-        with self._own_state(), recording(module) as records:
+        with self._own_state(made=guard.made), recording(module) as records:
             with self._inside(guard), self._answering(through):
                 result = module.training_step(*self._own_args())
         return self._loss_of(result, whole=True), records
@@ -153,18 +180,22 @@ class LightningStep:
             if not self.logs:
                 self.context.metrics.reset()
         module = self.context.module
-        with self._own_state() as calls, recording(module) as records:
+        loud = not self.trial and not self.logs
+        with self._own_state(loud) as (calls, loan), recording(module) as records:
             with self._inside(guard), self._answering(lambda inputs: output):
                 result = module.training_step(*args)
             stops = self._changes["should_stop"] or bool(module.trainer.should_stop)
             self._changes = {
-                "attributes": self._attributes.changes_since(self._attributes_before),
+                "attributes": loan.changes(),
                 "buffers": self._buffers.changes_since(self._buffers_before),
                 "should_stop": stops,
             }
         # A micro-batch before the last may be the only one to change them.
         self._once["lists"].update(changed_lists(self._changes["attributes"]))
         self._once["buffers"].update(self._changes["buffers"])
+        self._once["kept"].update(not_sent(self._changes["attributes"]))
+        self._effects.append(fingerprints(self._changes["attributes"]))
+        self._kept = loan.kept
         loss = self._loss_of(result, len(sizes) == 1 or microbatch is None)
         self._refuse_use_of_layers([loss])
         if isinstance(guard, NormaliserRecorder):
@@ -188,6 +219,8 @@ class LightningStep:
             "logger": [call.to_tree() for calls in self.logger_calls for call in calls],
             "metrics": state,
             **self._changes,
+            "printed": self._printed[0],
+            "effects": self._effects,
             "once": {kind: sorted(names) for kind, names in self._once.items()},
             "extra": self.extra,
             "normalisers": self.normalisers,
@@ -197,8 +230,13 @@ class LightningStep:
 
     @property
     def changed_attributes(self) -> Tree:
-        """Which plain attributes of the module the last run has changed."""
+        """What the last run has changed of the user's state."""
         return self._changes["attributes"]
+
+    @property
+    def effects(self) -> list[dict[str, int]]:
+        """For every run a number for each change of the user's state."""
+        return self._effects
 
     @property
     def changed_buffers(self) -> list[str]:
@@ -207,7 +245,7 @@ class LightningStep:
 
     def follow(self, records: Sequence[Tree]) -> None:
         """Make everything on the module what the step left on the ranks that recorded it."""
-        self._attributes.apply(records[0]["attributes"])
+        self.context.state.apply(records[0]["attributes"], self._kept)
         self._buffers.apply(records[0]["buffers"])
         if any(record["should_stop"] for record in records):
             self.context.module.trainer.should_stop = True
@@ -218,24 +256,31 @@ class LightningStep:
             self.context.metrics.restore(self._metrics_before)
 
     @contextmanager
-    def _own_state(self) -> Iterator[list[LoggerCall]]:
-        """Let the step change copies of what it may change on the module, and take them back;
-        yields what it gives to the loggers."""
+    def _own_state(
+        self, loud: bool = False, made: LayerTensors | None = None
+    ) -> Iterator[tuple[list[LoggerCall], Loan]]:
+        """Context manager that lets the step change copies of the user's state, and takes them
+        back.
+
+        Yields:
+            What the step gives to the loggers, and what it has of the state.
+        """
         trainer = self.context.module.trainer
         stopping = trainer.should_stop
-        self._attributes.lend(self._attributes_before)
+        loan = self.context.state.lend(self.context.leftovers)
         self._buffers.lend(self._buffers_before)
         try:
-            with recording_loggers(trainer.loggers) as calls:
-                yield calls
+            with recording_loggers(trainer.loggers) as calls, printing_held(loud) as text:
+                yield calls, loan
+            self._printed.append(text.getvalue())
         finally:
-            self._attributes.restore(self._attributes_before)
+            loan.take_back(made)
             self._buffers.restore(self._buffers_before)
             trainer.should_stop = stopping
 
     @contextmanager
     def _inside(self, guard: ForeignWeightGuard) -> Iterator[None]:
-        with self.context.precision(), guard:
+        with self.context.precision(), alone("training_step"), guard:
             yield
 
     def _watch_gradients(self, output: Tree) -> None:

@@ -3,6 +3,7 @@ returns to Lightning."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,12 @@ from lightning_dlres.pipeline.partition import ModelLayers
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.runtime import Runtime
 from lightning_dlres.pipeline.training import TrainingStep, TrainResult
+from lightning_dlres.strategies.attributes import not_sent
 from lightning_dlres.strategies.check import (
     refuse,
     why_no_longer_by_parts,
     why_not_by_parts,
+    why_values_vary,
 )
 from lightning_dlres.strategies.delivery import with_gradients, without_gradients
 from lightning_dlres.strategies.guard import ForeignWeightGuard
@@ -67,6 +70,7 @@ class StepRunner:
         self.schedule = "1f1b" if schedule == "auto" else schedule
         self.changing: list[Tensor] = []
         self._steps = 0
+        self._not_sent: set[str] = set()
         self._doubts = 0
         self._evaluations = 0
 
@@ -156,6 +160,8 @@ class StepRunner:
         """Fall back, with everything as it was before the step, if the batch that was just run by
         parts cannot be. All ranks have the same records, and decide alike."""
         reason = why_no_longer_by_parts(result.records, self._logs_of(result))
+        if reason is None and self.may_change:
+            reason = why_values_vary([run for r in result.records for run in r["effects"]])
         doubt = reason or why_doubtful(result.records, result.sizes, gradients=scale == 1.0)
         if doubt is None:
             return
@@ -183,7 +189,7 @@ class StepRunner:
         runtime, context = self.runtime, self.context
         rewind_random_state = rng.held(context.device)
         inputs = (
-            LightningStep(context, args, untouched=True).module_inputs()
+            LightningStep(context, args, untouched=True, trial=True).module_inputs()
             if runtime.is_first
             else None
         )
@@ -207,7 +213,10 @@ class StepRunner:
             sizes = microbatch_sizes(samples_in(output) or 1, runtime.microbatches)
             reason = (
                 why_not_by_parts(
-                    lambda: LightningStep(context, args, untouched=True), output, sizes
+                    lambda: LightningStep(context, args, untouched=True, trial=True),
+                    output,
+                    sizes,
+                    self.may_change,
                 )
                 if len(sizes) > 1
                 else None
@@ -257,9 +266,21 @@ class StepRunner:
         module = self.context.module
         for log in merged:
             log.replay(module)
+        if module.trainer.is_global_zero:
+            sys.stdout.write(records[0]["printed"])
+        self._say_what_is_not_sent(records[0])
         for call in records[-1]["logger"]:
             LoggerCall.make(call, module.trainer.loggers)
         return loss, records[0]["extra"]
+
+    def _say_what_is_not_sent(self, record: Tree) -> None:
+        for path, kind in not_sent(record["attributes"]).items():
+            if path not in self._not_sent:
+                self._not_sent.add(path)
+                self.say(
+                    f"dlres: training_step makes self.{path} a {kind}, which cannot be sent to "
+                    "other ranks: it is on the last stage only."
+                )
 
 
 class _Before:

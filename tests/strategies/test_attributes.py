@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
-from lightning_dlres.strategies.attributes import PlainAttributes
+from lightning_dlres.strategies.attributes import UserState
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import QUICK
 from tests.zoo import QUIET, Samples
@@ -93,16 +93,20 @@ def test_1f1b_refuses_a_list_that_grows(pool: RankPool) -> None:
         assert "self.outputs" in outcome.error_message
 
 
+def state_of(module: LightningModule) -> UserState:
+    return UserState(lambda: [("", module)])
+
+
 def test_lists_stay_the_same_objects() -> None:
     module = Counts(True)
-    attributes, alias = PlainAttributes(module), module.outputs
-    base = attributes.snapshot()
+    state, alias = state_of(module), module.outputs
+    loan = state.lend()
     module.outputs.append(torch.ones(()))
-    changes = attributes.changes_since(base)
+    changes = loan.changes()
     assert list(changes) == ["outputs"]
-    attributes.restore(base)
+    loan.take_back()
     assert alias == []
-    attributes.apply(changes)
+    state.apply(changes, loan.kept)
     assert alias is module.outputs
     assert len(alias) == 1
 
@@ -110,12 +114,10 @@ def test_lists_stay_the_same_objects() -> None:
 def test_what_a_run_deletes_or_adds_is_undone_before_the_next() -> None:
     module: Any = Counts(True)
     module.best, module.last = None, 3
-    attributes = PlainAttributes(module)
-    base = attributes.snapshot()
     for _ in range(2):
-        attributes.lend(base)
+        loan = state_of(module).lend()
         del module.best, module.last
         module.added = 1
-        attributes.restore(base)
+        loan.take_back()
         assert (module.best, module.last) == (None, 3)
         assert not hasattr(module, "added")
