@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_dlres._compat import is_compiled
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
+from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import MemoryOptions
 from lightning_dlres.memory.picture import draw_memory
@@ -44,7 +45,12 @@ class TrainingSteps:
             )
         self._options, self._trainer, self._what = options, trainer, what
         # The directory is looked at now, not when the first step is over.
-        options.on(trainer.strategy.root_device, self._ranks_on_host())
+        settings = options.on(trainer.strategy.root_device, self._ranks_on_host())
+        if "compress" in options.actions and Action.COMPRESS not in settings.actions:
+            rank_zero_info(
+                f"{what}: without numba-cuda nothing is compressed on a GPU. Install it: "
+                "pip install 'lightning-dlres[cuda]'."
+            )
         self.offloader: Offloader | None = None
         self._open: ExitStack | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from mmap import PAGESIZE
 from pathlib import Path
 
 import torch
@@ -38,13 +39,15 @@ class Slab:
 
     def __init__(self, nbytes: int, directory: Path | None = None, pinned: bool = False) -> None:
         self.nbytes = nbytes
-        self.data: Tensor = (
-            torch.empty(nbytes, dtype=torch.uint8)
-            if directory is None
-            else _mapped(nbytes, directory)
-        )
-        if pinned and directory is None and nbytes:
+        self.data: Tensor
+        if directory is not None:
+            self.data = _mapped(nbytes, directory)
+        elif pinned and nbytes:
+            self.data = _whole_pages(nbytes)
             _pin(self.data)
+            self.data = self.data[:nbytes]
+        else:
+            self.data = torch.empty(nbytes, dtype=torch.uint8)
 
     def piece(self, offset: int, nbytes: int) -> Tensor:
         """Return uint8[nbytes], a view from this offset on."""
@@ -59,6 +62,15 @@ class Slab:
 def aligned(nbytes: int) -> int:
     """Return what a piece of so many bytes takes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _whole_pages(nbytes: int) -> Tensor:
+    """Return pages of memory that hold so many bytes, and nothing else: CUDA refuses to lock a page
+    that it has locked for another slab."""
+    pages = -(-nbytes // PAGESIZE) * PAGESIZE
+    memory = torch.empty(pages + PAGESIZE, dtype=torch.uint8)
+    first = -memory.data_ptr() % PAGESIZE
+    return memory[first : first + pages]
 
 
 def _pin(data: Tensor) -> None:

@@ -8,6 +8,8 @@ elements in order. The mask is as long as whole 64-bit words, which keeps the el
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,11 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 
 WIDTHS = (1, 2, 4)
 _SAMPLES, _SAMPLE_ELEMENTS = 32, 64
+
+
+def runs_on_gpus() -> bool:
+    """Return whether what compiles the kernels for GPUs is installed."""
+    return find_spec("numba_cuda") is not None
 
 
 def mask_bytes(count: int) -> int:

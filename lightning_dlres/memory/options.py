@@ -14,6 +14,7 @@ import torch
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.units import parse_bytes
+from lightning_dlres.kernels import zvc
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.plan import MemoryPlan
 from lightning_dlres.memory.settings import Settings, TierSettings
@@ -103,9 +104,9 @@ class MemoryOptions:
             ranks_on_host: which share the host's memory, and the device if that is the CPU.
 
         Raises:
-            ConfigError: the directory is not there.
+            ConfigError: the directory is not there, or the GPU cannot compress.
         """
-        names = set(self.actions)
+        names = self._actions_on(device)
         actions = [Action.KEEP]
         if "compress" in names:
             actions.append(Action.COMPRESS)
@@ -139,6 +140,18 @@ class MemoryOptions:
                 f", got one that moves them to {', '.join(sorted(wanted))}. Leave it out, so that "
                 "one is made."
             )
+
+    def _actions_on(self, device: torch.device) -> set[str]:
+        names = set(self.actions)
+        if device.type != "cuda" or "compress" not in names or zvc.runs_on_gpus():
+            return names
+        if names != set(DEFAULT_ACTIONS):
+            raise ConfigError(
+                "actions must be without 'compress' on a GPU without numba-cuda, got "
+                f"{list(self.actions)}. Install it: pip install 'lightning-dlres[cuda]'."
+            )
+        # Nobody has asked for it.
+        return names - {"compress"}
 
     def _device_limit(self, device: torch.device, ranks_on_host: int) -> float | str:
         if self.budget == "min":

@@ -3,14 +3,23 @@ counts."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.codecs import ZeroValue
+from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.copies import StreamCopies
+from lightning_dlres.memory.gpu import CudaGpu
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import ACTIONS, MemoryOptions
+from lightning_dlres.memory.saved import Datum, Ledger, Order
+from lightning_dlres.memory.spans import span_of
+from lightning_dlres.memory.storages import SeenStorages
+from lightning_dlres.memory.tiers import SlabTier
 from tests.memory.networks import CASES
 from tests.memory.test_reuse import LAYERS, Layers, Refusing, engine, require_same, trained
 from tests.zoo import Block
@@ -87,6 +96,96 @@ def test_the_predicted_peak_is_what_torch_counts(way: str) -> None:
     assert offloader is not None
     assert offloader.plan is not None
     assert offloader.measured.device_peak == pytest.approx(offloader.plan.peak, rel=0.03)
+
+
+def test_compressed_data_free_their_memory() -> None:
+    def held() -> int:
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    gpu, ledger = CudaGpu(DEVICE), Ledger()
+    tensor = torch.relu(torch.randn(1 << 22, device=DEVICE) - 1)
+    expected = tensor.cpu()
+    room = int(ZeroValue().encode(tensor, density=0.0).nbytes * 1.1)
+    before = held()
+    datum = Datum(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
+    assert datum.obey(Order(Action.COMPRESS, room=room, gpu=gpu))
+    reader = datum.read_by(tensor)
+    del tensor
+    datum.settle()
+    assert before - held() > expected.nbytes - room - (1 << 16)
+    assert torch.equal(datum.tensor_for(reader).cpu(), expected)
+
+
+def test_memory_that_has_left_is_given_out_again_at_once() -> None:
+    gpu = CudaGpu(DEVICE)
+    copies, tier = StreamCopies(gpu), SlabTier(64 << 20, None, pinned=True)
+    first, second = (tier.take(32 << 20) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    source = torch.full((32 << 20,), 3, dtype=torch.uint8, device=DEVICE)
+    address = source.data_ptr()
+    leaving = copies.out(source, first.data)
+    other = torch.full((32 << 20,), 4, dtype=torch.uint8, device=DEVICE)
+    copies.out(other, second.data)
+    leaving.wait()
+    del source, leaving
+    again = torch.full((32 << 20,), 5, dtype=torch.uint8, device=DEVICE)
+    assert again.data_ptr() == address
+    copies.finish()
+    assert bool((first.data == 3).all())
+    assert bool((second.data == 4).all())
+
+
+def test_a_slab_stays_locked_while_it_is_copied() -> None:
+    gpu = CudaGpu(DEVICE)
+    copies, source = StreamCopies(gpu), torch.ones(64 << 20, dtype=torch.uint8, device=DEVICE)
+    for _ in range(4):
+        tier = SlabTier(64 << 20, None, pinned=True)
+        parcel = tier.take(64 << 20)
+        assert parcel is not None
+        copies.out(source, parcel.data)
+        copies.back(parcel.data, DEVICE)
+        del tier, parcel
+    copies.finish()
+    torch.cuda.synchronize()
+
+
+def test_tensors_of_the_host_stay() -> None:
+    weight = torch.randn(256, 256, requires_grad=True)
+
+    def step() -> Tensor:
+        weight.grad = None
+        on_gpu = (weight.relu() * weight).to(DEVICE)
+        (on_gpu.relu() * on_gpu).sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    expected = step()
+    settings = MemoryOptions("min", min_size=1, actions=["offload"]).on(DEVICE)
+    offloader = Offloader(nn.Identity(), settings, DEVICE)
+    for _ in range(5):
+        with offloader.step("one", [weight], lambda: [weight]):
+            found = step()
+        assert torch.equal(found, expected)
+    assert offloader.profile is not None
+    # The copy on the GPU, and what its ReLU makes.
+    assert len(offloader.profile.data) == 2
+
+
+def test_planned_steps_leave_the_users_most_bytes_alone() -> None:
+    x = torch.randn(1 << 20, device=DEVICE, requires_grad=True)
+    settings = MemoryOptions("min", min_size=1, actions=["offload"]).on(DEVICE)
+    offloader = Offloader(nn.Identity(), settings, DEVICE)
+    before = 0
+    for number in range(6):
+        if number == 4:
+            assert offloader.plan is not None
+            torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
+            before = torch.cuda.max_memory_allocated()
+        with offloader.step("one", [], lambda: [x]):
+            x.exp().sin().sum().backward()
+    assert torch.cuda.max_memory_allocated() >= before > 64 << 20
 
 
 @pytest.mark.parametrize("name", LAYERS)

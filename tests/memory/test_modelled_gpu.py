@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from math import inf
+from mmap import PAGESIZE
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 
 from lightning_dlres.codecs import ZeroValue
 from lightning_dlres.core._compat import LiveBytes
-from lightning_dlres.core.slab import aligned
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.slab import Slab, aligned
+from lightning_dlres.kernels import zvc
 from lightning_dlres.memory.actions import Action
 from lightning_dlres.memory.copies import StreamCopies
 from lightning_dlres.memory.engine import SavedTensors
 from lightning_dlres.memory.links import measure_copies, measure_link
 from lightning_dlres.memory.offloader import Offloader
+from lightning_dlres.memory.options import MemoryOptions
 from lightning_dlres.memory.saved import Datum, Ledger, Order
 from lightning_dlres.memory.settings import Settings, TierSettings
 from lightning_dlres.memory.spans import span_of
@@ -211,3 +215,29 @@ def test_measuring_takes_little_of_a_gpu(gpu: FakeGpu) -> None:
     with LiveBytes() as live:
         assert 0 < measure_copies(CPU, gpu) < inf
     assert live.peak <= 64 << 20
+
+
+def test_a_gpu_without_numba_cuda_does_not_compress(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    assert Action.COMPRESS in MemoryOptions("min").on(device).actions
+    monkeypatch.setattr(zvc, "runs_on_gpus", lambda: False)
+    assert Action.COMPRESS not in MemoryOptions("min").on(device).actions
+    assert Action.BOTH not in MemoryOptions("min").on(device).actions
+    assert Action.COMPRESS in MemoryOptions("min").on(CPU).actions
+    with pytest.raises(ConfigError, match="pip install 'lightning-dlres"):
+        MemoryOptions("min", actions=["compress", "offload"]).on(device)
+
+
+def test_locked_pages_belong_to_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[range] = []
+
+    def pin(data: Tensor) -> None:
+        pages = range(data.data_ptr() // PAGESIZE, (data.data_ptr() + data.numel()) // PAGESIZE)
+        assert data.data_ptr() % PAGESIZE == data.numel() % PAGESIZE == 0
+        assert all(set(pages).isdisjoint(other) for other in locked)
+        locked.append(pages)
+
+    monkeypatch.setattr("lightning_dlres.core.slab._pin", pin)
+    slabs = [Slab(nbytes, pinned=True) for nbytes in (1, 700, 5000, 3, 3)]
+    assert [slab.data.numel() for slab in slabs] == [1, 700, 5000, 3, 3]
+    assert len(locked) == 5
