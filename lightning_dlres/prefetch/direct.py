@@ -26,6 +26,8 @@ from lightning_dlres.prefetch.storage.listings import open_reader
 # Batches that are read ahead to begin with: more would only push each other out of the processor's
 # caches. If they are waited for, there are more.
 _FIRST_WINDOW = 2
+# So many bytes ahead are never too many.
+_SMALL_BYTES = 4 << 20
 # How often the storage looks for reads that hang.
 _LOOK_SECONDS = 1.0
 
@@ -88,6 +90,8 @@ class DirectClient:
         """Return whether to take more, beside so many takes that wait; `least` may."""
         if not waiting:
             return True
+        if self._ahead < min(_SMALL_BYTES, self._budget):
+            return waiting < max(least, self._most_at_once)
         return waiting < max(least, self._window) and self._ahead < self._budget
 
     def take(self, generation: int, positions: Positions) -> Future[LocalSamples]:
@@ -116,7 +120,8 @@ class DirectClient:
             StorageError: a sample cannot be had; it names the sample.
         """
         was_there = future.done()
-        if not was_there:
+        if not was_there and self._storage.has_waited:
+            # More threads are of use where they wait for the storage, not for the processor.
             self._window = min(2 * self._window, self._most_at_once)
         while not future.done():
             if not futures.wait([future], timeout=_LOOK_SECONDS).done:

@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 import torch.multiprocessing
-from torch.utils.data import default_collate
 
 from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.prefetch.collating import collated
 from lightning_dlres.prefetch.items import decode_item
 from lightning_dlres.prefetch.local_samples import LocalSamples, set_up_worker
 from lightning_dlres.prefetch.pinning import pinned
@@ -58,7 +58,7 @@ class BatchMaker:
         found = [_decoded(sample, decode) if decode else sample for sample in samples]
         if self.collate is not None:
             return self.collate(found)
-        return default_collate(found) if decode else found
+        return collated(found) if decode else found
 
 
 def _decoded(sample: Sample, decode: Decode) -> Any:

@@ -3,6 +3,7 @@ passing is asked again."""
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from lightning_dlres.prefetch.table import SampleTable
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # A read that ends shortly after its deadline says more than that it hangs.
 GRACE = 2.0
+# A read of so many files has waited for the storage if its thread has waited once. Beside that it
+# waits for the interpreter's lock, a few times for each read.
+_FILES_A_WAIT = 4
 
 
 @dataclass(eq=False)
@@ -50,6 +54,8 @@ class FileStorage(Storage):
         self._open: dict[int, _Open] = {}
         self._lock = threading.Lock()
         self._last_answer = time.monotonic()
+        # Whether the last read has waited for the storage, and was not only copied from memory.
+        self.has_waited = True
         # A request that only waited for another one's read would count as begun, and as hung.
         threads = threads if reader.is_concurrent else 1
         self._most_threads, self._threads = threads, 0
@@ -115,7 +121,11 @@ class FileStorage(Storage):
                 return
             self._open[ticket].begun = time.monotonic()
         try:
-            self._settle(Reply(ticket, self._read(numbers)))
+            switches = _own_switches()
+            data = self._read(numbers)
+            # A thread that is only pushed aside by others gives up the processor unasked.
+            self.has_waited = _own_switches() - switches >= len(numbers) / _FILES_A_WAIT
+            self._settle(Reply(ticket, data))
         except StorageError as error:
             self._settle(Reply(ticket, error))
         except Exception as error:  # whatever a file system of fsspec may raise
@@ -126,6 +136,13 @@ class FileStorage(Storage):
 
     def _first(self, numbers: Positions) -> str:
         return f"sample {self.table.key(int(numbers[0]))!r} or one of {len(numbers) - 1} after it"
+
+
+def _own_switches() -> int:
+    """Return how often this thread has given up the processor to wait for something. Where the
+    system counts for the whole process only, other threads' waits count, too."""
+    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(who).ru_nvcsw
 
 
 def read_in_time(
