@@ -112,7 +112,6 @@ def test_gradients_are_those_of_plain_training(name: str, way: str, gpu: FakeGpu
     if way == "offload":
         assert offloader.measured.saved_peak <= offloader.plan.saved_peak
     offloader.close()
-    del offloader
     gc.collect()
     assert gpu.pinned == 0
 
@@ -135,6 +134,21 @@ def test_planned_steps_leave_the_host_and_its_counters_alone(gpu: FakeGpu) -> No
     assert offloader.plan is not None
     packed = sum(d.action in (Action.COMPRESS, Action.BOTH) for d in offloader.plan.decisions)
     assert gpu.reads - reads == 3 * packed > 0
+
+
+def test_what_was_compressed_goes_before_the_next_is_saved(gpu: FakeGpu) -> None:
+    _, offloader = train("cnn", settings(*WAYS["compress"]), gpu, steps=2)
+    assert offloader is not None
+    assert offloader.plan is not None
+    packed = sum(d.action is Action.COMPRESS for d in offloader.plan.decisions)
+    assert packed > 1
+    net, x = offloader._root, CASES["cnn"].batch()
+    stays, reads = [*net.parameters(), *net.buffers()], gpu.reads
+    with offloader.step("one", stays, lambda: [*stays, x]):
+        loss = net(x).float().square().mean()
+        assert gpu.reads - reads >= packed - 1
+        loss.backward()
+    assert gpu.reads - reads == packed
 
 
 def sparse(count: int = 1 << 14) -> Tensor:
@@ -185,7 +199,10 @@ def test_data_that_take_more_than_planned_are_whole(
     assert datum.is_away == has_room
     assert ledger.now == (0 if has_room else tensor.nbytes)
     expected = tensor.clone()
+    backward = gpu.streams[2]
+    assert backward.issued == 0
     assert torch.equal(restored(datum, tensor), expected)
+    assert (backward.issued > 0) == has_room
     copies.finish()
 
 
