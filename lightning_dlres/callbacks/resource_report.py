@@ -215,7 +215,7 @@ def _why_not_writable(directory: Path) -> str | None:
     except OSError as error:
         reason = error.strerror or str(error)
         expected = f"a directory that can be written to ({reason})"
-        return got_expected("ResourceReport's dir", str(directory), expected, "another dir=...")
+        return got_expected("ResourceReport's dir", str(directory), expected, "another directory")
 
 
 def _write_whole(

@@ -43,5 +43,6 @@ class BatchMismatchError(PeerError):
 
 
 def got_expected(what: str, got: object, expected: str, try_: str) -> str:
-    """Return the standard sentence for a bad value: what, got, expected, and what to try."""
-    return f"{what}: got {got!r}, expected {expected}. Try {try_}."
+    """Return the standard sentences for a bad value: the argument, its rule, the value, and one
+    value that works."""
+    return f"{what} must be {expected}, got {got!r}. Use {try_}."

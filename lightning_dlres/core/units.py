@@ -45,7 +45,7 @@ def parse_bytes(value: str | int | float, what: str = "size") -> int:
     """
     number = _quantity(value, _BYTES)
     if number is None:
-        raise ConfigError(got_expected(what, value, "a number of bytes", '"8GiB", "512 MB", 1024'))
+        raise ConfigError(got_expected(what, value, "a number of bytes", 'a value such as "8GiB"'))
     return round(number)
 
 
@@ -60,7 +60,7 @@ def parse_rate(value: str | int | float, what: str = "bandwidth") -> float:
     bits = text.lower().endswith("bit")
     found = _quantity(text[:-3] if bits else text, _BYTES)
     if not found:
-        raise ConfigError(got_expected(what, value, "a rate", '"10GB/s", "500Mbit/s"'))
+        raise ConfigError(got_expected(what, value, "a rate", 'a value such as "10GB/s"'))
     return found / 8 if bits else found
 
 
@@ -83,7 +83,7 @@ def parse_seconds(value: str | int | float | timedelta, what: str = "duration") 
     plain = value.total_seconds() if isinstance(value, timedelta) else value
     number = _quantity(plain, _SECONDS)
     if number is None:
-        raise ConfigError(got_expected(what, value, "a time in seconds", '30, "30s", "5min"'))
+        raise ConfigError(got_expected(what, value, "a time in seconds", 'a value such as "30s"'))
     return float(number)
 
 

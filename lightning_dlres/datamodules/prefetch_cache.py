@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
+from lightning_dlres.core.checks import flag, instance
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.datamodules.stores import temporary_directory, write_store
@@ -124,6 +125,11 @@ class PrefetchCacheDataModule(LightningDataModule):
         server_key: str | Path | None = None,
     ) -> None:
         super().__init__()
+        instance("storage", storage, (str,), "a kind of storage, or addresses", "storage='auto'")
+        instance("capacity", capacity, (str, int), "a number of bytes", "capacity='2GiB'")
+        flag("shuffle", shuffle)
+        if store is not None:
+            instance("store", store, (str, Path), "the path of a folder", "store=None")
         if storage.startswith("tcp://"):
             if train is not None:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_dlres.core.checks import instance, one_of, whole_number
 from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
@@ -52,20 +53,35 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
     even_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("machines", "split", "recompute", "layers"):
+            instance(name, getattr(self, name), (tuple, list), "a tuple", f"{name}=()")
+        for machine in self.machines:
+            instance("machines", machine, (tuple, list), "tuples of ranks", "machines=((0, 1),)")
+            for rank in machine:
+                whole_number("machines", rank, "machines=((0, 1),)", least=0)
+        for number in self.split:
+            whole_number("split", number, "split=(1, 1)", least=0)
+        for number in self.recompute:
+            whole_number("recompute", number, "recompute=()", least=0)
+        one_of("schedule", self.schedule, SCHEDULES, "schedule='1f1b'")
+        whole_number("microbatches", self.microbatches, "microbatches=0", least=0)
+        whole_number("extra_in_flight", self.extra_in_flight, "extra_in_flight=0", least=0)
         ranks = sorted(rank for machine in self.machines for rank in machine)
+        if not self.split or min(self.split) < 1:
+            raise ConfigError(
+                f"split must be at least one layer for every stage, got {list(self.split)}. Use "
+                "fewer stages."
+            )
         if not self.machines or any(len(machine) != len(self.split) for machine in self.machines):
             raise ConfigError(
-                f"plan: got {len(self.split)} stages in split {list(self.split)} and virtual "
-                f"machines {[list(m) for m in self.machines]}, expected one rank per stage in "
-                "every virtual machine."
+                f"machines must be one rank per stage of split, {list(self.split)}, in every "
+                f"virtual machine, got {[list(m) for m in self.machines]}. Use machines=((0, 1),) "
+                "for two stages."
             )
         if ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"plan: got ranks {ranks} in machines, expected each of 0 to {len(ranks) - 1} once."
-            )
-        if not self.split or min(self.split) < 1:
-            raise ConfigError(
-                f"plan: got split {list(self.split)}, expected at least one layer in every stage."
+                f"machines must be each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
+                "Number the ranks from 0 on."
             )
         if self.layers and sum(self.split) != len(self.layers):
             raise ConfigError(
@@ -77,12 +93,6 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"plan: got recompute {list(self.recompute)}, expected indices of layers from 0 to "
                 f"{sum(self.split) - 1}."
-            )
-        if self.schedule not in SCHEDULES or min(self.microbatches, self.extra_in_flight) < 0:
-            raise ConfigError(
-                f"plan: got schedule {self.schedule!r}, {self.microbatches} micro-batches and "
-                f"{self.extra_in_flight} extra in flight, expected one of {', '.join(SCHEDULES)} "
-                "and numbers that are not negative."
             )
         if self.cluster is not None and len(self.cluster.devices) != len(ranks):
             raise ConfigError(
@@ -262,8 +272,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             return PipelinePlan.from_json(Path(path).read_bytes())
         except OSError as error:
             raise ConfigError(
-                f"plan: cannot read {str(path)!r}: {error.strerror}. Expected the path of a "
-                "plan.json."
+                f"plan must be the path of a plan.json, got {str(path)!r} ({error.strerror}). "
+                "Write one with `dlres plan`."
             ) from error
 
 

@@ -11,7 +11,19 @@ from itertools import chain
 
 import msgspec
 
-from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.checks import finite, instance, whole_number
+from lightning_dlres.core.errors import ConfigError, got_expected
+
+_LAYER_SIZES = (
+    "parameter_bytes",
+    "gradient_bytes",
+    "input_bytes",
+    "output_bytes",
+    "gradient_output_bytes",
+    "saved_bytes",
+    "workspace_bytes",
+    "update_bytes",
+)
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +55,11 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
     update_bytes: int = 0
     forward: tuple[float, ...] = ()
     backward: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        instance("name", self.name, (str,), "the name of a layer", "name='layer'")
+        for size in _LAYER_SIZES:
+            whole_number(size, getattr(self, size), f"{size}=0", least=0)
 
     @property
     def all_parameter_bytes(self) -> int:
@@ -92,6 +109,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     memory_limit: int | None = None
 
+    def __post_init__(self) -> None:
+        whole_number("kind", self.kind, "kind=0", least=0)
+        finite("power", self.power, "power=1.0", above=True)
+        instance("host", self.host, (str,), "a name", "host=''")
+        if self.memory_limit is not None:
+            whole_number("memory_limit", self.memory_limit, "memory_limit=None", least=0)
+
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """A way between two ranks: seconds before the first byte, and bytes a second after it."""
@@ -99,6 +123,15 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, int]
     latency: float
     bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        pair = self.ranks if isinstance(self.ranks, (list, tuple)) else ()
+        if len(pair) != 2 or any(type(rank) is not int or rank < 0 for rank in pair):
+            raise ConfigError(got_expected("ranks", self.ranks, "two ranks", "ranks=(0, 1)"))
+        finite("latency", self.latency, "latency=0.0")
+        # A perfect link is infinitely fast.
+        if self.bytes_per_second != float("inf"):
+            finite("bytes_per_second", self.bytes_per_second, "bytes_per_second=1e9", above=True)
 
 
 _PERFECT = Link(ranks=(0, 0), latency=0.0, bytes_per_second=float("inf"))
@@ -120,20 +153,16 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for rank, device in enumerate(self.devices):
-            if not 0 <= device.kind < len(self.kinds) or not device.power > 0:
+            if device.kind >= len(self.kinds):
                 raise ConfigError(
-                    f"cluster: got kind {device.kind} and power {device.power} for rank {rank}, "
-                    f"expected a kind from 0 to {len(self.kinds) - 1} and a positive power."
+                    f"devices must be of one of the {len(self.kinds)} kinds, got kind "
+                    f"{device.kind} for rank {rank}. Name that kind in kinds."
                 )
         for link in self.links:
-            if (
-                not all(0 <= rank < len(self.devices) for rank in link.ranks)
-                or not link.bytes_per_second > 0
-                or not link.latency >= 0
-            ):
+            if max(link.ranks) >= len(self.devices):
                 raise ConfigError(
-                    f"cluster: got link {link}, expected two ranks below {len(self.devices)}, a "
-                    "positive bandwidth and a latency that is not negative."
+                    f"links must be between ranks below {len(self.devices)}, got {link.ranks}. "
+                    "Add the device, or remove the link."
                 )
 
     def link(self, a: int, b: int) -> Link:

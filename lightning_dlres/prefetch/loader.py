@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_dlres.core.checks import flag, function, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.client import CacheClient
 from lightning_dlres.prefetch.direct import DirectClient
@@ -99,6 +100,13 @@ class PrefetchLoader:
         self._cache, self._config = cache, config
         self._ranks = ranks or Ranks()
         # What cannot be is said now.
+        whole_number("batch_size", batch_size, "batch_size=32")
+        whole_number("seed", seed, "seed=0", least=0)
+        if epochs is not None:
+            whole_number("epochs", epochs, "epochs=None")
+        flag("shuffle", shuffle)
+        function("decode", decode)
+        function("collate", collate)
         Deal(0, 0, self._ranks.ranks, batch_size, tail)
         DecodePool(BatchMaker(decode, collate, "raw"), num_workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from lightning_dlres.core.checks import finite, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.keys import load_keys, load_public_key
 from lightning_dlres.core.units import parse_bytes, parse_seconds
@@ -15,6 +16,7 @@ from lightning_dlres.prefetch.source import KINDS
 Source = str | Path | Sequence[str]
 _SCHEME = "tcp://"
 _EMBEDDED_NODES = 4
+_LONGEST_TIMEOUT = 20 * 86400.0  # in seconds; ZeroMQ counts milliseconds in 32 bits
 # As many reads at once as four nodes would do.
 _NODE_THREADS, _DIRECT_THREADS = 4, 16
 
@@ -66,6 +68,27 @@ def host_config(
     Raises:
         ConfigError: a bad value.
     """
+    instance("storage", storage, (str,), f"one of {', '.join(('auto', *KINDS))}", "'auto'")
+    for name, number in (
+        ("nodes", nodes),
+        ("replicas", replicas),
+        ("prefetch", prefetch),
+        ("requests_under_way", requests_under_way),
+        ("read_threads", read_threads),
+    ):
+        if number is not None or name not in ("nodes", "read_threads"):
+            whole_number(name, number, f"{name}=1")
+    for name, path in (
+        ("pinned_directory", pinned_directory),
+        ("key", key),
+        ("server_key", server_key),
+    ):
+        if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
+            raise ConfigError(got_expected(name, path, "the path of a file or folder", "None"))
+    finite("threshold", threshold, "threshold=0.75", above=True)
+    for name, size in (("capacity", capacity), ("pinned", pinned), ("lookahead", lookahead)):
+        if size is not None or name != "lookahead":
+            instance(name, size, (str, int), "a number of bytes", "a value such as '2GiB'")
     addresses = _addresses(source)
     are_nodes = all(address.startswith(_SCHEME) for address in addresses)
     kind = storage
@@ -105,14 +128,6 @@ def host_config(
     count = len(addresses) if kind == "nodes" else nodes
     if count is None:
         count = _EMBEDDED_NODES if kind == "embedded" else 1
-    for name, value in (
-        ("nodes", count),
-        ("prefetch", prefetch),
-        ("requests_under_way", requests_under_way),
-        ("read_threads", read_threads),
-    ):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(got_expected(name, value, "at least 1", f"{name}=4"))
     if not 1 <= replicas <= count:
         raise ConfigError(
             got_expected("replicas", replicas, f"1 to the number of nodes, {count}", "replicas=1")
@@ -165,7 +180,8 @@ def _addresses(source: Source) -> tuple[str, ...]:
             raise ConfigError(got_expected("source", source, "a folder, store or URL", "'data'"))
         # The cache's process must not depend on where it was started.
         return (source if "://" in source else str(Path(source).expanduser().absolute()),)
-    if not source or not all(isinstance(part, str) for part in source):
+    parts = source if isinstance(source, (list, tuple)) else ()
+    if not parts or not all(isinstance(part, str) and part for part in parts):
         raise ConfigError(
             got_expected("source", source, "a path, a URL or addresses", "'tcp://10.0.0.1:5555'")
         )
@@ -173,6 +189,7 @@ def _addresses(source: Source) -> tuple[str, ...]:
 
 
 def _positive(seconds: float) -> float:
-    if seconds <= 0:
-        raise ConfigError(got_expected("timeout", seconds, "more than 0 seconds", "timeout='30s'"))
+    if not 0 < seconds <= _LONGEST_TIMEOUT:
+        rule = "a time above 0 and up to 20 days"
+        raise ConfigError(got_expected("timeout", seconds, rule, "timeout='30s'"))
     return seconds

@@ -14,6 +14,7 @@ import numpy as np
 from numba import uint32, uint64
 from numpy.typing import NDArray
 
+from lightning_dlres.core.checks import one_of
 from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
 
@@ -75,9 +76,7 @@ class Deal:
                 raise ConfigError(
                     got_expected(name, getattr(self, name), "at least 1", f"{name}=1")
                 )
-        if self.tail not in get_args(Tail):
-            names = " or ".join(map(repr, get_args(Tail)))
-            raise ConfigError(got_expected("tail", self.tail, names, "tail='pad'"))
+        one_of("tail", self.tail, get_args(Tail), "tail='pad'")
 
     @property
     def dealt(self) -> int:

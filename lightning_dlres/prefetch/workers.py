@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.checks import one_of, whole_number
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.collating import collated
 from lightning_dlres.prefetch.items import decode_item
 from lightning_dlres.prefetch.local_samples import LocalSamples, set_up_worker
@@ -95,13 +96,8 @@ class DecodePool:
         pin_memory: bool = False,
         reads: tuple[Reader, float] | None = None,
     ) -> None:
-        if num_workers < 0:
-            raise ConfigError(
-                got_expected("num_workers", num_workers, "at least 0", "num_workers=2")
-            )
-        if kind not in get_args(Workers):
-            names = " or ".join(map(repr, get_args(Workers)))
-            raise ConfigError(got_expected("worker_type", kind, names, "'thread'"))
+        whole_number("num_workers", num_workers, "num_workers=2", least=0)
+        one_of("worker_type", kind, get_args(Workers), "worker_type='thread'")
         if num_workers and kind == "process":
             _check_can_be_sent(maker)
         self._maker, self.num_workers, self._kind = maker, num_workers, kind

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dlres import _compat
+from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.mailbox import Mailbox
@@ -148,6 +149,17 @@ class HeteroPipeStrategy(ParallelStrategy):
             profile,
             timeout,
         )
+        if process_group_backend is not None:
+            instance(
+                "process_group_backend",
+                process_group_backend,
+                (str,),
+                "the name of a backend of torch.distributed",
+                "process_group_backend=None",
+            )
+            known = set(dist.Backend.backend_list)
+            for part in process_group_backend.lower().split(","):
+                one_of("process_group_backend", part.split(":")[-1], known, "'gloo'")
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
         self._connection: Connection | None = None

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from lightning_dlres.core.checks import function, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.pipeline.plan import PipelinePlan, arrange
@@ -19,6 +20,7 @@ Machines = tuple[tuple[int, ...], ...]
 Schedule = Literal["auto", "gpipe", "1f1b"]
 Recompute = Literal["auto", "never", "always"]
 RECOMPUTE = ("auto", "never", "always")
+_LONGEST_TIMEOUT = 100 * 86400.0  # in seconds; torch counts them in nanoseconds in 64 bits
 MemoryLimit = int | str | Sequence[int | str] | None
 
 
@@ -50,9 +52,15 @@ class PipeOptions:
             names = f"'auto' or one of {SCHEDULES}"
             raise ConfigError(got_expected("schedule", schedule, names, "schedule='auto'"))
         self.schedule = schedule
+        if module is not None:
+            instance("module", module, (str,), "the name of a module", "module=None")
         self.module = module
-        self.device_map = tuple(tuple(r) for r in device_map) if device_map is not None else None
+        self.device_map = _machines(device_map)
+        if plan is not None:
+            kinds = (PipelinePlan, str, Path)
+            instance("plan", plan, kinds, "a PipelinePlan or the path of one", "plan=None")
         self.plan = PipelinePlan.load(plan) if isinstance(plan, (str, Path)) else plan
+        function("split_batch", split_batch)
         self.split_batch = split_batch
         self.emulate_speed = _speeds(emulate_speed)
         self._memory_limit = _limits(memory_limit)
@@ -60,8 +68,13 @@ class PipeOptions:
             expected = f"one of {', '.join(map(repr, RECOMPUTE))}"
             raise ConfigError(got_expected("recompute", recompute, expected, "recompute='auto'"))
         self.recompute = recompute
+        if profile is not None:
+            instance("profile", profile, (ProfileConfig,), "a ProfileConfig", "ProfileConfig()")
         self.profile = profile or ProfileConfig()
         self.timeout = parse_seconds(timeout, "timeout")
+        if not 0 < self.timeout <= _LONGEST_TIMEOUT:
+            rule = "a time above 0 and up to 100 days"
+            raise ConfigError(got_expected("timeout", timeout, rule, "timeout='10min'"))
 
     def cuts_nothing(self, world_size: int) -> bool:
         """Return whether steps are those of plain training: one device, and no wish for more."""
@@ -150,6 +163,19 @@ class PipeOptions:
         return self.device_map
 
 
+def _machines(device_map: object) -> Machines | None:
+    if device_map is None:
+        return None
+    rows = device_map if isinstance(device_map, (list, tuple)) else ()
+    machines = tuple(tuple(row) if isinstance(row, (list, tuple)) else () for row in rows)
+    ranks = [rank for machine in machines for rank in machine]
+    whole = all(type(rank) is int for rank in ranks) and sorted(ranks) == list(range(len(ranks)))
+    if not ranks or not whole or len({len(machine) for machine in machines}) != 1:
+        rule = "lists of equal length with each rank, from 0 on, once"
+        raise ConfigError(got_expected("device_map", device_map, rule, "[[0, 1]] for two devices"))
+    return machines
+
+
 def _count(name: str, value: object) -> int | None:
     if value == "auto":
         return None
@@ -162,15 +188,28 @@ def _count(name: str, value: object) -> int | None:
 def _limits(given: MemoryLimit) -> int | tuple[int, ...] | None:
     if given is None:
         return None
-    if isinstance(given, (int, str)):
-        return parse_bytes(given, "memory_limit")
-    return tuple(parse_bytes(limit, "memory_limit") for limit in given)
+    limits = given if isinstance(given, (list, tuple)) else [given]
+    found = tuple(_limit(limit) for limit in limits)
+    if not found:
+        rule = "a size, or one for each rank"
+        raise ConfigError(got_expected("memory_limit", given, rule, "memory_limit='8GiB'"))
+    return found if isinstance(given, (list, tuple)) else found[0]
+
+
+def _limit(given: object) -> int:
+    instance("memory_limit", given, (int, str), "a number of bytes", "memory_limit='8GiB'")
+    found = parse_bytes(given, "memory_limit")  # type: ignore[arg-type]
+    return whole_number("memory_limit", found, "memory_limit='8GiB'")
 
 
 def _speeds(speeds: Sequence[float] | None) -> tuple[float, ...] | None:
     if speeds is None:
         return None
-    if not speeds or any(not 0 < float(speed) <= 1 for speed in speeds):
+    numbers = speeds if isinstance(speeds, (list, tuple)) else ()
+    if not numbers or any(
+        isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed <= 1
+        for speed in numbers
+    ):
         expected = "numbers above 0 and up to 1, one per rank"
-        raise ConfigError(got_expected("emulate_speed", list(speeds), expected, "None"))
+        raise ConfigError(got_expected("emulate_speed", speeds, expected, "[1.0, 0.5]"))
     return tuple(float(speed) for speed in speeds)

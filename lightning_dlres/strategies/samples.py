@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
+from lightning_dlres.core.checks import finite, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.microbatch import cut_batch, microbatch_sizes, samples_in
@@ -54,11 +55,8 @@ class ProfileConfig:
             ):
                 expected = "a positive integer or 'auto'"
                 raise ConfigError(got_expected(f"profile.{name}", value, expected, "'auto'"))
-        if self.repeats < 1 or not self.seconds >= 0:
-            raise ConfigError(
-                f"profile: got repeats={self.repeats}, seconds={self.seconds}, expected at least 1 "
-                "and a number that is not negative. Try ProfileConfig()."
-            )
+        whole_number("profile.repeats", self.repeats, "repeats=5")
+        finite("profile.seconds", self.seconds, "seconds=3.0")
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def fit(callback: ResourceReport, steps: int = 6, **options: Any) -> Trainer:
 
 @pytest.mark.parametrize("value", ["", 3, "s3://bucket/report"])
 def test_a_bad_directory_is_refused_at_construction(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"dir: got .*, expected .* Try"):
+    with pytest.raises(ConfigError, match=r", got .*"):
         ResourceReport(value)
 
 
@@ -123,7 +123,7 @@ def test_an_unusable_directory_is_said_before_training(tmp_path: Path) -> None:
     callback = ResourceReport(tmp_path / "file" / "report")
     trained = BoringModel()
     trainer = Trainer(logger=False, max_steps=2, callbacks=[callback], **QUIET)
-    with pytest.raises(ConfigError, match=r"dir: got .*Not a directory"):
+    with pytest.raises(ConfigError, match=r"dir must be .*Not a directory"):
         trainer.fit(trained)
     assert trainer.global_step == 0
 

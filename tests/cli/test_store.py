@@ -81,7 +81,7 @@ def test_serve_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Pa
     storage.close()
     for mistake, words in [
         (["--nodes", 0], "--nodes"),
-        (["--node", 2, "--nodes", 2, "--port", 0], "node: got 2"),
+        (["--node", 2, "--nodes", 2, "--port", 0], ", got 2"),
         (["--port", int(re.search(r":(\d+)", found[1][6:])[1])], "listening on"),  # type: ignore[index]
         (["--key", tmp_path / "x"], "--allow"),
         (["--bind", "0.0.0.0"], "--insecure"),

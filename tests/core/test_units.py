@@ -74,9 +74,9 @@ def test_parse_seconds(value: str | int | float | timedelta, seconds: float) -> 
     ],
 )
 def test_nonsense_is_refused_by_name(bad: object) -> None:
-    with pytest.raises(ConfigError, match="budget: got"):
+    with pytest.raises(ConfigError, match="budget must be"):
         parse_bytes(bad, "budget")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="timeout: got"):
+    with pytest.raises(ConfigError, match="timeout must be"):
         parse_seconds(bad, "timeout")  # type: ignore[arg-type]
 
 
@@ -117,5 +117,5 @@ def test_parse_rate(value: str | float, rate: float) -> None:
 
 @pytest.mark.parametrize("bad", ["fast", "", "0", "-1MB/s", "10 parsec/s"])
 def test_a_rate_that_is_none_is_refused(bad: str) -> None:
-    with pytest.raises(ConfigError, match="bandwidth: got"):
+    with pytest.raises(ConfigError, match="bandwidth must be"):
         parse_rate(bad)

@@ -446,7 +446,7 @@ def test_metrics_go_to_the_logger(tmp_path: Path) -> None:
 
 
 def test_a_split_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(dlres.ConfigError, match="train: got None"):
+    with pytest.raises(dlres.ConfigError, match=", got None"):
         trainer(tmp_path).fit(Model(), datamodule=dlres.PrefetchCacheDataModule())
     with pytest.raises(dlres.ConfigError, match="Nothing is there"):
         trainer(tmp_path).fit(Model(), datamodule=module(train=str(tmp_path / "nothing")))

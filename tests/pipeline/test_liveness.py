@@ -278,7 +278,7 @@ def test_bad_arguments(group: Group) -> None:
     with pytest.raises(ConfigError, match="deadline"):
         Watch.host(NAMES, deadline=0.0)
     hub = group.host(2)
-    with pytest.raises(ConfigError, match=r"rank: got 2, expected 1 to 1"):
+    with pytest.raises(ConfigError, match=r", got 2"):
         Watch.join(2, hub.invitation)
     with pytest.raises(ConfigError, match="grace"):
         Watch.join(1, hub.invitation, grace=float("nan"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -46,10 +48,10 @@ def test_shared_parameters_count_once_in_a_stage() -> None:
     assert layer.all_parameter_bytes == 12
 
 
-@pytest.mark.parametrize("device", [Device(kind=1), Device(kind=-1), Device(power=0.0)])
-def test_bad_devices(device: Device) -> None:
-    with pytest.raises(ConfigError, match="expected a kind from 0 to 0 and a positive power"):
-        Cluster(kinds=("cpu",), devices=(device,))
+@pytest.mark.parametrize("device", [{"kind": 1}, {"kind": -1}, {"power": 0.0}])
+def test_bad_devices(device: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"(devices|kind|power) must be "):
+        Cluster(kinds=("cpu",), devices=(Device(**device),))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,12 @@ def test_bad_devices(device: Device) -> None:
     [((0, 2), 0.0, 1.0), ((-1, 0), 0.0, 1.0), ((0, 1), -1.0, 1.0), ((0, 1), 0.0, 0.0)],
 )
 def test_bad_links(ranks: tuple[int, int], latency: float, bytes_per_second: float) -> None:
-    link = Link(ranks=ranks, latency=latency, bytes_per_second=bytes_per_second)
-    with pytest.raises(ConfigError, match="expected two ranks below 2, a positive bandwidth"):
+    def make() -> None:
+        link = Link(ranks=ranks, latency=latency, bytes_per_second=bytes_per_second)
         plain_cluster(2, links=[link])
+
+    with pytest.raises(ConfigError, match=r"(links|ranks|latency|bytes_per_second) must be "):
+        make()
 
 
 def test_times_for_every_kind_or_no_workload() -> None:

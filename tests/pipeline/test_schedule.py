@@ -169,7 +169,7 @@ def test_gpipe_computes_one_loss_between_all_forwards_and_all_backwards(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("zigzag", 2, 0, 1), "schedule: got 'zigzag', expected one of gpipe, 1f1b"),
+        (("zigzag", 2, 0, 1), ", got 'zigzag'"),
         (("gpipe", 2, 2, 1), "No stage 2 of 2"),
         (("1f1b", 2, -1, 1), "No stage -1 of 2"),
         (("gpipe", 0, 0, 1), "No stage 0 of 0"),

@@ -126,9 +126,9 @@ def test_a_memory_limit_is_met_by_recomputing(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"memory_limit": "many"}, "memory_limit: got 'many'"),
+        ({"memory_limit": "many"}, ", got 'many'"),
         ({"memory_limit": -1}, "memory_limit"),
-        ({"recompute": "sometimes"}, "recompute: got 'sometimes'"),
+        ({"recompute": "sometimes"}, ", got 'sometimes'"),
     ],
 )
 def test_bad_options_are_refused_at_construction(options: dict[str, Any], words: str) -> None:

@@ -1,0 +1,203 @@
+"""Every public constructor refuses wrong values of every argument with its own error, at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+import lightning_dlres as dlres
+
+ABSENT = object()
+FIX = r"\. [A-Z].*\.$"
+# Beside types that no argument takes. Each is a way to be wrong; `fits` names those that are right.
+WRONG: dict[str, Any] = {
+    "object": ABSENT,
+    "complex": 1j,
+    "bytes": b"x",
+    "dict": {"a": 1},
+    "set": {1},
+    "none": None,
+    "true": True,
+    "nan": nan,
+    "infinite": inf,
+    "negative": -1,
+    "negative fraction": -0.5,
+    "zero": 0,
+    "fraction": 1.5,
+    "digits": "2",
+    "empty": "",
+    "word": "no such word",
+    "empty list": [],
+    "nested": [[0, 0]],
+    "list of none": [None],
+}
+PATH = {"digits", "word"}
+NUMBERS = {"true", "nan", "infinite", "negative", "negative fraction", "zero", "fraction"}
+SIZE = {"digits", "zero", "none"}
+
+
+def _node(**arguments: Any) -> Any:
+    return dlres.PrefetchCacheNode(**arguments)
+
+
+# For each constructor its other arguments, and for each argument the names of what is right.
+TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]] = {
+    "HeteroPipeStrategy": (
+        dlres.HeteroPipeStrategy,
+        {},
+        {
+            "stages": set(),
+            "microbatches": set(),
+            "schedule": set(),
+            "module": {"none", "digits", "word", "empty"},
+            "device_map": {"none"},
+            "plan": {"none"},
+            "split_batch": {"none"},
+            "emulate_speed": {"none"},
+            "memory_limit": {"none", "digits"},
+            "recompute": set(),
+            "profile": {"none"},
+            "timeout": {"fraction", "digits"},
+            "process_group_backend": {"none"},
+        },
+    ),
+    "ProfileConfig": (
+        dlres.ProfileConfig,
+        {},
+        {
+            "samples": set(),
+            "batch": set(),
+            "microbatch": set(),
+            "repeats": set(),
+            "seconds": {"zero", "fraction"},
+        },
+    ),
+    "ActivationOffload": (
+        dlres.ActivationOffload,
+        {},
+        {
+            "budget": {"fraction", "digits"},
+            "saved_budget": {"none", "fraction", "digits"},
+            "host_budget": SIZE,
+            "disk": {"none", *PATH},
+            "disk_budget": SIZE,
+            "min_size": {"digits", "zero"},
+            "actions": {"empty list"},
+            "profile_steps": set(),
+            "exact": {"true"},
+        },
+    ),
+    "MemoryPrecision": (dlres.MemoryPrecision, {}, {"precision": set()}),
+    "ResourceReport": (dlres.ResourceReport, {}, {"dir": {"none", *PATH}}),
+    "Device": (
+        dlres.Device,
+        {},
+        {
+            "kind": {"zero"},
+            "power": {"fraction"},
+            "host": {"digits", "word", "empty"},
+            "memory_limit": {"none", "zero"},
+        },
+    ),
+    "Link": (
+        dlres.Link,
+        {"ranks": (0, 1), "latency": 0.0, "bytes_per_second": 1.0},
+        {
+            "ranks": set(),
+            "latency": {"zero", "fraction"},
+            "bytes_per_second": {"infinite", "fraction"},
+        },
+    ),
+    "LayerProfile": (
+        dlres.LayerProfile,
+        {"name": "layer"},
+        {"name": {"digits", "word", "empty"}, "parameter_bytes": {"zero"}, "saved_bytes": {"zero"}},
+    ),
+    "PipelinePlan": (
+        dlres.PipelinePlan,
+        {"machines": ((0, 1),), "split": (1, 1)},
+        {
+            "machines": set(),
+            "split": set(),
+            "recompute": {"empty list"},
+            "schedule": set(),
+            "microbatches": {"zero"},
+            "extra_in_flight": {"zero"},
+        },
+    ),
+    "PrefetchCacheNode": (
+        _node,
+        {"source": "data"},
+        {
+            "source": PATH,
+            "shuffle": {"true"},
+            "seed": {"zero"},
+            "tail": set(),
+            "epochs": {"none"},
+            "cache": {"none", "digits"},
+            "capacity": {"digits"},
+            "prefetch": set(),
+            "lookahead": SIZE,
+            "replicas": set(),
+            "nodes": {"none"},
+            "pinned": {"digits", "zero"},
+            "pinned_directory": {"none", *PATH},
+            "threshold": set(),
+            "timeout": {"digits", "fraction"},
+            "requests_under_way": set(),
+            "read_threads": {"none"},
+            "storage": set(),
+        },
+    ),
+    "PrefetchCacheDataModule": (
+        dlres.PrefetchCacheDataModule,
+        {},
+        {
+            "batch_size": set(),
+            "storage": set(),
+            "capacity": {"digits"},
+            "prefetch": set(),
+            "replicas": set(),
+            "tail": set(),
+            "shuffle": {"true"},
+            "seed": {"zero"},
+            "decode": {"none"},
+            "collate": {"none"},
+            "num_workers": {"zero"},
+            "worker_type": set(),
+            "timeout": {"digits", "fraction"},
+            "store": {"none", "empty", *PATH},
+        },
+    ),
+}
+CASES = [(name, argument) for name, (_, _, arguments) in TABLE.items() for argument in arguments]
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda value: value)
+def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
+    make, others, arguments = TABLE[name]
+    wrong = []
+    for kind, value in WRONG.items():
+        try:
+            make(**{**others, argument: value})
+        except dlres.ConfigError as error:
+            if kind in arguments[argument]:
+                wrong.append(f"{kind}: refused: {error}")
+            elif not re.match(rf"(\w+\.)?{argument}\b.* must be .*, got .*{FIX}", str(error)):
+                wrong.append(f"{kind}: {error}")
+        except Exception as error:
+            wrong.append(f"{kind}: {type(error).__name__}: {error}")
+        else:
+            if kind not in arguments[argument]:
+                wrong.append(f"{kind}: accepted")
+    assert wrong == []
+
+
+def test_huge_numbers_are_refused_where_they_cannot_be_kept() -> None:
+    for make in (dlres.HeteroPipeStrategy, dlres.PrefetchCacheDataModule):
+        with pytest.raises(dlres.ConfigError, match="timeout must be a time above 0 and up to"):
+            make(timeout=1e30)
