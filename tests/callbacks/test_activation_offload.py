@@ -87,7 +87,7 @@ def test_a_budget_that_holds_everything_changes_nothing() -> None:
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
-    with pytest.raises(ConfigError, match=r", got 1000 B .* expected at least"):
+    with pytest.raises(ConfigError, match=r"budget: got 1000 B .* expected at least"):
         fit(Regression("cnn"), batches("cnn"), ours(budget=1000))
 
 
@@ -455,7 +455,7 @@ def test_shares_are_shares(text: bool) -> None:
         fit(Regression("gpt"), batches("gpt"), callback)
         assert callback.plan is not None
         assert callback.plan.saved_limit == int(share * callback.plan.plain_saved_peak)
-    with pytest.raises(ConfigError, match=", got 1 B"):
+    with pytest.raises(ConfigError, match="budget: got 1 B"):
         fit(Regression("gpt"), batches("gpt"), ours(budget=1))
 
 

@@ -60,7 +60,7 @@ def test_any_map_style_data_set_can_be_put(tmp_path: Path) -> None:
         put([b"x"], tmp_path)
     put([b"x"], tmp_path, overwrite=True)
     assert len(open_reader(tmp_path).table) == 1
-    with pytest.raises(ConfigError, match=r"item 1 .*got 'int', expected bytes"):
+    with pytest.raises(ConfigError, match=r"item 1 .*must be bytes, got 'int'"):
         put([b"x", 3], tmp_path / "other")
     # What is unfinished is no store.
     assert not (tmp_path / "other" / MANIFEST).exists()

@@ -158,7 +158,10 @@ def _encode_all(source: Any, encode: Callable[[Any], bytes] | None) -> Iterator[
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise ConfigError(
                 got_expected(
-                    f"item {number} of the data set", type(data).__name__, "bytes", "encode=..."
+                    f"item {number} of the data set",
+                    type(data).__name__,
+                    "bytes",
+                    "an `encode` that returns bytes",
                 )
             )
         yield f"{number:0{width}d}", bytes(data)
