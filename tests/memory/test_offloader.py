@@ -271,15 +271,15 @@ def test_shares_in_percent() -> None:
     for budget in ("50%", " 50 % ", 0.5, "0.5"):
         assert MemoryOptions(saved_budget=budget).on(CPU).saved_limit == 0.5
     for bad in ("0%", "101%", "-5%", "%", "nan%"):
-        with pytest.raises(ConfigError, match=r"budget: got .*, expected bytes, or a share"):
+        with pytest.raises(ConfigError, match=r"budget must be bytes, or a share"):
             MemoryOptions(budget=bad)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_over_budget": "ignore"}, "on_over_budget: got 'ignore', expected 'error' or 'warn'"),
-        ({"plan": 3}, "plan: got 3, expected a MemoryPlan, or the path"),
+        ({"on_over_budget": "ignore"}, "on_over_budget must be 'error' or 'warn', got 'ignore'"),
+        ({"plan": 3}, "plan must be a MemoryPlan, or the path"),
         ({"plan": "/no/such/plan.json"}, "plan must be the path of a file"),
     ],
     ids=str,
