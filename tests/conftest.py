@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.pool import RankPool, python_environ
 
@@ -33,6 +34,12 @@ LINE_POLL_SECONDS = 0.05
 # Threads of torch that wait for each other spin, beside other workers for most of their time. It
 # has to be said before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Whatever depends on seconds fails on a loaded machine.
+settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("tests")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and whatever these start inherits it.

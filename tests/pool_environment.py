@@ -2,12 +2,31 @@
 
 Lightning asks a cluster environment who it is and whether to start processes itself. The ranks of
 `tests.pool` exist already, and their numbers and port come from the pool rather than from
-environment variables, so that no state of one job can be taken for another's.
+environment variables, so that no state of one job can be taken for another's. Where a test is about
+these variables, `as_under_torchrun` sets them, and the pool takes them back after the job.
 """
 
 from __future__ import annotations
 
+import os
+
 from lightning.pytorch.plugins.environments import ClusterEnvironment
+
+from tests.pool import RankContext
+
+
+def as_under_torchrun(context: RankContext) -> None:
+    """Make a rank look to Lightning like one that torchrun has started."""
+    os.environ.update(
+        RANK=str(context.rank),
+        LOCAL_RANK=str(context.rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(context.world_size),
+        LOCAL_WORLD_SIZE=str(context.world_size),
+        MASTER_ADDR=context.environment.main_address,
+        MASTER_PORT=str(context.environment.main_port),
+        TORCHELASTIC_RUN_ID="pool",
+    )
 
 
 class PoolEnvironment(ClusterEnvironment):

@@ -8,7 +8,6 @@ has started, for which the pool has them at hand. A block that cannot run here c
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import yaml
 
 from tests.conftest import RunScript
 from tests.pool import RankContext, RankPool
+from tests.pool_environment import as_under_torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("**/*.md")])
@@ -117,16 +117,7 @@ def write_script(block: Block, directory: Path) -> Path:
 
 def run_under_torchrun(context: RankContext, script: str) -> None:
     """Run a script on one of the ranks that torchrun would have started."""
-    os.environ.update(
-        RANK=str(context.rank),
-        LOCAL_RANK=str(context.rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(context.world_size),
-        LOCAL_WORLD_SIZE=str(context.world_size),
-        MASTER_ADDR=context.environment.main_address,
-        MASTER_PORT=str(context.environment.main_port),
-        TORCHELASTIC_RUN_ID="docs",
-    )
+    as_under_torchrun(context)
     runpy.run_path(script, run_name="__main__")
 
 

@@ -1,7 +1,8 @@
-"""The command `dlres`: what it says, and that `fit` trains the example config under torchrun."""
+"""The command `dlres`: what it says, and that `fit` trains the example config."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import lightning_dlres
 from lightning_dlres.cli.main import COMMANDS, main
 from lightning_dlres.core.errors import ConfigError
-from tests.conftest import RunScript, ScriptResult
+from tests.pool import RankContext, RankOutcome, RankPool
+from tests.pool_environment import as_under_torchrun
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "configs" / "hetero_pipe.yaml"
 TINY = (
@@ -23,14 +25,21 @@ TINY = (
     "--data.init_args.batch_size=8",
     "--data.init_args.max_bytes=600kB",
 )
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def assert_trained(result: ScriptResult, directory: Path) -> None:
+def run_in(context: RankContext, directory: str, *options: str) -> int:
+    """Run `dlres` in a directory, as a rank that torchrun has started."""
+    os.chdir(directory)
+    as_under_torchrun(context)
+    return main(options)
+
+
+def assert_trained(outcomes: list[RankOutcome], directory: Path) -> None:
     """Assert that `fit` has said what it did and left its files."""
-    assert result.returncode == 0, result.output
-    assert "Pipeline plan" in result.output, result.output
-    assert "Predicted step" in result.output
+    assert [outcome.value for outcome in outcomes] == [0] * len(outcomes), outcomes
+    assert "Pipeline plan" in outcomes[0].output, outcomes
+    assert "Predicted step" in outcomes[0].output
+    assert "Predicted step" not in outcomes[1].output
     (checkpoint,) = directory.glob("lightning_logs/version_0/checkpoints/last.ckpt")
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert {name.split(".")[1] for name in state} == {"0", "1", "2", "3"}
@@ -71,9 +80,8 @@ def test_a_bad_value_is_said_by_rank_zero(
     assert said == ("dlres: fit: got ['--bad'], expected others. Try them.\n" if rank == 0 else "")
 
 
-# By itself it trains in test_plan.py, with the plan that is made there.
-def test_fit_trains_the_example_under_torchrun(run_script: RunScript, tmp_path: Path) -> None:
+def test_fit_trains_the_example(pool: RankPool, tmp_path: Path) -> None:
     options = (f"--config={CONFIG}", *TINY, "--trainer.strategy=dlres_hetero_pipe")
-    result = run_script(Path("fit"), *options, launcher=(*TORCHRUN, "-m", "lightning_dlres"))
-    assert_trained(result, tmp_path)
-    assert "profiling" in result.output
+    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "fit", *options)
+    assert_trained(outcomes, tmp_path)
+    assert "profiling" in outcomes[0].output

@@ -3,7 +3,6 @@ described."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.strategies import profiling
-from tests.cli.test_cli import CONFIG, TINY, assert_trained
+from tests.cli.test_cli import CONFIG, TINY, assert_trained, run_in
 from tests.conftest import RunScript
 from tests.pool import RankContext, RankOutcome, RankPool
 
@@ -27,12 +26,6 @@ links:
   between_hosts: {bandwidth: 500Mbit/s, latency: 200us}
 measured_on: fast
 """
-
-
-def run_in(context: RankContext, directory: str, *options: str) -> int:
-    """Run `dlres` in a directory, in a process of its own."""
-    os.chdir(directory)
-    return main(options)
 
 
 def plan_for_a_cluster(
@@ -74,7 +67,9 @@ def test_a_machine_without_room_for_a_layer_is_no_place_to_plan(
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_a_plan_on_ranks_and_training_with_it(run_script: RunScript, tmp_path: Path) -> None:
+def test_a_plan_on_ranks_and_training_with_it(
+    run_script: RunScript, pool: RankPool, tmp_path: Path
+) -> None:
     launcher = ("-m", "lightning_dlres")
     given = (f"--config={CONFIG}", *TINY)
     made = run_script(Path("plan"), *given, "--out=p.json", launcher=launcher, cwd=tmp_path)
@@ -83,9 +78,9 @@ def test_a_plan_on_ranks_and_training_with_it(run_script: RunScript, tmp_path: P
     assert plan.is_measured
     assert plan.world_size == 2
     again = ("--trainer.strategy.init_args.plan=p.json",)
-    result = run_script(Path("fit"), *given, *again, launcher=launcher, cwd=tmp_path)
-    assert_trained(result, tmp_path)
-    assert "profiling" not in result.output
+    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "fit", *given, *again)
+    assert_trained(outcomes, tmp_path)
+    assert "profiling" not in outcomes[0].output
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -70,7 +70,6 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple) | st.integers(0, 300
 )
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     dtype=st.sampled_from(DTYPES),
@@ -100,7 +99,6 @@ def test_any_bits_shape_and_stride_come_back(
     assert encoded.nbytes <= tensor.numel() * tensor.element_size()
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     width=st.sampled_from(zvc.WIDTHS),
@@ -199,7 +197,6 @@ def test_data_that_deceives_the_sample_goes_raw() -> None:
     assert torch.equal(codecs.decode(encoded), tensor)
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 1 << 30), density=st.floats(0, 1), count=st.integers(1, 50_000))
 def test_density_is_about_right(seed: int, density: float, count: int) -> None:
     tensor = random_tensor(seed, torch.int32, (count,), density)

@@ -100,7 +100,7 @@ def test_small_tensors_travel_in_the_header(count: int) -> None:
     assert_arrives(tensor)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 1500), st.sampled_from(DTYPES)), max_size=5))
 def test_small_and_large_tensors_keep_their_places(kinds: list[tuple[int, torch.dtype]]) -> None:
     tree = [random((count,), dtype) for count, dtype in kinds]

@@ -35,7 +35,7 @@ def draw() -> list[float]:
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3))
 def test_what_is_restored_draws_the_same(seed: int, before: int) -> None:
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
@@ -123,7 +123,6 @@ def test_seeds_of_all_steps_micro_batches_and_layers_differ() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds), "torch.manual_seed takes them"
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(-(2**64), 2**64), min_size=2, max_size=4, unique_by=lambda n: n % 2**64)
 )

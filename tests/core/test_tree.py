@@ -126,7 +126,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.recursive(leaves, containers, max_leaves=12))
 def test_every_tree_comes_back(tree: Any) -> None:
     assert same(on_the_wire(tree), tree)

@@ -16,7 +16,7 @@ def _one_thread(one_thread: None) -> None:
     pass
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     count=st.integers(1, 3000),
     to=st.integers(0, 70),

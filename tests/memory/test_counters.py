@@ -281,7 +281,7 @@ def program(steps: list[tuple[str, int, tuple[int, int]]]) -> tuple[Tensor, list
     return loss, leaves
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(STEPS, st.sampled_from(ACTIONS), st.booleans())
 def test_any_order_of_saves_and_changes(
     steps: list[tuple[str, int, tuple[int, int]]], action: Action | None, late: bool

@@ -79,7 +79,7 @@ def test_plans_are_nearly_the_fastest_where_copies_are_hidden() -> None:
     assert total / count < 1.003
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(profile=profiles(most=12))
 def test_what_a_plan_says_is_within_its_limits(profile: StepProfile) -> None:
     smallest = smallest_budget(profile)

@@ -155,7 +155,7 @@ class Program:
         return [sent for sent in self.known if self.chance.random() < 0.4]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 1 << 30), st.sampled_from(["random", "latest", "soonest"]))
 def test_bytes_are_right_in_every_order(seed: int, order: str) -> None:
     chance = random.Random(seed)

@@ -68,7 +68,7 @@ def test_an_equal_batch_has_the_same_fingerprint() -> None:
     assert digest(SMALL) == digest(SMALL.clone().requires_grad_()), "its content counts"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([SMALL, LARGE]), st.data())
 def test_one_changed_element_makes_a_difference(x: torch.Tensor, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, x.numel() - 1))
@@ -78,7 +78,7 @@ def test_one_changed_element_makes_a_difference(x: torch.Tensor, data: st.DataOb
     assert digest(other) != digest(x)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("x", [SMALL, LARGE, WORDS], ids=["small", "large", "words"])
 def test_a_shuffle_makes_a_difference(x: torch.Tensor, seed: int) -> None:

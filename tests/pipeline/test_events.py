@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlres.pipeline.events import COMPUTING, Event, Work, event_graph
@@ -80,7 +80,6 @@ def test_everything_happens_once(name: str, stages: int, shares: tuple[int, ...]
     assert found == expected
 
 
-@settings(deadline=None)
 @given(names, stage_counts, shares)
 def test_a_stage_does_one_thing_at_a_time(name: str, stages: int, shares: tuple[int, ...]) -> None:
     """Events stand after their predecessors, and each computation waits for the stage's last."""

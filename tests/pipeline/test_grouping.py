@@ -138,7 +138,7 @@ class TestDistinctOrders:
         cluster = plain_cluster(6, links=[link(5, 3, 1.0), *ways])
         assert len(list(distinct_orders(cluster, ((0, 1, 2), (3, 4, 5))))) == 2
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.randoms(use_true_random=False), st.integers(2, 4), st.integers(1, 2))
     def test_no_order_is_missing(self, random: Random, stages: int, machines: int) -> None:
         """Every permutation takes as long as one of the distinct orders, whatever the layers."""

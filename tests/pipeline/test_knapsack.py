@@ -22,7 +22,7 @@ def brute_force(items: list[tuple[float, int]], need: int) -> float | None:
     return min(enough, default=None)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.one_of(items, proportional), st.integers(-2, 50))
 def test_nothing_is_cheaper(items: list[tuple[float, int]], need: int) -> None:
     chosen = cheapest_cover([s for s, _ in items], [b for _, b in items], need)
@@ -60,7 +60,7 @@ def test_many_layers_that_all_cost_the_same_per_byte() -> None:
     assert need <= sum(freed[index] for index in chosen) <= need * (1 + 1.1 * NEAR)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(seconds, seconds, st.integers(-3, 12)), max_size=8), st.integers(1, 50))
 def test_nothing_is_cheaper_for_two_devices(
     items: list[tuple[float, float, int]], need: int

@@ -63,7 +63,7 @@ def batch(samples: int) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(counts, counts)
 def test_cutting_and_joining_changes_nothing(samples: int, microbatches: int) -> None:
     sizes, whole = microbatch_sizes(samples, microbatches), batch(samples)

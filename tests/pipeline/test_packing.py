@@ -46,7 +46,7 @@ class Receiver:
 
 
 @given(messages=MESSAGES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_messages_of_any_sizes_arrive_as_they_were(messages: list[list[int]]) -> None:
     receiver, frame = Receiver(), packing.FIRST_FRAME_BYTES
     for number, lengths in enumerate(messages):

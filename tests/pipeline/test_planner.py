@@ -38,7 +38,6 @@ randoms = st.randoms(use_true_random=False)
 schedules = st.sampled_from(SCHEDULES)
 exhaustive = settings(
     derandomize=True,
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -33,7 +33,7 @@ def cost(split: tuple[int, ...], work: list[float], powers: list[float]) -> tupl
     return max(times), sum(t * t for t in times)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(work, power_lists)
 def test_no_split_is_better(work: list[float], powers: list[float]) -> None:
     powers = powers[: len(work)]
@@ -46,7 +46,7 @@ def test_no_split_is_better(work: list[float], powers: list[float]) -> None:
     assert cost(found, seconds, powers) == best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=8),
     st.lists(st.floats(0.05, 1.0), min_size=2, max_size=3),

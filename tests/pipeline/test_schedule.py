@@ -98,7 +98,7 @@ class Simulation:
         return True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(names, stage_counts, microbatch_counts, extras)
 def test_all_stages_together_reach_the_end(
     name: str, stages: int, microbatches: int, extra: int

@@ -55,7 +55,7 @@ def measured(spans: Spans, warm_up: int = 2) -> Measurement:
 
 
 @given(seed=st.integers(0, 10_000), stages=st.integers(1, 3), count=st.integers(1, 2))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: int) -> None:
     random = Random(seed)
     workload = small_workload(random, stages=stages, machines=count)

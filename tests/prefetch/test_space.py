@@ -126,7 +126,7 @@ class SpaceMachine(RuleBasedStateMachine):
                 assert np.array_equal(self.space.view(offset, length), expected)
 
 
-SpaceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SpaceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestSpace = SpaceMachine.TestCase
 
 
@@ -237,7 +237,7 @@ def test_bad_values() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_list_grows_with_what_is_stored(lengths: list[int], data: st.DataObject) -> None:
     space = filled(2000, lengths)
     assert space.count == len(lengths)

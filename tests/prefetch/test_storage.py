@@ -310,7 +310,7 @@ def test_a_read_that_hangs_is_an_error_and_does_not_keep_anybody(
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(0, 2**40)), min_size=1), st.booleans(), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_tables_come_back_whole_and_in_parts(
     rows: list[tuple[str, int]], summed: bool, data: st.DataObject
 ) -> None:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -43,7 +43,6 @@ def test_gradients_accumulate_on_what_is_there() -> None:
     assert a.grad.tolist() == [3.5] * 3
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 2, 4, 3]), st.sampled_from([1.0, 2.0**16, 0.5]))
 def test_division_and_loss_scale(accumulate: int, scale: float) -> None:
     (a,) = parameters(1)
