@@ -47,11 +47,11 @@ def test_with_the_disk_the_process_itself_gets_smaller(tmp_path: Path) -> None:
     CASES["large"] = (large_mlp, lambda: torch.randn(135168, 64))
     try:
         plain, ours = AtTurn(), AtTurn()
-        fit(Wide("large"), loader("large", 4), plain)
+        fit(Wide("large"), loader("large", 2), plain)
         callback = dlres.ActivationOffload(
             "1TiB", saved_budget=0.5, disk=tmp_path, actions=["offload"], profile_steps=1
         )
-        fit(Wide("large"), loader("large", 4), ours, callback)
+        fit(Wide("large"), loader("large", 3), ours, callback)
     finally:
         del CASES["large"]
     assert callback.plan is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_dlres.cli.main import main
+from lightning_dlres.cli.store import serve_main
 from lightning_dlres.core import light
 from lightning_dlres.prefetch.storage.nodes import NodeStorage
 
@@ -79,16 +80,42 @@ def test_serve_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Pa
     assert storage.table.key(3) == "03.txt"
     storage.submit(0, 1, np.array([1, 3], np.uint32))
     storage.close()
-    for mistake, words in [
-        (["--nodes", 0], "--nodes"),
-        (["--node", 2, "--nodes", 2, "--port", 0], ", got 2"),
-        (["--port", int(re.search(r":(\d+)", found[1][6:])[1])], "listening on"),  # type: ignore[index]
-        (["--key", tmp_path / "x"], "--allow"),
-        (["--bind", "0.0.0.0"], "--insecure"),
-    ]:
-        wrong = start_script(LIGHT, "serve", folder, *mistake)
-        assert wrong.wait() == 2
-        assert words in wrong.output()
+    port = int(found[1].split(",")[0].rpartition(":")[2])
+    wrong = start_script(LIGHT, "serve", folder, "--port", port)
+    assert wrong.wait() == 2
+    assert "listening on" in wrong.output()
     os.kill(serving.pid, signal.SIGTERM)
     assert serving.wait() == 0
     assert "Answered" in serving.output()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Handlers of signals are put back afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nodes", "0"], "--nodes"),
+        (["--node", "2", "--nodes", "2", "--port", "0"], ", got 2"),
+        (["--key", "nowhere"], "--allow"),
+        (["--bind", "0.0.0.0"], "--insecure"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_serve_are_refused(
+    options: list[str],
+    words: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dlres", "serve", str(folder), *options])
+    assert serve_main() == 2
+    assert words in capsys.readouterr().err
