@@ -10,11 +10,9 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,6 +20,7 @@ import msgspec
 from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError, PeerTimeoutError
 from lightning_dlres.core.light import light_command
+from lightning_dlres.core.locks import LOCK, locked, private_directory, sweep
 from lightning_dlres.core.names import path_part
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch import messages
@@ -47,16 +46,7 @@ def runtime_directory() -> Path:
         if os.path.isabs(base) and os.access(base, os.W_OK)
         else Path(tempfile.gettempdir())
     )
-    path = parent / f"dlres-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    found = path.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{path}: it belongs to another user or others may enter it; expected a directory of "
-            "this user alone. Remove it, or set TMPDIR to another place."
-        )
-    return path
+    return private_directory(parent, f"dlres-{os.getuid()}")
 
 
 class HostProcess:
@@ -74,7 +64,7 @@ class HostProcess:
         check_name(name)
         base = runtime_directory()
         self._config = config
-        self._directory, self._lock = base / name, base / f"{name}.lock"
+        self._directory, self._lock = base / name, base / f"{name}{LOCK}"
         self._log = base / f"{name}.log"
         self.socket = self._directory / "cache.sock"
         if len(os.fsencode(self.socket)) > _LONGEST_SOCKET:
@@ -119,7 +109,7 @@ class HostProcess:
     def runs(self) -> bool:
         """Return whether there is such a process."""
         # Shared: whoever else looks at the same time must not take this for the process.
-        with _locked(self._lock, fcntl.LOCK_SH) as lock:
+        with locked(self._lock, fcntl.LOCK_SH) as lock:
             return lock is None
 
     def last_words(self) -> str:
@@ -148,10 +138,10 @@ class HostProcess:
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         """Start the process unless another one holds the lock."""
-        with _locked(self._lock) as lock:
+        with locked(self._lock) as lock:
             if lock is None:
                 return None
-            _sweep(self._lock.parent)
+            sweep(self._lock.parent)
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory.mkdir(mode=0o700)
             main = "lightning_dlres.prefetch.host:main"
@@ -180,7 +170,7 @@ def check_name(name: object) -> None:
         ConfigError: it is no part of a path.
     """
     # Beside its directory lie its lock and its log.
-    path_part("cache", name, reserved=(".lock", ".log"))
+    path_part("cache", name, reserved=(LOCK, ".log"))
 
 
 def failure_path(directory: Path, config: HostConfig) -> Path:
@@ -196,30 +186,3 @@ def error_of(failed: messages.Failed) -> DlresError:
     if isinstance(found, type) and issubclass(found, DlresError):
         return found(failed.text)
     return errors.PeerError(f"{failed.error}: {failed.text}")
-
-
-@contextlib.contextmanager
-def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int | None]:
-    """Give a descriptor that holds the lock, or None; a process that inherits it goes on holding
-    the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            # Somebody may have removed the file between its opening and the lock.
-            held = os.path.samestat(os.fstat(descriptor), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            held = False
-        yield descriptor if held else None
-    finally:
-        os.close(descriptor)
-
-
-def _sweep(base: Path) -> None:
-    """Remove what processes that are gone have left behind."""
-    for path in base.glob("*.lock"):
-        with _locked(path) as lock:
-            if lock is not None:
-                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
-                path.with_suffix(".log").unlink(missing_ok=True)
-                path.unlink(missing_ok=True)

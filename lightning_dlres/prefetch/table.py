@@ -3,17 +3,20 @@ so that it can be mapped instead of read.
 
 The file (`manifest.dlres`) is one line of JSON, padded with spaces, and four arrays behind it,
 little-endian: sizes int64[n], CRC-32 uint32[n], ends of the keys int64[n], and the keys in UTF-8.
+Its last four bytes are the CRC-32 of all before them.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,8 +27,14 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.sequence import MOST_SAMPLES
 
 MANIFEST = "manifest.dlres"
-_FORMAT, _VERSION = "dlres-store", 1
-_HEADER_BYTES = 512
+# In how many files a store is kept, at most.
+MOST_PACKS = 1 << 16
+# Of all samples of a data set: sums of sizes fit into int64.
+_MOST_BYTES = 1 << 60
+_FORMAT, _VERSION = "dlres-store", 2
+_HEADER_BYTES, _CHECKSUM_BYTES = 512, 4
+# Bytes that are checked at a time.
+_SLICE = 1 << 24
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -33,9 +42,18 @@ class _Header(msgspec.Struct, frozen=True):
     version: int
     samples: int
     key_bytes: int
-    packs: int
+    packs: Annotated[int, msgspec.Meta(ge=0, le=MOST_PACKS)]
+    # It becomes a part of paths.
+    packs_id: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{12})?\Z")]
     encoding: str
     checksums: bool
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """The part of a header that every version has."""
+
+    format: str
+    version: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +64,7 @@ class SampleTable:
     none; `keys` is uint8, the keys in UTF-8 one behind the other, and `key_ends` int64[n] where
     each ends. `encoding` says what the bytes of a sample are: "raw", as they were found, or
     "tensors" (see `samples`). `packs` is in how many files a store keeps them; 0: one file each.
+    `packs_id` is a part of these files' names, another one for every store that was written.
     """
 
     sizes: NDArray[np.int64]
@@ -54,6 +73,7 @@ class SampleTable:
     key_ends: NDArray[np.int64]
     encoding: str = "raw"
     packs: int = 0
+    packs_id: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.sizes) <= MOST_SAMPLES:
@@ -71,6 +91,7 @@ class SampleTable:
         *,
         encoding: str = "raw",
         packs: int = 0,
+        packs_id: str = "",
     ) -> SampleTable:
         """Return a table of lists.
 
@@ -86,7 +107,8 @@ class SampleTable:
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         blob = np.frombuffer(b"".join(texts), dtype=np.uint8)
         sums = None if checksums is None else np.array(checksums, dtype=np.uint32)
-        return SampleTable(np.array(sizes, dtype=np.int64), sums, blob, ends, encoding, packs)
+        lengths = np.array(sizes, dtype=np.int64)
+        return SampleTable(lengths, sums, blob, ends, encoding, packs, packs_id)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -118,7 +140,9 @@ class SampleTable:
         ends = self.key_ends[rows]
         sums = None if self.checksums is None else self.checksums[rows]
         keys = self.keys[start : int(ends[-1])]
-        return SampleTable(self.sizes[rows], sums, keys, ends - start, self.encoding, self.packs)
+        return SampleTable(
+            self.sizes[rows], sums, keys, ends - start, self.encoding, self.packs, self.packs_id
+        )
 
     @staticmethod
     def join(parts: Sequence[SampleTable]) -> SampleTable:
@@ -133,6 +157,7 @@ class SampleTable:
             np.concatenate(ends),
             parts[0].encoding,
             parts[0].packs,
+            parts[0].packs_id,
         )
 
     def to_bytes(self) -> list[memoryview]:
@@ -143,6 +168,7 @@ class SampleTable:
             samples=len(self),
             key_bytes=len(self.keys),
             packs=self.packs,
+            packs_id=self.packs_id,
             encoding=self.encoding,
             checksums=self.checksums is not None,
         )
@@ -154,7 +180,7 @@ class SampleTable:
             (self.key_ends, "<i8"),
             (self.keys, "u1"),
         ]
-        return [
+        pieces = [
             memoryview(line),
             *(
                 np.ascontiguousarray(array, kind).data.cast("B")
@@ -162,16 +188,28 @@ class SampleTable:
                 if len(array)
             ),
         ]
+        checksum = 0
+        for piece in pieces:
+            checksum = zlib.crc32(piece, checksum)
+        return [*pieces, memoryview(checksum.to_bytes(_CHECKSUM_BYTES, "little"))]
 
     def save(self, path: Path) -> None:
-        """Write the file, all of it or none."""
+        """Write the file, all of it or none.
+
+        Raises:
+            OSError: it cannot be written; the one that was there stays.
+        """
         unfinished = path.with_name(path.name + ".part")
-        with unfinished.open("wb") as file:
-            for piece in self.to_bytes():
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        try:
+            with unfinished.open("wb") as file:
+                for piece in self.to_bytes():
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
 
     @staticmethod
     def load(path: Path) -> SampleTable:
@@ -195,34 +233,66 @@ class SampleTable:
         Raises:
             ConfigError: the bytes are no such file.
         """
+        line = data[:_HEADER_BYTES].tobytes()
         try:
-            header = from_json(data[:_HEADER_BYTES].tobytes(), _Header)
+            known = from_json(line, _Format)
+            if (known.format, known.version) != (_FORMAT, _VERSION):
+                raise ConfigError(_no_manifest(name, f"{known.format} {known.version}"))
+            header = from_json(line, _Header)
         except msgspec.MsgspecError as error:
             raise ConfigError(_no_manifest(name, f"no header ({error})")) from error
-        if (header.format, header.version) != (_FORMAT, _VERSION):
-            raise ConfigError(_no_manifest(name, f"{header.format} {header.version}"))
         count = header.samples
-        expected = _HEADER_BYTES + 20 * count + header.key_bytes
-        if len(data) != expected or count < 1:
+        expected = _HEADER_BYTES + 20 * count + header.key_bytes + _CHECKSUM_BYTES
+        if len(data) != expected or count < 1 or header.key_bytes < 0:
             raise ConfigError(_no_manifest(name, f"{len(data)} bytes for {count} samples"))
+        end = len(data) - _CHECKSUM_BYTES
+        if zlib.crc32(data[:end].data) != int.from_bytes(data[end:].tobytes(), "little"):
+            raise ConfigError(_no_manifest(name, "bytes that do not have their checksum"))
         at = _HEADER_BYTES
         found = []
         for kind, size in (("<i8", 8), ("<u4", 4), ("<i8", 8)):
             found.append(np.frombuffer(data[at : at + size * count], dtype=kind))
             at += size * count
         sizes, sums, ends = found
+        # Who has written them may be hostile, or have another version of this package.
         if (
             (sizes < 0).any()
-            or (np.diff(ends, prepend=0) < 0).any()
+            or float(sizes.sum(dtype=np.float64)) > _MOST_BYTES
+            or ends[0] < 0
+            or (ends[1:] < ends[:-1]).any()
             or ends[-1] != header.key_bytes
         ):
             raise ConfigError(_no_manifest(name, "sizes or keys that contradict each other"))
-        known = sums if header.checksums else None
-        return SampleTable(sizes, known, data[at:], ends, header.encoding, header.packs)
+        keys = data[at:end]
+        if not _are_texts(keys, ends):
+            raise ConfigError(_no_manifest(name, "a key that is no text in UTF-8"))
+        return SampleTable(
+            sizes,
+            sums if header.checksums else None,
+            keys,
+            ends,
+            header.encoding,
+            header.packs,
+            header.packs_id,
+        )
+
+
+def _are_texts(keys: NDArray[np.uint8], ends: NDArray[np.int64]) -> bool:
+    """Return whether each of some keys, one behind the other, is a text in UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for at in range(0, len(keys), _SLICE):
+            decoder.decode(keys[at : at + _SLICE].tobytes())
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    # All are one text, then; no key may begin within a character.
+    firsts = keys[ends[ends < len(keys)]]
+    return not ((firsts & 0xC0) == 0x80).any()
 
 
 def _no_manifest(name: str, got: str) -> str:
     return (
         f"{name}: got {got}, expected a manifest of version {_VERSION}. Write the store again with "
-        "`dlres store put`."
+        "`dlres store put --overwrite`."
     )

@@ -47,7 +47,7 @@ def test_put_ls_and_verify(
     assert "the first 3 of 30 samples" in listed
     assert main(["store", "verify", str(store)]) == 0
     assert "30 of 30 samples are whole" in capsys.readouterr().out
-    pack = store / "samples-00001-of-00002.bin"
+    (pack,) = store.glob("samples-*-00001-of-00002.bin")
     data = bytearray(pack.read_bytes())
     data[-1] ^= 1
     pack.write_bytes(data)

@@ -16,6 +16,11 @@ def bytes_of(number: int) -> bytes:
     return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8).tobytes()
 
 
+def pack_of(store: Path, pack: int = 0) -> Path:
+    """The file of a store's pack."""
+    return sorted(store.glob("samples-*-of-*.bin"))[pack]
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `SAMPLES` files in two folders below it, in the order of their numbers."""

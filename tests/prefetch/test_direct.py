@@ -22,7 +22,7 @@ from lightning_dlres.prefetch.samples import Sample
 from lightning_dlres.prefetch.sequence import mixed, shuffled
 from lightning_dlres.prefetch.storage import files, local_reads
 from lightning_dlres.prefetch.storage.put import put
-from tests.prefetch.conftest import SAMPLES, bytes_of
+from tests.prefetch.conftest import SAMPLES, bytes_of, pack_of
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_file_that_changes_is_named(
 
 def test_damage_is_named(stack: ExitStack, folder: Path, tmp_path: Path) -> None:
     put(folder, tmp_path)
-    pack = tmp_path / "samples-00000-of-00001.bin"
+    pack = pack_of(tmp_path)
     data = bytearray(pack.read_bytes())
     data[0] ^= 1
     pack.write_bytes(data)

@@ -24,7 +24,7 @@ from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.put import damaged, put
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
-from tests.prefetch.conftest import SAMPLES, bytes_of
+from tests.prefetch.conftest import SAMPLES, bytes_of, pack_of
 from tests.waiting import wait_until
 
 EVERY = np.arange(SAMPLES, dtype=np.uint32)
@@ -205,7 +205,7 @@ def test_a_store_stays_whole_until_the_next_one_is(tmp_path: Path) -> None:
 def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
     put(folder, tmp_path, packs=2)
     assert list(damaged(tmp_path)) == []
-    pack = tmp_path / "samples-00001-of-00002.bin"
+    pack = pack_of(tmp_path, 1)
     data = bytearray(pack.read_bytes())
     # Sample 1 is the first of this pack.
     data[5] ^= 1
@@ -274,7 +274,7 @@ def test_a_storage_of_files_answers_every_request(folder: Path) -> None:
 
 def test_a_damaged_store_is_tried_again_and_then_an_error(folder: Path, tmp_path: Path) -> None:
     put(folder, tmp_path)
-    pack = tmp_path / "samples-00000-of-00001.bin"
+    pack = pack_of(tmp_path)
     data = bytearray(pack.read_bytes())
     data[0] ^= 1
     pack.write_bytes(data)

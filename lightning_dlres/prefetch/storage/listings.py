@@ -64,14 +64,14 @@ def open_reader(source: str | Path, listed: Listed | None = None) -> Reader:
     )
 
 
-def pack_name(pack: int, packs: int) -> str:
-    """Return what a pack's file is called."""
-    return f"samples-{pack:05d}-of-{packs:05d}.bin"
+def pack_names(packs: int, packs_id: str) -> list[str]:
+    """Return the names of a store's files, as its table counts and names them."""
+    return [f"samples-{packs_id}-{pack:05d}-of-{packs:05d}.bin" for pack in range(packs)]
 
 
 def _packed(table: SampleTable, files: Files, prefix: str) -> Reader:
-    names = [prefix + pack_name(pack, table.packs) for pack in range(table.packs)]
-    return Reader(table, files, names, packed=True)
+    paths = [prefix + name for name in pack_names(table.packs, table.packs_id)]
+    return Reader(table, files, paths, packed=True)
 
 
 def _folder(root: Path, listed: Listed | None) -> Reader:
@@ -155,7 +155,7 @@ def _lines(text: str) -> list[str]:
 
 def _refuse_unfinished(keys: Sequence[str], name: str) -> None:
     """Raise where a folder is a store without its manifest: its packs are no samples."""
-    packs = [key for key in keys if fnmatch(key, PACKS) or fnmatch(key, f"{PACKS}.part")]
+    packs = [key for key in keys if fnmatch(key, PACKS)]
     if packs:
         raise ConfigError(
             f"a data set: got {name} with {packs[0]} and no {MANIFEST}, expected a whole store, or "

@@ -211,7 +211,11 @@ class NodeStorage(Storage):
             if message.kind != protocol.TABLE:
                 raise ProtocolError(f"{name}: {message.payload.decode(errors='replace')}")
             data = np.frombuffer(message.payload, dtype=np.uint8)
-            parts.append(SampleTable.from_bytes(data, name))
+            try:
+                parts.append(SampleTable.from_bytes(data, name))
+            except ConfigError as error:
+                # The bytes are a peer's, and no argument of this process's user.
+                raise ProtocolError(str(error)) from error
             first += len(parts[-1])
         table = SampleTable.join(parts)
         if table.digest != welcome.digest:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.prefetch.sequence import MOST_SAMPLES, Positions
 
-VERSION = 2
+VERSION = 3
 # Of a reply, but for a single sample that is larger.
 REPLY_BYTES = 64 << 20
 # Samples of a request, at most; four bytes each.

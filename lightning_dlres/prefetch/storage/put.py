@@ -3,20 +3,17 @@ millions of small ones cost one open file."""
 
 from __future__ import annotations
 
-import os
-import zlib
-from array import array
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
-from lightning_dlres.prefetch.storage.listings import PACKS, open_reader, pack_name
+from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.readers import Reader, check
-from lightning_dlres.prefetch.table import MANIFEST, SampleTable
+from lightning_dlres.prefetch.storage.store_writer import StoreWriter
+from lightning_dlres.prefetch.table import SampleTable
 
 _AT_ONCE = 256
 
@@ -43,56 +40,23 @@ def put(
         progress: called with how many samples are written, and of how many.
 
     Raises:
-        ConfigError: the source cannot be read, or the directory has a store already.
+        ConfigError: the source cannot be read, or the directory has a store already or cannot be
+            written to. What was there stays.
         StorageError: a sample cannot be read.
     """
-    if packs < 1:
-        raise ConfigError(got_expected("packs", packs, "at least 1", "packs=4"))
     target = Path(directory).expanduser()
-    if (target / MANIFEST).exists() and not overwrite:
-        raise ConfigError(
-            f"{target}: got a store that is already there, expected none. Try another directory, "
-            "or overwrite it."
-        )
+    writer = StoreWriter(target, packs, overwrite)
     if isinstance(source, (str, Path)) and target.exists() and _is_same(source, target):
         raise ConfigError(
             f"{target}: got the source itself as the store's directory, expected another one."
         )
     total, items, encoding = _items(source, encode, encoding)
-    target.mkdir(parents=True, exist_ok=True)
-    names = [pack_name(pack, packs) for pack in range(packs)]
-    unfinished = [target / f"{name}.part" for name in names]
-    keys: list[str] = []
-    sizes, sums = array("q"), array("L")
-    try:
-        with ExitStack() as stack:
-            files = [stack.enter_context(path.open("wb")) for path in unfinished]
-            for number, (key, data) in enumerate(items):
-                files[number % packs].write(data)
-                keys.append(key)
-                sizes.append(len(data))
-                sums.append(zlib.crc32(data))
-                if progress:
-                    progress(number + 1, total)
-            for file in files:
-                file.flush()
-                os.fsync(file.fileno())
-        table = SampleTable.build(
-            keys, np.array(sizes, dtype=np.int64), list(sums), encoding=encoding, packs=packs
-        )
-    except BaseException:
-        for path in unfinished:
-            path.unlink(missing_ok=True)
-        raise
-    # A store that was there is whole up to here, and none from here until its manifest is written.
-    if (target / MANIFEST).exists():
-        (target / MANIFEST).unlink()
-        for old in target.glob(PACKS):
-            old.unlink()
-    for path, name in zip(unfinished, names, strict=True):
-        path.replace(target / name)
-    table.save(target / MANIFEST)
-    return table
+    with writer:
+        for number, (key, data) in enumerate(items):
+            writer.write(key, data)
+            if progress:
+                progress(number + 1, total)
+        return writer.commit(encoding)
 
 
 def damaged(

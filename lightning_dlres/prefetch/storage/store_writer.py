@@ -1,0 +1,163 @@
+"""The files of a store, written so that a store is there, whole, at any moment: packs under names
+of their own, then the manifest that names them in place of the old one, then the old packs go."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+import zlib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.locks import locked_if_possible
+from lightning_dlres.prefetch.storage.listings import PACKS, pack_names
+from lightning_dlres.prefetch.table import MANIFEST, MOST_PACKS, SampleTable
+
+# Hidden, so that no folder lists it. Its holder writes into the directory.
+_LOCK = ".put.lock"
+_ROOM = "Free some room there, or pass another directory."
+_FEWER = "Pass fewer packs: each is an open file."
+_FIXES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EMFILE: _FEWER,
+    errno.ENFILE: _FEWER,
+}
+
+
+class StoreWriter:
+    """Writes one store; a context manager. What is not committed when it ends is removed.
+
+    Args:
+        directory: made where it is missing.
+        packs: in how many files; sample i goes into file i mod `packs`.
+        overwrite: whether a store, or what is left of one, is replaced.
+
+    Raises:
+        ConfigError: the directory has a store, is written to by another process, or cannot be
+            written to.
+    """
+
+    def __init__(self, directory: Path, packs: int, overwrite: bool) -> None:
+        if not 1 <= packs <= MOST_PACKS:
+            raise ConfigError(got_expected("packs", packs, f"1 to {MOST_PACKS}", "packs=4"))
+        self._directory, self._manifest = directory, directory / MANIFEST
+        self._packs, self._id = packs, uuid.uuid4().hex[:12]
+        if not overwrite and self._manifest.exists():
+            raise ConfigError(
+                f"{directory}: got a store that is already there, expected none. Try another "
+                "directory, or overwrite it."
+            )
+        if not overwrite and any(directory.glob(PACKS)):
+            raise ConfigError(
+                f"{directory}: got a part of a store that was not finished, expected none. Try "
+                "another directory, or overwrite it."
+            )
+        self._keys: list[str] = []
+        self._sizes, self._sums = array("q"), array("L")
+        self._files: list[BinaryIO] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> StoreWriter:
+        with contextlib.ExitStack() as stack, self._explained():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            if not stack.enter_context(locked_if_possible(self._directory / _LOCK)):
+                raise ConfigError(
+                    f"{self._directory}: got a directory that another process writes a store "
+                    "into, expected no other. Wait for it, or try another directory."
+                )
+            # Also what a killed process has left, before its room is needed.
+            self._clean()
+            stack.callback(self._clean)
+            for name in pack_names(self._packs, self._id):
+                self._files.append((self._directory / name).open("xb"))
+                stack.callback(_close, self._files[-1])
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def write(self, key: str, data: bytes) -> None:
+        """Add a sample."""
+        file = self._files[len(self._keys) % self._packs]
+        try:
+            file.write(data)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._keys.append(key)
+        self._sizes.append(len(data))
+        self._sums.append(zlib.crc32(data))
+
+    def commit(self, encoding: str) -> SampleTable:
+        """Put the new store in place of the old one and return its table."""
+        table = SampleTable.build(
+            self._keys,
+            np.array(self._sizes, dtype=np.int64),
+            list(self._sums),
+            encoding=encoding,
+            packs=self._packs,
+            packs_id=self._id,
+        )
+        with self._explained():
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
+            # The names of the packs have to be there before the manifest's.
+            _sync_directory(self._directory)
+            table.save(self._manifest)
+            _sync_directory(self._directory)
+        return table
+
+    def _clean(self) -> None:
+        """Remove the packs that the manifest does not name."""
+        packs = {path.name for path in self._directory.glob(PACKS)}
+        try:
+            table = SampleTable.load(self._manifest)
+            packs -= set(pack_names(table.packs, table.packs_id))
+        except ConfigError:
+            if self._manifest.exists():
+                # It may be one of another version, which names the others.
+                packs &= set(pack_names(self._packs, self._id))
+        for name in packs:
+            # What stays is removed with the next store that is written.
+            with contextlib.suppress(OSError):
+                (self._directory / name).unlink()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        fix = _FIXES.get(error.errno or 0, "Pass a directory that this user can write to.")
+        return ConfigError(
+            f"the store in {self._directory} cannot be written: {error.strerror or error}. {fix}"
+        )
+
+
+def _close(file: BinaryIO) -> None:
+    # On a full disk it fails once more with what was not written.
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such call.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
