@@ -78,23 +78,33 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters(), foreach=False)
 
 
+class Peaks:
+    """Bytes of every step. The strategy does not follow slots: it would refuse a list that grows
+    while 1F1B runs a step."""
+
+    __slots__ = ("found",)
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+
 class Peak(Callback, TorchDispatchMode):
     """The most bytes that large blocks of the C library's allocator took within a step, looked at
     after every operation of torch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[int] = []
+        self.steps = Peaks()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.found[-1] = max(self.found[-1], allocated())
+        self.steps.found[-1] = max(self.steps.found[-1], allocated())
         return result
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.found.append(0)
+        self.steps.found.append(0)
         self.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -155,8 +165,8 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
         "layers": plan.split[stage],
         "recomputed": sum(index in plan.recompute for index in plan.layers_of(stage)),
         "planned": planned,
-        "measured": sorted(peak.found)[len(peak.found) // 2] - at_start - held,
-        "all": [found - at_start - held for found in peak.found],
+        "measured": sorted(peak.steps.found)[len(peak.steps.found) // 2] - at_start - held,
+        "all": [found - at_start - held for found in peak.steps.found],
     }
     if trainer.is_global_zero:
         (out / "plan.json").write_text(plan.to_json())

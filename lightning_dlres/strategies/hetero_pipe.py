@@ -307,6 +307,7 @@ class HeteroPipeStrategy(ParallelStrategy):
             self.tracer,
             whole=not self.restore_checkpoint_after_setup,
         )
+        self._until_teardown.callback(run.take_back)
         self.model_to_device()
         if fitting:
             # Before the plan, which counts their state. Parameters keep their identity.
@@ -492,11 +493,13 @@ class HeteroPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._connection is not None:
-            if self._run is not None and self._runner is not None:
-                self._run.end(orderly=not self._connection.failed)
-            self._connection.close()
-        self._until_teardown.close()
+        with ExitStack() as closing:
+            # Also where the run could not be set up, or does not end well.
+            if self._connection is not None:
+                closing.callback(self._connection.close)
+            closing.push(self._until_teardown.pop_all())
+            if None not in (self._connection, self._run, self._runner):
+                self._run.end(orderly=not self._connection.failed)  # type: ignore[union-attr]
         self._used_schedule = self.schedule
         self._connection, self._runner = None, None
         for optimizer in self.optimizers:

@@ -253,6 +253,10 @@ class PipelineRun:
             make_whole(self._layers, self.owners, self.plan, self._connection.mailbox)
         elif not self.whole:
             _LEFT_PARTITIONED.add(self.module)
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Undo what the run has changed outside of the model; may be called again."""
         self._undo.close()
 
     def gather_model_state(self, state: dict[str, Any], mailbox: Mailbox) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dlres import PipelinePlan
+from lightning_dlres.core.errors import ConfigError
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import Classifier, batches, trainer_for
 
@@ -100,11 +101,26 @@ def test_values_of_a_single_device(pool: RankPool, ranks: int) -> None:
             assert found == pytest.approx(plain, rel=1e-5)
 
 
-def fit_then_sum(context: RankContext) -> list[float]:
-    values_of(context)
+def summed(context: RankContext) -> SumMetric:
     metric = SumMetric()
     metric.update(torch.tensor(float(context.rank + 1)))
-    return [float(metric.compute())]
+    return metric
+
+
+def fit_then_sum(context: RankContext) -> list[float]:
+    values_of(context)
+    return [float(summed(context).compute())]
+
+
+def fail_then_sum(context: RankContext) -> list[float]:
+    plan = PipelinePlan(machines=((0, 1),), split=(99, 1))
+    with pytest.raises(ConfigError, match="99"):
+        trainer_for(context, plan=plan).fit(Measures(), batches())
+    return [float(summed(context).compute())]
+
+
+def test_other_metrics_gather_as_usual_after_a_run_that_did_not_begin(pool: RankPool) -> None:
+    assert pool.run(fail_then_sum, 2) == [[3.0], [3.0]]
 
 
 def test_other_metrics_gather_as_usual_after_the_run(pool: RankPool) -> None:
