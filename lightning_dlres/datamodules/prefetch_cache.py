@@ -3,7 +3,6 @@ DataLoader, and no DistributedSampler."""
 
 from __future__ import annotations
 
-import shutil
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -19,7 +18,11 @@ from typing_extensions import override
 from lightning_dlres.core.checks import flag, instance
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
-from lightning_dlres.datamodules.stores import temporary_directory, write_store
+from lightning_dlres.datamodules.stores import (
+    own_temporary_directory,
+    temporary_directory,
+    write_store,
+)
 from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
 from lightning_dlres.prefetch.messages import Metrics
 from lightning_dlres.prefetch.options import host_config
@@ -351,7 +354,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         if base is None:
             base = temporary_directory(self._job)
             if writes and self._clean_up is None:
-                self._clean_up = weakref.finalize(self, shutil.rmtree, base, True)
+                self._clean_up = weakref.finalize(self, own_temporary_directory(base))
         write_store(trainer.strategy, dataset, base / split, writes)
         return base / split
 

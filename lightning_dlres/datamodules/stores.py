@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import tempfile
+import time
 import uuid
 import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +20,56 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.locks import LOCK, locked, private_directory, remove_owned, sweep
 from lightning_dlres.prefetch.items import ENCODING, encode_item
 from lightning_dlres.prefetch.storage.put import put
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 
 # Samples that are read again, to see whether they are the same.
 _PROBES = 16
+# Seconds between two looks at a lock.
+_POLL = 0.01
 
 
 def temporary_directory(job: str) -> Path:
-    """Return where the stores of a job lie; nobody else knows its name beforehand, or may enter."""
-    return Path(tempfile.gettempdir(), f"dlres-store-{job}")
+    """Return the directory of a job's temporary stores on this host, below one that only this user
+    may enter."""
+    # Hosts may share the temporary directory, and locks may not reach from one to another.
+    host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+    base = Path(tempfile.gettempdir())
+    return private_directory(base, f"dlres-stores-{os.getuid()}-{host}") / job
+
+
+def own_temporary_directory(directory: Path) -> Callable[[], None]:
+    """Make a directory that this process owns and return what removes it. Those of owners that are
+    gone are removed now, as this one is by the next start if this process is killed.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    sweep(directory.parent)
+    lock = directory.with_name(directory.name + LOCK)
+    holding = ExitStack()
+    try:
+        # The sweep of another start may hold it for a moment.
+        while holding.enter_context(locked(lock)) is None:
+            holding.close()
+            time.sleep(_POLL)
+        directory.mkdir(mode=0o700)
+    except OSError as error:
+        holding.close()
+        raise ConfigError(
+            f"{directory} must be a directory that can be made and locked, got: "
+            f"{error.strerror}. Pass `store`, or set TMPDIR to another place."
+        ) from error
+    return partial(_remove_temporary, os.getpid(), lock, holding)
+
+
+def _remove_temporary(owner: int, lock: Path, holding: ExitStack) -> None:
+    # A process that was forked off may end before its owner does.
+    if os.getpid() == owner:
+        remove_owned(lock)
+        holding.close()
 
 
 def write_store(strategy: Strategy, dataset: Any, directory: Path, writes: bool) -> None:

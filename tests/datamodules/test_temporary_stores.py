@@ -1,0 +1,103 @@
+"""Temporary stores end with their owners: a killed one's is removed by the next start, a living
+one's never is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import TensorDataset
+
+import lightning_dlres as dlres
+from lightning_dlres.core.locks import locked
+from lightning_dlres.datamodules.stores import own_temporary_directory, temporary_directory
+
+
+@pytest.fixture(autouse=True)
+def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def left_behind(job: str) -> Path:
+    """The store of a process that was killed: its lock ended with it, the file did not."""
+    directory = temporary_directory(job)
+    directory.mkdir()
+    (directory / "data").write_bytes(b"x")
+    directory.with_name(f"{job}.lock").touch()
+    return directory
+
+
+def test_the_next_start_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    remove_living = own_temporary_directory(temporary_directory("living"))
+    living = temporary_directory("living")
+    (living / "data").write_bytes(b"x")
+    dead, base = left_behind("dead"), living.parent
+    # Links that lie in it, or in its place, are not followed.
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "data").write_bytes(b"x")
+    (dead / "link").symlink_to(outside)
+    (base / "linked").symlink_to(outside)
+    (base / "linked.lock").touch()
+    (base / "trap.lock").symlink_to(outside / "data")
+    (base / "unknown").mkdir()
+    remove_next = own_temporary_directory(temporary_directory("next"))
+    assert not dead.exists()
+    assert (living / "data").exists()
+    assert (outside / "data").read_bytes() == b"x"
+    assert (base / "unknown").exists()
+    assert stat.S_IMODE(base.stat().st_mode) == 0o700
+    remove_living()
+    assert not living.exists()
+    assert temporary_directory("next").exists()
+    remove_next()
+    assert not [path for path in base.iterdir() if path.name.startswith(("living", "next"))]
+
+
+def test_a_process_that_was_forked_off_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = temporary_directory("job")
+    remove = own_temporary_directory(directory)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: 1)
+        remove()
+    assert directory.exists()
+    with locked(directory.with_name("job.lock")) as lock:
+        assert lock is None
+    remove()
+    assert not directory.exists()
+
+
+def test_a_directory_of_somebody_else_is_refused() -> None:
+    base = temporary_directory("job").parent
+    base.chmod(0o755)
+    with pytest.raises(dlres.ConfigError, match="this user alone"):
+        temporary_directory("job")
+
+
+def test_a_run_removes_its_own_and_what_was_left() -> None:
+    dead = left_behind("dead")
+    data = dlres.PrefetchCacheDataModule(train=TensorDataset(torch.zeros(8, 32)), batch_size=4)
+    during: list[list[str]] = []
+
+    class Model(BoringModel):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            during.append([path.suffix for path in sorted(dead.parent.iterdir())])
+            return self.layer(batch[0]).sum()
+
+    Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Model(), datamodule=data)
+    assert during == [["", ".lock"]] * 2
+    assert list(dead.parent.iterdir()) == []
