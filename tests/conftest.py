@@ -30,6 +30,8 @@ from tests.pool import RankPool, python_environ
 # In the environment of a script and so of all that it starts, orphans and new sessions included.
 MARK = "DLRES_TEST_SCRIPT"
 LINE_POLL_SECONDS = 0.05
+# For one script: only a hang takes so long on a loaded machine, and a test may take 300 s.
+SCRIPT_SECONDS = 240.0
 
 # Threads of torch that wait for each other spin, beside other workers for most of their time. It
 # has to be said before torch is imported.
@@ -133,7 +135,7 @@ class ScriptHandle:
         """Everything that the script and its descendants have printed until now."""
         return self._log.read_text(errors="replace")
 
-    def wait(self, timeout: float = 120.0) -> int:
+    def wait(self, timeout: float = SCRIPT_SECONDS) -> int:
         """Wait for the script's own end; past the deadline kill its tree and show all stacks."""
         try:
             return self._process.wait(timeout)
@@ -143,7 +145,7 @@ class ScriptHandle:
                 f"script still running after {timeout:g} s; its output and stacks:\n{self.output()}"
             ) from None
 
-    def wait_for_line(self, regex: str, timeout: float = 60.0) -> re.Match[str]:
+    def wait_for_line(self, regex: str, timeout: float = SCRIPT_SECONDS) -> re.Match[str]:
         """Wait until a whole line of the output contains `regex`; return the match."""
         deadline = time.monotonic() + timeout
         while True:
@@ -176,7 +178,7 @@ class ScriptHandle:
             family |= grown
         return sorted(family & parents.keys() - {self.pid})
 
-    def wait_for_no_children(self, timeout: float = 30.0) -> None:
+    def wait_for_no_children(self, timeout: float = SCRIPT_SECONDS) -> None:
         """Wait until every descendant has ended, for tests of who outlives whom."""
         deadline = time.monotonic() + timeout
         while children := self.children():
@@ -274,7 +276,7 @@ def start_script(tmp_path: Path) -> Iterator[StartScript]:
 
 @pytest.fixture
 def run_script(start_script: StartScript) -> RunScript:
-    """`run_script(script, *argv, timeout=120.0, ...)`: a `ScriptResult`; see `start_script`.
+    """`run_script(script, *argv, timeout=..., ...)`: a `ScriptResult`; see `start_script`.
 
     Raises `ScriptTimeout` past the deadline. Descendants that outlive the script are killed.
     """
@@ -282,7 +284,7 @@ def run_script(start_script: StartScript) -> RunScript:
     def run(
         script: Path | str,
         *argv: object,
-        timeout: float = 120.0,
+        timeout: float = SCRIPT_SECONDS,
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
         launcher: Sequence[str] = (),

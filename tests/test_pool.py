@@ -244,7 +244,7 @@ def test_ranks_end_with_their_parent(start_script: StartScript, thread: str) -> 
     nursery_and_rank = 2
     assert len(script.children()) == nursery_and_rank
     os.kill(script.pid, signal.SIGKILL)
-    script.wait_for_no_children(timeout=20.0)
+    script.wait_for_no_children()
 
 
 def test_run_script_returns_status_and_output(run_script: RunScript, tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_script_tree_can_be_watched_and_killed(start_script: StartScript) -> N
         """
     )
     child = int(script.wait_for_line(r"child (\d+)").group(1))
-    assert script.wait(timeout=20.0) == 0
+    assert script.wait() == 0
     assert child in script.children()
     script.kill_tree()
     assert script.children() == []

@@ -37,7 +37,7 @@ def test_demo_runs_and_tells_its_story(start_script: StartScript, tmp_path: Path
     launcher = ("-m", "lightning_dlres")
     handle = start_script(Path("demo"), "--quick", "--out", "out", launcher=launcher, cwd=work)
     assert handle.wait() == 0, handle.output()
-    handle.wait_for_no_children(timeout=10)
+    handle.wait_for_no_children()
     lines = iter(handle.output().splitlines())
     for regex in STORY:
         assert any(re.search(regex, line) for line in lines), f"{regex!r} in:\n{handle.output()}"

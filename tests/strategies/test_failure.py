@@ -120,7 +120,7 @@ if __name__ == "__main__":
 def test_launched_ranks_leave_no_orphans(start_script: Any, victim: int) -> None:
     script = start_script(SCRIPT)
     for rank in range(3):
-        script.wait_for_line(rf"rank {rank} step 3\b", timeout=90)
+        script.wait_for_line(rf"rank {rank} step 3\b")
     children = sorted(script.children())
     assert len(children) >= 2
     os.kill(script.pid if victim == 0 else children[-1], signal.SIGKILL)
