@@ -240,6 +240,15 @@ def is_batched(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
+def is_transforming() -> bool:
+    """Return whether a transform of torch.func (vmap, grad) or a level of forward derivatives is
+    open. No public name tells."""
+    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+        return True
+    functorch = getattr(torch._C, "_functorch", None)
+    return functorch is not None and functorch.peek_interpreter_stack() is not None
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd knows a tensor as a view of another; no public name tells."""
     return bool(tensor._is_view())

@@ -16,6 +16,7 @@ from lightning_dlres.core._compat import (
     Version,
     has_forward_hooks,
     is_in_backward,
+    is_transforming,
     storage_reference,
 )
 from lightning_dlres.memory.meter import MemoryTrace
@@ -195,6 +196,8 @@ class LayerRecord:
                 # Nothing is saved, or a checkpoint runs again: what it makes must not be held.
                 return
             tensors = list(tensors_in((args, kwargs)))
+            # Under a transform nothing can run again, nor can all parameters be read.
+            finds_traces = self._finds_regions and not is_transforming()
             call = _Call(
                 name=name,
                 module=module,
@@ -204,7 +207,7 @@ class LayerRecord:
                 memory_mark=self._clock.mark_memory(),
                 inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
                 after=self._makers_of(tensors),
-                before=Traces(module) if self._finds_regions else None,
+                before=Traces(module) if finds_traces else None,
                 versions=[Version(tensor) for tensor in tensors],
                 takes_plain_arguments=_are_plain(args, kwargs),
             )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
+from lightning_dlres.core._compat import is_transforming
 from lightning_dlres.memory.audit import Audit
 from lightning_dlres.memory.calling import Calls
 from lightning_dlres.memory.traces import checksum, tensors_in
@@ -41,7 +42,8 @@ class Again:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.calls.copy_of(self.module, self) or self.module
         forward = self.before or partial(type(module).forward, module)
-        if not torch.is_grad_enabled():
+        # By the time of backward a transform is over, and its tensors are of no use.
+        if not torch.is_grad_enabled() or is_transforming():
             return forward(*args, **kwargs)
         run = partial(forward, **kwargs)
         if self.report is not None:

@@ -70,7 +70,7 @@ def checksum(tensor: Tensor) -> Any:
     rare accidents."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
         return None
-    if not tensor.numel() or tensor.is_nested or tensor.is_quantized:
+    if not tensor.numel() or tensor.is_nested or tensor.is_quantized or is_batched(tensor):
         return None
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     kind = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)

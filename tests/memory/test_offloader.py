@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -112,6 +113,53 @@ def of_a_part(net: nn.Module, number: int) -> Tensor:
     part = x.exp()[3:9]
     (slope,) = torch.autograd.grad(part.sin().sum(), x, create_graph=True)
     return (net(part) * part.cos()).sum() + slope.square().sum()
+
+
+class Wide(nn.Module):
+    """A module that saves more than it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep, self.relu, self.out = nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.relu(self.deep(x)).exp().sin())
+
+
+def of_rows(net: Wide, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: net(row).sin())(x)
+
+
+def of_closures(net: Wide, x: Tensor) -> Tensor:
+    return torch.vmap(lambda k: net(x) * k)(torch.randn(2))
+
+
+def of_weights(net: Wide, x: Tensor) -> Tensor:
+    weights = {name: torch.stack([w, w.sin()]) for name, w in net.named_parameters()}
+    return torch.vmap(lambda some: functional_call(net, some, x))(weights)
+
+
+def with_forward_derivatives(net: Wide, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        y, slope = forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.sin())))
+        return torch.cat([y, slope])
+
+
+@pytest.mark.parametrize("way", [of_rows, of_closures, of_weights, with_forward_derivatives])
+def test_modules_run_as_they_are_in_transforms(way: Callable[[Any, Tensor], Tensor]) -> None:
+    wide = Wide()
+    options: dict[str, Any] = {"actions": ["reuse", "recompute"], "budget": "min"}
+    run = Run(
+        lambda net, number: way(wide, net(torch.randn(64, 16))).square().sum(),
+        **options,
+        exact=False,
+        on_over_budget="warn",
+    )
+    run.net.add_module("wide", nn.Identity())
+    run.net.wide.inner = wide  # type: ignore[assignment]
+    run.steps(7)
+    assert run.followed >= 3
+    assert not any(name.startswith("wide.") for name in (*run.plan.recompute, *run.plan.reuse))
 
 
 @pytest.mark.parametrize("actions", [["offload"], ["compress", "offload", "reuse"]], ids=str)

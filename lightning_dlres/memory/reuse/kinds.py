@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from lightning_dlres.core._compat import is_view
+from lightning_dlres.core._compat import is_transforming, is_view
 from lightning_dlres.memory.reuse.activations import Gelu, Silu
 from lightning_dlres.memory.reuse.dense import Convolution, Linear
 from lightning_dlres.memory.reuse.formula import Formula, Params
@@ -65,8 +64,9 @@ def fit_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     maker = _MAKERS.get(type(module))
     if maker is None or len(args) != 1 or kwargs or not torch.is_grad_enabled():
         return None
+    # A transform's and a forward derivative's tensors have no formula here.
     is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if is_tracing or torch.compiler.is_compiling():
+    if is_tracing or torch.compiler.is_compiling() or is_transforming():
         return None
     x = args[0]
     if type(x) is not Tensor or not _is_dense(x):
@@ -79,9 +79,6 @@ def fit_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return None
     dtypes = {tensor.dtype for tensor in tensors}
     if not (dtypes <= _LOWERED if found.dtype is not None else len(dtypes) == 1):
-        return None
-    # Forward derivatives have no formula here.
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return None
     return found
 
