@@ -83,7 +83,7 @@ class ModelLayers:
         """Return for every module the stages that run it; all of them for those outside."""
         stages: dict[nn.Module, set[int]] = {}
         for name, module in self.root.named_modules(remove_duplicate=False):
-            layer = self._layer_by_module[name]
+            layer = self.layer_of(name)
             held = range(plan.stages) if layer is None else (plan.stage_of(layer),)
             stages.setdefault(module, set()).update(held)
         return stages

@@ -52,11 +52,10 @@ _OPAQUE = (
     Logger,
     Optimizer,
     DataLoader,
-    Dataset,
-    Sampler,
-    LightningDataModule,
     Enum,
 )
+# They may hold a whole data set: of these only what is quickly told.
+_LARGE = (Dataset, Sampler, LightningDataModule)
 _IN_PLACE = "in place"
 _ABSENT = object()
 
@@ -88,6 +87,7 @@ class UserState:
         modules: returns the modules outside of the layers, with names; the LightningModule's is "".
         layers: the layers; their attributes belong to the stages.
         callbacks: the Trainer's.
+        settings: returns objects of the Trainer, by name, whose numbers and strings count.
     """
 
     def __init__(
@@ -95,8 +95,9 @@ class UserState:
         modules: Callable[[], Iterable[tuple[str, nn.Module]]],
         layers: Sequence[nn.Module] = (),
         callbacks: Sequence[Callback] = (),
+        settings: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._modules, self._callbacks = modules, callbacks
+        self._modules, self._callbacks, self._settings = modules, callbacks, settings
         self._of_layers = {id(inner) for layer in layers for inner in layer.modules()}
         self._metrics: list[tuple[str, nn.Module]] = []
 
@@ -115,8 +116,8 @@ class UserState:
             if path in nodes:
                 _apply(nodes[path], change, nodes, own)
 
-    def loose_metrics(self) -> dict[str, nn.Module]:
-        """Return the metrics, and collections of them, that are no submodules."""
+    def all_metrics(self) -> dict[str, nn.Module]:
+        """Return the metrics, and collections of them, that are there now."""
         self._nodes()
         return dict(self._metrics)
 
@@ -127,11 +128,18 @@ class UserState:
         waiting: list[tuple[str, Any]] = []
         for name, module in self._modules():
             seen.add(id(module))
-            if not isinstance(module, (Metric, MetricCollection)):
+            if isinstance(module, (Metric, MetricCollection)):
+                # Made since the run began, perhaps: a tracker's, or a new one for every epoch.
+                self._metrics.append((name, module))
+            else:
                 waiting.append((name, module))
         for index, callback in enumerate(self._callbacks):
             waiting.append((f"trainer.callbacks[{index}]", callback))
         registered = len(waiting)
+        for name, owner in self._settings().items():
+            if id(owner) not in seen and (isinstance(owner, dict) or hasattr(owner, "__dict__")):
+                seen.add(id(owner))
+                nodes.append(_node(name, owner, "settings"))
         for count, (path, value) in enumerate(waiting):
             kind = _kind_of(value)
             if kind is None or (id(value) in seen and count >= registered):
@@ -156,7 +164,7 @@ class UserState:
 
 def _node(path: str, owner: Any, kind: str) -> _Node:
     content = _content(owner, kind)
-    values = content.values() if kind in ("object", "module", "dict") else content
+    values = content.values() if kind in _NAMED else content
     types = frozenset(() if kind in ("random", "set") else map(type, values))
     return _Node(path, owner, kind, content, types)
 
@@ -200,7 +208,7 @@ class Loan:
         for node in self._nodes:
             if node.is_untouched():
                 continue
-            if made and node.kind in ("object", "module", "dict"):
+            if made and node.kind in _NAMED:
                 for name, value in _content(node.owner, node.kind).items():
                     if isinstance(value, Tensor) and made.layer_of(value) is not None:
                         node.content[name] = value
@@ -217,7 +225,7 @@ class Loan:
         return found
 
     def _lent(self, content: Any, kind: str) -> Any:
-        if kind in ("object", "module", "dict"):
+        if kind in _NAMED:
             return {name: self._copy(value) for name, value in content.items()}
         if kind in ("list", "deque"):
             return list(map(self._copy, content))
@@ -241,13 +249,13 @@ class Loan:
 
     def _change(self, node: _Node) -> Tree:
         before, now = node.content, _content(node.owner, node.kind)
-        if node.kind in ("object", "module", "dict"):
+        if node.kind in _NAMED:
             new = [
                 [*self._sent(node.path, key, value)]
                 for key, value in now.items()
                 if not self._same(before.get(key, _ABSENT), value)
             ]
-            gone = [key for key in before if key not in now]
+            gone = [key for key in before if key not in now and node.kind != "settings"]
             return ["names", new, gone] if new or gone else None
         if node.kind in ("list", "deque"):
             if len(now) == len(before) and all(map(self._same, before, now)):
@@ -336,7 +344,7 @@ def _apply(node: _Node, change: Tree, nodes: Mapping[str, _Node], own: Mapping[A
 
     if kind == "names":
         new, gone = rest
-        namespace = node.owner if node.kind == "dict" else vars(node.owner)
+        namespace = _namespace(node.owner)
         for key, mode, value in new:
             found = received(mode, value, namespace.get(key, _ABSENT))
             if found is not _ABSENT:
@@ -383,14 +391,30 @@ def _content(owner: Any, kind: str) -> Any:
         return {name: value for name, value in vars(owner).items() if name not in hidden}
     if kind == "object":
         return dict(vars(owner))
+    if kind == "settings":
+        return {name: value for name, value in _namespace(owner).items() if _is_setting(value)}
     if isinstance(owner, torch.Generator):
         return owner.get_state()
     return owner.getstate() if isinstance(owner, random.Random) else owner.bit_generator.state
 
 
+def _namespace(owner: Any) -> dict[Any, Any]:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _is_setting(value: Any) -> bool:
+    several = value if isinstance(value, (tuple, list)) and len(value) <= _SHORT else (value,)
+    return all(type(item) in _QUICK for item in several)
+
+
 def _put(node: _Node, content: Any) -> None:
     owner = node.owner
-    if node.kind in ("object", "module", "dict"):
+    if node.kind == "settings":
+        namespace = _namespace(owner)
+        for name in _content(owner, "settings").keys() - content.keys():
+            del namespace[name]
+        namespace.update(content)
+    elif node.kind in ("object", "module", "dict"):
         namespace = owner if node.kind == "dict" else vars(owner)
         if len(namespace) != len(content) or node.kind == "module":
             for name in [n for n in _content(owner, node.kind) if n not in content]:
@@ -423,6 +447,10 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"forward", _compat.CALL, "log", "pri
 _VALUES = {Tensor, np.ndarray}
 _COPIED = {Tensor, np.ndarray, tuple}
 _FLAT = {*_SCALARS, Tensor, np.ndarray}
+# Kinds whose content has names.
+_NAMED = frozenset({"object", "module", "dict", "settings"})
+# The most items of a sequence that is a setting, such as the learning rates of all groups.
+_SHORT = 16
 # Values whose equality is quickly told.
 _QUICK = {int, str, bytes, bool, type(None), float}
 
@@ -446,6 +474,8 @@ def _kind(kind: Any) -> str | None:
         return None
     if issubclass(kind, nn.Module):
         return "module"
+    if issubclass(kind, _LARGE):
+        return "settings"
     if issubclass(kind, (torch.Generator, random.Random, np.random.Generator)):
         return "random"
     if kind.__module__.partition(".")[0] in _FOREIGN:

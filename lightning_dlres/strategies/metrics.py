@@ -65,15 +65,17 @@ class MetricStates:
         self.metrics = {name: m for name, m in root.named_modules() if isinstance(m, Metric)}
         self._collections = [m for m in root.modules() if isinstance(m, MetricCollection)]
 
-    def add(self, loose: Mapping[str, nn.Module]) -> None:
-        """Take in metrics, and collections of them, that are no submodules."""
+    def add(self, present: Mapping[str, nn.Module]) -> None:
+        """Take in metrics, and collections of them, that are not known yet; one that has taken
+        another's name takes its place."""
         known = set(map(id, self.metrics.values()))
-        for path, module in loose.items():
+        for path, module in present.items():
             if id(module) in known:
                 continue
             for name, inner in module.named_modules(prefix=path):
                 if isinstance(inner, Metric):
-                    self.metrics[name] = inner
+                    if id(inner) not in known:
+                        self.metrics[name] = inner
                 elif isinstance(inner, MetricCollection) and inner not in self._collections:
                     self._collections.append(inner)
 

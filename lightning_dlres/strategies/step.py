@@ -39,6 +39,7 @@ from lightning_dlres.strategies.one_device import alone
 from lightning_dlres.strategies.outer_buffers import OuterBuffers
 from lightning_dlres.strategies.printing import printing_held
 from lightning_dlres.strategies.records import LogRecord, recording
+from lightning_dlres.strategies.settings import settings_of
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 
@@ -76,12 +77,18 @@ class StepContext:
 
     def __post_init__(self) -> None:
         layers = self.pipelined.layers
-        callbacks = self.module.trainer.callbacks  # type: ignore[attr-defined]
-        self.state = UserState(layers.outer_modules, layers.modules, callbacks)
+        trainer = self.module.trainer
+        self.state = UserState(
+            layers.outer_modules,
+            layers.modules,
+            trainer.callbacks,  # type: ignore[attr-defined]
+            lambda: settings_of(trainer),
+        )
 
     def see_metrics(self) -> None:
-        """Look for metrics that are no submodules; user code may make them at any time."""
-        self.metrics.add(self.state.loose_metrics())
+        """Look for metrics that are no submodules, or new ones; user code may make them at any
+        time."""
+        self.metrics.add(self.state.all_metrics())
 
     def all_metrics(self) -> list[Metric]:
         """Return the metrics of the module, of what it refers to, and of callbacks."""

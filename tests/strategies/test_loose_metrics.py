@@ -1,5 +1,5 @@
 """Metrics that are no submodules of the LightningModule give the values of a single device, in a
-callback, in a dict, in a list, or made in the middle of the run."""
+callback, in a dict, in a list, or made in the middle of the run; so do new submodules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricTracker, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dlres import PipelinePlan
@@ -56,6 +56,12 @@ class Measures(Classifier):
         super().__init__()
         self.by_name, self.box = {"sum": SumMetric(), "cat": CatMetric()}, Box()
         self._several = [MeanMetric(), SumMetric()]
+        self.tracker, self.fresh = MetricTracker(MulticlassAccuracy(num_classes=5)), MeanMetric()
+        self.tracker.increment()
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+        self.fresh = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self.net(batch[0])
@@ -64,6 +70,8 @@ class Measures(Classifier):
         self.by_name["cat"].update(out.detach().amax(1))
         self._several[0].update(loss.detach(), len(out))
         self.box.accuracy.update(out, batch[1])
+        self.tracker.update(out, batch[1])
+        self.fresh.update(loss.detach(), len(out))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -76,7 +84,11 @@ class Measures(Classifier):
         ]
 
     def on_train_epoch_end(self) -> None:
-        self.observed += self._values()
+        self.observed += [
+            *self._values(),
+            float(self.tracker.compute()),
+            float(self.fresh.compute()),
+        ]
         self.by_name["sum"].reset()
 
 
