@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, overload
 
 import numpy as np
 
+from lightning_dlres.core.errors import StorageError
 from lightning_dlres.prefetch.samples import Bytes, Sample
 from lightning_dlres.prefetch.sequence import Positions
-from lightning_dlres.prefetch.storage.files import read_in_time
+from lightning_dlres.prefetch.storage.base import Reply
+from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.table import SampleTable
+
+# Seconds between two looks for a read that hangs.
+_LOOK_SECONDS = 1.0
 
 # In a worker process: what it reads with, and for how many seconds it tries.
 _worker: tuple[Reader, float] | None = None
@@ -64,7 +69,28 @@ def set_up_worker(reader: Reader, timeout: float) -> None:
 def _read_here(numbers: Positions) -> Bytes:
     assert _worker is not None
     reader, timeout = _worker
-    return read_in_time(reader, numbers, timeout, threading.Event())
+    # In a thread of the storage, because nothing ends a read that hangs.
+    storage = FileStorage(reader, 1, 1, timeout)
+    replies: SimpleQueue[Reply] = SimpleQueue()
+
+    def deliver() -> None:
+        for reply in storage.replies():
+            replies.put(reply)
+
+    storage.on_reply = deliver
+    storage.submit(0, 0, numbers)
+    try:
+        while True:
+            try:
+                data = replies.get(timeout=_LOOK_SECONDS).data
+                break
+            except Empty:
+                deliver()
+    finally:
+        storage.close()
+    if isinstance(data, StorageError):
+        raise data
+    return data
 
 
 def _in_worker(numbers: Positions, epoch_seed: int) -> LocalSamples:

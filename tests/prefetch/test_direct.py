@@ -160,6 +160,22 @@ def test_a_read_that_hangs_is_an_error(
         next(iter(batches))
 
 
+def test_a_read_that_hangs_in_a_worker_process_is_an_error(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"12345")
+    # Workers that are forked have it, too; others wait for longer.
+    monkeypatch.setattr(files, "GRACE", 0.05)
+    batches = direct(stack, tmp_path, num_workers=1, worker_type="process", cache={"timeout": 0.1})
+    assert len(batches) == 1
+    (tmp_path / "b").unlink()
+    # To open a pipe waits for somebody who writes.
+    os.mkfifo(tmp_path / "b")
+    with pytest.raises(StorageError, match="reading has hung"):
+        next(iter(batches))
+
+
 def test_no_more_is_read_ahead_than_there_is_room_for(stack: ExitStack, folder: Path) -> None:
     batches = direct(stack, folder, cache={"lookahead": 1}, num_workers=3)
     next(iter(batches))
