@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ Structure = list[Any]
 
 _PLAIN = (bool, float, bytes)
 _WORD = 1 << 63
+_CONVERT = (
+    "Make a tensor of it in the dataset or its collate function if a batch holds it, else in the "
+    "layer that returns it."
+)
 _LEAVES = ("t", "a", "g", "v", "i", "z", "s", "k", "p")
 
 
@@ -114,10 +118,26 @@ def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
         if _is_made_of_a_mapping(kind):
             return ["m", _class_name(kind), pairs]
     raise ConfigError(
-        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: expected "
-        "tensors, arrays, numbers, strings, and lists, tuples, dicts, named tuples, data classes "
-        "or mappings of them. Convert it in the dataset's collate function."
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: a batch or a "
+        "layer's output must be made of tensors, arrays, numbers, strings, and lists, tuples, "
+        f"dicts, named tuples, data classes or mappings of them. {_advice(kind)}"
     )
+
+
+def _advice(kind: type) -> str:
+    """Return how to avoid an object of a class that cannot be sent."""
+    for base in kind.__mro__:
+        if base.__module__ == "PIL.Image":
+            return (
+                "Make a tensor of each image in the dataset, as torchvision's "
+                "transforms.functional.pil_to_tensor does."
+            )
+        # Models return these unless told otherwise, so no collate function can help.
+        if base.__module__.startswith("transformers.") and base.__name__.endswith("Cache"):
+            return "Call the model with use_cache=False, or set model.config.use_cache = False."
+    if issubclass(kind, Iterator):
+        return "Make a list of what it yields."
+    return _CONVERT
 
 
 def _utf8(text: str) -> str:
@@ -125,8 +145,7 @@ def _utf8(text: str) -> str:
         return text.encode().decode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"The string {text!r} cannot be sent to another rank: {error}. Convert it in the "
-            "dataset's collate function."
+            f"The string {text!r} cannot be sent to another rank: {error}. {_CONVERT}"
         ) from error
 
 
@@ -143,8 +162,8 @@ def _from_numpy(array: np.ndarray[Any, Any] | np.generic) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"A NumPy array of dtype {array.dtype} cannot be sent to another rank: expected a "
-            "numeric dtype. Convert it in the dataset's collate function."
+            f"A NumPy array of dtype {array.dtype} cannot be sent to another rank: its dtype must "
+            f"be numeric. {_CONVERT}"
         ) from error
 
 

@@ -166,15 +166,18 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
     except AttributeError as error:
         names = [name for name, m in root.named_modules() if _is_cut(m) and name]
         raise ConfigError(
-            f"module: got {path!r}, expected the name of a module in {type(root).__name__}. Try "
-            f"one of {names}."
+            f"module must be the name of a module in {type(root).__name__}, got {path!r}. Use one "
+            f"of {names}."
         ) from error
     if _is_cut(module):
         pairs = [
             (n, m) for n, m in module.named_modules(remove_duplicate=False) if n and "." not in n
         ]
         if not pairs:
-            raise ConfigError(f"module: {path!r} is empty, expected at least one layer.")
+            raise ConfigError(
+                f"module must be the name of a module with at least one layer, got {path!r}, which "
+                "is empty. Name another one, or put layers into it."
+            )
         layers = {f"{path}.{name}": layer for name, layer in pairs}
     else:
         layers = {path: module}
@@ -197,11 +200,19 @@ def _find(root: nn.Module) -> str:
         return outermost[0][0]
     if not outermost and len(children) == 1:
         return children[0][0]
-    found = [name for name, _ in (outermost or children)]
+    names = [name for name, _ in (outermost or children)]
+    rule = "module must be the name of the module to cut into stages, got None"
+    if not names:
+        raise ConfigError(
+            f"{rule}, and {type(root).__name__} has no module with parameters. Make its layers in "
+            "the LightningModule's constructor or configure_model, as one nn.Sequential."
+        )
     raise ConfigError(
-        f"{type(root).__name__} has {len(found)} modules that could be the pipeline "
-        f"({', '.join(found) or 'none'}), expected one nn.Sequential, or one nn.ModuleList whose "
-        "members are called one after the other. Name it: HeteroPipeStrategy(module='...')."
+        f"{rule}, and {type(root).__name__} has {len(names)} modules that could be the pipeline "
+        f"({', '.join(names)}). Name the one with most of the computation, such as "
+        f"HeteroPipeStrategy(module={names[0]!r}). All others are not cut: every rank holds them "
+        "whole. What training_step calls before the named module "
+        "runs on the first stage, and what it calls after it runs on the last."
     )
 
 

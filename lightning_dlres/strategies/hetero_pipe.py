@@ -49,7 +49,7 @@ from lightning_dlres.strategies.optimizers import set_state_device
 from lightning_dlres.strategies.options import MemoryLimit, PipeOptions, Recompute, Schedule
 from lightning_dlres.strategies.plain_steps import PlainSteps
 from lightning_dlres.strategies.precision import loss_scale, overflow_shared
-from lightning_dlres.strategies.refusals import refuse_callbacks
+from lightning_dlres.strategies.refusals import refuse_callbacks, refuse_dataloader_iter
 from lightning_dlres.strategies.run import ContextFactory, PipelineRun
 from lightning_dlres.strategies.samples import ProfileConfig
 from lightning_dlres.strategies.sharding import describe, refuse_shards, undo_sharding
@@ -297,6 +297,8 @@ class HeteroPipeStrategy(ParallelStrategy):
             )
         if fitting:
             refuse_callbacks(trainer)
+            if not self._options.cuts_nothing(self.world_size):
+                refuse_dataloader_iter(module)
         self.model = self.precision_plugin.convert_module(module)
         run = PipelineRun(
             self._options,

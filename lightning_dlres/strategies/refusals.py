@@ -1,8 +1,10 @@
-"""Callbacks of Lightning that compute with the weights of the whole model, which no rank has."""
+"""Callbacks and steps of the user's that cannot work with a pipeline, refused before the run."""
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
+import inspect
+
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
@@ -41,3 +43,16 @@ def refuse_callbacks(trainer: Trainer) -> None:
                     f"{type(callback).__name__} cannot work with a pipeline: each rank holds the "
                     f"weights of one stage, and {instead}."
                 )
+
+
+def refuse_dataloader_iter(module: LightningModule) -> None:
+    """Raise if `training_step` reads batches itself, where a pipeline must cut each of them.
+
+    Raises:
+        ConfigError: It takes `dataloader_iter`.
+    """
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigError(
+            "The first argument of training_step must be a batch, got dataloader_iter in "
+            f"{type(module).__name__}. Write training_step(self, batch, batch_idx)."
+        )

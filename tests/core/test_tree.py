@@ -186,6 +186,25 @@ def test_what_cannot_travel_is_named(thing: object, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("module", "name", "advice"),
+    [
+        ("transformers.cache_utils", "DynamicCache", "use_cache=False"),
+        ("PIL.Image", "Image", "pil_to_tensor"),
+    ],
+)
+def test_what_a_library_makes_gets_its_own_advice(module: str, name: str, advice: str) -> None:
+    kind = type(name, (), {"__module__": module})
+    with pytest.raises(ConfigError, match=advice) as error:
+        flatten([type("Child", (kind,), {})()])
+    assert "collate" not in str(error.value)
+
+
+def test_an_iterator_is_to_be_a_list() -> None:
+    with pytest.raises(ConfigError, match="Make a list"):
+        flatten([iter([1])])
+
+
+@pytest.mark.parametrize(
     "structure",
     [
         ["c", "no.such.module:Sample", []],

@@ -93,13 +93,16 @@ def test_names_of_layers_are_those_of_the_user() -> None:
         (Root(left=sequential(), right=sequential()), r"Root has 2 .* \(left, right\)"),
         (Root(net=sequential(), blocks=nn.ModuleList([linear()])), r"\(net, blocks\)"),
         (Root(encoder=linear(), decoder=linear()), r"\(encoder, decoder\)"),
-        (Root(loss=nn.CrossEntropyLoss()), r"has 0 .* \(none\)"),
-        (Root(net=nn.Sequential()), r"has 0 .* \(none\)"),
+        (Root(loss=nn.CrossEntropyLoss()), "Root has no module with parameters"),
+        (Root(net=nn.Sequential()), "Root has no module with parameters"),
     ],
 )
 def test_several_candidates_or_none_are_named(root: Root, words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{words}.*module='\.\.\.'"):
+    with pytest.raises(ConfigError, match=words) as error:
         find_pipelined_module(root, None)
+    assert ("before the named module runs on the first stage" in str(error.value)) == (
+        "has 2" in words or "," in words
+    )
 
 
 def test_a_given_name_decides() -> None:
@@ -116,7 +119,7 @@ def test_a_bad_name_is_an_error_with_good_ones(path: str) -> None:
 
 
 def test_an_empty_container_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'net' is empty"):
+    with pytest.raises(ConfigError, match="got 'net', which is empty"):
         find_pipelined_module(Root(net=nn.Sequential()), "net")
 
 

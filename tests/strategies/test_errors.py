@@ -83,6 +83,11 @@ class RankDependentBatch(Simple):
         return [batch[0] + self.global_rank, batch[1]]
 
 
+class ReadsItself(Simple):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(*next(dataloader_iter)[:2])
+
+
 class Breaks(Samples):
     def __getitem__(self, index: int) -> Any:
         if index == 17:
@@ -169,11 +174,12 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
     (Manual, {}, "manual optimization"),
     (TwoOptimizers, {}, "several optimizers, expected one"),
     (NeedsAllParameters, {}, "LBFGS needs a closure"),
+    (ReadsItself, {}, "must be a batch, got dataloader_iter in ReadsItself"),
     (TwoNetworks, {}, "2 modules that could be the pipeline (net, other)"),
     (
         Simple,
         {"module": "nett"},
-        "got 'nett', expected the name of a module in Simple. Try one of ['net']",
+        "must be the name of a module in Simple, got 'nett'. Use one of ['net']",
     ),
     (Simple, {"stages": 3}, "got 3 for 2 ranks, expected a divisor"),
     (
