@@ -22,6 +22,7 @@ from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.put import damaged, put
+from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.server import StoreNode
 
 _PORT = 5570
@@ -58,7 +59,7 @@ def _serve(settings: argparse.Namespace) -> int:
     if (settings.key is None) != (not settings.allow):
         raise ConfigError("CURVE needs both --key and --allow: got one. Pass the other, too.")
     numbers = range(settings.nodes) if settings.node is None else [settings.node]
-    reader = open_reader(settings.source)
+    reader = _open(settings)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -94,6 +95,17 @@ def _serve(settings: argparse.Namespace) -> int:
     return 0
 
 
+def _open(settings: argparse.Namespace) -> Reader:
+    reader = open_reader(settings.source, follow_links=settings.follow_links)
+    if reader.note:
+        _say(reader.note)
+    return reader
+
+
+def _say(note: str) -> None:
+    print(f"dlres: {note}", file=sys.stderr)
+
+
 def _put(settings: argparse.Namespace) -> int:
     with _progress("packing") as show:
         table = put(
@@ -102,6 +114,8 @@ def _put(settings: argparse.Namespace) -> int:
             packs=settings.packs,
             overwrite=settings.overwrite,
             progress=show,
+            follow_links=settings.follow_links,
+            noted=_say,
         )
     print(
         f"Put {len(table)} samples ({format_bytes(table.total_bytes)}) into {settings.directory}. "
@@ -111,7 +125,7 @@ def _put(settings: argparse.Namespace) -> int:
 
 
 def _ls(settings: argparse.Namespace) -> int:
-    table = open_reader(settings.source).table
+    table = _open(settings).table
     count = len(table) if settings.limit == 0 else min(settings.limit, len(table))
     sums = table.checksums
     rows = [
@@ -125,12 +139,12 @@ def _ls(settings: argparse.Namespace) -> int:
 
 
 def _verify(settings: argparse.Namespace) -> int:
-    found = 0
+    found, reader = 0, _open(settings)
     with _progress("reading") as show:
-        for line in damaged(settings.source, show):
+        for line in damaged(reader, show):
             found += 1
             print(line, file=sys.stderr)
-    table = open_reader(settings.source).table
+    table = reader.table
     known = "" if table.checksums is not None else " It has no checksums; only sizes were compared."
     print(f"{len(table) - found} of {len(table)} samples are whole.{known}")
     return 1 if found else 0
@@ -198,6 +212,11 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="read every sample and compare its checksum")
     verify.add_argument("source", help=about)
     verify.set_defaults(run=_verify)
+
+    for command in (serve, pack, listing, verify):
+        command.add_argument(
+            "--follow-links", action="store_true", help="of a folder: follow links out of it, too"
+        )
 
     keys = commands.add_parser("keys", help="write a pair of keys for CURVE")
     keys.add_argument("name", help="of the host or job")

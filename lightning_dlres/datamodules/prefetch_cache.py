@@ -90,6 +90,8 @@ class PrefetchCacheDataModule(LightningDataModule):
         store: directory for map-style data sets, one store in it for each split; a store that is
             there is used if it holds the data set. None: a temporary directory, removed at the end.
         key, server_key: files of keys, for storage nodes that use CURVE.
+        follow_links: whether links in a local folder are followed out of it, too; else those that
+            lead out of it are left out, and a warning says so.
 
     Raises:
         ConfigError: a bad value.
@@ -126,6 +128,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         store: str | Path | None = None,
         key: str | Path | None = None,
         server_key: str | Path | None = None,
+        follow_links: bool = False,
     ) -> None:
         super().__init__()
         instance("storage", storage, (str,), "a kind of storage, or addresses", "storage='auto'")
@@ -155,6 +158,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             "timeout": timeout,
             "key": key,
             "server_key": server_key,
+            "follow_links": follow_links,
         }
         self._pinned: dict[str, Any] = {"pinned": pinned, "pinned_directory": pinned_directory}
         self._loading: dict[str, Any] = {

@@ -46,7 +46,8 @@ class DirectClient:
 
     def __init__(self, config: HostConfig, in_workers: bool = False) -> None:
         source = config.source
-        self.reader, self._in_workers = open_reader(source.addresses[0]), in_workers
+        self.reader = open_reader(source.addresses[0], follow_links=source.follow_links)
+        self._in_workers = in_workers
         self._storage = FileStorage(self.reader, 1, source.threads, source.timeout)
         self._storage.on_reply = self._deliver
         self._budget = config.lookahead or -(-config.capacity // 2)
@@ -74,6 +75,7 @@ class DirectClient:
             digest=table.digest,
             encoding=table.encoding,
             nodes=1,
+            note=self.reader.note,
         )
 
     def begin(self, **arguments: Any) -> int:

@@ -103,6 +103,7 @@ class CacheHost:
             digest=table.digest,
             encoding=table.encoding,
             nodes=storage.nodes,
+            note=storage.note,
         )
         # Of every process: the epoch it is in, None before its first.
         self._clients: dict[str, int | None] = {}

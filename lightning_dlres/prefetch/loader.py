@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -205,6 +206,8 @@ class PrefetchLoader:
         """What the cache says of the data set; known also after `close`."""
         if self._data_set is None:
             self._data_set = self.client.joined
+            if self._data_set.note and self._ranks.rank == 0:
+                warnings.warn(self._data_set.note, stacklevel=2)
         return self._data_set
 
     def metrics(self) -> Metrics:

@@ -43,6 +43,7 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     public_key: bytes = b""
     secret_key: bytes = b""
     server_key: bytes = b""
+    follow_links: bool = False
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +68,8 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the cache's memory is, and what the data set is like."""
+    """Where the cache's memory is, and what the data set is like; `note`, in a line, is for users
+    to know, "" where there is nothing."""
 
     pid: int
     cache_path: str
@@ -80,6 +82,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     encoding: str
     nodes: int
+    note: str
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from lightning_dlres.core.checks import finite, instance, whole_number
+from lightning_dlres.core.checks import finite, flag, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.keys import load_keys, load_public_key
 from lightning_dlres.core.units import parse_bytes, parse_seconds
@@ -38,6 +38,7 @@ def host_config(
     timeout: str | float | timedelta = "30s",
     key: str | Path | None = None,
     server_key: str | Path | None = None,
+    follow_links: bool = False,
     share: int = 1,
 ) -> HostConfig:
     """Return the configuration of a cache over a source.
@@ -63,6 +64,7 @@ def host_config(
         pinned_directory: a directory on a local disk for them; None: memory.
         timeout: after which a sample that does not come is an error.
         key, server_key: files of keys, for nodes that use CURVE (see `dlres store keys`).
+        follow_links: whether links in a local folder are followed out of it, too.
         share: which part of what the user has given the capacity is: 1/share.
 
     Raises:
@@ -89,6 +91,7 @@ def host_config(
     for name, size in (("capacity", capacity), ("pinned", pinned), ("lookahead", lookahead)):
         if size is not None or name != "lookahead":
             instance(name, size, (str, int), "a number of bytes", "a value such as '2GiB'")
+    flag("follow_links", follow_links)
     addresses = _addresses(source)
     are_nodes = all(address.startswith(_SCHEME) for address in addresses)
     kind = storage
@@ -158,6 +161,7 @@ def host_config(
             public_key=own.public if own else b"",
             secret_key=own.secret if own else b"",
             server_key=load_public_key(Path(server_key)) if server_key is not None else b"",
+            follow_links=follow_links,
         ),
         capacity=room,
         prefetch=prefetch,

@@ -43,7 +43,7 @@ def open_storage(config: SourceConfig, directory: Path, listed: Listed | None = 
             identity=identity,
         )
     if config.kind == "files":
-        reader = open_reader(config.addresses[0], listed)
+        reader = open_reader(config.addresses[0], listed, config.follow_links)
         return FileStorage(reader, config.nodes, config.threads, config.timeout)
     if config.kind == "embedded":
         return EmbeddedStorage(config, directory, listed)
@@ -56,7 +56,7 @@ class EmbeddedStorage(Storage):
 
     def __init__(self, config: SourceConfig, directory: Path, listed: Listed | None = None) -> None:
         super().__init__()
-        reader = open_reader(config.addresses[0], listed)
+        reader = open_reader(config.addresses[0], listed, config.follow_links)
         with ExitStack() as stack:
             running = [
                 stack.enter_context(
@@ -77,6 +77,7 @@ class EmbeddedStorage(Storage):
             )
             self._running = stack.pop_all()
         self.table, self.nodes = self._inner.table, self._inner.nodes
+        self.note = reader.note
         self._inner.on_reply = self._forward
 
     def submit(self, ticket: int, node: int, numbers: Positions) -> None:

@@ -57,6 +57,24 @@ def test_put_ls_and_verify(
     assert "'29.txt' (number 29) is damaged" in printed.err
 
 
+def test_links_are_followed_if_told_to_and_else_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text("x")
+    (folder / "out").symlink_to(tmp_path / "secret")
+    for command in (["ls", folder], ["verify", folder], ["put", folder, tmp_path / "store"]):
+        words = ["store", *map(str, command)]
+        assert main(words) == 0
+        printed = capsys.readouterr()
+        assert "30 samples" in printed.out
+        assert printed.err.count("1 link leads out of the folder") == 1
+        more = ["--overwrite"] if command[0] == "put" else []
+        assert main([*words, *more, "--follow-links"]) == 0
+        printed = capsys.readouterr()
+        assert "31 samples" in printed.out
+        assert "leads out" not in printed.err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -6,7 +6,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError, PeerTimeoutError, StorageError
+from lightning_dlres.prefetch.direct import DirectClient
+from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.options import host_config
+from lightning_dlres.prefetch.source import open_storage
 from lightning_dlres.prefetch.storage import files, listings
 from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.put import damaged, put
+from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 from tests.prefetch.conftest import SAMPLES, bytes_of, pack_of
 from tests.waiting import wait_until
@@ -152,18 +159,82 @@ def test_a_server_that_takes_long_to_list(
         open_reader(web[0])
 
 
-def test_links_to_folders_are_followed_and_not_round(tmp_path: Path) -> None:
-    data, other = tmp_path / "data", tmp_path / "other"
-    for path in (data / "cat", other):
+def keys_of(reader: Reader) -> list[str]:
+    return [reader.table.key(number) for number in range(len(reader.table))]
+
+
+def linked(tmp_path: Path) -> Path:
+    """A folder with links into it, round, out of it, and to nothing outside."""
+    data, other, beside = tmp_path / "data", tmp_path / "other", tmp_path / "data-2"
+    for path in (data / "cat", other, beside):
         path.mkdir(parents=True)
         (path / "1").write_bytes(b"x")
     (data / "dog").symlink_to(other)
     (data / "cat" / "up").symlink_to(data)
+    (data / "cat" / "2").symlink_to("1")
+    (data / "cow").symlink_to(data / "cat")
+    (data / "file").symlink_to(beside / "1")
     (other / "2").symlink_to(data / "cat" / "1")
     (other / "over").symlink_to(data / "cat")
-    table = open_reader(data).table
-    keys = [table.key(number) for number in range(len(table))]
-    assert keys == ["cat/1", "dog/1", "dog/2", "dog/over/1"]
+    return data
+
+
+INSIDE = ["cat/1", "cat/2", "cow/1", "cow/2"]
+OUTSIDE = ["dog/1", "dog/2", "dog/over/1", "dog/over/2", "file"]
+
+
+def test_links_are_followed_within_a_folder_and_not_round(tmp_path: Path) -> None:
+    data = linked(tmp_path)
+    # The folder itself may be a link.
+    (tmp_path / "link").symlink_to(data)
+    for source in (data, tmp_path / "link", f"file://{data}"):
+        reader = open_reader(source)
+        assert keys_of(reader) == INSIDE
+        assert "2 links lead out of the folder and are left out, such as 'dog'" in reader.note
+        assert "follow_links=True" in reader.note
+        assert "\n" not in reader.note
+        reader = open_reader(source, follow_links=True)
+        assert keys_of(reader) == sorted(INSIDE + OUTSIDE)
+        assert reader.note == ""
+
+
+def test_links_that_lead_out_and_to_nothing_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gone").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"1 link leads out .* is left out, such as 'gone'"):
+        open_reader(tmp_path / "data")
+    (tmp_path / "data" / "1").write_bytes(b"x")
+    assert keys_of(open_reader(tmp_path / "data")) == ["1"]
+    with pytest.raises(ConfigError, match="No such file"):
+        open_reader(tmp_path / "data", follow_links=True)
+
+
+@pytest.mark.parametrize("storage", ["direct", "embedded", "files"])
+@pytest.mark.parametrize("follow", [False, True])
+def test_every_storage_follows_links_as_it_is_told_to(
+    storage: str, follow: bool, tmp_path: Path
+) -> None:
+    config = host_config(linked(tmp_path), storage=storage, follow_links=follow)
+    if storage == "direct":
+        with closing(DirectClient(config)) as client:
+            samples, note = client.joined.samples, client.joined.note
+    else:
+        with closing(open_storage(config.source, tmp_path)) as opened:
+            samples, note = len(opened.table), opened.note
+    assert samples == (len(INSIDE + OUTSIDE) if follow else len(INSIDE))
+    assert bool(note) != follow
+
+
+def test_a_loader_warns_of_links_that_are_left_out(tmp_path: Path) -> None:
+    config = host_config(linked(tmp_path))
+    with closing(PrefetchLoader("links", config)) as loader:
+        with pytest.warns(UserWarning, match="2 links lead out of the folder"):
+            assert loader.data_set.samples == len(INSIDE)
+    # One rank warns for all.
+    with closing(PrefetchLoader("links", config, ranks=Ranks(1, 2, (1,)))) as loader:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert loader.data_set.samples == len(INSIDE)
 
 
 def test_a_folder_that_cannot_be_read_is_not_left_out(
@@ -204,13 +275,13 @@ def test_a_store_stays_whole_until_the_next_one_is(tmp_path: Path) -> None:
 
 def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
     put(folder, tmp_path, packs=2)
-    assert list(damaged(tmp_path)) == []
+    assert list(damaged(open_reader(tmp_path))) == []
     pack = pack_of(tmp_path, 1)
     data = bytearray(pack.read_bytes())
     # Sample 1 is the first of this pack.
     data[5] ^= 1
     pack.write_bytes(data[:-10])
-    lines = list(damaged(tmp_path))
+    lines = list(damaged(open_reader(tmp_path)))
     assert "'part0/sample 001.bin' (number 1) is damaged" in lines[0]
     assert "got CRC-32" in lines[0]
     assert "'part1/sample 095.bin'" in lines[1]

@@ -161,8 +161,8 @@ def test_readers_of_a_store_that_is_replaced_never_mix_the_two(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("packs", "target", "words"),
     [
-        (0, "store", "packs: got 0"),
-        (1 << 17, "store", "packs: got"),
+        (0, "store", "packs must be .*got 0"),
+        (1 << 17, "store", "packs must be"),
         (1, "file", "can write to"),
         (1, "file/store", "can write to"),
     ],

@@ -29,15 +29,17 @@ class Storage(ABC):
     Attributes:
         table: the data set.
         nodes: N.
+        note: what users are to know of the data set, in a line; "": nothing.
         on_reply: called from any thread when a reply is there; set it before the first request.
     """
 
     table: SampleTable
     nodes: int
+    note: str
     on_reply: Callable[[], None]
 
     def __init__(self) -> None:
-        self.on_reply = _nothing
+        self.on_reply, self.note = _nothing, ""
         self._replies: deque[Reply] = deque()
 
     @abstractmethod

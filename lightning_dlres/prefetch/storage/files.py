@@ -48,7 +48,7 @@ class FileStorage(Storage):
 
     def __init__(self, reader: Reader, nodes: int = 1, threads: int = 4, timeout: float = 30.0):
         super().__init__()
-        self.table, self.nodes = reader.table, nodes
+        self.table, self.nodes, self.note = reader.table, nodes, reader.note
         self._reader, self._timeout = reader, timeout
         self._closing = threading.Event()
         self._open: dict[int, _Open] = {}

@@ -32,30 +32,34 @@ _BEAT_SECONDS = 1.0
 _Found = TypeVar("_Found")
 
 
-def open_reader(source: str | Path, listed: Listed | None = None) -> Reader:
+def open_reader(
+    source: str | Path, listed: Listed | None = None, follow_links: bool = False
+) -> Reader:
     """Return the reader of a store, a folder, a listing or a URL of a store or folder.
 
-    A folder is all files in it and below it, through links, too, but for hidden ones. A listing is
-    a text file (.txt, .tsv) with one sample in each line: a path, or a key, a tab and a path;
-    relative paths count from the listing.
+    A folder is all files in it and below it but for hidden ones, through links within it, too. A
+    listing is a text file (.txt, .tsv) with one sample in each line: a path, or a key, a tab and a
+    path; relative paths count from the listing.
 
     Args:
         source: what to read.
         listed: called now and then with what has been done.
+        follow_links: whether links of a local folder are followed out of it, too; else `note` of
+            the reader says how many were left out.
 
     Raises:
         ConfigError: there is nothing of the kind.
     """
     text = str(source)
     if "://" in text:
-        return _open_url(text, listed)
+        return _open_url(text, listed, follow_links)
     path = Path(text).expanduser().absolute()
     if path.is_dir():
         if (path / MANIFEST).exists():
             table = SampleTable.load(path / MANIFEST)
             if table.packs:
                 return _packed(table, LocalFiles(keep_open=True), f"{path}/")
-        return _folder(path, listed)
+        return _folder(path, listed, follow_links)
     if path.suffix in _LISTINGS and path.is_file():
         return _listing(path, listed)
     raise ConfigError(
@@ -74,25 +78,43 @@ def _packed(table: SampleTable, files: Files, prefix: str) -> Reader:
     return Reader(table, files, paths, packed=True)
 
 
-def _folder(root: Path, listed: Listed | None) -> Reader:
-    keys = []
-    for key in _files_below(root):
+def _folder(root: Path, listed: Listed | None, follow_links: bool) -> Reader:
+    keys: list[str] = []
+    left_out: list[str] = []
+    for key in _files_below(root, None if follow_links else left_out):
         keys.append(key)
         if listed:
             listed(f"{len(keys)} samples listed")
     keys.sort()
+    note = _note(root, left_out)
     if not keys:
         raise ConfigError(
-            f"a data set: got {root}, expected files in it. Hidden ones do not count."
+            f"a data set: got {root}, expected files in it. {note or 'Hidden ones do not count.'}"
         )
     _refuse_unfinished(keys, str(root))
     paths = [f"{root}/{key}" for key in keys]
     table = SampleTable.build(keys, _sizes(paths, listed))
-    return Reader(table, LocalFiles(), paths, packed=False)
+    return Reader(table, LocalFiles(), paths, packed=False, note=note)
 
 
-def _files_below(root: Path) -> Iterator[str]:
-    """Yield the paths of files from a folder on, in no order."""
+def _note(root: Path, left_out: Sequence[str]) -> str:
+    if not left_out:
+        return ""
+    links = "1 link leads" if len(left_out) == 1 else f"{len(left_out)} links lead"
+    return (
+        f"{root}: {links} out of the folder and {'is' if len(left_out) == 1 else 'are'} left out, "
+        f"such as {min(left_out)!r}. Pass follow_links=True (--follow-links) to follow them."
+    )
+
+
+def _files_below(root: Path, left_out: list[str] | None) -> Iterator[str]:
+    """Yield the paths of files from a folder on, in no order.
+
+    Args:
+        root: the folder.
+        left_out: where links that lead out of it are put; None: they are followed.
+    """
+    inside_root = os.path.join(os.path.realpath(root), "")
     # Directories, each with the identities of itself and those that it was reached through: a link
     # to one of these would lead round for ever.
     waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", (_identity(root.stat()),))]
@@ -103,6 +125,13 @@ def _files_below(root: Path) -> Iterator[str]:
                 for entry in entries:
                     if entry.name.startswith("."):
                         continue
+                    if (
+                        left_out is not None
+                        and entry.is_symlink()
+                        and not _leads_into(entry.path, inside_root)
+                    ):
+                        left_out.append(inside + entry.name)
+                        continue
                     if not entry.is_dir():
                         yield inside + entry.name
                     elif (identity := _identity(entry.stat())) not in above:
@@ -112,6 +141,11 @@ def _files_below(root: Path) -> Iterator[str]:
                 f"a data set: {root / inside}: {error.strerror}. Expected a folder that can be "
                 "read, with all folders in it."
             ) from error
+
+
+def _leads_into(link: str, folder: str) -> bool:
+    """Return whether a link leads to a folder, whose real path ends with "/", or into it."""
+    return os.path.join(os.path.realpath(link), "").startswith(folder)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -185,7 +219,7 @@ def _size(path: str) -> int:
     return found.st_size
 
 
-def _open_url(url: str, listed: Listed | None) -> Reader:
+def _open_url(url: str, listed: Listed | None, follow_links: bool) -> Reader:
     # Takes a while, and not everybody has a URL.
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
@@ -206,7 +240,7 @@ def _open_url(url: str, listed: Listed | None) -> Reader:
             f"a data set: {url}: {str(error) or type(error).__name__}. Expected a URL that fsspec "
             "can open, of a store or a folder."
         ) from error
-    return open_reader(found, listed) if isinstance(found, str) else found
+    return open_reader(found, listed, follow_links) if isinstance(found, str) else found
 
 
 def _look(system: Any, files: UrlFiles, root: str, url: str) -> Reader:

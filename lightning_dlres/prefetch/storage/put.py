@@ -27,6 +27,8 @@ def put(
     encode: Callable[[Any], bytes] | None = None,
     encoding: str = "raw",
     progress: Callable[[int, int], None] | None = None,
+    follow_links: bool = False,
+    noted: Callable[[str], None] | None = None,
 ) -> SampleTable:
     """Write a store and return its table.
 
@@ -38,6 +40,8 @@ def put(
         encode: turns an item of a data set into bytes; None: the items are bytes.
         encoding: what to note about these bytes.
         progress: called with how many samples are written, and of how many.
+        follow_links: see `open_reader`.
+        noted: called with what users are to know of the source, in a line.
 
     Raises:
         ConfigError: the source cannot be read, or the directory has a store already or cannot be
@@ -50,7 +54,7 @@ def put(
         raise ConfigError(
             f"{target}: got the source itself as the store's directory, expected another one."
         )
-    total, items, encoding = _items(source, encode, encoding)
+    total, items, encoding = _items(source, encode, encoding, follow_links, noted)
     with writer:
         for number, (key, data) in enumerate(items):
             writer.write(key, data)
@@ -59,15 +63,8 @@ def put(
         return writer.commit(encoding)
 
 
-def damaged(
-    source: str | Path, progress: Callable[[int, int], None] | None = None
-) -> Iterator[str]:
-    """Read a whole source and yield what is wrong, one line for each damaged or missing sample.
-
-    Raises:
-        ConfigError: there is no such source.
-    """
-    reader = open_reader(source)
+def damaged(reader: Reader, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
+    """Read a whole source and yield what is wrong, one line for each damaged or missing sample."""
     total = len(reader.table)
     for first in range(0, total, _AT_ONCE):
         numbers = np.arange(first, min(first + _AT_ONCE, total), dtype=np.uint32)
@@ -91,10 +88,16 @@ def _damage(reader: Reader, numbers: Any) -> str | None:
 
 
 def _items(
-    source: Any, encode: Callable[[Any], bytes] | None, encoding: str
+    source: Any,
+    encode: Callable[[Any], bytes] | None,
+    encoding: str,
+    follow_links: bool,
+    noted: Callable[[str], None] | None,
 ) -> tuple[int, Iterator[tuple[str, bytes]], str]:
     if isinstance(source, (str, Path)):
-        reader = open_reader(source)
+        reader = open_reader(source, follow_links=follow_links)
+        if noted and reader.note:
+            noted(reader.note)
         return len(reader.table), _read_all(reader), reader.table.encoding
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
         raise ConfigError(

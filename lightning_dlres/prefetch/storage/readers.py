@@ -132,12 +132,18 @@ class Reader:
         paths: of the packs, sample i being in pack i mod their number; or of the samples' own
             files.
         packed: which of the two.
+        note: what users are to know of the source, in a line; "": nothing.
     """
 
     def __init__(
-        self, table: SampleTable, files: Files, paths: Sequence[str], packed: bool
+        self,
+        table: SampleTable,
+        files: Files,
+        paths: Sequence[str],
+        packed: bool,
+        note: str = "",
     ) -> None:
-        self.table = table
+        self.table, self.note = table, note
         self._files, self._paths = files, paths
         self._offsets = _offsets(table, len(paths)) if packed else None
 
