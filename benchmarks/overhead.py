@@ -6,8 +6,9 @@
     python -m benchmarks.overhead --files     the local folder only
 
 Steps of about 10 ms and 100 ms of a transformer, in one process on the CPU: plain training,
-`ActivationOffload` with a budget that holds everything, and `dlres_hetero_pipe` on one device. A
-figure is a median over rounds; each round trains all ways, and compares medians of their steps.
+`ActivationOffload` with a budget that holds everything, and `dlres_hetero_pipe` on one device. All
+train at the same time and take turns of a few steps. A figure is a median over rounds in which each
+has had a turn, from several starts.
 
 A local folder of small files in the page cache: `PrefetchCacheDataModule` beside a DataLoader with
 0, 1 and 2 workers that stay alive. The figure of an epoch compares with the DataLoader that is the
@@ -16,7 +17,6 @@ fastest in this epoch. An epoch lasts from the request for its iterator to its l
 
 from __future__ import annotations
 
-import itertools
 import logging
 import tempfile
 import time
@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.activation_offload import Block
 from benchmarks.command import flags
 from benchmarks.report import Check, at_least, at_most, conclude, table
+from benchmarks.step_turns import step_seconds
 from benchmarks.zvc import versions
 from lightning_dlres import ActivationOffload, PrefetchCacheDataModule
 from lightning_dlres.prefetch.samples import Sample
@@ -56,11 +57,12 @@ _QUIET: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class StepSize:
-    """How long a plain step shall take, of how many blocks, and how many count in one training."""
+    """Length of a plain step, number of blocks, steps of a turn, and turns that count."""
 
     seconds: float
     blocks: int
     steps: int
+    turns: int
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,17 @@ class Settings:
 
     sizes: Mapping[str, StepSize]
     folders: Mapping[str, Folder]
-    step_rounds: int
+    starts: int
     file_rounds: int
 
 
 FULL = Settings(
-    {"10 ms": StepSize(0.01, 4, 60), "100 ms": StepSize(0.1, 12, 15)},
+    {"10 ms": StepSize(0.01, 4, 5, 80), "100 ms": StepSize(0.1, 12, 2, 40)},
     {"4 KB": Folder(4096, 20_000, 64), "100 KB": Folder(100_000, 2_000, 64)},
-    15,
+    5,
     5,
 )
-QUICK = Settings({"10 ms": StepSize(0.0, 1, 2)}, {"4 KB": Folder(4096, 16, 8)}, 1, 1)
+QUICK = Settings({"10 ms": StepSize(0.0, 1, 2, 2)}, {"4 KB": Folder(4096, 16, 8)}, 1, 1)
 
 
 class Transformer(LightningModule):
@@ -104,16 +106,6 @@ class Transformer(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class Clock(Callback):
-    """Notes when training steps end."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ends.append(time.perf_counter())
 
 
 class Files(Dataset[Tensor]):
@@ -165,9 +157,9 @@ def training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
     for name, size in settings.sizes.items():
         batch = batch_for(size)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for turn in range(settings.step_rounds):
-            for way in turned(list(ways), turn):
-                seconds[way].append(step_seconds(size, batch, ways[way]()))
+        for start in range(settings.starts):
+            for way, found in in_turns(size, batch, ways, start).items():
+                seconds[way] += found
         raw[name] = {"batch": len(batch), "seconds": seconds}
         for way in ways:
             ratio = paired(seconds[way], seconds["plain"])
@@ -183,23 +175,34 @@ def batch_for(size: StepSize) -> Tensor:
     samples = 1
     while True:
         batch = torch.randn(samples, _LENGTH, _WIDTH)
-        seconds = step_seconds(size, batch, {})
+        seconds = median(in_turns(size, batch, {"plain": dict})["plain"])
         if seconds >= size.seconds / 2:
             samples = max(1, round(samples * size.seconds / seconds))
             return torch.randn(samples, _LENGTH, _WIDTH)
         samples *= 2
 
 
-def step_seconds(size: StepSize, batch: Tensor, options: dict[str, Any]) -> float:
-    """Train, and return the median time from one step's end to the next one's."""
-    steps, clock = _FIRST_STEPS + size.steps, Clock()
-    arguments = {**_QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": 1, **options}
+def in_turns(
+    size: StepSize, batch: Tensor, ways: Mapping[str, Callable[[], dict[str, Any]]], start: int = 0
+) -> dict[str, list[float]]:
+    """Train in all ways; return the seconds of a step in each of their turns."""
+    settling = -(-_FIRST_STEPS // size.steps)
+    steps = (settling + size.turns) * size.steps
+
+    def training(options: Callable[[], dict[str, Any]]) -> Callable[[Callback], None]:
+        def train(clock: Callback) -> None:
+            chosen = options()
+            arguments = {**_QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": 1, **chosen}
+            trainer = Trainer(**{**arguments, "callbacks": [*chosen.get("callbacks", ()), clock]})
+            trainer.fit(Transformer(size.blocks), DataLoader([batch] * steps, batch_size=None))
+
+        return train
+
+    names = turned(list(ways), 2 * start)
+    orders = [turned(names, turn) for turn in range(size.turns)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(**{**arguments, "callbacks": [*options.get("callbacks", ()), clock]})
-        trainer.fit(Transformer(size.blocks), DataLoader([batch] * steps, batch_size=None))
-    ends = clock.ends[_FIRST_STEPS - 1 :]
-    return median(after - before for before, after in itertools.pairwise(ends))
+        return step_seconds({n: training(ways[n]) for n in names}, orders, size.steps, settling)
 
 
 def reading(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
