@@ -65,6 +65,30 @@ def numpy_draws_noticed(state: Any) -> Callable[[], bool]:
     return noticed
 
 
+@contextmanager
+def recurrent_weights_released(root: nn.Module) -> Iterator[None]:
+    """Context manager in which recurrent modules hold no weak references to their weights.
+
+    `nn.RNNBase` keeps two private lists beside its parameters: the tensors for the next forward,
+    and weak references to them. `torch.utils.swap_tensors` refuses a tensor with a weak reference.
+    """
+    modules = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
+    for module in modules:
+        names = module._flat_weights_names
+        module._flat_weights, module._flat_weight_refs = [None] * len(names), [None] * len(names)
+    try:
+        yield
+    finally:
+        for module in modules:
+            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            weights = [own.get(name) for name in module._flat_weights_names]
+            module._flat_weights = weights
+            # A reference to anything but the weight has the next forward compute the weight:
+            # so it must be for parametrizations.
+            module._flat_weight_refs = [weakref.ref(module if w is None else w) for w in weights]
+            module.flatten_parameters()
+
+
 def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give a parameter the gradient hooks of another; torch has no public way to list them."""
     # The very same tables, so that a handle from before can still remove its hook.

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core._compat import copy_hooks
+from lightning_dlres.core._compat import copy_hooks, recurrent_weights_released
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import derive_seed, forked
 from lightning_dlres.pipeline.foreign import class_of_own, foreign_buffer, mark_foreign
@@ -165,6 +165,13 @@ def partition(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
 ) -> None:
     """Move what the stage holds to the device, and leave everything else without storage."""
+    with recurrent_weights_released(layers.root):
+        _partition(layers, owners, plan, stage, device)
+
+
+def _partition(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
+) -> None:
     stages_of = layers.stages_of_module(plan)
     for module in (module for module, stages in stages_of.items() if stage not in stages):
         _drop_computed(module)
@@ -242,8 +249,9 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
         )
     # A tied weight that another module has initialised keeps its values.
     known = [(p, p.detach().clone()) for p in module.parameters(recurse=False) if not p.is_meta]
-    for parameter in parameters:
-        replace_storage(parameter, torch.empty_like(parameter, device=device))
+    with recurrent_weights_released(module):
+        for parameter in parameters:
+            replace_storage(parameter, torch.empty_like(parameter, device=device))
     for key, buffer in buffers:
         setattr(module, key, torch.empty_like(buffer, device=device))
     reset()

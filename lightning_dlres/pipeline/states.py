@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dlres.core._compat import recurrent_weights_released
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.pipeline.mailbox import Channel, Mailbox
 from lightning_dlres.pipeline.partition import ModelLayers, Owners, held_tensors, replace_storage
@@ -108,6 +109,11 @@ def align_holders(
 
 def make_whole(layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox) -> None:
     """Give every rank all parameters and buffers again, on the CPU."""
+    with recurrent_weights_released(layers.root):
+        _make_whole(layers, owners, plan, mailbox)
+
+
+def _make_whole(layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox) -> None:
     holders = plan.machines[0]
     home: dict[nn.Module, int] = {}
     for index, layer in enumerate(layers.modules):

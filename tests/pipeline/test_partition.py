@@ -262,6 +262,13 @@ def test_identity_on_meta() -> None:
     assert [p.requires_grad for p in model.net[2].parameters()] == [False, False]
 
 
+def test_a_recurrent_layer_made_on_meta_runs() -> None:
+    with torch.device("meta"):
+        layer = nn.LSTM(4, 3)
+    initialise(layer, CPU, "lstm")
+    assert torch.nn.functional.l1_loss(layer(torch.ones(2, 4))[0], torch.zeros(2, 3)) > 0
+
+
 def test_a_module_without_reset_parameters_is_named() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:

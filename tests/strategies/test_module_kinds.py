@@ -69,7 +69,36 @@ class WithOwnForward(Classifier):
         chain.forward = lambda x: 2.0 * nn.Sequential(*chain)(x)
 
 
+class Recurrent(nn.Module):
+    """A GRU over the features of a sample, the second of its matrices with a norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4, batch_first=True)
+        nn.utils.parametrizations.weight_norm(self.gru, "weight_hh_l0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x.unflatten(1, (-1, 4)))[0].flatten(1)
+
+
+class WithRecurrent(Classifier):
+    """A classifier with recurrent layers on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        lstm = nn.Sequential(nn.Unflatten(1, (4, 4)), nn.LSTM(4, 5, batch_first=True), LastState())
+        self.net = nn.Sequential(nn.Linear(16, 16), Recurrent(), Recurrent(), nn.Tanh(), lstm)
+
+
+class LastState(nn.Module):
+    """Takes the last state from what an LSTM returns."""
+
+    def forward(self, result: tuple[Tensor, Any]) -> Tensor:
+        return result[0][:, -1]
+
+
 KINDS = {
+    "recurrent": Case(WithRecurrent),
     "subclass": Case(lambda: Kind(Named)),
     "list": Case(lambda: Kind(SelfCalling)),
 }
@@ -90,7 +119,7 @@ def compare(context: RankContext) -> tuple[dict[str, list[str]], dict[str, list[
     return kinds, whole, messages
 
 
-def test_a_chain_is_cut_and_another_forward_is_not(pool: RankPool) -> None:
+def test_chains_and_recurrent_layers_are_cut_and_another_forward_is_not(pool: RankPool) -> None:
     for kinds, whole, messages in pool.run(compare, 2):
         assert kinds == none_in(KINDS)[0]
         assert whole == none_in(WHOLE)[0]
