@@ -83,9 +83,10 @@ def recurrent_weights_released(root: nn.Module) -> Iterator[None]:
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             weights = [own.get(name) for name in module._flat_weights_names]
             module._flat_weights = weights
-            # A reference to anything but the weight has the next forward compute the weight:
-            # so it must be for parametrizations.
-            module._flat_weight_refs = [weakref.ref(module if w is None else w) for w in weights]
+            # A reference to another tensor makes the next forward compute the weight again, as a
+            # parametrization needs it.
+            other = nn.Parameter(torch.empty(0))
+            module._flat_weight_refs = [weakref.ref(other if w is None else w) for w in weights]
             module.flatten_parameters()
 
 

@@ -3,7 +3,7 @@ the first VM count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ class BufferSync:
     from its first rank.
 
     Args:
-        buffers: the stage's buffers, in one order on all VMs.
+        tensors: returns the stage's buffers, and the parameters that forward changes, in one order
+            on all VMs. A layer may put another tensor in a buffer's place at any time.
         group: the ranks of this stage over all VMs; None if there is only one VM.
         source: global rank of the stage in the first VM.
         timeout, check: deadline in seconds, and what to call while waiting.
@@ -25,26 +26,20 @@ class BufferSync:
 
     def __init__(
         self,
-        buffers: Sequence[Tensor],
+        tensors: Callable[[], list[Tensor]],
         group: dist.ProcessGroup | None,
         source: int,
         timeout: float,
         check: Callable[[], None],
     ) -> None:
-        self._buffers, self._group, self._source, self._timeout, self._check = (
-            buffers,
-            group,
-            source,
-            timeout,
-            check,
-        )
+        self.tensors, self._group, self._source = tensors, group, source
+        self._timeout, self._check = timeout, check
 
     def run(self) -> None:
         """Make the buffers alike; called by all ranks of the group."""
-        if self._group is None or not self._buffers:
-            return
-        for dtype in sorted({b.dtype for b in self._buffers}, key=str):
-            some = [b for b in self._buffers if b.dtype == dtype]
+        buffers = self.tensors() if self._group is not None else []
+        for dtype in sorted({b.dtype for b in buffers}, key=str):
+            some = [b for b in buffers if b.dtype == dtype]
             flat = torch.cat([b.detach().reshape(-1) for b in some])
             work = dist.broadcast(flat, self._source, group=self._group, async_op=True)
             wait_for(work, "the buffers of the first virtual machine", self._timeout, self._check)

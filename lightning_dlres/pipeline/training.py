@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import hooks_suspended
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.layers import is_lack_of_memory
 from lightning_dlres.pipeline.mailbox import Channel
 from lightning_dlres.pipeline.microbatch import cut, join, share
 from lightning_dlres.pipeline.runtime import Runtime
@@ -129,10 +132,27 @@ class TrainingStep:
         self.inputs[m] = self.runtime.take(Channel.ACTIVATION, -1, m, "the activations")
 
     def forward(self, m: int) -> None:
-        with self.runtime.computing("forward", m):
+        with self.runtime.computing("forward", m), self.explaining_single_samples(m):
             self.outputs[m] = self.stage.forward(m, self.inputs[m], self.seed)
         if not self.runtime.is_first:
             del self.inputs[m]
+
+    @contextmanager
+    def explaining_single_samples(self, m: int) -> Iterator[None]:
+        """Context manager that says so if a layer fails on one sample of a larger batch, as
+        BatchNorm does."""
+        try:
+            yield
+        except Exception as error:
+            samples = sum(self.sizes)
+            if self.sizes[m] > 1 or samples == 1 or is_lack_of_memory(error):
+                raise
+            raise UnsupportedStepError(
+                f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). "
+                f"The batch of {samples} samples was cut into {len(self.sizes)} micro-batches. "
+                "Set drop_last=True in the DataLoader if the last batch is small, or use "
+                "HeteroPipeStrategy(microbatches=...) with fewer."
+            ) from error
 
     def send_activation(self, m: int) -> None:
         self.runtime.give(Channel.ACTIVATION, 1, m, self.outputs.pop(m))

@@ -308,6 +308,11 @@ def changed_lists(changes: Tree) -> list[str]:
     return [path for path, change in changes.items() if change[0] in ("items", "set")]
 
 
+def drawn_from(changes: Tree) -> set[str]:
+    """Return the names of the random generators among the changes."""
+    return {path for path, change in changes.items() if change[0] == "state"}
+
+
 def not_sent(changes: Tree) -> dict[str, str]:
     """Return where a run left what cannot be sent to other ranks: path -> class."""
     found = {}

@@ -20,7 +20,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.digest import digest
 from lightning_dlres.pipeline.microbatch import cut
-from lightning_dlres.strategies.attributes import changed_lists, not_sent
+from lightning_dlres.strategies.attributes import changed_lists, drawn_from, not_sent
 from lightning_dlres.strategies.records import LogRecord, merge_parts
 from lightning_dlres.strategies.step import LightningStep
 
@@ -70,12 +70,15 @@ def why_not_by_parts(
         whole.undo_metrics()
         rewind_random_state()
     reason = _loss_difference(loss, part_loss) or unlike_gradient
+    runs = [*whole.effects, *parts.effects]
     if reason is None and compares_values:
-        reason = why_values_vary([*whole.effects, *parts.effects])
+        reason = why_values_vary(runs)
     reason = reason or _log_difference(logs, part_logs)
     if reason is None and unlike is not None:
         return f"the metric {unlike!r} is another one for the batch than from its micro-batches"
-    if reason is None and part_drawn != drawn:
+    generators = drawn_from(whole.changed_attributes) | drawn_from(parts.changed_attributes)
+    draws = [{path: run.get(path) for path in generators} for run in runs]
+    if reason is None and (part_drawn != drawn or any(run != draws[0] for run in draws)):
         return "training_step draws other random numbers for a batch than for a micro-batch"
     return reason
 
@@ -197,7 +200,9 @@ class _Comparison:
 
 
 def _leaves(output: Tree) -> Tree:
-    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+    return map_tensors(
+        lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex()), output
+    )
 
 
 def _used(leaves: Tree) -> Tree:

@@ -77,7 +77,7 @@ class _NoGradients(torch.autograd.Function):
 def without_gradients(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """Return an output of the module that asks for gradients, as in plain training, and whose
     backward, to any of the inputs, says why there are none."""
-    if not output.is_floating_point():
+    if not (output.is_floating_point() or output.is_complex()):
         return output
     anchor = torch.zeros((), requires_grad=True)
     return _NoGradients.apply(output, anchor, *inputs)  # type: ignore[no-untyped-call, no-any-return]

@@ -295,10 +295,9 @@ class HeteroPipeStrategy(ParallelStrategy):
                 "a pipeline needs to schedule them. Use automatic optimization with one "
                 "optimizer, or another strategy."
             )
-        if fitting:
+        if fitting and not self._options.cuts_nothing(self.world_size):
             refuse_callbacks(trainer)
-            if not self._options.cuts_nothing(self.world_size):
-                refuse_dataloader_iter(module)
+            refuse_dataloader_iter(module)
         self.model = self.precision_plugin.convert_module(module)
         run = PipelineRun(
             self._options,

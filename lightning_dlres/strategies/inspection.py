@@ -24,6 +24,7 @@ from lightning_dlres.strategies.guard import LayerTensorGuard
 from lightning_dlres.strategies.step import LightningStep, StepContext
 
 _TOLERANCE = 1e-3
+_EXACT = torch.float64
 _NAMED = 8
 _SCALARS = (bool, int, float, str, type(None))
 # What torch and Lightning keep in a module's attributes.
@@ -38,11 +39,13 @@ class Findings:
         refusal: why the step cannot be trained over stages; None if it can.
         unchecked: why the step could not be run; None if it was.
         layers: for every layer that sees the difference between a batch and its micro-batches, how.
+        parameters: parameters that a layer's forward writes to.
     """
 
     refusal: str | None = None
     unchecked: str | None = None
     layers: dict[str, list[str]] = field(default_factory=dict)
+    parameters: set[nn.Parameter] = field(default_factory=set)
 
     def line(self) -> str | None:
         """Return one line that names the layers; None if there are none."""
@@ -137,6 +140,7 @@ class _Layers:
             # A layer may work in place, which a leaf does not allow.
             output = layer(map_tensors(Tensor.clone, inputs))
         how = [f"changes its {name}" for name in changed]
+        self._findings.parameters.update(t for t in changed.values() if type(t) is nn.Parameter)
         for name, m, known in attributes:
             prefix = f"{name}." if name else ""
             new = [key for key, value in _attributes_of(m).items() if value != known.get(key)]
@@ -152,15 +156,16 @@ class _Layers:
 
 
 @contextmanager
-def _lent(module: nn.Module, device: torch.device) -> Iterator[list[str]]:
+def _lent(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Context manager in which a module has copies of its parameters and buffers, on a device.
 
     A graph that a hook keeps would hold the parameters themselves, which could not be moved then.
 
     Yields:
-        Gets the names of those that have other values afterwards.
+        Gets those that have other values afterwards, and parameters that were written to, which
+        may change them another time (an embedding with `max_norm`).
     """
-    changed: list[str] = []
+    changed: dict[str, Tensor] = {}
     lent: list[tuple[nn.Module, str, str, Tensor]] = []
     copies: dict[Tensor, Tensor] = {}
     for prefix, m in module.named_modules():
@@ -176,9 +181,13 @@ def _lent(module: nn.Module, device: torch.device) -> Iterator[list[str]]:
             lent.append((m, name, f"buffer {prefix + name!r}", buffer))
     for m, name, _, tensor in lent:
         setattr(m, name, copies[tensor])
+    versions = {copy: copy._version for copy in copies.values() if type(copy) is nn.Parameter}
     try:
         yield changed
-        changed += [full for m, name, full, tensor in lent if not _same(getattr(m, name), tensor)]
+        for m, name, full, tensor in lent:
+            copy = getattr(m, name)
+            if versions.get(copy, copy._version) != copy._version or not _same(copy, tensor):
+                changed[full] = tensor
     finally:
         for m, name, _, tensor in lent:
             setattr(m, name, tensor)
@@ -195,7 +204,7 @@ def _first_alike(a: Tree, b: Tree, samples: int | None) -> bool:
     for x, y in pairs:
         if x.shape != y.shape or not x.dim() or x.shape[0] != samples:
             continue
-        first, other = x[0].detach().double(), y[0].detach().double()
+        first, other = (t[0].detach().to(torch.promote_types(t.dtype, _EXACT)) for t in (x, y))
         scale = float(other.abs().amax()) if other.numel() else 0.0
         if not torch.allclose(first, other, _TOLERANCE, _TOLERANCE * scale, equal_nan=True):
             return False

@@ -42,9 +42,9 @@ def clipping_over_stages(
         if parameters:
             grad = parameters[0].grad
             assert grad is not None
-            torch.nn.utils.clip_grads_with_norm_(
-                parameters, float(clip_val), grad.new_tensor(total)
-            )
+            # The norm of complex gradients is a real number.
+            norm = grad.new_tensor(total, dtype=grad.real.dtype)
+            torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), norm)
 
     precision.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
     try:

@@ -7,6 +7,7 @@ import inspect
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
@@ -15,23 +16,31 @@ from lightning.pytorch.callbacks import (
 
 from lightning_dlres.core.errors import ConfigError
 
+_EACH = "each rank holds the weights of one stage, and "
+
 _INSTEAD: dict[type[Callback], str] = {
+    BatchSizeFinder: (
+        "ranks run out of memory one at a time, and it saves a file on each. Set the batch size, "
+        "and let memory_limit and the plan fit it"
+    ),
     BaseFinetuning: (
-        "it compares weights of all stages. Give all parameters to the optimizer, and freeze and "
-        "unfreeze them by `requires_grad_` in a hook such as on_train_epoch_start"
+        f"{_EACH}it compares weights of all stages. Give all parameters to the optimizer, and "
+        "freeze and unfreeze them by `requires_grad_` in a hook such as on_train_epoch_start"
     ),
     WeightAveraging: (
-        "it averages the weights of all stages. Average the weights of checkpoints after training"
+        f"{_EACH}it averages the weights of all stages. Average the weights of checkpoints after "
+        "training"
     ),
     StochasticWeightAveraging: (
-        "it averages the weights of all stages. Average the weights of checkpoints after training"
+        f"{_EACH}it averages the weights of all stages. Average the weights of checkpoints after "
+        "training"
     ),
-    ModelPruning: "it compares weights of all stages. Prune the trained model",
+    ModelPruning: f"{_EACH}it compares weights of all stages. Prune the trained model",
 }
 
 
 def refuse_callbacks(trainer: Trainer) -> None:
-    """Raise if a callback needs the whole model's weights.
+    """Raise if a callback needs the whole model on one rank.
 
     Raises:
         ConfigError: names it, and what to do instead.
@@ -40,8 +49,7 @@ def refuse_callbacks(trainer: Trainer) -> None:
         for kind, instead in _INSTEAD.items():
             if isinstance(callback, kind):
                 raise ConfigError(
-                    f"{type(callback).__name__} cannot work with a pipeline: each rank holds the "
-                    f"weights of one stage, and {instead}."
+                    f"{type(callback).__name__} cannot work with a pipeline: {instead}."
                 )
 
 

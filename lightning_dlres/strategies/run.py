@@ -105,6 +105,7 @@ class PipelineRun:
         self._optimizers: Sequence[Optimizer] = ()
         self.pipelined = find_pipelined_module(module, options.module)
         self._layers = self.pipelined.layers
+        self._written_in_forward: set[nn.Parameter] = set()
         self._undo = ExitStack()
         metrics = MetricStates(module)
         self._context = StepContext(
@@ -194,9 +195,16 @@ class PipelineRun:
             )
 
         self._make_sync = make_sync
+        written = self._written_in_forward
         replicas = groups.get((self.stage,)) if len(plan.machines) > 1 else None
-        buffers = [buffer for module in modules for buffer in module.buffers()]
-        buffer_sync = BufferSync(buffers, replicas, plan.machines[0][self.stage], *waiting)
+
+        def changed_in_forward() -> list[Tensor]:
+            buffers = [buffer for module in modules for buffer in module.buffers()]
+            return buffers + [p for some in modules for p in some.parameters() if p in written]
+
+        buffer_sync = BufferSync(
+            changed_in_forward, replicas, plan.machines[0][self.stage], *waiting
+        )
         runtime = Runtime(
             plan,
             connection.rank,
@@ -366,6 +374,7 @@ class PipelineRun:
             UnsupportedStepError: The step takes from the layers what a stage cannot have.
         """
         connection, findings = self._connection, inspect_step(self._context, samples.together)
+        self._written_in_forward = findings.parameters
         told = [
             connection.broadcast(findings.refusal if rank == connection.rank else None, rank)
             for rank in range(connection.world_size)

@@ -16,8 +16,6 @@ from lightning_dlres.core.rng import derive_seed
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.digest import digest
 from lightning_dlres.pipeline.microbatch import microbatch_sizes, samples_in
-from lightning_dlres.pipeline.partition import ModelLayers
-from lightning_dlres.pipeline.plan import PipelinePlan
 from lightning_dlres.pipeline.runtime import Runtime
 from lightning_dlres.pipeline.training import TrainingStep, TrainResult
 from lightning_dlres.strategies.attributes import not_sent
@@ -68,7 +66,7 @@ class StepRunner:
         self.meet, self.say, self._changed, self._zeroes = meet, say, changed, zeroes
         self.may_change = schedule == "auto"
         self.schedule = "1f1b" if schedule == "auto" else schedule
-        self.changing: list[Tensor] = []
+        self.changing: list[int] = []
         self._steps = 0
         self._not_sent: set[str] = set()
         self._doubts = 0
@@ -193,19 +191,15 @@ class StepRunner:
             if runtime.is_first
             else None
         )
-        buffers = _layer_buffers(context.pipelined.layers, runtime.plan, runtime.stage_index)
-        saved = [buffer.clone() for buffer in buffers]
+        saved = [buffer.clone() for buffer in runtime.buffers.tensors()]
         with torch.no_grad():
             output = runtime.forward(inputs, seed, fingerprint, everywhere=False)
-            changed = [
-                buffer
-                for buffer, value in zip(buffers, saved, strict=True)
-                if not torch.equal(buffer, value)
-            ]
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
+            pairs = list(zip(runtime.buffers.tensors(), saved, strict=True))
+            changed = [i for i, (now, value) in enumerate(pairs) if not torch.equal(now, value)]
+            for now, value in pairs:
+                now.copy_(value)
         # Those of several virtual machines are made alike in every step.
-        self.changing = buffers if len(runtime.plan.machines) > 1 else changed
+        self.changing = list(range(len(saved))) if len(runtime.plan.machines) > 1 else changed
         rewind_random_state()
         reason = None
         source = runtime.plan.machines[0][-1]
@@ -296,15 +290,15 @@ class _Before:
         batch = map_tensors(Tensor.clone, args[0]) if runs_user_code else args[0]
         self.args = (batch, *args[1:])
         self._runner = runner
-        self._buffers = [(buffer, buffer.clone()) for buffer in runner.changing]
+        self._buffers = [buffer.clone() for buffer in self._changing()]
         self._rewind_random_state = rng.held(runner.context.device)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Context manager that puts everything back; it stays so if the schedule changes inside."""
         device = self._runner.context.device
-        after, redo_random_state = [b.clone() for b, _ in self._buffers], rng.held(device)
-        self._put([value for _, value in self._buffers])
+        after, redo_random_state = [b.clone() for b in self._changing()], rng.held(device)
+        self._put(self._buffers)
         self._rewind_random_state()
         yield
         if self._runner.schedule == "1f1b":
@@ -313,9 +307,11 @@ class _Before:
 
     def _put(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            for (buffer, _), value in zip(self._buffers, values, strict=True):
+            for buffer, value in zip(self._changing(), values, strict=True):
                 buffer.copy_(value)
 
-
-def _layer_buffers(layers: ModelLayers, plan: PipelinePlan, stage: int) -> list[Tensor]:
-    return [buffer for index in plan.layers_of(stage) for buffer in layers.modules[index].buffers()]
+    def _changing(self) -> list[Tensor]:
+        if not self._runner.changing:
+            return []
+        tensors = self._runner.runtime.buffers.tensors()
+        return [tensors[index] for index in self._runner.changing]

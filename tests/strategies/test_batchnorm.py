@@ -19,6 +19,23 @@ from tests.zoo import QUIET, Samples
 MICROBATCHES = 4
 
 
+class Centred(nn.Linear):
+    """Averages its inputs in a parameter, which it writes to, and in a buffer, which it replaces;
+    starts with what they were."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.centre = nn.Parameter(torch.zeros(inputs), requires_grad=False)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward((x - self.centre) / self.scale)
+        with torch.no_grad():
+            self.centre.lerp_(x.mean(0), 0.1)
+            self.scale = 0.9 * self.scale + 0.1 * x.std()
+        return out
+
+
 class Normalised(LightningModule):
     """A network with batch normalisation; `by_parts` feeds it micro-batches on a single device."""
 
@@ -32,7 +49,7 @@ class Normalised(LightningModule):
             nn.ReLU(),
             nn.Linear(12, 12),
             nn.BatchNorm1d(12),
-            nn.Linear(12, 5),
+            Centred(12, 5),
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

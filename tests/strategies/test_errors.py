@@ -110,6 +110,27 @@ class RaisesInStep(Simple):
         return loss
 
 
+class NeedsTwoSamples(nn.Module):
+    """A layer that fails on a single sample, as BatchNorm does in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise IndexError("one sample")
+        return x
+
+
+class WithSingleSamples(Simple):
+    """The last step's module takes three samples, which make micro-batches of two and one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = NeedsTwoSamples()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        samples = 3 if batch_idx == 1 else None
+        return F.cross_entropy(self.net(batch[0][:samples]), batch[1][:samples])
+
+
 class Hangs(nn.Module):
     """A layer that waits for ever in its third call."""
 
@@ -261,6 +282,12 @@ def said_on_all_ranks(outcomes: list[RankOutcome], error: type[Exception], expec
         (Simple, Breaks, OSError, "the disk is gone"),
         (Simple, Opaque, ConfigError, "A builtins.object cannot be sent to another rank"),
         (RaisesInStep, Samples, ZeroDivisionError, "a slip in user code"),
+        (
+            WithSingleSamples,
+            Samples,
+            UnsupportedStepError,
+            "fails on a micro-batch of one sample (IndexError: one sample). The batch of 3 samples",
+        ),
     ],
 )
 def test_what_goes_wrong_in_a_step_is_said_on_all_ranks(

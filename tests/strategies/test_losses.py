@@ -28,6 +28,7 @@ class Losses(LightningModule):
         super().__init__()
         torch.manual_seed(1)
         self.kind = kind
+        self.generator = torch.Generator()
         self.net = nn.Sequential(
             nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 6)
         )
@@ -39,6 +40,8 @@ class Losses(LightningModule):
             loss = F.mse_loss(self.net(x + noise), noise)
         else:
             loss = self._loss(self.net(x), y, mask)
+        if self.kind == "own draws":
+            torch.randn(x.shape, generator=self.generator)
         self.log("loss", loss)
         if self.kind == "perplexity":
             self.log("perplexity", loss.detach().exp())
@@ -155,6 +158,7 @@ REFUSALS = {
     "sum": "not a mean over samples",
     "contrastive": "not a mean over samples",
     "noise": "not a mean over samples",
+    "own draws": "draws other random numbers for a batch than for a micro-batch",
     "perplexity": "'perplexity'",
     "unmergeable": "'largest'",
     "root": "its gradient for the whole batch is not that of its micro-batches",

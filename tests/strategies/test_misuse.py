@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
@@ -38,11 +39,19 @@ class Unfreeze(BaseFinetuning):
         self.unfreeze_and_add_param_group(module.net[0], optimizer)
 
 
+class Finder(BatchSizeFinder):
+    """Leaves out Lightning's own look at the model, which has no batch size."""
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
 CALLBACKS: list[Callable[[], Callback]] = [
     Unfreeze,
     WeightAveraging,
     EMAWeightAveraging,
     lambda: StochasticWeightAveraging(1e-2),
+    Finder,
     lambda: ModelPruning("l1_unstructured", amount=0.5),
 ]
 

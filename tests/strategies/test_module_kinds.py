@@ -97,7 +97,34 @@ class LastState(nn.Module):
         return result[0][:, -1]
 
 
+class Complex(nn.Module):
+    """Takes real or complex numbers, and returns complex ones."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.2 * torch.randn(features, features, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.cfloat) @ self.weight
+
+
+class WithComplex(Classifier):
+    """A classifier with complex parameters on both stages, and complex activations between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(16, 5), Complex(5), Complex(5), nn.Identity(), Complex(5)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]).abs(), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
 KINDS = {
+    "complex": Case(WithComplex, trainer={"gradient_clip_val": 0.05}),
     "recurrent": Case(WithRecurrent),
     "subclass": Case(lambda: Kind(Named)),
     "list": Case(lambda: Kind(SelfCalling)),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_dlres import PipelinePlan
@@ -42,6 +43,8 @@ def trained(context: RankContext | None) -> dict[str, Tensor]:
     seed_everything(3, verbose=False)
     model = Random()
     options: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    # With several stages this callback is refused.
+    options["callbacks"] = [EMAWeightAveraging(decay=0.8)]
     if context is not None:
         options |= {"stages": "auto", "microbatches": "auto", "plan": None}
     trainer = trainer_for(context, precision="bf16-mixed", **options)
