@@ -171,6 +171,10 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "worker_type": set(),
             "timeout": {"digits", "fraction"},
             "store": {"none", "empty", *PATH},
+            "labels": {"none"},
+            "extensions": {"none"},
+            "storage_options": {"none", "dict"},
+            "val": {"none", "dict", *PATH},
         },
     ),
 }

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,7 +21,12 @@ from lightning_dlres.core.keys import create_keys, load_keys, load_public_key
 from lightning_dlres.core.light import light_command
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.prefetch.storage.listings import open_reader
+from lightning_dlres.prefetch.source_options import (
+    load_storage_options,
+    parse_extensions,
+    parse_storage_options,
+)
+from lightning_dlres.prefetch.storage.listings import is_url, open_reader
 from lightning_dlres.prefetch.storage.put import damaged, put
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.server import StoreNode
@@ -57,7 +63,8 @@ def _serve(settings: argparse.Namespace) -> int:
     if settings.nodes < 1:
         raise ConfigError(got_expected("--nodes", settings.nodes, "at least 1", "--nodes 4"))
     if (settings.key is None) != (not settings.allow):
-        raise ConfigError("CURVE needs both --key and --allow: got one. Pass the other, too.")
+        missing, given = ("--key", "--allow") if settings.key is None else ("--allow", "--key")
+        raise ConfigError(f"{missing} must be given beside {given}, got none. Pass both.")
     numbers = range(settings.nodes) if settings.node is None else [settings.node]
     reader = _open(settings)
     stopped = threading.Event()
@@ -96,10 +103,24 @@ def _serve(settings: argparse.Namespace) -> int:
 
 
 def _open(settings: argparse.Namespace) -> Reader:
-    reader = open_reader(settings.source, follow_links=settings.follow_links)
+    reader = open_reader(settings.source, **_source_arguments(settings))
     if reader.note:
         _say(reader.note)
     return reader
+
+
+def _source_arguments(settings: argparse.Namespace) -> dict[str, Any]:
+    encoded = parse_storage_options(settings.storage_options)
+    if encoded and not is_url(settings.source):
+        raise ConfigError(
+            "--storage-options must be left out where the source is no URL, got "
+            f"{settings.source!r}. Pass a URL."
+        )
+    return {
+        "follow_links": settings.follow_links,
+        "extensions": parse_extensions(settings.extensions),
+        "storage_options": load_storage_options(encoded),
+    }
 
 
 def _say(note: str) -> None:
@@ -114,8 +135,8 @@ def _put(settings: argparse.Namespace) -> int:
             packs=settings.packs,
             overwrite=settings.overwrite,
             progress=show,
-            follow_links=settings.follow_links,
             noted=_say,
+            **_source_arguments(settings),
         )
     print(
         f"Put {len(table)} samples ({format_bytes(table.total_bytes)}) into {settings.directory}. "
@@ -216,6 +237,14 @@ def _parser() -> argparse.ArgumentParser:
     for command in (serve, pack, listing, verify):
         command.add_argument(
             "--follow-links", action="store_true", help="of a folder: follow links out of it, too"
+        )
+        command.add_argument(
+            "--extensions", nargs="+", metavar=".EXT", help="only files with these endings"
+        )
+        command.add_argument(
+            "--storage-options",
+            metavar="FILE",
+            help="JSON with arguments of the file system behind a URL, such as keys",
         )
 
     keys = commands.add_parser("keys", help="write a pair of keys for CURVE")

@@ -5,37 +5,59 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_dlres.core.checks import flag, instance
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
+from lightning_dlres.datamodules.class_labels import ClassLabels
+from lightning_dlres.datamodules.prefetch_metrics import MetricsLog
+from lightning_dlres.datamodules.ranks import data_parallel_ranks
+from lightning_dlres.datamodules.splits import (
+    LABELLED,
+    SPLITS,
+    Split,
+    SplitSource,
+    check_source_arguments,
+    has_files,
+    has_url,
+    is_data_set,
+)
 from lightning_dlres.datamodules.stores import (
     own_temporary_directory,
     temporary_directory,
     write_store,
 )
-from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
-from lightning_dlres.prefetch.messages import Metrics
+from lightning_dlres.prefetch.loader import PrefetchLoader
+from lightning_dlres.prefetch.messages import HostConfig
 from lightning_dlres.prefetch.options import host_config
 from lightning_dlres.prefetch.sequence import Deal, Tail
+from lightning_dlres.prefetch.source import source_classes
+from lightning_dlres.prefetch.source_options import (
+    Extensions,
+    StorageOptions,
+    parse_extensions,
+    parse_storage_options,
+)
 from lightning_dlres.prefetch.workers import Collate, Decode, Workers
-from lightning_dlres.strategies import HeteroPipeStrategy
 
-Split = str | Path | list[str] | Dataset[Any] | None
 # What happens to samples that fill no batch of every rank and are not dropped.
 Rest = Literal["pad", "uneven"]
-_SPLITS = ("train", "val", "test", "predict")
 # Of the capacity that is given for training, what each of the others has.
 _OTHERS = 4
+# Arguments that only some kinds of sources have.
+_NOT_FOR_ALL_SOURCES: dict[str, Callable[[Any], bool]] = {
+    "extensions": has_files,
+    "storage_options": has_url,
+}
 
 
 class PrefetchCacheDataModule(LightningDataModule):
@@ -55,14 +77,16 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     Args:
         train: what `fit` trains on.
-        val: what it validates on, in the order of the data set.
-        test: for `test`.
-        predict: for `predict`.
+        val: what it validates on, in the order of the data set; a list of several sets gives as
+            many loaders, which steps tell apart by their `dataloader_idx`.
+        test: for `test`; one set, or a list.
+        predict: for `predict`; one set, or a list.
         storage: "auto", "direct", "embedded", "files" or "nodes", see
             `prefetch.options.host_config`; or the addresses of storage nodes that have the training
             samples, instead of `train`.
         batch_size: samples of one batch of a rank; also an attribute, which Lightning's Tuner sets.
-        capacity: bytes of a host's cache, for training; each other split has a quarter of it.
+        capacity: bytes of a host's cache, for training; each other split has a quarter of it, which
+            the sets of a list share.
         prefetch: samples of one request, Method C's k.
         lookahead: bytes asked for ahead of need; None: half of the capacity. 0: the method as it
             was published, which fetches on a miss.
@@ -92,6 +116,15 @@ class PrefetchCacheDataModule(LightningDataModule):
         key, server_key: files of keys, for storage nodes that use CURVE.
         follow_links: whether links in a local folder are followed out of it, too; else those that
             lead out of it are left out, and a warning says so.
+        labels: "folder": a sample's class is the first folder of its key, as in torchvision's
+            ImageFolder, and an item of a batch is a pair of what `decode` returns and the number
+            of the class. Classes are the folders of the training samples (of the first split that
+            is given, where there are none), in alphabetical order; a list of names gives others.
+            Samples of `predict` have none. None: no sample has.
+        extensions: endings of file names such as ".jpg", in any case; other files are no samples.
+            None: all files are.
+        storage_options: arguments of fsspec's file system behind URLs, such as keys and endpoints:
+            a mapping of JSON values, or the path of a JSON file with one. No message shows them.
 
     Raises:
         ConfigError: a bad value.
@@ -99,10 +132,10 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: Split = None,
-        val: Split = None,
-        test: Split = None,
-        predict: Split = None,
+        train: str | Path | list[str] | Dataset[Any] | None = None,
+        val: SplitSource = None,
+        test: SplitSource = None,
+        predict: SplitSource = None,
         storage: str = "auto",
         batch_size: int = 32,
         capacity: str | int = "2GiB",
@@ -129,6 +162,9 @@ class PrefetchCacheDataModule(LightningDataModule):
         key: str | Path | None = None,
         server_key: str | Path | None = None,
         follow_links: bool = False,
+        labels: Literal["folder"] | Sequence[str] | None = None,
+        extensions: Extensions = None,
+        storage_options: StorageOptions = None,
     ) -> None:
         super().__init__()
         instance("storage", storage, (str,), "a kind of storage, or addresses", "storage='auto'")
@@ -142,9 +178,17 @@ class PrefetchCacheDataModule(LightningDataModule):
                     got_expected("train", train, "None beside addresses in storage", "train=None")
                 )
             train, storage = storage, "auto"
-        self._splits: dict[str, Split] = dict(
-            zip(_SPLITS, (train, val, test, predict), strict=True)
-        )
+        given: tuple[SplitSource, ...] = (train, val, test, predict)
+        self._splits = {
+            name: Split.of(name, value) for name, value in zip(SPLITS, given, strict=True)
+        }
+        self._source_arguments: dict[str, Any] = {
+            "labels": labels,
+            "extensions": extensions,
+            "storage_options": storage_options,
+        }
+        self._labels = ClassLabels(labels, self._folders)
+        check_source_arguments(list(self._splits.values()), self._source_arguments)
         self._capacity = parse_bytes(capacity, "capacity")
         self._options: dict[str, Any] = {
             "storage": storage,
@@ -170,9 +214,10 @@ class PrefetchCacheDataModule(LightningDataModule):
             "pin_memory": pin_memory,
             "seed": seed,
         }
-        for name, value in (("drop_last", drop_last), ("pin_memory", pin_memory)):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name} must be a bool, got {value!r}. Pass {name}=True.")
+        parse_extensions(extensions)
+        parse_storage_options(storage_options)
+        flag("drop_last", drop_last)
+        flag("pin_memory", pin_memory)
         if tail not in get_args(Rest):
             raise ConfigError(
                 f"tail must be {' or '.join(map(repr, get_args(Rest)))}, got {tail!r}. Pass "
@@ -187,16 +232,17 @@ class PrefetchCacheDataModule(LightningDataModule):
         self._job = ""
         self._loaders: dict[str, PrefetchLoader] = {}
         self._state: dict[str, Any] | None = None
-        self._last: Metrics | None = None
-        self._batches, self._stalled_before = 0, 0.0
+        # The next pass over each set that is validated, as a checkpoint has it.
+        self._passes: dict[str, int] = {}
+        self._log = MetricsLog()
         # How many batches were trained on when the last one was handed over.
         self._trained_before: int | None = None
-        for split in _SPLITS:
+        for split in self._splits.values():
             # Bad values are said now, whatever will be loaded.
-            source = self._splits[split]
-            _refuse_iterable(split, source)
-            known = source if isinstance(source, (str, Path, list)) else self._options_probe()
-            PrefetchLoader("x", self._config(split, known), tail=self._tail, **self._loading)
+            for source in split.sources.values() or [None]:
+                known = self._options_probe() if is_data_set(source) else source
+                config = self._config(split, known)
+                PrefetchLoader("x", config, tail=self._tail, **self._loading)
 
     @property
     def batch_size(self) -> int:
@@ -211,13 +257,32 @@ class PrefetchCacheDataModule(LightningDataModule):
             # The Trainer asks for others; what still goes through these may end.
             self._loaders.clear()
 
-    def use(self, split: str, source: Split) -> None:
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes in the order of their numbers. They may be asked for before there is
+        a Trainer; the source of the training samples is then listed for them.
+
+        Raises:
+            ConfigError: Samples have no labels, or lie in no folders.
+        """
+        return self._labels.names()
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """The number of each class by its name."""
+        return {name: number for number, name in enumerate(self.classes)}
+
+    def use(self, split: str, source: SplitSource) -> None:
         """Set the source of "train", "val", "test" or "predict", for data modules that find it when
         they are set up."""
-        if split not in _SPLITS:
-            raise ConfigError(got_expected("split", split, " or ".join(_SPLITS), "'train'"))
-        _refuse_iterable(split, source)
-        self._splits[split] = source
+        if split not in SPLITS:
+            raise ConfigError(got_expected("split", split, " or ".join(SPLITS), "'train'"))
+        found = Split.of(split, source)
+        # A source of another kind may still come.
+        later = dict.fromkeys(_NOT_FOR_ALL_SOURCES)
+        check_source_arguments([found], {**self._source_arguments, **later})
+        self._splits[split] = found
+        self._labels.forget_folders()
 
     @override
     def setup(self, stage: str) -> None:
@@ -225,10 +290,15 @@ class PrefetchCacheDataModule(LightningDataModule):
         # One name for all ranks, and another one for every job.
         self._job = self._job or str(trainer.strategy.broadcast(uuid.uuid4().hex[:12], 0))
         wanted = {"fit": ("train", "val"), "validate": ("val",)}.get(stage, (stage,))
+        labelled = False
         for split in wanted:
-            source = self._splits[split]
-            if source is not None and not isinstance(source, (str, Path, list)):
-                self._stores[split] = self._put(trainer, split, source)
+            for name, source in self._splits[split].sources.items():
+                if is_data_set(source):
+                    self._stores[name] = self._put(trainer, name, source)
+                elif split in LABELLED:
+                    labelled = True
+        if labelled:
+            self._labels.agree(trainer.strategy, trainer.is_global_zero)
 
     @override
     def teardown(self, stage: str) -> None:
@@ -250,7 +320,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         if shuffle and trainer.overfit_batches:  # type: ignore[attr-defined]
             rank_zero_warn("overfit_batches: training samples come in the data set's order now.")
             shuffle = False
-        loader = self._loader("train", self._tail, shuffle)
+        loader = self._loader("train", "train", self._tail, shuffle)
         if self._state is not None and trainer.state.fn == "fit":
             full = len(loader)
             loader.load_state_dict(self._state)
@@ -262,32 +332,43 @@ class PrefetchCacheDataModule(LightningDataModule):
         return loader
 
     @override
-    def val_dataloader(self) -> PrefetchLoader | list[Any]:
-        if self._splits["val"] is None and self._trainer().state.fn == "fit":
+    def val_dataloader(self) -> PrefetchLoader | list[PrefetchLoader]:
+        if not self._splits["val"].sources and self._trainer().state.fn == "fit":
             # Lightning validates on nothing then.
             return []
-        return self._loaders.get("val") or self._loader("val", "pad", False)
+        return self._eval_loaders("val", "pad")
 
     @override
-    def test_dataloader(self) -> PrefetchLoader:
-        return self._loaders.get("test") or self._loader("test", "pad", False)
+    def test_dataloader(self) -> PrefetchLoader | list[PrefetchLoader]:
+        return self._eval_loaders("test", "pad")
 
     @override
-    def predict_dataloader(self) -> PrefetchLoader:
-        return self._loaders.get("predict") or self._loader("predict", "uneven", False)
+    def predict_dataloader(self) -> PrefetchLoader | list[PrefetchLoader]:
+        return self._eval_loaders("predict", "uneven")
 
     @override
     def state_dict(self) -> dict[str, Any]:
         loader = self._loaders.get("train")
         if loader is None:
             return {}
-        return {"train": loader.state_dict()}
+        passes = {
+            name: self._loaders[name].next_epoch
+            for name in self._splits["val"].sources
+            if name in self._loaders
+        }
+        return {
+            "train": loader.state_dict(),
+            "val": {**self._passes, **passes},
+            "classes": list(self._labels.known),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Of a checkpoint that is tested only nothing is gone on with.
+        self._labels.check(state_dict.get("classes", []))
+        # Restore positions only in fit().
         if self._trainer().state.fn != "fit":
             return
+        self._passes = dict(state_dict.get("val", {}))
         self._state = state_dict.get("train")
         loader = self._loaders.get("train")
         if loader is not None and self._state is not None:
@@ -297,9 +378,9 @@ class PrefetchCacheDataModule(LightningDataModule):
             self._state = None
             if len(loader) != counted:
                 raise ConfigError(
-                    f"resume: got a checkpoint of other ranks, with which this epoch has "
-                    f"{len(loader)} batches, after the Trainer had counted {counted}. Ask for "
-                    "Trainer.estimated_stepping_batches in configure_optimizers, not in setup."
+                    "Trainer.estimated_stepping_batches must be asked for after a checkpoint of "
+                    f"other ranks is restored, got {counted} batches counted before, {len(loader)} "
+                    "after. Ask for it in configure_optimizers, not in setup."
                 )
 
     def _forget(self) -> None:
@@ -307,37 +388,69 @@ class PrefetchCacheDataModule(LightningDataModule):
             loader.close()
         self._loaders.clear()
         self._state = None
-        self._last, self._batches, self._stalled_before = None, 0, 0.0
+        self._passes = {}
+        self._log = MetricsLog()
         self._trained_before = None
 
-    def _config(self, split: str, source: str | Path | Sequence[str]) -> Any:
-        train = split == "train"
+    def _config(self, split: Split, source: Any) -> HostConfig:
+        train = split.name == "train"
+        share = 1 if train else _OTHERS * max(1, len(split.sources))
         options = {**self._options, **(self._pinned if train else {})}
-        capacity = self._capacity if train else max(1, self._capacity // _OTHERS)
+        capacity = self._capacity if train else max(1, self._capacity // share)
         ahead = options["lookahead"]
         if not train and ahead is not None:
             options["lookahead"] = min(parse_bytes(ahead, "lookahead"), capacity)
-        return host_config(source, capacity=capacity, share=1 if train else _OTHERS, **options)
+        for name, fits in _NOT_FOR_ALL_SOURCES.items():
+            # Stores of data sets, and sources that are not known yet, are none of these.
+            if any(source is given and fits(given) for given in split.sources.values()):
+                options[name] = self._source_arguments[name]
+        classes = self._labels.known if split.name in LABELLED else ()
+        return host_config(source, capacity=capacity, share=share, classes=classes, **options)
 
-    def _loader(self, split: str, tail: Tail, shuffle: bool) -> PrefetchLoader:
-        source = self._stores.get(split) or self._splits[split]
+    def _folders(self) -> Sequence[str]:
+        """Return the classes of the first split whose samples have labels."""
+        for name in LABELLED:
+            for source in self._splits[name].sources.values():
+                return source_classes(self._config(self._splits[name], source).source)
+        raise ConfigError(
+            "train, val or test must be given where classes are asked for, got None for all. Pass "
+            "labels with a list of the classes' names."
+        )
+
+    def _eval_loaders(self, name: str, tail: Tail) -> PrefetchLoader | list[PrefetchLoader]:
+        split = self._splits[name]
+        loaders = [
+            self._loaders.get(of) or self._loader(name, of, tail, False)
+            for of in split.sources or [name]
+        ]
+        return loaders if split.is_list else loaders[0]
+
+    def _loader(self, split: str, of: str, tail: Tail, shuffle: bool) -> PrefetchLoader:
+        """Return a new loader.
+
+        Args:
+            split: The name of the split.
+            of: The name of the loader, by which the split has its source.
+            tail: See `Deal`.
+            shuffle: See `PrefetchLoader`.
+        """
+        source = self._stores.get(of) or self._splits[split].sources.get(of)
         if source is None:
             raise ConfigError(
                 got_expected(
                     split, None, "a folder, store, URL or data set", f"{split}='data/{split}'"
                 )
             )
-        assert isinstance(source, (str, Path, list))
         trainer = self._trainer()
-        ranks, shared = _ranks(trainer)
-        name = f"{self._job}-{split}" if shared else f"{self._job}-{split}-{trainer.global_rank}"
-        self._loaders[split] = PrefetchLoader(
+        ranks, shared = data_parallel_ranks(trainer)
+        name = f"{self._job}-{of}" if shared else f"{self._job}-{of}-{trainer.global_rank}"
+        self._loaders[of] = PrefetchLoader(
             name,
-            self._config(split, source),
+            self._config(self._splits[split], source),
             ranks=ranks,
             tail=tail,
             shuffle=shuffle,
-            epoch=trainer.current_epoch if split == "train" else 0,
+            epoch=trainer.current_epoch if split == "train" else self._passes.get(of, 0),
             epochs=_epochs(trainer) if split == "train" else 1,
             report=self._report if split == "train" else None,
             unfinished=self._unfinished if split == "train" else None,
@@ -346,8 +459,8 @@ class PrefetchCacheDataModule(LightningDataModule):
             **self._loading,
         )
         # Files are listed, or the cache starts, before the first epoch does.
-        _ = self._loaders[split].data_set
-        return self._loaders[split]
+        _ = self._loaders[of].data_set
+        return self._loaders[of]
 
     def _options_probe(self) -> str:
         return "tcp://127.0.0.1:1" if self._options["storage"] == "nodes" else "."
@@ -371,14 +484,7 @@ class PrefetchCacheDataModule(LightningDataModule):
     def _report(self, loader: PrefetchLoader) -> None:
         trainer = self._trainer()
         self._trained_before = _trained(trainer)
-        self._batches += 1
-        if not trainer.loggers or self._batches % max(trainer.log_every_n_steps, 1):  # type: ignore[attr-defined]
-            return
-        if trainer.is_global_zero:
-            now = loader.metrics()
-            for logger in trainer.loggers:
-                logger.log_metrics(self._figures(now, loader), step=trainer.global_step)
-            self._last, self._stalled_before = now, loader.stalled
+        self._log.count_batch(trainer, loader)
 
     def _unfinished(self) -> int:
         """How many batches are in a training step, or in one that has failed."""
@@ -390,25 +496,6 @@ class PrefetchCacheDataModule(LightningDataModule):
         progress = self._trainer().fit_loop.epoch_loop.batch_progress
         return bool(progress.is_last_batch) and not self._unfinished()
 
-    def _figures(self, now: Metrics, loader: PrefetchLoader) -> dict[str, float]:
-        """Return what has happened since the last time."""
-        before = self._last
-        every = max(self._trainer().log_every_n_steps, 1)  # type: ignore[attr-defined]
-
-        def more(name: str) -> float:
-            return float(getattr(now, name) - (getattr(before, name) if before else 0))
-
-        figures = {
-            "prefetch/stall_ms": 1000 * (loader.stalled - self._stalled_before) / every,
-            "prefetch/cache_bytes": float(now.cache_bytes),
-        }
-        # The last batches of an epoch may have been handed over before.
-        if samples := more("samples"):
-            figures["prefetch/hit_rate"] = (more("hits") + more("kept_hits")) / samples
-            figures["prefetch/bytes_per_sample"] = more("requested_bytes") / samples
-            figures["prefetch/requests_per_sample"] = more("requests") / samples
-        return figures
-
     def _trainer(self) -> Trainer:
         if self.trainer is None:
             raise ConfigError(
@@ -418,15 +505,6 @@ class PrefetchCacheDataModule(LightningDataModule):
         return self.trainer
 
 
-def _refuse_iterable(split: str, source: Split) -> None:
-    if isinstance(source, IterableDataset):
-        raise ConfigError(
-            f"{split} must be a folder, a store, a listing, a URL, addresses or a map-style data "
-            f"set, got the IterableDataset {type(source).__name__}. Its order is not known before "
-            "it is read: write its samples into files, or pass it to a DataLoader."
-        )
-
-
 def _trained(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)  # type: ignore[attr-defined]
 
@@ -434,18 +512,3 @@ def _trained(trainer: Trainer) -> int:
 def _epochs(trainer: Trainer) -> int | None:
     most = trainer.max_epochs
     return None if most is None or most < 0 else most
-
-
-def _ranks(trainer: Trainer) -> tuple[Ranks, bool]:
-    """Return who this process is among the data-parallel ranks, and whether those of this host can
-    share a cache."""
-    dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
-    if dealt is None or isinstance(trainer.strategy, HeteroPipeStrategy):
-        # There is only one, or one reads for all.
-        return Ranks(), True
-    rank, ranks = dealt["rank"], dealt["num_replicas"]
-    first = trainer.node_rank * trainer.num_devices
-    plain = ranks == trainer.world_size and rank == first + trainer.local_rank
-    if plain:
-        return Ranks(rank, ranks, tuple(range(first, first + trainer.num_devices))), True
-    return Ranks(rank, ranks, (rank,)), False

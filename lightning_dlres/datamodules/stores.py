@@ -128,8 +128,8 @@ def _write(dataset: Any, directory: Path) -> None:
         except OSError as error:
             if not (directory / MANIFEST).exists():
                 raise ConfigError(
-                    f"a store in {directory}: {error.strerror}. Expected nothing to be there, or "
-                    "a store. Try another `store`."
+                    f"store must be a directory for stores, got {directory.parent}, in which "
+                    f"{directory.name} is something else: {error.strerror}. Pass another one."
                 ) from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
@@ -139,9 +139,9 @@ def _check(dataset: Any, directory: Path) -> SampleTable:
     table = SampleTable.load(directory / MANIFEST)
     if (len(table), table.encoding) != (len(dataset), ENCODING):
         raise ConfigError(
-            f"the store in {directory}: got {len(table)} samples ({table.encoding}), expected the "
-            f"{len(dataset)} of the data set ({ENCODING}). Remove it if it is out of date, or try "
-            "another `store`."
+            f"the store in {directory} must hold the {len(dataset)} samples of the data set "
+            f"({ENCODING}), got {len(table)} samples ({table.encoding}). Remove it if it is out of "
+            "date, or pass another store."
         )
     return table
 

@@ -20,8 +20,8 @@ from lightning_dlres.prefetch.exchange import Counts
 from lightning_dlres.prefetch.local_samples import LocalSamples
 from lightning_dlres.prefetch.messages import Begin, HostConfig, Joined, Metrics
 from lightning_dlres.prefetch.sequence import Positions, shuffled
+from lightning_dlres.prefetch.source import open_source
 from lightning_dlres.prefetch.storage.files import FileStorage
-from lightning_dlres.prefetch.storage.listings import open_reader
 
 # Batches that are read ahead to begin with: more would only push each other out of the processor's
 # caches. If they are waited for, there are more.
@@ -46,7 +46,7 @@ class DirectClient:
 
     def __init__(self, config: HostConfig, in_workers: bool = False) -> None:
         source = config.source
-        self.reader = open_reader(source.addresses[0], follow_links=source.follow_links)
+        self.reader = open_source(source)
         self._in_workers = in_workers
         self._storage = FileStorage(self.reader, 1, source.threads, source.timeout)
         self._storage.on_reply = self._deliver

@@ -180,8 +180,8 @@ class PrefetchEngine:
         epoch = self._find(number)
         if len(positions) and int(positions.max()) >= len(epoch.index):
             raise ConfigError(
-                f"epoch {number}: got position {int(positions.max())}, expected less than "
-                f"{len(epoch.index)}."
+                f"positions of epoch {number} must be below {len(epoch.index)}, got "
+                f"{int(positions.max())}."
             )
         if epoch.is_taken[positions].any() or len(np.unique(positions)) < len(positions):
             raise ConfigError(f"epoch {number}: a sample was taken twice; an epoch has each once.")
@@ -339,8 +339,8 @@ class PrefetchEngine:
             if epoch.number == number:
                 return epoch
         raise ConfigError(
-            f"epoch {number} is not under way; expected one of "
-            f"{[epoch.number for epoch in self._epochs]}. Begin it first."
+            f"epoch must be one under way, {[epoch.number for epoch in self._epochs]}, got "
+            f"{number}. Begin it first."
         )
 
     def _pump(self) -> None:

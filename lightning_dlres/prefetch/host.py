@@ -223,8 +223,8 @@ class CacheHost:
         known = self._begun.get(begin.generation)
         if known is not None and known != begin:
             raise ConfigError(
-                f"ranks start different epochs: got {begin} and {known}, expected the same. Do all "
-                "ranks have the same seed, batch size and checkpoint?"
+                f"All ranks must start the same epoch, got {begin} and {known}. Give them the same "
+                "seed, batch size and checkpoint."
             )
         before, self._clients[peer] = self._clients[peer], begin.generation
         self._end_unused()
@@ -300,9 +300,9 @@ def _check_memory(config: HostConfig) -> None:
     free = available_bytes()
     if free is not None and wanted > free:
         raise ConfigError(
-            f"capacity: got {format_bytes(wanted)} for the cache and what is kept, expected at "
-            f"most {format_bytes(free)}, which this host has free. Try less: an epoch needs little "
-            "more than prefetch samples for every storage node."
+            f"capacity and pinned must be at most {format_bytes(free)} together, which this host "
+            f"has free, got {format_bytes(wanted)}. Give less: an epoch needs little more than "
+            "prefetch samples for every storage node."
         )
 
 

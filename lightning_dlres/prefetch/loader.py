@@ -41,8 +41,8 @@ class Ranks:
         fits = all(0 <= rank < self.ranks for rank in self.local)
         if self.rank not in self.local or not fits or list(self.local) != sorted(set(self.local)):
             raise ConfigError(
-                f"ranks: got rank {self.rank} of {self.ranks} with {self.local} on this host, "
-                "expected it to be one of them, ascending."
+                "local must be the ranks of this host, ascending, with this one among them, got "
+                f"{self.local} for rank {self.rank} of {self.ranks}. Use local=({self.rank!r},)."
             )
 
 
@@ -178,10 +178,10 @@ class PrefetchLoader:
             )
         if (state["samples"], state["digest"]) != (joined.samples, joined.digest):
             raise ConfigError(
-                f"state of a loader: got {state['samples']} samples with digest "
-                f"{state['digest']}, expected those of this data set, {joined.samples} with "
-                f"{joined.digest}. Its order would be another: start without the checkpoint, or "
-                "with the data set that it was made with."
+                f"The state of a loader must be of this data set ({joined.samples} samples with "
+                f"digest {joined.digest}), got one of {state['samples']} samples with "
+                f"{state['digest']}. Start with the data set that the checkpoint was made with: "
+                "another one has another order."
             )
         iteration = self._iteration() if self._iteration is not None else None
         if iteration is not None and iteration.started:
@@ -242,6 +242,11 @@ class PrefetchLoader:
         return self._batch_size
 
     @property
+    def next_epoch(self) -> int:
+        """The number of the epoch that the next `iter` goes through."""
+        return self._epoch + int(self._yielded > 0 or self._finished)
+
+    @property
     def _reads_in_workers(self) -> bool:
         return self._num_workers > 0 and self._worker_type == "process"
 
@@ -290,7 +295,8 @@ class PrefetchLoader:
 
     def _decoders(self) -> DecodePool:
         if self._pool is None:
-            maker = BatchMaker(self._decode, self._collate, self.data_set.encoding)
+            classes = self._config.source.classes
+            maker = BatchMaker(self._decode, self._collate, self.data_set.encoding, classes)
             client, reads = self.client, None
             if isinstance(client, DirectClient):
                 reads = client.reader, self._config.source.timeout

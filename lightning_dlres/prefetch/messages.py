@@ -32,7 +32,8 @@ _DELIVERY = struct.Struct("<qqqq")
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where samples come from. `kind`: "direct" (local files, without a cache), "nodes" (addresses
     of storage nodes), "embedded" (nodes that the cache's process runs over a source), "files" (a
-    source that it reads itself)."""
+    source that it reads itself). `storage_options` is JSON; `classes` are the folders that samples
+    may lie in, () where they have no labels."""
 
     kind: str
     addresses: tuple[str, ...]
@@ -44,6 +45,13 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_key: bytes = b""
     server_key: bytes = b""
     follow_links: bool = False
+    extensions: tuple[str, ...] = ()
+    storage_options: bytes = b""
+    classes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        # A log or a traceback must not show keys and passwords.
+        return f"SourceConfig(kind={self.kind!r}, addresses={self.addresses!r}, ...)"
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):

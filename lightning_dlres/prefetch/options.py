@@ -12,6 +12,13 @@ from lightning_dlres.core.keys import load_keys, load_public_key
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.prefetch.messages import HostConfig, SourceConfig
 from lightning_dlres.prefetch.source import KINDS
+from lightning_dlres.prefetch.source_options import (
+    Extensions,
+    StorageOptions,
+    parse_extensions,
+    parse_storage_options,
+)
+from lightning_dlres.prefetch.storage.listings import is_url
 
 Source = str | Path | Sequence[str]
 _SCHEME = "tcp://"
@@ -39,6 +46,9 @@ def host_config(
     key: str | Path | None = None,
     server_key: str | Path | None = None,
     follow_links: bool = False,
+    extensions: Extensions = None,
+    storage_options: StorageOptions = None,
+    classes: tuple[str, ...] = (),
     share: int = 1,
 ) -> HostConfig:
     """Return the configuration of a cache over a source.
@@ -65,6 +75,12 @@ def host_config(
         timeout: after which a sample that does not come is an error.
         key, server_key: files of keys, for nodes that use CURVE (see `dlres store keys`).
         follow_links: whether links in a local folder are followed out of it, too.
+        extensions: endings of file names such as ".jpg", in any case; other files are no samples.
+            None: all files are.
+        storage_options: arguments of fsspec's file system behind a URL, such as keys and
+            endpoints: a mapping of JSON values, or the path of a JSON file with one. No message
+            shows them.
+        classes: the folders that samples may lie in; (): any.
         share: which part of what the user has given the capacity is: 1/share.
 
     Raises:
@@ -92,8 +108,10 @@ def host_config(
         if size is not None or name != "lookahead":
             instance(name, size, (str, int), "a number of bytes", "a value such as '2GiB'")
     flag("follow_links", follow_links)
+    endings = parse_extensions(extensions)
+    file_system_options = parse_storage_options(storage_options)
     addresses = _addresses(source)
-    are_nodes = all(address.startswith(_SCHEME) for address in addresses)
+    are_nodes = all(map(is_address, addresses))
     kind = storage
     ahead = None if lookahead is None else parse_bytes(lookahead, "lookahead")
     kept = parse_bytes(pinned, "pinned")
@@ -114,6 +132,16 @@ def host_config(
                 "addresses" if kind == "nodes" else "one folder, store, listing or URL",
                 "'tcp://10.0.0.1:5555'" if kind == "nodes" else "storage='auto'",
             )
+        )
+    if kind == "nodes" and endings:
+        raise ConfigError(
+            "extensions must be None for the addresses of storage nodes, got "
+            f"{extensions!r}. Serve fewer files: dlres store serve --extensions."
+        )
+    if storage_options is not None and (kind == "nodes" or not is_url(addresses[0])):
+        raise ConfigError(
+            f"storage_options must be None for a source that is no URL, got {addresses[0]!r} "
+            "beside them. Use a URL such as 's3://bucket/train'."
         )
     if kind == "nodes" and nodes not in (None, len(addresses)):
         raise ConfigError(got_expected("nodes", nodes, f"the {len(addresses)} addresses", "None"))
@@ -138,7 +166,8 @@ def host_config(
     if not 0 < threshold <= 1:
         raise ConfigError(got_expected("threshold", threshold, "a part of 1", "threshold=0.75"))
     if (key is None) != (server_key is None):
-        raise ConfigError("CURVE needs both key and server_key: got one. Pass the other, too.")
+        missing, given = ("key", "server_key") if key is None else ("server_key", "key")
+        raise ConfigError(f"{missing} must be given beside {given}, got None. Pass both.")
     room = parse_bytes(capacity, "capacity")
     if room < 1 or (ahead or 0) > room:
         raise ConfigError(
@@ -162,6 +191,9 @@ def host_config(
             secret_key=own.secret if own else b"",
             server_key=load_public_key(Path(server_key)) if server_key is not None else b"",
             follow_links=follow_links,
+            extensions=endings,
+            storage_options=file_system_options,
+            classes=classes,
         ),
         capacity=room,
         prefetch=prefetch,
@@ -174,11 +206,16 @@ def host_config(
     )
 
 
+def is_address(source: str) -> bool:
+    """Return whether a source is the address of a storage node, or several with commas."""
+    return source.startswith(_SCHEME)
+
+
 def _addresses(source: Source) -> tuple[str, ...]:
     if isinstance(source, Path):
         return (str(source.expanduser().absolute()),)
     if isinstance(source, str):
-        if source.startswith(_SCHEME):
+        if is_address(source):
             return tuple(part.strip() for part in source.split(","))
         if not source:
             raise ConfigError(got_expected("source", source, "a folder, store or URL", "'data'"))

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.net import CurveKeys
+from lightning_dlres.prefetch.labels import check_classes, class_names
 from lightning_dlres.prefetch.messages import SourceConfig
 from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.source_options import load_storage_options
 from lightning_dlres.prefetch.storage.base import Reply, Storage
 from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.listings import Listed, open_reader
 from lightning_dlres.prefetch.storage.nodes import Identity, NodeStorage
+from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.server import StoreNode
 
 # The first is no business of the cache.
@@ -36,18 +39,59 @@ def open_storage(config: SourceConfig, directory: Path, listed: Listed | None = 
         if config.secret_key:
             keys = CurveKeys(config.public_key, config.secret_key)
             identity = Identity(keys, config.server_key)
-        return NodeStorage(
+        nodes = NodeStorage(
             config.addresses,
             replicas=config.replicas,
             timeout=config.timeout,
             identity=identity,
         )
+        try:
+            check_classes(nodes.table, config.classes, config.addresses[0])
+        except ConfigError:
+            nodes.close()
+            raise
+        return nodes
     if config.kind == "files":
-        reader = open_reader(config.addresses[0], listed, config.follow_links)
+        reader = open_source(config, listed)
         return FileStorage(reader, config.nodes, config.threads, config.timeout)
     if config.kind == "embedded":
         return EmbeddedStorage(config, directory, listed)
     raise ConfigError(got_expected("storage", config.kind, " or ".join(KINDS), "'embedded'"))
+
+
+def open_source(config: SourceConfig, listed: Listed | None = None) -> Reader:
+    """Return the reader of a source that is no storage node.
+
+    Raises:
+        ConfigError: There is no such source, or a sample lies in no folder of a class.
+    """
+    source = config.addresses[0]
+    reader = open_reader(
+        source,
+        listed,
+        follow_links=config.follow_links,
+        extensions=config.extensions,
+        storage_options=load_storage_options(config.storage_options),
+    )
+    check_classes(reader.table, config.classes, source)
+    return reader
+
+
+def source_classes(config: SourceConfig) -> tuple[str, ...]:
+    """Return the folders that the samples of a source lie in, in alphabetical order; the source is
+    opened for it.
+
+    Raises:
+        ConfigError: There is no such source, or a sample lies in no folder.
+        PeerTimeoutError: A storage node does not answer.
+    """
+    if config.kind != "nodes":
+        return class_names(open_source(config).table, config.addresses[0])
+    nodes = open_storage(config, Path())
+    try:
+        return class_names(nodes.table, config.addresses[0])
+    finally:
+        nodes.close()
 
 
 class EmbeddedStorage(Storage):
@@ -56,7 +100,7 @@ class EmbeddedStorage(Storage):
 
     def __init__(self, config: SourceConfig, directory: Path, listed: Listed | None = None) -> None:
         super().__init__()
-        reader = open_reader(config.addresses[0], listed, config.follow_links)
+        reader = open_source(config, listed)
         with ExitStack() as stack:
             running = [
                 stack.enter_context(

@@ -224,6 +224,6 @@ def check_fits(largest: int, capacity: int, key: str, share: int = 1) -> None:
     if largest > capacity:
         part = f" (a part of 1/{share} for this split)" if share > 1 else ""
         raise ConfigError(
-            f"capacity: got {format_bytes(capacity)}{part}, expected at least the largest sample, "
-            f"{format_bytes(largest)} ({key!r}). Try capacity={2 * largest * share}."
+            f"capacity must be at least the largest sample, {format_bytes(largest)} ({key!r}), "
+            f"got {format_bytes(capacity)}{part}. Use capacity={2 * largest * share}."
         )

@@ -144,6 +144,17 @@ class SampleTable:
             self.sizes[rows], sums, keys, ends - start, self.encoding, self.packs, self.packs_id
         )
 
+    def selected(self, numbers: NDArray[np.uint32]) -> SampleTable:
+        """Return some samples, uint32[n]."""
+        return SampleTable.build(
+            map(self.key, numbers.tolist()),
+            self.sizes[numbers],
+            None if self.checksums is None else self.checksums[numbers].tolist(),
+            encoding=self.encoding,
+            packs=self.packs,
+            packs_id=self.packs_id,
+        )
+
     @staticmethod
     def join(parts: Sequence[SampleTable]) -> SampleTable:
         """Return the table of which these are the parts."""
@@ -222,7 +233,8 @@ class SampleTable:
             data = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path}: {error}. Expected the manifest of a store; `dlres store put` makes one."
+                f"{path} must be the manifest of a store, got: {error}. Make one with `dlres store "
+                "put`."
             ) from error
         return SampleTable.from_bytes(data, str(path))
 
@@ -293,6 +305,6 @@ def _are_texts(keys: NDArray[np.uint8], ends: NDArray[np.int64]) -> bool:
 
 def _no_manifest(name: str, got: str) -> str:
     return (
-        f"{name}: got {got}, expected a manifest of version {_VERSION}. Write the store again with "
+        f"{name} must be a manifest of version {_VERSION}, got {got}. Write the store again with "
         "`dlres store put --overwrite`."
     )

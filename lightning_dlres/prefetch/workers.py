@@ -4,6 +4,7 @@ processes, which look at the same memory as the caller does.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -23,6 +24,7 @@ from lightning_dlres.core.checks import one_of, whole_number
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.collating import collated
 from lightning_dlres.prefetch.items import decode_item
+from lightning_dlres.prefetch.labels import class_of
 from lightning_dlres.prefetch.local_samples import LocalSamples, set_up_worker
 from lightning_dlres.prefetch.pinning import pinned
 from lightning_dlres.prefetch.samples import Sample, Samples
@@ -45,18 +47,33 @@ class BatchMaker:
         collate: of the list of what `decode` returns; None: torch's `default_collate`, or the list
             where samples are not decoded.
         encoding: as in `SampleTable`.
+        classes: names of the folders that samples lie in. Each item becomes a pair of itself and
+            the number of its sample's class. (): samples have no labels.
     """
 
     decode: Decode | None
     collate: Collate | None
     encoding: str
+    classes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def _labels(self) -> dict[str | None, int]:
+        return {name: number for number, name in enumerate(self.classes)}
 
     def __call__(self, samples: Samples | LocalSamples) -> Any:
         """Return the batch."""
         decode = self.decode
         if decode is None and self.encoding == "tensors":
             decode = decode_item
-        found = [_decoded(sample, decode) if decode else sample for sample in samples]
+        found: list[Any]
+        if self.classes:
+            labels = self._labels
+            found = [
+                (_decoded(sample, decode) if decode else sample, labels[class_of(sample.key)])
+                for sample in samples
+            ]
+        else:
+            found = [_decoded(sample, decode) if decode else sample for sample in samples]
         if self.collate is not None:
             return self.collate(found)
         return collated(found) if decode else found
@@ -154,9 +171,9 @@ def _check_can_be_sent(maker: BatchMaker) -> None:
         ForkingPickler.dumps(maker)
     except Exception as error:  # whatever their own ways of pickling may raise
         raise ConfigError(
-            f"decode or collate with worker_type='process': {error}. Expected functions that can "
-            "be sent to another process: of a module, not lambdas or functions inside of others. "
-            "Try worker_type='thread'."
+            "decode and collate must be functions of a module with worker_type='process', not "
+            "lambdas or functions inside of others, which cannot be sent to another process, got: "
+            f"{error}. Use worker_type='thread'."
         ) from error
 
 

@@ -57,6 +57,20 @@ def test_put_ls_and_verify(
     assert "'29.txt' (number 29) is damaged" in printed.err
 
 
+def test_only_files_with_the_endings_are_samples(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "7.jpg").write_text("x")
+    (folder / "8.JPEG").write_text("x")
+    store = tmp_path / "store"
+    assert main(["store", "put", str(folder), str(store), "--extensions", ".jpg", ".jpeg"]) == 0
+    assert "Put 2 samples" in capsys.readouterr().out
+    assert main(["store", "ls", str(store), "--extensions", ".jpeg"]) == 0
+    printed = capsys.readouterr().out
+    assert "8.JPEG" in printed
+    assert "7.jpg" not in printed
+
+
 def test_links_are_followed_if_told_to_and_else_said(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

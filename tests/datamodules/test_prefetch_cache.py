@@ -298,7 +298,7 @@ def test_a_store_that_is_there_is_used_if_it_is_the_data_sets(tmp_path: Path) ->
         assert seen_in(model, 1) == order(1)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["train"]
     few = TensorDataset(torch.zeros(7, 4), torch.arange(7))
-    with pytest.raises(dlres.ConfigError, match=r"got 50 samples .*expected the 7"):
+    with pytest.raises(dlres.ConfigError, match=r"the 7 samples of the data set .*got 50 samples"):
         trainer(tmp_path).fit(Model(), datamodule=module(train=few, store=tmp_path / "kept"))
 
 
@@ -362,7 +362,7 @@ def test_a_split_of_too_large_samples_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "large").write_bytes(bytes(1000))
     data = module(train=None, val=tmp_path / "val", capacity=2000, storage="files")
-    with pytest.raises(dlres.ConfigError, match=r"1/4 for this split.*Try capacity=8000"):
+    with pytest.raises(dlres.ConfigError, match=r"1/4 for this split.*Use capacity=8000"):
         trainer(tmp_path).validate(Model(), datamodule=data)
 
 
@@ -525,8 +525,8 @@ def test_batches_are_pinned_where_there_is_a_gpu(
         ({"capacity": "large"}, "capacity"),
         ({"tail": "cut"}, "tail"),
         ({"tail": "drop"}, "or drop_last=True"),
-        ({"drop_last": 1}, "drop_last must be a bool, got 1"),
-        ({"pin_memory": "yes"}, "pin_memory must be a bool, got 'yes'"),
+        ({"drop_last": 1}, "drop_last must be True or False, got 1"),
+        ({"pin_memory": "yes"}, "pin_memory must be True or False, got 'yes'"),
         ({"train": Stream()}, "train must be .* the IterableDataset Stream"),
         ({"val": Stream()}, "val must be .* the IterableDataset Stream"),
         ({"storage": "tape"}, "storage"),

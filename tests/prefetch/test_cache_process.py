@@ -189,7 +189,7 @@ def test_a_state_of_another_data_set_is_refused(
     state = loader(stack, folder).state_dict()
     put([b"x"] * SAMPLES, tmp_path)
     other = loader(stack, tmp_path, "other")
-    with pytest.raises(ConfigError, match="expected those of this data set"):
+    with pytest.raises(ConfigError, match="must be of this data set"):
         other.load_state_dict(state)
     with pytest.raises(ConfigError, match="version"):
         other.load_state_dict({})
@@ -475,7 +475,7 @@ def test_a_killed_cache_is_named_and_the_next_one_cleans_up(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"capacity": 300}, "capacity: got 300 B, expected at least the largest sample"),
+        ({"capacity": 300}, "capacity must be at least the largest sample, .* got 300 B"),
         ({"capacity": "1PiB"}, "which this host has free"),
         ({"pinned": 100, "pinned_directory": "/nowhere"}, "a file in /nowhere"),
     ],

@@ -210,7 +210,7 @@ def test_a_node_that_comes_back_as_another_is_refused(
     nodes.restart(0)
     (reply,) = fetch(alone, [0, 3])
     assert isinstance(reply.data, StorageError)
-    assert "serve different data sets" in str(reply.data)
+    assert "must serve the same data set" in str(reply.data)
     check(storage, fetch(storage, [0, 3]), [0, 3])
 
 
@@ -254,14 +254,14 @@ def test_nodes_that_do_not_belong_together(
     stack: ExitStack, store: Path, folder: Path, tmp_path: Path
 ) -> None:
     nodes = start(stack, store)
-    with pytest.raises(ConfigError, match="it is node 1 of 3, expected node 0 of 3"):
+    with pytest.raises(ConfigError, match="must be node 0 of 3, got node 1 of 3"):
         NodeStorage([nodes.endpoints[1], nodes.endpoints[0], nodes.endpoints[2]])
-    with pytest.raises(ConfigError, match="node 0 of 3, expected node 0 of 1"):
+    with pytest.raises(ConfigError, match="must be node 0 of 1, got node 0 of 3"):
         NodeStorage(nodes.endpoints[:1])
     (tmp_path / "other").mkdir()
     (tmp_path / "other/x").write_bytes(b"x")
     other = start(stack, tmp_path / "other")
-    with pytest.raises(ConfigError, match="serve different data sets"):
+    with pytest.raises(ConfigError, match="must serve the same data set"):
         NodeStorage([*nodes.endpoints[:2], other.endpoints[2]])
     for replicas in (0, 4):
         with pytest.raises(ConfigError, match="replicas"):

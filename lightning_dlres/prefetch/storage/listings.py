@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerTimeoutError
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.prefetch.source_options import hide_secrets
 from lightning_dlres.prefetch.storage.readers import Files, LocalFiles, Reader
 from lightning_dlres.prefetch.storage.url_files import UrlFiles, is_web
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
@@ -33,7 +34,12 @@ _Found = TypeVar("_Found")
 
 
 def open_reader(
-    source: str | Path, listed: Listed | None = None, follow_links: bool = False
+    source: str | Path,
+    listed: Listed | None = None,
+    *,
+    follow_links: bool = False,
+    extensions: tuple[str, ...] = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Reader:
     """Return the reader of a store, a folder, a listing or a URL of a store or folder.
 
@@ -46,25 +52,35 @@ def open_reader(
         listed: called now and then with what has been done.
         follow_links: whether links of a local folder are followed out of it, too; else `note` of
             the reader says how many were left out.
+        extensions: endings of the keys of samples, in lower case; none: all files are samples.
+        storage_options: arguments of the file system behind a URL.
 
     Raises:
         ConfigError: there is nothing of the kind.
     """
     text = str(source)
-    if "://" in text:
-        return _open_url(text, listed, follow_links)
+    if is_url(text):
+        found = _open_url(text, listed, extensions, storage_options or {})
+        if isinstance(found, Reader):
+            return found
+        text = found
     path = Path(text).expanduser().absolute()
     if path.is_dir():
         if (path / MANIFEST).exists():
             table = SampleTable.load(path / MANIFEST)
             if table.packs:
-                return _packed(table, LocalFiles(keep_open=True), f"{path}/")
-        return _folder(path, listed, follow_links)
+                return _packed(table, LocalFiles(keep_open=True), f"{path}/", extensions)
+        return _folder(path, listed, follow_links, extensions)
     if path.suffix in _LISTINGS and path.is_file():
-        return _listing(path, listed)
+        return _listing(path, listed, extensions)
     raise ConfigError(
-        f"a data set: got {text!r}, expected a folder, a store, a listing (.txt or .tsv), or a "
-        "URL. " + ("Its ending is none of these." if path.is_file() else "Nothing is there.")
+        "A source must be a folder, a store, a listing (.txt or .tsv) or a URL, got "
+        f"{text!r}. "
+        + (
+            "Its ending is none of these."
+            if path.is_file()
+            else "Nothing is there: check the path."
+        )
     )
 
 
@@ -73,23 +89,56 @@ def pack_names(packs: int, packs_id: str) -> list[str]:
     return [f"samples-{packs_id}-{pack:05d}-of-{packs:05d}.bin" for pack in range(packs)]
 
 
-def _packed(table: SampleTable, files: Files, prefix: str) -> Reader:
+def is_url(source: str) -> bool:
+    """Return whether a source is a URL, and no path of this machine."""
+    return "://" in source
+
+
+def _packed(
+    table: SampleTable, files: Files, prefix: str, extensions: tuple[str, ...] = ()
+) -> Reader:
     paths = [prefix + name for name in pack_names(table.packs, table.packs_id)]
-    return Reader(table, files, paths, packed=True)
+    reader = Reader(table, files, paths, packed=True)
+    if not extensions:
+        return reader
+    numbers = [number for number in range(len(table)) if _is_chosen(table.key(number), extensions)]
+    _refuse_none(numbers, extensions, prefix, len(table))
+    return reader.part(np.array(numbers, dtype=np.uint32))
 
 
-def _folder(root: Path, listed: Listed | None, follow_links: bool) -> Reader:
+def _is_chosen(key: str, extensions: tuple[str, ...]) -> bool:
+    return not extensions or key.lower().endswith(extensions)
+
+
+def _refuse_none(
+    chosen: Sequence[Any], extensions: tuple[str, ...], source: object, total: int
+) -> None:
+    if total and not chosen:
+        raise ConfigError(
+            f"extensions must be endings of samples in {source}, got {list(extensions)!r}, which "
+            f"none of its {total} files has. `dlres store ls` lists them."
+        )
+
+
+def _folder(
+    root: Path, listed: Listed | None, follow_links: bool, extensions: tuple[str, ...]
+) -> Reader:
     keys: list[str] = []
     left_out: list[str] = []
+    total = 0
     for key in _files_below(root, None if follow_links else left_out):
-        keys.append(key)
+        total += 1
+        if _is_chosen(key, extensions):
+            keys.append(key)
         if listed:
-            listed(f"{len(keys)} samples listed")
+            listed(f"{total} files listed")
     keys.sort()
+    _refuse_none(keys, extensions, root, total)
     note = _note(root, left_out)
     if not keys:
         raise ConfigError(
-            f"a data set: got {root}, expected files in it. {note or 'Hidden ones do not count.'}"
+            f"A source must have files, got the folder {root} with none. "
+            f"{note or 'Hidden ones do not count: put samples into it.'}"
         )
     _refuse_unfinished(keys, str(root))
     paths = [f"{root}/{key}" for key in keys]
@@ -138,8 +187,8 @@ def _files_below(root: Path, left_out: list[str] | None) -> Iterator[str]:
                         waiting.append((f"{inside}{entry.name}/", (*above, identity)))
         except OSError as error:
             raise ConfigError(
-                f"a data set: {root / inside}: {error.strerror}. Expected a folder that can be "
-                "read, with all folders in it."
+                "A folder of samples must be readable, with all folders in it, got "
+                f"{root / inside}: {error.strerror}. Let this user read it."
             ) from error
 
 
@@ -152,25 +201,29 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _listing(listing: Path, listed: Listed | None) -> Reader:
+def _listing(listing: Path, listed: Listed | None, extensions: tuple[str, ...]) -> Reader:
     try:
         # A text editor may have put a byte order mark first.
         text = listing.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"a data set: {listing}: {error}. Expected a text in UTF-8, one sample in each line."
+            f"A listing must be a text in UTF-8, one sample in each line, got {listing}: {error}. "
+            "Write it again."
         ) from error
-    keys, paths = [], []
+    keys, paths, total = [], [], 0
     for line in _lines(text):
         if line:
             if "\0" in line:
                 raise ConfigError(
-                    f"a data set: {listing}: got a NUL character in {line!r}, which no path has. "
-                    "Write the listing as a text, one sample in each line."
+                    f"A listing must have no NUL character, got {line!r} in {listing}. Write it "
+                    "as a text, one sample in each line."
                 )
+            total += 1
             key, tab, path = line.partition("\t")
-            keys.append(key)
-            paths.append(str(listing.parent / (path if tab else key)))
+            if _is_chosen(key, extensions):
+                keys.append(key)
+                paths.append(str(listing.parent / (path if tab else key)))
+    _refuse_none(keys, extensions, listing, total)
     table = SampleTable.build(keys, _sizes(paths, listed))
     return Reader(table, LocalFiles(), paths, packed=False)
 
@@ -192,8 +245,8 @@ def _refuse_unfinished(keys: Sequence[str], name: str) -> None:
     packs = [key for key in keys if fnmatch(key, PACKS)]
     if packs:
         raise ConfigError(
-            f"a data set: got {name} with {packs[0]} and no {MANIFEST}, expected a whole store, or "
-            "a folder of samples. Write it again with `dlres store put --overwrite`."
+            f"A source must be a whole store or a folder of samples, got {name} with {packs[0]} "
+            f"and no {MANIFEST}. Write it again with `dlres store put --overwrite`."
         )
 
 
@@ -211,47 +264,56 @@ def _size(path: str) -> int:
         found = os.stat(path)
     except OSError as error:
         raise ConfigError(
-            f"a data set: {path}: {error.strerror}. Expected a file that can be read."
+            f"A sample must be a file that can be read, got {path}: {error.strerror}. Remove it "
+            "from the source, or let this user read it."
         ) from error
     if not stat.S_ISREG(found.st_mode):
         # To open a pipe waits for somebody who writes.
-        raise ConfigError(f"a data set: {path}: got something else than a file, expected a file.")
+        raise ConfigError(
+            f"A sample must be a file, got {path}, which is none. Remove it from the source."
+        )
     return found.st_size
 
 
-def _open_url(url: str, listed: Listed | None, follow_links: bool) -> Reader:
+def _open_url(
+    url: str, listed: Listed | None, extensions: tuple[str, ...], options: Mapping[str, Any]
+) -> Reader | str:
+    """Return the reader of a URL, or the path that it means on this machine."""
     # Takes a while, and not everybody has a URL.
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
     def look() -> Reader | str:
-        system, root = fsspec.core.url_to_fs(url)
+        system, root = fsspec.core.url_to_fs(url, **options)
         if isinstance(system, LocalFileSystem):
             return str(root)
-        files = UrlFiles(system)
-        return files.call(lambda: _look(system, files, str(root), url))
+        files = UrlFiles(system, options)
+        return files.call(lambda: _look(system, files, str(root), url, extensions))
 
     try:
-        found = _in_time(look, f"listing {url}", listed)
+        return _in_time(look, f"listing {url}", listed)
     except DlresError:
         raise
     except Exception as error:  # whatever a file system of fsspec may raise
-        raise ConfigError(
-            f"a data set: {url}: {str(error) or type(error).__name__}. Expected a URL that fsspec "
-            "can open, of a store or a folder."
-        ) from error
-    return open_reader(found, listed, follow_links) if isinstance(found, str) else found
+        reason = str(error) or type(error).__name__
+        text = (
+            f"A source must be a URL that fsspec can open, of a store or a folder, got {url}: "
+            f"{hide_secrets(reason, options)}. Check it with `dlres store ls`."
+        )
+        # A traceback that shows the first error shows what it says.
+        raise ConfigError(text) from (None if options else error)
 
 
-def _look(system: Any, files: UrlFiles, root: str, url: str) -> Reader:
+def _look(system: Any, files: UrlFiles, root: str, url: str, extensions: tuple[str, ...]) -> Reader:
     prefix = root.rstrip("/") + "/"
     if system.exists(prefix + MANIFEST):
         data = np.frombuffer(system.cat_file(prefix + MANIFEST), dtype=np.uint8)
-        return _packed(SampleTable.from_bytes(data, url), files, prefix)
+        return _packed(SampleTable.from_bytes(data, url), files, prefix, extensions)
     files_of = _files_of(system, root, prefix)
-    keys = sorted(files_of)
+    keys = sorted(key for key in files_of if _is_chosen(key, extensions))
+    _refuse_none(keys, extensions, url, len(files_of))
     if not keys:
-        raise ConfigError(f"a data set: {url}: got no files, expected a store or a folder.")
+        raise ConfigError(f"A source must have files, got {url} with none. Check the URL.")
     _refuse_unfinished(keys, url)
     paths, sizes = [files_of[key][0] for key in keys], [files_of[key][1] for key in keys]
     if None in sizes:
@@ -259,8 +321,8 @@ def _look(system: Any, files: UrlFiles, root: str, url: str) -> Reader:
         sizes = system.sizes(paths)
     if None in sizes:
         raise ConfigError(
-            f"a data set: {url}: got no size of {keys[sizes.index(None)]!r}, expected a server "
-            "that tells them. Put the samples into a store: it knows its sizes."
+            f"A server must tell the sizes of files, got none of {keys[sizes.index(None)]!r} from "
+            f"{url}. Put the samples into a store: it knows its sizes."
         )
     table = SampleTable.build(keys, [int(size) for size in sizes if size is not None])
     return Reader(table, files, paths, packed=False)

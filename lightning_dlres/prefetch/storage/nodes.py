@@ -183,20 +183,19 @@ class NodeStorage(Storage):
         """Return why a node is not the one it should be."""
         if welcome.version != protocol.VERSION:
             return (
-                f"{self._name(node)}: got protocol {welcome.version}, expected "
-                f"{protocol.VERSION}. Run the same version there."
+                f"{self._name(node)} must have protocol {protocol.VERSION}, got "
+                f"{welcome.version}. Run the same version there."
             )
         if (welcome.node, welcome.nodes) != (node, self.nodes):
             return (
-                f"{self._name(node)}: it is node {welcome.node} of {welcome.nodes}, expected "
-                f"node {node} of {self.nodes}. List all nodes in their order."
+                f"{self._name(node)} must be node {node} of {self.nodes}, got node "
+                f"{welcome.node} of {welcome.nodes}. List all nodes in their order."
             )
         if welcome.digest != self._expected.digest:
             return (
-                f"{self._name(node)} and {self._first} serve different data sets: got "
+                f"{self._name(node)} and {self._first} must serve the same data set, got "
                 f"{welcome.samples} samples (digest {welcome.digest}) and "
-                f"{self._expected.samples} (digest {self._expected.digest}), expected the "
-                "same. Copy one store to all of them."
+                f"{self._expected.samples} (digest {self._expected.digest}). Copy one store to all."
             )
         return None
 

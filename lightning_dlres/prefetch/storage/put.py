@@ -3,7 +3,7 @@ millions of small ones cost one open file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ def put(
     encode: Callable[[Any], bytes] | None = None,
     encoding: str = "raw",
     progress: Callable[[int, int], None] | None = None,
-    follow_links: bool = False,
     noted: Callable[[str], None] | None = None,
+    **source_arguments: Any,
 ) -> SampleTable:
     """Write a store and return its table.
 
@@ -40,8 +40,8 @@ def put(
         encode: turns an item of a data set into bytes; None: the items are bytes.
         encoding: what to note about these bytes.
         progress: called with how many samples are written, and of how many.
-        follow_links: see `open_reader`.
         noted: called with what users are to know of the source, in a line.
+        source_arguments: further arguments of `open_reader`.
 
     Raises:
         ConfigError: the source cannot be read, or the directory has a store already or cannot be
@@ -52,9 +52,10 @@ def put(
     writer = StoreWriter(target, packs, overwrite)
     if isinstance(source, (str, Path)) and target.exists() and _is_same(source, target):
         raise ConfigError(
-            f"{target}: got the source itself as the store's directory, expected another one."
+            f"The directory of a store must be another than its source, got {target} for both. "
+            "Pass another directory."
         )
-    total, items, encoding = _items(source, encode, encoding, follow_links, noted)
+    total, items, encoding = _items(source, encode, encoding, noted, source_arguments)
     with writer:
         for number, (key, data) in enumerate(items):
             writer.write(key, data)
@@ -91,11 +92,11 @@ def _items(
     source: Any,
     encode: Callable[[Any], bytes] | None,
     encoding: str,
-    follow_links: bool,
     noted: Callable[[str], None] | None,
+    source_arguments: Mapping[str, Any],
 ) -> tuple[int, Iterator[tuple[str, bytes]], str]:
     if isinstance(source, (str, Path)):
-        reader = open_reader(source, follow_links=follow_links)
+        reader = open_reader(source, **source_arguments)
         if noted and reader.note:
             noted(reader.note)
         return len(reader.table), _read_all(reader), reader.table.encoding

@@ -4,6 +4,7 @@ fsspec knows, all with the same two methods.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import zlib
@@ -146,10 +147,20 @@ class Reader:
         self.table, self.note = table, note
         self._files, self._paths = files, paths
         self._offsets = _offsets(table, len(paths)) if packed else None
+        # Of a part: the number that each sample has in the whole source.
+        self._whole_numbers: Positions | None = None
+
+    def part(self, numbers: Positions) -> Reader:
+        """Return the reader of some samples of a whole source, uint32[n], ascending. They get new
+        numbers from 0."""
+        part = copy.copy(self)
+        part.table, part._whole_numbers = self.table.selected(numbers), numbers
+        return part
 
     def pieces(self, numbers: Positions) -> list[Piece]:
         """Return where samples are."""
         sizes = self.table.sizes[numbers].tolist()
+        numbers = self._in_whole(numbers)
         if self._offsets is None:
             paths = [self._paths[number] for number in numbers.tolist()]
             return [Piece(path, 0, size, True) for path, size in zip(paths, sizes, strict=True)]
@@ -193,16 +204,20 @@ class Reader:
         """Return samples as uint8[sum of their sizes], one behind the other, in memory of their
         own. Raises what `read` does."""
         sizes = np.ascontiguousarray(self.table.sizes[numbers], dtype=np.int64)
+        places = self._in_whole(numbers)
         if self._offsets is None:
-            paths = [self._paths[number] for number in numbers.tolist()]
+            paths = [self._paths[place] for place in places.tolist()]
             pieces = PieceArrays(paths, np.zeros_like(sizes), sizes)
         else:
-            paths = [self._paths[pack] for pack in (numbers % len(self._paths)).tolist()]
-            pieces = PieceArrays(paths, self._offsets[numbers], sizes)
+            paths = [self._paths[pack] for pack in (places % len(self._paths)).tolist()]
+            pieces = PieceArrays(paths, self._offsets[places], sizes)
         data = self._files.read_joined(pieces)
         if data is None:
             data = np.frombuffer(bytearray(b"".join(self.read(numbers))), dtype=np.uint8)
         return data
+
+    def _in_whole(self, numbers: Positions) -> Positions:
+        return numbers if self._whole_numbers is None else self._whole_numbers[numbers]
 
     def _named(self, number: int) -> str:
         return f"sample {self.table.key(number)!r} (number {number})"

@@ -52,13 +52,13 @@ class StoreWriter:
         self._packs, self._id = packs, uuid.uuid4().hex[:12]
         if not overwrite and self._manifest.exists():
             raise ConfigError(
-                f"{directory}: got a store that is already there, expected none. Try another "
-                "directory, or overwrite it."
+                f"The directory of a new store must have none, got {directory} with a store that "
+                "is already there. Overwrite it, or pass another directory."
             )
         if not overwrite and any(directory.glob(PACKS)):
             raise ConfigError(
-                f"{directory}: got a part of a store that was not finished, expected none. Try "
-                "another directory, or overwrite it."
+                f"The directory of a new store must have none, got {directory} with a part of a "
+                "store that was not finished. Overwrite it, or pass another directory."
             )
         self._keys: list[str] = []
         self._sizes, self._sums = array("q"), array("L")
@@ -70,8 +70,8 @@ class StoreWriter:
             self._directory.mkdir(parents=True, exist_ok=True)
             if not stack.enter_context(locked_if_possible(self._directory / _LOCK)):
                 raise ConfigError(
-                    f"{self._directory}: got a directory that another process writes a store "
-                    "into, expected no other. Wait for it, or try another directory."
+                    "The directory of a new store must have no other process that writes into it, "
+                    f"got {self._directory}. Wait for it, or pass another directory."
                 )
             # Also what a killed process has left, before its room is needed.
             self._clean()

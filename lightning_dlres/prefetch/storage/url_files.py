@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from lightning_dlres.prefetch.source_options import hide_secrets
 from lightning_dlres.prefetch.storage.readers import Files, Piece
 
 _Result = TypeVar("_Result")
@@ -39,16 +40,22 @@ class UrlFiles(Files):
 
     Args:
         system: the file system.
+        options: what it was made with; errors do not show it.
     """
 
-    def __init__(self, system: Any) -> None:
-        self._system = system
+    def __init__(self, system: Any, options: Mapping[str, Any] | None = None) -> None:
+        self._system, self._options = system, options or {}
         self.is_concurrent = is_concurrent(system)
         self.name = f"{type(system).__name__} of fsspec"
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         """See `Files`."""
-        return self.call(lambda: self._read(pieces))
+        try:
+            return self.call(lambda: self._read(pieces))
+        except Exception as error:
+            if not self._options:
+                raise
+            raise OSError(hide_secrets(repr(error), self._options)) from None
 
     def call(self, function: Callable[[], _Result]) -> _Result:
         """Return what a function returns that uses the file system."""
@@ -63,7 +70,7 @@ class UrlFiles(Files):
         asked = [piece for at, piece in enumerate(pieces) if at not in empty]
         found = iter(self._ranges(asked))
         return [
-            self._whole(piece) if at in empty else _bytes_or_error(next(found))
+            self._whole(piece) if at in empty else self._bytes_or_error(next(found))
             for at, piece in enumerate(pieces)
         ]
 
@@ -89,23 +96,25 @@ class UrlFiles(Files):
         if not piece.is_whole:
             return b""
         try:
-            return _bytes_or_error(self._system.cat_file(piece.path))
+            return self._bytes_or_error(self._system.cat_file(piece.path))
         except Exception as error:  # whatever a file system of fsspec may raise
-            return _bytes_or_error(error)
+            return self._bytes_or_error(error)
+
+    def _bytes_or_error(self, found: Any) -> bytes | OSError:
+        if isinstance(found, OSError) and not self._options:
+            return found
+        if isinstance(found, (FileNotFoundError, PermissionError, IsADirectoryError)):
+            # Of these the kind says enough.
+            return type(found)(hide_secrets(str(found), self._options))
+        if isinstance(found, Exception):
+            # Errors of a connection are not of one kind; another try may help.
+            return OSError(hide_secrets(f"{type(found).__name__}: {found}", self._options))
+        return bytes(found)
 
 
 def _end(piece: Piece) -> int:
     # One byte more shows that a file has grown.
     return piece.start + piece.length + int(piece.is_whole)
-
-
-def _bytes_or_error(found: Any) -> bytes | OSError:
-    if isinstance(found, OSError):
-        return found
-    if isinstance(found, Exception):
-        # Errors of a connection are not of one kind; another try may help.
-        return OSError(f"{type(found).__name__}: {found}")
-    return bytes(found)
 
 
 def _wrapped(system: Any) -> list[Any]:

@@ -1,0 +1,125 @@
+"""The sources of a data module's splits: one, or several sets that are validated, tested or
+predicted one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.prefetch.options import is_address
+from lightning_dlres.prefetch.storage.listings import is_url
+
+Source = str | Path | Dataset[Any]
+SplitSource = Source | Sequence[Source] | None
+SPLITS = ("train", "val", "test", "predict")
+# Samples to predict have no labels yet.
+LABELLED = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split.
+
+    Attributes:
+        name: One of `SPLITS`.
+        sources: By the names of their loaders; a list of strings has the addresses of one source.
+        is_list: Whether there is a list of loaders, even of one.
+    """
+
+    name: str
+    sources: dict[str, Any]
+    is_list: bool = False
+
+    def __post_init__(self) -> None:
+        rule = "a folder, a store, a listing, a URL, addresses or a map-style data set"
+        for source in self.sources.values():
+            if isinstance(source, IterableDataset):
+                raise ConfigError(
+                    f"{self.name} must be {rule}, got the IterableDataset {type(source).__name__}. "
+                    "Its order is not known before it is read: write its samples into files, or "
+                    "pass it to a DataLoader."
+                )
+            if not _is_source(source):
+                fix = f"{self.name}='data/{self.name}'"
+                raise ConfigError(got_expected(self.name, source, rule, fix))
+
+    @staticmethod
+    def of(name: str, value: SplitSource) -> Split:
+        """Return the split that an argument describes.
+
+        Raises:
+            ConfigError: It describes none.
+        """
+        if value is None:
+            return Split(name, {})
+        if not isinstance(value, (list, tuple)) or (value and all(map(_is_address, value))):
+            return Split(name, {name: value})
+        if name == "train":
+            raise ConfigError(
+                f"train must be one source, got a list of {len(value)}. Put a folder around them, "
+                "or write a listing."
+            )
+        if not value or None in value:
+            rule = "one source, or a list of sources"
+            raise ConfigError(got_expected(name, value, rule, f"{name}=['data/a', 'data/b']"))
+        return Split(name, {f"{name}-{at}": source for at, source in enumerate(value)}, True)
+
+
+def is_data_set(source: Any) -> bool:
+    """Return whether a source is a map-style data set, which has to be written into a store."""
+    return not isinstance(source, (str, Path, list, tuple))
+
+
+def has_files(source: Any) -> bool:
+    """Return whether a source is neither a data set nor storage nodes."""
+    return isinstance(source, Path) or (isinstance(source, str) and not is_address(source))
+
+
+def has_url(source: Any) -> bool:
+    """Return whether a source is a URL of files."""
+    return isinstance(source, str) and has_files(source) and is_url(source)
+
+
+def check_source_arguments(splits: Sequence[Split], arguments: dict[str, Any]) -> None:
+    """Raise where an argument says how to read sources, and there is none of its kind.
+
+    Args:
+        splits: All splits.
+        arguments: `labels`, `extensions` and `storage_options`.
+
+    Raises:
+        ConfigError: It names the argument.
+    """
+    sources = [source for split in splits for source in split.sources.values()]
+    if arguments["labels"] is not None:
+        for split in splits:
+            if split.name in LABELLED and any(map(is_data_set, split.sources.values())):
+                raise ConfigError(
+                    f"labels must be None where {split.name} is a map-style data set, got "
+                    f"{arguments['labels']!r}. Let the data set return its labels."
+                )
+    for name, fits, kind in (
+        ("extensions", has_files, "a folder, store, listing or URL"),
+        ("storage_options", has_url, "a URL"),
+    ):
+        if arguments[name] is not None and sources and not any(map(fits, sources)):
+            # The value may be a secret.
+            raise ConfigError(f"{name} must be None where no split is {kind}. Leave it out.")
+
+
+def _is_source(source: Any) -> bool:
+    if isinstance(source, (list, tuple)):
+        return bool(source) and all(isinstance(address, str) for address in source)
+    if isinstance(source, (str, Path)):
+        return source != ""
+    is_data_set = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    return is_data_set and not isinstance(source, (bytes, bytearray))
+
+
+def _is_address(value: object) -> bool:
+    return isinstance(value, str) and is_address(value)
