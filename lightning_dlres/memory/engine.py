@@ -73,9 +73,9 @@ class SavedTensors:
         self.ledger = Ledger()
         self._count = 0
         self._storages = SeenStorages()
-        # What backward was given of memory that others hold, too. Were there no second reference,
-        # autograd could take it for a gradient that it may write to.
-        self._shared: list[Tensor] = []
+        # Tensors that backward got over memory that others hold, too, by storage. Without this
+        # second reference autograd could take one for a gradient that it may write to.
+        self._shared: dict[int, Tensor] = {}
         self._lock = threading.RLock()
         self._asked = threading.local()
 
@@ -89,17 +89,22 @@ class SavedTensors:
         """
         self._count = 0
         self._shared.clear()
-        self._storages.start(stays)
+        staying = list(stays)
+        self._storages.start(staying)
         conductor.start()
 
         def pack(tensor: Tensor) -> _Packed:
             with self._lock:
                 return self._pack(tensor, conductor)
 
+        leaves = (tensor for tensor in staying if tensor.requires_grad and tensor.is_leaf)
+        handles = [leaf.register_hook(self._own_gradient) for leaf in leaves]
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 yield
         finally:
+            for handle in handles:
+                handle.remove()
             self._shared.clear()
 
     def _pack(self, tensor: Tensor, conductor: Conductor) -> _Packed:
@@ -192,7 +197,15 @@ class SavedTensors:
 
     def _share(self, tensor: Tensor, ours: int) -> None:
         if has_storage(tensor) and owners_of_memory(tensor) > ours:
-            self._shared.append(tensor)
+            self._shared.setdefault(storage_key(tensor), tensor)
+
+    def _own_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        """Give a parameter a gradient of its own where a custom function returns a tensor that it
+        has saved. Under hooks autograd takes that for a new tensor, and would make it `.grad`:
+        clipping, the optimizer or DDP would then write to the saved tensor, even to a weight."""
+        if gradient is None or not self._shared or not has_storage(gradient):
+            return None
+        return gradient.clone() if storage_key(gradient) in self._shared else None
 
 
 # The memory that somebody got, for what, and who decides about that.

@@ -475,13 +475,20 @@ class Given(torch.autograd.Function):
 
 
 class SavedGradient(LightningModule):
-    def __init__(self, size: int) -> None:
+    """The gradient of its weight is a tensor that was saved, or a sum of two."""
+
+    def __init__(self, size: int, saved: str = "a sum") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, size))
+        self.other = nn.Parameter(torch.full((size, size), 2.0))
         self.factor = torch.ones(size, size)
+        self._saved = saved
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return Given.apply(self.weight, self.factor) + Given.apply(self.weight, self.factor)
+        if self._saved == "a sum":
+            return Given.apply(self.weight, self.factor) + Given.apply(self.weight, self.factor)
+        saved = {"an attribute": self.factor, "a parameter": self.other, "itself": self.weight}
+        return Given.apply(self.weight, saved[self._saved])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -496,6 +503,14 @@ def test_what_is_saved_is_no_gradient_to_write_to(size: int, way: str | None) ->
     plain = fit(tasks[0], batches("mlp"), gradient_clip_val=1.0)
     require_same(plain, fit(tasks[1], batches("mlp"), callback, gradient_clip_val=1.0))
     assert torch.equal(tasks[1].factor, torch.ones(size, size))
+
+
+@pytest.mark.parametrize("saved", ["an attribute", "a parameter", "itself"])
+def test_a_saved_tensor_that_is_a_gradient_is_not_written_to(saved: str) -> None:
+    tasks = [SavedGradient(256, saved), SavedGradient(256, saved)]
+    plain = fit(tasks[0], batches("mlp"), gradient_clip_val=1.0)
+    require_same(plain, fit(tasks[1], batches("mlp"), ours("offload"), gradient_clip_val=1.0))
+    assert torch.equal(tasks[1].factor, torch.ones(256, 256))
 
 
 class ChangesInput(nn.Module):
