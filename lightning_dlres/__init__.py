@@ -26,6 +26,7 @@ from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.plugins import MemoryPrecision
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
 from lightning_dlres.strategies.samples import ProfileConfig
+from lightning_dlres.version import __version__
 
 __all__ = [
     "ActivationOffload",
@@ -53,8 +54,6 @@ __all__ = [
     "UnsupportedStepError",
     "__version__",
 ]
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lightning_dlres.datamodules import PrefetchCacheDataModule

@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP)
         return 0
     if command == "--version":
-        from lightning_dlres import __version__
+        from lightning_dlres.version import __version__
 
         print(f"dlres {__version__}")
         return 0
     if command not in COMMANDS:
         print(
-            f"dlres: got {command!r}, expected one of the commands {', '.join(COMMANDS)}. "
-            "Try `dlres --help`.",
+            f"dlres: the command must be one of {', '.join(COMMANDS)}, got {command!r}. "
+            "Use `dlres --help`.",
             file=sys.stderr,
         )
         return 2

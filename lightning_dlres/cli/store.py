@@ -29,7 +29,6 @@ from lightning_dlres.prefetch.source_options import (
 from lightning_dlres.prefetch.storage.listings import is_url, open_reader
 from lightning_dlres.prefetch.storage.put import damaged, put
 from lightning_dlres.prefetch.storage.readers import Reader
-from lightning_dlres.prefetch.storage.server import StoreNode
 
 _PORT = 5570
 
@@ -65,6 +64,9 @@ def _serve(settings: argparse.Namespace) -> int:
     if (settings.key is None) != (not settings.allow):
         missing, given = ("--key", "--allow") if settings.key is None else ("--allow", "--key")
         raise ConfigError(f"{missing} must be given beside {given}, got none. Pass both.")
+    # Brings sockets, which only this command needs.
+    from lightning_dlres.prefetch.storage.server import StoreNode
+
     numbers = range(settings.nodes) if settings.node is None else [settings.node]
     reader = _open(settings)
     stopped = threading.Event()

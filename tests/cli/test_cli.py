@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import lightning_dlres
+import lightning_dlres_command
 from lightning_dlres.cli.main import COMMANDS, main
 from lightning_dlres.core.errors import ConfigError
+from tests.conftest import RunScript
 from tests.pool import RankContext, RankOutcome, RankPool
 from tests.pool_environment import as_under_torchrun
 
@@ -57,6 +61,50 @@ def test_help_names_every_command(argv: list[str], capsys: pytest.CaptureFixture
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dlres {lightning_dlres.__version__}\n"
+
+
+# Whether the script has imported torch, and how many modules it has.
+SCRIPT = """
+import sys
+import lightning_dlres_command as command
+for words in sys.argv[1].split(";"):
+    sys.argv = ["dlres", *words.split()]
+    try:
+        status = command.main()
+    except SystemExit as ended:
+        status = ended.code
+    assert not status, (words, status)
+heavy = [name for name in ("torch", "lightning", "matplotlib") if name in sys.modules]
+print(heavy, len(sys.modules), file=sys.stderr)
+"""
+
+
+def test_commands_that_need_no_torch_do_not_import_it(
+    tmp_path: Path, run_script: RunScript
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("sample")
+    words = "--help;--version;store --help;store ls data;store verify data"
+    ran = run_script(SCRIPT, words)
+    assert ran.returncode == 0, ran.output
+    assert "a.txt" in ran.output
+    last = [line for line in ran.output.splitlines() if line.startswith("[")][-1]
+    heavy, modules = last.rsplit(" ", 1)
+    assert heavy == "[]"
+    # Torch alone brings more than a thousand.
+    assert int(modules) < 900
+
+
+def test_the_script_runs_all_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = re.search(r"^dlres = (.*)$", (CONFIG.parents[2] / "pyproject.toml").read_text(), re.M)
+    assert scripts is not None
+    assert scripts[1] == '"lightning_dlres_command:main"'
+    monkeypatch.setattr(sys, "argv", ["dlres", "train"])
+    assert lightning_dlres_command.main() == 2
+    assert "got 'train'" in capsys.readouterr().err
+    assert sys.modules["lightning_dlres"] is lightning_dlres
 
 
 def test_unknown_command_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
