@@ -26,8 +26,8 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
     them ahead of need (Method C). A sample's bytes are not copied; they stay in the cache until
     nothing looks at them any more.
 
-    Every `reset` without a state starts the next epoch; a state goes on with the very next sample,
-    on any number of ranks.
+    A `reset` without a state starts the next epoch, or the same one again while nothing of it was
+    taken; a state goes on with the very next sample, on any number of ranks.
 
     Args:
         source: see `prefetch.options.host_config`, as all further options.

@@ -211,8 +211,13 @@ def _listing(listing: Path, listed: Listed | None, extensions: tuple[str, ...]) 
             "Write it again."
         ) from error
     keys, paths, total = [], [], 0
-    for line in _lines(text):
+    for number, line in enumerate(_lines(text), 1):
         if line:
+            if line.startswith("\t"):
+                raise ConfigError(
+                    f"Line {number} of a listing must have a key before its tab, got {line!r} in "
+                    f"{listing}. Write a key, or the path alone."
+                )
             if "\0" in line:
                 raise ConfigError(
                     f"A listing must have no NUL character, got {line!r} in {listing}. Write it "
@@ -263,6 +268,11 @@ def _size(path: str) -> int:
     try:
         found = os.stat(path)
     except OSError as error:
+        if path.endswith("\r") and os.path.exists(path[:-1]):
+            raise ConfigError(
+                f"A sample must be a file, got {path!r}, where there is only one without the "
+                "carriage return. End all lines of the listing with a newline alone."
+            ) from error
         raise ConfigError(
             f"A sample must be a file that can be read, got {path}: {error.strerror}. Remove it "
             "from the source, or let this user read it."
