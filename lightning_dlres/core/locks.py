@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import stat
@@ -81,9 +82,10 @@ def locked_if_possible(path: Path) -> Iterator[bool]:
                     path.unlink()
 
 
-def sweep(base: Path) -> None:
-    """Remove the directories of owners that are gone. Links are not followed."""
-    for path in base.glob(f"*{LOCK}"):
+def sweep(base: Path, prefix: str = "") -> None:
+    """Remove the directories of owners that are gone, of those whose names begin with a prefix.
+    Links are not followed."""
+    for path in base.glob(f"{glob.escape(prefix)}*{LOCK}"):
         with contextlib.suppress(OSError), locked(path) as lock:
             if lock is not None:
                 remove_owned(path)

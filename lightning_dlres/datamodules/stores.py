@@ -10,7 +10,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.locks import LOCK, locked, private_directory, remove_owned, sweep
+from lightning_dlres.core.locks import (
+    LOCK,
+    locked,
+    locked_if_possible,
+    private_directory,
+    remove_owned,
+    sweep,
+)
 from lightning_dlres.prefetch.items import ENCODING, encode_item
 from lightning_dlres.prefetch.storage.put import put
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
@@ -34,10 +41,14 @@ _POLL = 0.01
 def temporary_directory(job: str) -> Path:
     """Return the directory of a job's temporary stores on this host, below one that only this user
     may enter."""
-    # Hosts may share the temporary directory, and locks may not reach from one to another.
-    host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
     base = Path(tempfile.gettempdir())
-    return private_directory(base, f"dlres-stores-{os.getuid()}-{host}") / job
+    return private_directory(base, f"dlres-stores-{os.getuid()}-{_host()}") / job
+
+
+def _host() -> str:
+    """Return a part of names that only this host uses: hosts may share a directory, and locks may
+    not reach from one to another."""
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 
 def own_temporary_directory(directory: Path) -> Callable[[], None]:
@@ -51,10 +62,7 @@ def own_temporary_directory(directory: Path) -> Callable[[], None]:
     lock = directory.with_name(directory.name + LOCK)
     holding = ExitStack()
     try:
-        # The sweep of another start may hold it for a moment.
-        while holding.enter_context(locked(lock)) is None:
-            holding.close()
-            time.sleep(_POLL)
+        _hold(lock, holding, locked)
         directory.mkdir(mode=0o700)
     except OSError as error:
         holding.close()
@@ -63,6 +71,15 @@ def own_temporary_directory(directory: Path) -> Callable[[], None]:
             f"{error.strerror}. Pass `store`, or set TMPDIR to another place."
         ) from error
     return partial(_remove_temporary, os.getpid(), lock, holding)
+
+
+def _hold(
+    lock: Path, holding: ExitStack, kind: Callable[[Path], AbstractContextManager[object]]
+) -> None:
+    # The sweep of another start may hold it for a moment.
+    while not holding.enter_context(kind(lock)):
+        holding.close()
+        time.sleep(_POLL)
 
 
 def _remove_temporary(owner: int, lock: Path, holding: ExitStack) -> None:
@@ -103,6 +120,9 @@ def write_store(strategy: Strategy, dataset: Any, directory: Path, writes: bool)
 
 
 def _write(dataset: Any, directory: Path) -> None:
+    prefix = f".{directory.name}-{_host()}-"
+    # A store that a killed process has begun.
+    sweep(directory.parent, prefix)
     if (directory / MANIFEST).exists():
         table = _check(dataset, directory)
         if (changed := _differing(dataset, table)) is not None and not _is_random(dataset, changed):
@@ -114,8 +134,16 @@ def _write(dataset: Any, directory: Path) -> None:
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     rank_zero_info(f"Putting {len(dataset)} samples into {directory}")
     # Another host may write the same store: the first that is whole is taken.
-    own = directory.with_name(f".{directory.name}-{uuid.uuid4().hex[:8]}")
+    own = directory.with_name(f"{prefix}{uuid.uuid4().hex[:8]}")
+    holding = ExitStack()
     try:
+        try:
+            _hold(own.with_name(own.name + LOCK), holding, locked_if_possible)
+        except OSError as error:
+            raise ConfigError(
+                f"store must be in a directory that can be written to, got {directory}: "
+                f"{error.strerror}. Try another `store`."
+            ) from error
         table = put(dataset, own, encode=encode_item, encoding=ENCODING)
         if (changed := _differing(dataset, table)) is not None:
             rank_zero_warn(
@@ -133,6 +161,7 @@ def _write(dataset: Any, directory: Path) -> None:
                 ) from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
+        holding.close()
 
 
 def _check(dataset: Any, directory: Path) -> SampleTable:

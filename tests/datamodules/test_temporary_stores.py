@@ -12,11 +12,17 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import TensorDataset
 
 import lightning_dlres as dlres
 from lightning_dlres.core.locks import locked
-from lightning_dlres.datamodules.stores import own_temporary_directory, temporary_directory
+from lightning_dlres.datamodules import stores
+from lightning_dlres.datamodules.stores import (
+    own_temporary_directory,
+    temporary_directory,
+    write_store,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +64,41 @@ def test_the_next_start_removes_what_a_killed_one_has_left(tmp_path: Path) -> No
     assert temporary_directory("next").exists()
     remove_next()
     assert not [path for path in base.iterdir() if path.name.startswith(("living", "next"))]
+
+
+def test_a_writer_of_a_kept_store_removes_what_a_killed_one_has_begun(tmp_path: Path) -> None:
+    base = tmp_path / "stores"
+    (base / "poetry").mkdir(parents=True)
+    (base / "poetry.lock").touch()
+    samples = TensorDataset(torch.arange(8.0))
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    begun: list[Path] = []
+
+    def look(*_: object, **__: object) -> None:
+        # While a store is written, and by another name, so is the next one.
+        begun.extend(path for path in base.iterdir() if path.name.startswith(".train-"))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stores, "put", look)
+        with pytest.raises(KeyboardInterrupt):
+            write_store(strategy, samples, base / "train", writes=True)
+    assert {path.name for path in base.iterdir()} == {"poetry", "poetry.lock"}
+    (lock,) = begun
+    dead, living = lock.with_suffix(""), lock.with_name(lock.stem[:-8] + "00000000")
+    lock.touch()
+    for directory in (dead, living):
+        directory.mkdir()
+        (directory / "data").write_bytes(b"x")
+    with locked(living.with_name(living.name + ".lock")):
+        write_store(strategy, samples, base / "train", writes=True)
+    assert {path.name for path in base.iterdir()} == {
+        "poetry",
+        "poetry.lock",
+        "train",
+        living.name,
+        f"{living.name}.lock",
+    }
 
 
 def test_a_process_that_was_forked_off_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
