@@ -203,7 +203,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     about = "a folder, a store, a listing (.txt or .tsv) or a URL"
 
-    serve = commands.add_parser("serve", help="answer requests for samples until ^C")
+    serve = commands.add_parser(
+        "serve",
+        help="answer requests for samples until ^C",
+        description="Answer requests for samples until ^C. All nodes must serve the same data set. "
+        "Of a source that is no store only keys, sizes and the beginnings of 16 samples are "
+        "compared, as they are when a node starts; a store has a checksum for every sample.",
+    )
     serve.add_argument("source", help=about)
     serve.add_argument("--nodes", type=int, default=1, help="how many storage nodes there are")
     serve.add_argument("--node", type=int, help="which of them to be (default: all, here)")

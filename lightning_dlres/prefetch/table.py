@@ -210,16 +210,16 @@ class SampleTable:
         Raises:
             OSError: it cannot be written; the one that was there stays.
         """
-        unfinished = path.with_name(path.name + ".part")
+        part = unfinished(path)
         try:
-            with unfinished.open("wb") as file:
+            with part.open("wb") as file:
                 for piece in self.to_bytes():
                     file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.replace(path)
+            part.replace(path)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
 
     @staticmethod
@@ -287,6 +287,11 @@ class SampleTable:
             header.packs,
             header.packs_id,
         )
+
+
+def unfinished(path: Path) -> Path:
+    """Return where a manifest is written before it takes its place."""
+    return path.with_name(path.name + ".part")
 
 
 def _are_texts(keys: NDArray[np.uint8], ends: NDArray[np.int64]) -> bool:

@@ -3,6 +3,7 @@ come from a replica, or the error names node and sample within the deadline."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ class Twisted:
     """A reader that can be told to change what it has read."""
 
     def __init__(self, reader: Reader) -> None:
-        self.table, self._reader = reader.table, reader
+        self.table, self.contents, self._reader = reader.table, reader.contents, reader
         self.change: Change | None = None
         self.asked = 0
 
@@ -210,8 +211,55 @@ def test_a_node_that_comes_back_as_another_is_refused(
     nodes.restart(0)
     (reply,) = fetch(alone, [0, 3])
     assert isinstance(reply.data, StorageError)
-    assert "must serve the same data set" in str(reply.data)
+    assert "must serve the same data set as before" in str(reply.data)
     check(storage, fetch(storage, [0, 3]), [0, 3])
+
+
+def test_other_bytes_of_the_same_keys_and_sizes_are_another_data_set(
+    stack: ExitStack, folder: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    nodes = start(stack, folder, 2)
+    # The bytes are asked for again for longer than a test may take, unless that is of no use.
+    alone = connect(stack, nodes.endpoints, timeout=1e6)
+    check(alone, fetch(alone, [0, 2, 1]), [0, 2, 1])
+    for path in other.rglob("*.bin"):
+        path.write_bytes(bytes(path.stat().st_size))
+    nodes.kill(1)
+    nodes.readers[1] = Twisted(open_reader(other))
+    nodes.restart(1)
+    with pytest.raises(ConfigError, match="must serve the same data set,"):
+        NodeStorage(nodes.endpoints)
+    (reply,) = fetch(alone, [1])
+    assert isinstance(reply.data, StorageError)
+    assert str(reply.data).count("storage node 1") == 1
+    assert "must serve the same data set as before" in str(reply.data)
+
+
+@pytest.mark.parametrize("change", ["gone", "grown"])
+def test_a_file_that_changes_behind_a_node_is_told_at_once(
+    stack: ExitStack, folder: Path, tmp_path: Path, change: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    nodes = start(stack, copy, 2)
+    # The second node has a copy that stays.
+    nodes.kill(1)
+    nodes.readers[1] = Twisted(open_reader(folder))
+    nodes.restart(1)
+    alone = connect(stack, nodes.endpoints, timeout=1e6)
+    twice = connect(stack, nodes.endpoints, replicas=2, timeout=1e6)
+    path = copy / "part0/sample 002.bin"
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(bytes_of(2) + b"x")
+    (reply,) = fetch(alone, [0, 2])
+    assert isinstance(reply.data, StorageError)
+    assert "'part0/sample 002.bin' (number 2)" in str(reply.data)
+    assert ("No such file" if change == "gone" else "more than the") in str(reply.data)
+    check(twice, fetch(twice, [0, 2]), [0, 2])
 
 
 def test_a_node_that_is_killed_and_comes_back(stack: ExitStack, store: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,8 @@ import pytest
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError, StorageError
 from lightning_dlres.core.locks import locked
-from lightning_dlres.prefetch.storage import store_writer
+from lightning_dlres.prefetch.storage import readers, store_writer
+from lightning_dlres.prefetch.storage.files import read_in_time
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.nodes import NodeStorage
 from lightning_dlres.prefetch.storage.put import put
@@ -107,7 +109,7 @@ def test_what_a_killed_put_leaves_is_removed_by_the_next(
     assert content(tmp_path) == (NEW if at == SYNCS - 1 else OLD)
     put(OLD, tmp_path, overwrite=True)
     assert content(tmp_path) == OLD
-    assert names(tmp_path) - {f"{MANIFEST}.part"} == {MANIFEST, pack_of(tmp_path).name}
+    assert names(tmp_path) == {MANIFEST, pack_of(tmp_path).name}
 
 
 def test_what_is_left_of_a_first_put_is_replaced_only_if_told_to(tmp_path: Path) -> None:
@@ -186,6 +188,41 @@ def test_more_packs_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(ConfigError, match="Pass fewer packs"):
             put(OLD, tmp_path, packs=5)
     assert names(tmp_path) == set()
+
+
+def test_a_store_of_more_packs_than_files_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [bytes([number]) * number for number in range(120)]
+    put(samples, tmp_path, packs=40)
+    monkeypatch.setattr(readers, "_MOST_OPEN", 5)
+    reader = open_reader(tmp_path)
+    open_files, opened, closed = set(), os.open, os.close
+
+    def limited_open(*arguments: Any) -> int:
+        if len(open_files) == 5 + readers._MOST_PASSING:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        open_files.add(opened(*arguments))
+        return max(open_files)
+
+    def counted_close(descriptor: int) -> None:
+        open_files.discard(descriptor)
+        closed(descriptor)
+
+    monkeypatch.setattr(os, "open", limited_open)
+    monkeypatch.setattr(os, "close", counted_close)
+    every = np.arange(len(samples), dtype=np.uint32)
+    for first in range(0, len(samples), 7):
+        numbers = every[first : first + 7]
+        assert reader.read_joined(numbers).tobytes() == b"".join(samples[first : first + 7])
+    assert reader.read_joined(every).tobytes() == b"".join(samples)
+    assert reader.read(every) == samples
+    assert len(open_files) == 5
+    # What opens no more files is told at once, with the limit's name.
+    open_files.update(range(-readers._MOST_PASSING, 0))
+    with pytest.raises(StorageError, match=r"sample '039'.*ulimit -n"):
+        read_in_time(reader, every[39:40], 1e6, threading.Event())
+    monkeypatch.undo()
 
 
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
@@ -277,7 +314,7 @@ def test_keys_at_the_edge_of_what_is_checked_at_once(monkeypatch: pytest.MonkeyP
 
 def test_a_hostile_storage_node_is_a_typed_error(folder: Path) -> None:
     class Hostile:
-        table = table_of(b"a\xff", [1, 2], [1, 1])
+        table, contents = table_of(b"a\xff", [1, 2], [1, 1]), ""
         read: Callable[[Any], list[bytes]]
 
     with (

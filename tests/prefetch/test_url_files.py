@@ -253,7 +253,9 @@ def test_lines_of_a_listing_that_only_in_part_was_written_on_windows(tmp_path: P
 def test_a_listing_with_an_empty_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     (tmp_path / "list.txt").write_bytes(b"a\n\n\ta\n")
-    with pytest.raises(ConfigError, match=r"Line 3 of a listing must have a key before its tab, got '\\ta'"):
+    with pytest.raises(
+        ConfigError, match=r"Line 3 of a listing must have a key before its tab, got '\\ta'"
+    ):
         open_reader(tmp_path / "list.txt")
 
 

@@ -18,12 +18,21 @@ from lightning_dlres.core.service import start_service
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch.storage import protocol
 
-# A reply, or why there is none.
-Outcome = Message | str
 Wrong = Callable[[protocol.Welcome], str | None]
 _LONGEST_WAIT = 1.0
 # So long one that was silent is asked only where nobody else can be; unless it answers late.
 _DOUBT = 10.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no reply; `is_final`: the node will not have the samples at another try."""
+
+    text: str
+    is_final: bool = False
+
+
+Outcome = Message | Failure
 
 
 @dataclass(eq=False)
@@ -61,7 +70,7 @@ class Link:
         self._wrong = wrong
         # Of this connection: the greeting that was not answered yet, and whether, and how, it was.
         self._greeting, self._is_greeted = -1, False
-        self._refusal: str | None = None
+        self._refusal: Failure | None = None
         self._client, self._name, self._settled = client, name, settled
         self._new: deque[Order] = deque()
         self._waiting: list[Order] = []
@@ -128,9 +137,10 @@ class Link:
         if message.sequence != self._greeting:
             return
         try:
-            self._refusal = self._wrong(message.decode(protocol.Welcome))
+            wrong = self._wrong(message.decode(protocol.Welcome))
+            self._refusal = None if wrong is None else Failure(wrong, is_final=True)
         except ProtocolError as error:
-            self._refusal = str(error)
+            self._refusal = Failure(str(error))
         self._is_greeted = self._reachable = self._refusal is None
         self._doubted_until = 0.0
 
@@ -149,7 +159,7 @@ class Link:
             try:
                 number = self._client.send(protocol.GET, order.payload)
             except PeerError as error:
-                self._settled(order, str(error))
+                self._settled(order, Failure(str(error)))
                 continue
             order.sent = now
             self._sent[number] = order
@@ -159,14 +169,16 @@ class Link:
         late = [order for order in self._waiting if order.until <= now]
         self._waiting = [order for order in self._waiting if order.until > now]
         for order in late:
-            self._settled(order, f"no connection for {format_seconds(now - order.start)}")
+            waited = format_seconds(now - order.start)
+            self._settled(order, Failure(f"no connection for {waited}"))
         for number, order in list(self._sent.items()):
             if order.until <= now:
                 del self._sent[number]
                 self._doubted_until = now + _DOUBT
-                self._settled(order, f"no answer for {format_seconds(now - order.sent)}")
+                waited = format_seconds(now - order.sent)
+                self._settled(order, Failure(f"no answer for {waited}"))
 
     def _fail_sent(self, why: str) -> None:
         orders, self._sent = list(self._sent.values()), {}
         for order in orders:
-            self._settled(order, why)
+            self._settled(order, Failure(why))

@@ -29,7 +29,7 @@ from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.storage import protocol
 from lightning_dlres.prefetch.storage.base import Reply, Storage
-from lightning_dlres.prefetch.storage.link import Link, Order, Outcome
+from lightning_dlres.prefetch.storage.link import Failure, Link, Order, Outcome
 from lightning_dlres.prefetch.storage.readers import check
 from lightning_dlres.prefetch.table import SampleTable
 
@@ -57,6 +57,8 @@ class _Request:
     tries: int = 0
     pieces: list[NDArray[np.uint8]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    # Nodes that will not have the samples, however often they are asked, and why.
+    lost: dict[int, str] = field(default_factory=dict)
 
 
 class NodeStorage(Storage):
@@ -175,6 +177,8 @@ class NodeStorage(Storage):
     def _check(self, welcomes: dict[int, protocol.Welcome]) -> None:
         first = min(welcomes)
         self._first, self._expected = self._name(first), welcomes[first]
+        # Nodes that served the data set when they were last asked.
+        self._agreed: set[int] = set()
         for node, welcome in welcomes.items():
             if (wrong := self._wrong(node, welcome)) is not None:
                 raise ConfigError(wrong)
@@ -191,12 +195,22 @@ class NodeStorage(Storage):
                 f"{self._name(node)} must be node {node} of {self.nodes}, got node "
                 f"{welcome.node} of {welcome.nodes}. List all nodes in their order."
             )
-        if welcome.digest != self._expected.digest:
-            return (
-                f"{self._name(node)} and {self._first} must serve the same data set, got "
-                f"{welcome.samples} samples (digest {welcome.digest}) and "
-                f"{self._expected.samples} (digest {self._expected.digest}). Copy one store to all."
+        expected = self._expected
+        if (welcome.digest, welcome.contents) != (expected.digest, expected.contents):
+            got = (
+                f"got {welcome.samples} samples ({_version(welcome)}) and {expected.samples} "
+                f"({_version(expected)})."
             )
+            if node in self._agreed:
+                return (
+                    f"{self._name(node)} must serve the same data set as before, {got} Serve that "
+                    "one again, or start training again."
+                )
+            return (
+                f"{self._name(node)} and {self._first} must serve the same data set, {got} Copy "
+                "one store to all."
+            )
+        self._agreed.add(node)
         return None
 
     def _fetch_table(self, client: Client, welcome: protocol.Welcome, name: str) -> SampleTable:
@@ -237,15 +251,16 @@ class NodeStorage(Storage):
             (request.node + (request.tries + other) % self._replicas) % self.nodes
             for other in range(self._replicas)
         ]
+        order = [node for node in order if node not in request.lost]
         return next((node for node in order if self._links[node].answers), order[0])
 
     def _settled(self, order: Order, outcome: Outcome) -> None:
         """Handle the end of one try; for the threads of all links."""
         request, node = order.context
         assert isinstance(request, _Request)
-        data: Message | str = outcome
-        if isinstance(data, Message):
-            found = self._accept(request, data)
+        failure = outcome
+        if isinstance(failure, Message):
+            found = self._accept(request, failure)
             if found is None and not len(request.numbers):
                 self._reply(Reply(request.ticket, _joined(request.pieces)))
                 return
@@ -255,11 +270,18 @@ class NodeStorage(Storage):
                 if not self._closed:
                     self._try(request)
                 return
-            data = found
+            failure = found
         if self._closed:
             return
         request.tries += 1
-        request.reasons.append(f"{self._name(node)}: {data}")
+        name = self._name(node)
+        reason = failure.text if failure.text.startswith(name) else f"{name}: {failure.text}"
+        request.reasons.append(reason)
+        if failure.is_final:
+            request.lost[node] = reason
+            if len(request.lost) == self._replicas:
+                self._reply(Reply(request.ticket, self._lost(request)))
+                return
         rounds = request.tries // self._replicas
         another = request.tries % self._replicas
         pause = 0.0 if another else min(_FIRST_PAUSE * 2**rounds, _LONGEST_PAUSE)
@@ -268,16 +290,19 @@ class NodeStorage(Storage):
         else:
             self._try(request, pause)
 
-    def _accept(self, request: _Request, message: Message) -> str | None:
+    def _accept(self, request: _Request, message: Message) -> Failure | None:
         """Take in the samples of a reply, which may be the first of those that were asked for;
         return what is wrong with it."""
         if message.kind != protocol.DATA:
-            return message.payload.decode(errors="replace")
+            text = message.payload.decode(errors="replace")
+            return Failure(text, is_final=message.kind == protocol.LOST)
         sizes = self.table.sizes[request.numbers[: protocol.REQUEST_SAMPLES]]
         sizes = sizes[: protocol.fitting(sizes)]
         expected = int(sizes.sum())
         if len(message.payload) != expected:
-            return f"got {len(message.payload)} bytes for {len(sizes)} samples, expected {expected}"
+            return Failure(
+                f"got {len(message.payload)} bytes for {len(sizes)} samples, expected {expected}"
+            )
         view, ends = memoryview(message.payload), np.cumsum(sizes)
         starts = ends - sizes
         pieces = [view[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
@@ -286,22 +311,37 @@ class NodeStorage(Storage):
         if wrong is None:
             request.pieces.append(np.frombuffer(message.payload, dtype=np.uint8))
             request.numbers = rest
-        return wrong
+        return None if wrong is None else Failure(wrong)
 
-    def _error(self, request: _Request) -> StorageError:
+    def _lost(self, request: _Request) -> StorageError:
+        return StorageError(
+            f"{self._asked(request)} cannot be had. {' '.join(request.lost.values())}"
+        )
+
+    def _asked(self, request: _Request) -> str:
         number = int(request.numbers[0])
         others = f" or one of {len(request.numbers) - 1} asked for with it"
+        return (
+            f"sample {self.table.key(number)!r} (number {number})"
+            f"{others if len(request.numbers) > 1 else ''}"
+        )
+
+    def _error(self, request: _Request) -> StorageError:
         advice = (
             "Check that the node runs and can be reached"
             if self._replicas > 1
             else "Check that the node runs and can be reached; with replicas=2 another is asked"
         )
         return StorageError(
-            f"sample {self.table.key(number)!r} (number {number})"
-            f"{others if len(request.numbers) > 1 else ''} did not come from "
-            f"{self._name(request.node)} within {format_seconds(self._timeout)}; the last of "
-            f"{request.tries} tries: {request.reasons[-1].rstrip('.')}. {advice}."
+            f"{self._asked(request)} did not come from {self._name(request.node)} within "
+            f"{format_seconds(self._timeout)}; the last of {request.tries} tries: "
+            f"{request.reasons[-1].rstrip('.')}. {advice}."
         )
+
+
+def _version(welcome: protocol.Welcome) -> str:
+    contents = f", contents {welcome.contents}" if welcome.contents else ""
+    return f"digest {welcome.digest}{contents}"
 
 
 def _joined(pieces: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:

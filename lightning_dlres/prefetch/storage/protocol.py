@@ -2,8 +2,9 @@
 
 - "hello" -> "welcome" (`Welcome`): which data set, which node of how many.
 - "table" (`PartWish`) -> "table": samples of the table from one on, as its file holds them.
-- "get" (uint32 numbers, little-endian) -> "data": the samples one behind the other, or "failed"
-  (text). The reply has the request's sequence number.
+- "get" (uint32 numbers, little-endian) -> "data": the samples one behind the other; "failed"
+  (text), where another try may help; or "lost" (text), where a file is gone or has another size.
+  The reply has the request's sequence number.
 - anything else -> "failed".
 
 A reply holds `REPLY_BYTES` at most, or a single sample: it is a beginning of what was asked for,
@@ -21,26 +22,28 @@ from numpy.typing import NDArray
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.prefetch.sequence import MOST_SAMPLES, Positions
 
-VERSION = 3
+VERSION = 4
 # Of a reply, but for a single sample that is larger.
 REPLY_BYTES = 64 << 20
 # Samples of a request, at most; four bytes each.
 REQUEST_SAMPLES = 1 << 16
 # Of any request; and what a reply may have beside its samples.
 MESSAGE_BYTES = 1 << 20
-HELLO, WELCOME, TABLE, GET, DATA, FAILED = "hello", "welcome", "table", "get", "data", "failed"
+HELLO, WELCOME, TABLE, GET = "hello", "welcome", "table", "get"
+DATA, FAILED, LOST = "data", "failed", "lost"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_SAMPLES)]
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a node serves; `digest` as in `SampleTable`."""
+    """What a node serves; `digest` as in `SampleTable`, `contents` as in `Reader`."""
 
     version: int
     samples: _Count
     digest: str
     node: _Count
     nodes: _Count
+    contents: str = ""
 
 
 class PartWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,13 +4,18 @@ fsspec knows, all with the same two methods.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
+import functools
+import hashlib
 import os
+import resource
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +27,13 @@ from lightning_dlres.prefetch.storage.local_reads import read_parts, read_whole
 from lightning_dlres.prefetch.table import SampleTable
 
 _MOST_PREAD = 1 << 30
+# Of these the bytes tell versions of a source apart that has no checksums: so many samples, evenly
+# spread, and so many bytes of each.
+_PROBES, _PROBE_BYTES = 16, 1 << 16
+# Files that stay open, at most, and the part of the limit of open files that they may be.
+_MOST_OPEN, _OPEN_PART = 256, 4
+# Of files beyond these one read opens so many at once, at most.
+_MOST_PASSING = 8
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,9 @@ class LocalFiles(Files):
 
     def __init__(self, keep_open: bool = False) -> None:
         self._open: dict[str, int] | None = {} if keep_open else None
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        unlimited = limit == resource.RLIM_INFINITY
+        self._most_open = _MOST_OPEN if unlimited else min(_MOST_OPEN, limit // _OPEN_PART)
         self._opening = threading.Lock()
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
@@ -84,11 +99,11 @@ class LocalFiles(Files):
             data, counts = read_whole(pieces.paths, pieces.sizes)
         else:
             try:
-                open_files = [self._descriptor(path) for path in pieces.paths]
+                with self._descriptors(pieces.paths) as open_files:
+                    descriptors = np.array(open_files, dtype=np.int32)
+                    data, counts = read_parts(descriptors, pieces.starts, pieces.sizes)
             except OSError:
                 return None
-            descriptors = np.array(open_files, dtype=np.int32)
-            data, counts = read_parts(descriptors, pieces.starts, pieces.sizes)
         return data if np.array_equal(counts, pieces.sizes) else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,16 +126,36 @@ class LocalFiles(Files):
                 return _read(descriptor, piece.length + int(piece.is_whole), piece.start)
             finally:
                 os.close(descriptor)
-        return _read(self._descriptor(piece.path), piece.length, piece.start)
+        with self._descriptors([piece.path]) as (descriptor,):
+            return _read(descriptor, piece.length, piece.start)
 
-    def _descriptor(self, path: str) -> int:
+    @contextlib.contextmanager
+    def _descriptors(self, paths: Sequence[str]) -> Iterator[list[int]]:
+        """Context manager that gives an open file for each path. The first files stay open, the
+        others are closed again: a store may have more packs than a process may open files.
+
+        Raises:
+            OSError: one cannot be opened, or too many are to be open at once.
+        """
+        passing: dict[str, int] = {}
+        try:
+            yield [self._descriptor(path, passing) for path in paths]
+        finally:
+            for descriptor in passing.values():
+                os.close(descriptor)
+
+    def _descriptor(self, path: str, passing: dict[str, int]) -> int:
         assert self._open is not None
-        known = self._open.get(path)
-        if known is None:
-            with self._opening:
-                known = self._open.get(path)
-                if known is None:
-                    known = self._open[path] = os.open(path, os.O_RDONLY)
+        known = self._open.get(path, passing.get(path))
+        if known is not None:
+            return known
+        with self._opening:
+            known = self._open.get(path)
+            if known is None:
+                kept = self._open if len(self._open) < self._most_open else passing
+                if len(passing) == _MOST_PASSING:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                known = kept[path] = os.open(path, os.O_RDONLY)
         return known
 
 
@@ -155,6 +190,8 @@ class Reader:
         numbers from 0."""
         part = copy.copy(self)
         part.table, part._whole_numbers = self.table.selected(numbers), numbers
+        # It has other samples to look at.
+        vars(part).pop("contents", None)
         return part
 
     def pieces(self, numbers: Positions) -> list[Piece]:
@@ -175,6 +212,32 @@ class Reader:
     def is_concurrent(self) -> bool:
         """Whether several threads read at once; else they wait for each other."""
         return self._files.is_concurrent
+
+    @functools.cached_property
+    def contents(self) -> str:
+        """A fingerprint of the first 64 KiB of 16 samples, evenly spread: versions of a source with
+        the same keys and sizes mostly differ in it. "" where the table has checksums.
+
+        Raises:
+            StorageError: one of them cannot be read.
+        """
+        if self.table.checksums is not None:
+            return ""
+        filled = np.flatnonzero(self.table.sizes)
+        spread = np.linspace(0, len(filled) - 1, min(_PROBES, len(filled))).astype(np.int64)
+        numbers = filled[spread].astype(np.uint32)
+        pieces = [
+            replace(piece, length=min(piece.length, _PROBE_BYTES), is_whole=False)
+            for piece in self.pieces(numbers)
+        ]
+        found = hashlib.blake2b(digest_size=16)
+        for number, piece, data in zip(
+            numbers.tolist(), pieces, self._files.read(pieces), strict=True
+        ):
+            if isinstance(data, OSError):
+                raise StorageError(str(self._unreadable(number, piece, data))) from data
+            found.update(data)
+        return found.hexdigest()
 
     def read(self, numbers: Positions) -> list[bytes]:
         """Return samples.
@@ -224,6 +287,8 @@ class Reader:
 
     def _unreadable(self, number: int, piece: Piece, error: OSError) -> OSError | StorageError:
         text = f"{self._named(number)}: {error.strerror or error} ({piece.path})"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return StorageError(f"{text}. Raise the limit of open files (`ulimit -n`).")
         if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError)):
             return StorageError(f"{text}. Is the file still there, and may this user read it?")
         return OSError(text)

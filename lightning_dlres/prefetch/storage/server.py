@@ -74,6 +74,7 @@ class StoreNode:
 
     Raises:
         ConfigError: a bad number, or the address cannot be bound.
+        StorageError: a sample that is looked at first cannot be read.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class StoreNode:
         self._delay = parse_seconds(emulate_delay, "emulate_delay")
         self._reader = reader
         table = reader.table
-        self._welcome = protocol.Welcome(protocol.VERSION, len(table), table.digest, node, nodes)
+        self._welcome = protocol.Welcome(
+            protocol.VERSION, len(table), table.digest, node, nodes, reader.contents
+        )
         self._server = Server(
             bind=bind,
             port=port,
@@ -219,7 +222,9 @@ class StoreNode:
             else:
                 assert work.numbers is not None
                 kind, payload = protocol.DATA, self._read(work.numbers)
-        except (StorageError, OSError) as error:
+        except StorageError as error:
+            kind, payload = protocol.LOST, str(error).encode()
+        except OSError as error:
             kind, payload = protocol.FAILED, str(error).encode()
         except Exception as error:  # a client must not wait for its deadline to hear of a fault
             kind, payload = protocol.FAILED, repr(error).encode()

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.locks import locked_if_possible
 from lightning_dlres.prefetch.storage.listings import PACKS, pack_names
-from lightning_dlres.prefetch.table import MANIFEST, MOST_PACKS, SampleTable
+from lightning_dlres.prefetch.table import MANIFEST, MOST_PACKS, SampleTable, unfinished
 
 # Hidden, so that no folder lists it. Its holder writes into the directory.
 _LOCK = ".put.lock"
@@ -117,7 +117,7 @@ class StoreWriter:
         return table
 
     def _clean(self) -> None:
-        """Remove the packs that the manifest does not name."""
+        """Remove packs that the manifest does not name, and a manifest that was not finished."""
         packs = {path.name for path in self._directory.glob(PACKS)}
         try:
             table = SampleTable.load(self._manifest)
@@ -126,7 +126,7 @@ class StoreWriter:
             if self._manifest.exists():
                 # It may be one of another version, which names the others.
                 packs &= set(pack_names(self._packs, self._id))
-        for name in packs:
+        for name in [*packs, unfinished(self._manifest).name]:
             # What stays is removed with the next store that is written.
             with contextlib.suppress(OSError):
                 (self._directory / name).unlink()
