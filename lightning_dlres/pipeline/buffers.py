@@ -18,7 +18,7 @@ class BufferSync:
 
     Args:
         tensors: returns the stage's buffers, and the parameters that forward changes, in one order
-            on all VMs. A layer may put another tensor in a buffer's place at any time.
+            on all replicas. A layer may replace a buffer at any time.
         group: the ranks of this stage over all VMs; None if there is only one VM.
         source: global rank of the stage in the first VM.
         timeout, check: deadline in seconds, and what to call while waiting.
