@@ -12,6 +12,8 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # A file's tests share what they have computed, so they stay together. Each worker imports torch,
 # Lightning and all tests, and so do two processes of which its ranks are forked: 20 s of a core.
 PARALLEL := -n 2 --dist loadfile
+# Tests start many processes: each would compile this package and the tests again.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help

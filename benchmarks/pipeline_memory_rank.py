@@ -133,6 +133,7 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
     if split := options.pop("split", None):
         before = PipelinePlan.load(out / "plan.json")
         options["plan"] = msgspec.structs.replace(before, split=tuple(split))
+    steps = options.pop("steps", STEPS)
     at_start, peak = allocated(), Peak()
     net = Net()
     tokens = torch.randint(WORDS, (SAMPLES, LENGTH))
@@ -146,7 +147,7 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
         strategy=strategy,
         accelerator="cpu",
         devices=RANKS,
-        max_epochs=STEPS,
+        max_epochs=steps,
         callbacks=[peak],
         logger=False,
         enable_checkpointing=False,

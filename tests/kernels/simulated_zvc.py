@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_dlres.kernels import zvc, zvc_cpu, zvc_cuda
 
+SWITCH_SECONDS = 5e-4
 WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -51,8 +52,10 @@ def make_tiles_small() -> None:
     zvc_cuda.TILE = zvc_cuda.WARPS * zvc_cuda.WORDS * zvc_cuda.LANES
 
 
-if __name__ == "__main__":
+def main() -> None:
     assert zvc_cuda.SIMULATED
+    # Simulated threads spin while they wait for each other: let another one run soon.
+    sys.setswitchinterval(SWITCH_SECONDS)
     check(2, zvc_cuda.TILE + 100, 0.4)
     make_tiles_small()
     for argument in sys.argv[1:]:

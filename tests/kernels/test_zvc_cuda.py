@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import torch
 
 from lightning_dlres import codecs
 from lightning_dlres.codecs import ZeroValue
+from lightning_dlres.core.light import light_command
 from lightning_dlres.kernels import zvc
 
 CASES = ["1,1,1", "1,1000,0.4", "2,129,1", "4,700,0.4", "4,64,0", "2,31,0.5"]
@@ -22,7 +22,7 @@ CASES = ["1,1,1", "1,1000,0.4", "2,129,1", "4,700,0.4", "4,64,0", "2,31,0.5"]
 
 def test_simulated_bytes_equal_those_of_the_cpu() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.simulated_zvc", *CASES],
+        light_command("tests.kernels.simulated_zvc:main", *CASES),
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
         capture_output=True,
         text=True,
