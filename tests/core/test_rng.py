@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import permutations, product
 
 import msgspec
@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from lightning_dlres.core._compat import numpy_draws_noticed
 from lightning_dlres.core.payload import decode, decode_header, encode
-from lightning_dlres.core.rng import derive_seed, forked, held, restore, snapshot
+from lightning_dlres.core.rng import (
+    derive_seed,
+    forked,
+    held,
+    restore,
+    seed_device,
+    snapshot,
+)
 from lightning_dlres.core.tree import flatten
 
 CPU = torch.device("cpu")
@@ -165,3 +172,20 @@ def test_the_state_is_plain_data() -> None:
     structure, tensors = flatten(snapshot())
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(structure)) == structure
     assert sum(t.numel() * t.element_size() for t in tensors) < 20_000
+
+
+def test_the_given_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["cuda:0"]
+    seeded: list[tuple[str, int]] = []
+
+    @contextlib.contextmanager
+    def switched(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeded.append((current[-1], seed)))
+    with forked(torch.device("cpu")):
+        seed_device(7, torch.device("cuda:1"))
+    assert seeded == [("cuda:1", 7)]
