@@ -77,7 +77,7 @@ def require_owned(optimizer: Optimizer, known: Container[nn.Parameter], model: s
         raise ConfigError(
             f"The optimizer has {len(strangers)} parameters that are not parameters of {model} "
             f"(the first of shape {strangers[0]}): they would get no gradient. Make them "
-            "attributes of the module, or put them into an nn.ParameterList."
+            "attributes of the module, or put them into an nn.ParameterList, before the run begins."
         )
 
 

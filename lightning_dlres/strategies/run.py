@@ -239,7 +239,14 @@ class PipelineRun:
 
     def follow_freezing(self, runtime: Runtime) -> None:
         """Tell the runtime which parameters the user has frozen or unfrozen since; called before
-        every training step."""
+        every training step.
+
+        Raises:
+            ConfigError: An optimizer has got a parameter that the model had not at the start.
+        """
+        for optimizer in self._optimizers:
+            # Hooks may add parameter groups at any time.
+            require_owned(optimizer, self.owners, type(self.module).__name__)
         trainable = self._which_train()
         if trainable == self._trainable:
             return

@@ -67,11 +67,20 @@ class Strangers(Classifier):
         return torch.optim.SGD([*self.parameters(), *self.hidden], lr=0.1)
 
 
+class LateStranger(Classifier):
+    """Adds a parameter group in mid-run, of a parameter that is not the module's."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.hidden = [nn.Parameter(torch.ones(3))]
+            self.optimizers().add_param_group({"params": self.hidden})  # type: ignore[union-attr]
+
+
 def fit_what_is_refused(context: RankContext) -> list[str]:
-    """Return what is said before the first step."""
+    """Return what is said in place of the first step that cannot work."""
     cases = [Case(Classifier, trainer={"callbacks": [make()]}) for make in CALLBACKS]
     messages = []
-    for case in [*cases, Case(Strangers)]:
+    for case in [*cases, Case(Strangers), Case(LateStranger)]:
         with pytest.raises(ConfigError) as error:
             fit(context, case)
         messages.append(str(error.value))
@@ -82,8 +91,9 @@ def test_callbacks_and_optimizers_over_all_weights_are_refused(pool: RankPool) -
     for messages in pool.run(fit_what_is_refused, 2):
         for message, make in zip(messages, CALLBACKS, strict=False):
             assert f"{type(make()).__name__} cannot work with a pipeline" in message
-        assert "1 parameters that are not parameters of Strangers" in messages[-1]
-        assert "of shape (3,)" in messages[-1]
+        for message, model in zip(messages[-2:], (Strangers, LateStranger), strict=True):
+            assert f"1 parameters that are not parameters of {model.__name__}" in message
+            assert "of shape (3,)" in message
 
 
 class Sparse(Classifier):
