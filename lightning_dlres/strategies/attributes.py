@@ -409,7 +409,16 @@ def _namespace(owner: Any) -> dict[Any, Any]:
 
 def _is_setting(value: Any) -> bool:
     several = value if isinstance(value, (tuple, list)) and len(value) <= _SHORT else (value,)
-    return all(type(item) in _QUICK for item in several)
+    return (
+        type(value) in _QUICK or _is_small(value) or all(type(item) in _QUICK for item in several)
+    )
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value is a tensor or array of which every run may get a copy."""
+    if type(value) is Tensor:
+        return value.layout is torch.strided and value.nbytes <= _SMALL_BYTES
+    return type(value) is np.ndarray and value.nbytes <= _SMALL_BYTES
 
 
 def _put(node: _Node, content: Any) -> None:
@@ -456,6 +465,9 @@ _FLAT = {*_SCALARS, Tensor, np.ndarray}
 _NAMED = frozenset({"object", "module", "dict", "settings"})
 # The most items of a sequence that is a setting, such as the learning rates of all groups.
 _SHORT = 16
+# The most bytes of a tensor that is a setting, such as a sampler's weights: it is copied in every
+# run of the step.
+_SMALL_BYTES = 1 << 20
 # Values whose equality is quickly told.
 _QUICK = {int, str, bytes, bool, type(None), float}
 

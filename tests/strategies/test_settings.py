@@ -3,13 +3,15 @@ what it leaves on a single device, on all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import Case, Classifier, differences_in, none_in
@@ -26,6 +28,21 @@ class Scaled(Samples):
         return x * self.scale, y
 
 
+class Weighted(Sampler[int]):
+    """Draws indices, one at a time, by weights that user code changes."""
+
+    def __init__(self, samples: int) -> None:
+        self.weights, self.counts = torch.ones(samples), np.zeros(samples)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(len(self)):
+            weights = self.weights + torch.from_numpy(self.counts)
+            yield int(torch.multinomial(weights, 1))
+
+
 class Data(LightningDataModule):
     """Counts steps; the loader of an epoch depends on the number."""
 
@@ -34,7 +51,8 @@ class Data(LightningDataModule):
         self.steps = 0
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Scaled(False, 32 - self.steps), batch_size=8)
+        data = Scaled(False, 32 - self.steps)
+        return DataLoader(data, batch_size=8, sampler=Weighted(len(data)))
 
 
 class Sets(Classifier):
@@ -47,11 +65,16 @@ class Sets(Classifier):
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.trainer.train_dataloader.dataset.scale = 1 + value  # type: ignore[union-attr]
         self.trainer.datamodule.steps += 1  # type: ignore[attr-defined]
+        sampler = self.trainer.train_dataloader.sampler  # type: ignore[union-attr]
+        sampler.weights[batch_idx] += value
+        sampler.counts[-1 - batch_idx] += value
         if self.global_step == 2:
             self.trainer.fit_loop.max_epochs = 3
         return loss
 
     def on_train_epoch_end(self) -> None:
+        sampler = self.trainer.train_dataloader.sampler  # type: ignore[union-attr]
+        self.observed += [*sampler.weights.tolist(), *sampler.counts.tolist()]
         self.observed += self.lr_schedulers().get_last_lr()  # type: ignore[union-attr]
         self.observed.append(self.trainer.datamodule.steps)  # type: ignore[attr-defined]
 
