@@ -26,7 +26,8 @@ def group(cluster: Cluster, stages: int) -> Slots:
     if stages < 1 or world % stages:
         divisors = [d for d in range(1, world + 1) if world % d == 0]
         raise ConfigError(
-            f"stages: got {stages} for {world} ranks, expected a divisor. Try one of {divisors}."
+            f"stages must divide the number of ranks ({world}), got {stages}. Use one of "
+            f"{divisors}."
         )
     count = world // stages
     ranked = sorted(range(world), key=lambda rank: (-cluster.devices[rank].power, rank))

@@ -85,19 +85,19 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.layers and sum(self.split) != len(self.layers):
             raise ConfigError(
-                f"plan: got split {list(self.split)} for {sum(self.split)} layers, but the model "
-                f"has {len(self.layers)}."
+                f"plan.split must add up to the {len(self.layers)} layers of the plan, got "
+                f"{list(self.split)}. Move layers from one stage to another."
             )
         again = sorted(set(self.recompute))
         if again and not 0 <= again[0] <= again[-1] < sum(self.split):
             raise ConfigError(
-                f"plan: got recompute {list(self.recompute)}, expected indices of layers from 0 to "
-                f"{sum(self.split) - 1}."
+                f"plan.recompute must be indices of layers from 0 to {sum(self.split) - 1}, got "
+                f"{list(self.recompute)}. Use recompute: []."
             )
         if self.cluster is not None and len(self.cluster.devices) != len(ranks):
             raise ConfigError(
-                f"plan: got {len(self.cluster.devices)} devices in cluster, expected one for each "
-                f"of the {len(ranks)} ranks, or cluster: null."
+                f"plan.cluster must have one device for each rank ({len(ranks)}), got "
+                f"{len(self.cluster.devices)}. Use cluster: null."
             )
 
     @property
@@ -286,7 +286,7 @@ def arrange(world_size: int, stages: int) -> tuple[tuple[int, ...], ...]:
     if stages < 1 or world_size % stages:
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
         raise ConfigError(
-            f"stages: got {stages} for {world_size} ranks, expected a divisor. Try one of "
+            f"stages must divide the number of ranks ({world_size}), got {stages}. Use one of "
             f"{divisors}."
         )
     return tuple(tuple(range(first, first + stages)) for first in range(0, world_size, stages))

@@ -199,11 +199,10 @@ def _require(found: Decision | None, tried: Sequence[Workload]) -> Decision:
         format_bytes(limit) for limit in sorted(x for x in limits if x is not None)
     )
     raise ConfigError(
-        f"memory_limit: got {given}, and no plan fits. Expected at least {least} bytes "
-        f"({format_bytes(least)}) on every device: that is the smallest limit that works"
+        f"memory_limit must be at least {least} bytes ({format_bytes(least)}) on every device"
         f"{'' if len(limits) == 1 else ' where all have the same'}"
-        f"{'' if tried[0].recompute != 'never' else ' without recomputation'}. Use a larger limit, "
-        "more devices, or more micro-batches."
+        f"{'' if tried[0].recompute != 'never' else ' without recomputation'}, got {given}: no "
+        "plan fits. Use a larger limit, more devices, or more micro-batches."
     )
 
 

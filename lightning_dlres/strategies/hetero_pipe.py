@@ -343,7 +343,10 @@ class HeteroPipeStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            raise ConfigError(f"training_step: got keywords {list(kwargs)}, expected none.")
+            raise ConfigError(
+                f"training_step must be called with positional arguments, got keywords "
+                f"{list(kwargs)}. Use training_step(batch, batch_idx)."
+            )
         with self._announcing(), self._in_context(self.precision_plugin.train_step_context) as run:
             batch = self._module.trainer.fit_loop.total_batch_idx
             if isinstance(run, PlainSteps):

@@ -95,8 +95,8 @@ class PipeOptions:
         machines = self._machines(world_size)
         if sum(len(machine) for machine in machines) != world_size:
             raise ConfigError(
-                f"plan: got virtual machines {[list(m) for m in machines]}, expected {world_size} "
-                "ranks. Plan again, or change devices."
+                f"plan must place each of the {world_size} ranks, got virtual machines "
+                f"{[list(m) for m in machines]}. Plan again, or change devices."
             )
         return machines
 
@@ -116,8 +116,8 @@ class PipeOptions:
             return 1.0
         if len(self.emulate_speed) != world_size:
             raise ConfigError(
-                f"emulate_speed: got {len(self.emulate_speed)} numbers, expected one for each of "
-                f"the {world_size} ranks. Try None."
+                f"emulate_speed must have one entry per rank ({world_size}), got "
+                f"{len(self.emulate_speed)}. Use emulate_speed={[1.0] * world_size}."
             )
         return 1.0 / self.emulate_speed[rank]
 
@@ -131,8 +131,8 @@ class PipeOptions:
         if isinstance(limits, tuple):
             if len(limits) != world_size:
                 raise ConfigError(
-                    f"memory_limit: got {len(limits)} sizes, expected one for each of the "
-                    f"{world_size} ranks, or one for all."
+                    f"memory_limit must be one size, or one per rank ({world_size}), got "
+                    f"{len(limits)} sizes. Use memory_limit={limits[0]} for all ranks."
                 )
             return limits[rank]
         return limits
@@ -157,8 +157,9 @@ class PipeOptions:
         lengths = {len(machine) for machine in self.device_map}
         if ranks != list(range(world_size)) or len(lengths) != 1:
             raise ConfigError(
-                f"device_map: got {[list(m) for m in self.device_map]}, expected each of the ranks "
-                f"0 to {world_size - 1} once, and virtual machines of equal length. Try None."
+                f"device_map must name each rank from 0 to {world_size - 1} once, in virtual "
+                f"machines of equal length, got {[list(m) for m in self.device_map]}. Use "
+                f"device_map={[list(range(world_size))]}."
             )
         return self.device_map
 

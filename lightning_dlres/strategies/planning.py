@@ -68,18 +68,17 @@ def adopt_plan(given: PipelinePlan, pipelined: PipelinedModule, world_size: int)
     names = pipelined.layers.names
     if given.world_size != world_size:
         raise ConfigError(
-            f"plan: got a plan for {given.world_size} ranks, expected one for {world_size}. Plan "
-            "again."
+            f"plan must be for {world_size} ranks, got one for {given.world_size}. Plan again."
         )
     if sum(given.split) != len(names):
         raise ConfigError(
-            f"plan: got split {list(given.split)} for {sum(given.split)} layers, but "
-            f"{pipelined.path!r} has {len(names)}. Edit the split, or plan again."
+            f"plan.split must add up to the {len(names)} layers of {pipelined.path!r}, got "
+            f"{list(given.split)} for {sum(given.split)} layers. Edit the split, or plan again."
         )
     known = tuple(layer.name for layer in given.layers)
     if known and known != names:
         raise ConfigError(
-            f"plan: got a plan for layers {list(known)}, but the model's are {list(names)}. Plan "
+            f"plan must be for the model's layers {list(names)}, got one for {list(known)}. Plan "
             "again."
         )
     plan = msgspec.structs.replace(given, layers=given.layers or unmeasured_layers(pipelined))
@@ -98,8 +97,8 @@ def predicted(plan: PipelinePlan) -> PipelinePlan:
         limit = workload.limit(stage)
         if limit is not None and peak > limit:
             raise ConfigError(
-                f"plan: stage {stage} would hold {peak} bytes, expected at most its memory limit, "
-                f"{limit}. Give it fewer layers, recompute more of them, or plan again."
+                f"plan must keep stage {stage} within its memory limit of {limit} bytes, got "
+                f"{peak}. Give it fewer layers, recompute more of them, or plan again."
             )
     return msgspec.structs.replace(
         plan,

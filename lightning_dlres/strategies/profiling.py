@@ -317,9 +317,9 @@ def profile_here(
     for name, layer in zip(pipelined.layers.names, layers, strict=True):
         if math.isnan(layer.forward):
             raise ConfigError(
-                f"layer {name!r} cannot be measured here: got {format_bytes(free or 0)} of free "
-                "memory, expected enough to run it forward and backward on one micro-batch. Plan "
-                "on a machine with more memory, or with more micro-batches."
+                f"layer {name!r} cannot be measured here: free memory must be enough to run it "
+                f"forward and backward on one micro-batch, got {format_bytes(free or 0)}. Plan on "
+                "a machine with more memory, or with more micro-batches."
             )
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
     moment = _update_bytes(trainer.optimizers, device)

@@ -177,7 +177,7 @@ def test_names_of_ranks() -> None:
         ({"machines": ((-1, 0), (1, 2))}, "machines must be "),
         ({"split": (3, 0)}, "split must be at least one layer for every stage"),
         ({"split": (4, -1)}, "split must be a whole number"),
-        ({"split": (2, 2)}, "for 4 layers, but the model has 3"),
+        ({"split": (2, 2)}, "plan.split must add up to the 3 layers"),
         ({"recompute": (3,)}, "indices of layers from 0 to 2"),
         ({"recompute": (-1,)}, "recompute must be a whole number"),
         ({"schedule": "2bw"}, "schedule must be one of 'gpipe' or '1f1b'"),
@@ -228,7 +228,7 @@ def test_arrange() -> None:
     assert arrange(3, 3) == ((0, 1, 2),)
     assert arrange(2, 1) == ((0,), (1,))
     for stages in (0, -1, 4, 12):
-        with pytest.raises(ConfigError, match=rf"got {stages} for 6 ranks.*\[1, 2, 3, 6\]"):
+        with pytest.raises(ConfigError, match=rf"ranks \(6\), got {stages}\..*\[1, 2, 3, 6\]"):
             arrange(6, stages)
 
 

@@ -202,15 +202,15 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
         {"module": "nett"},
         "must be the name of a module in Simple, got 'nett'. Use one of ['net']",
     ),
-    (Simple, {"stages": 3}, "got 3 for 2 ranks, expected a divisor"),
+    (Simple, {"stages": 3}, "stages must divide the number of ranks (2), got 3"),
     (
         Simple,
         {"device_map": [[0, 0]]},
         "must be lists of equal length with each rank, from 0 on, once",
     ),
-    (Simple, {"emulate_speed": [1.0]}, "got 1 numbers, expected one for each of the 2 ranks"),
-    (Simple, {"plan": PipelinePlan(machines=((0, 1),), split=(1, 1))}, "'net' has 8"),
-    (Simple, {"plan": PipelinePlan(machines=((0, 1, 2),), split=(2, 3, 3))}, "expected 2 ranks"),
+    (Simple, {"emulate_speed": [1.0]}, "emulate_speed must have one entry per rank (2), got 1"),
+    (Simple, {"plan": PipelinePlan(machines=((0, 1),), split=(1, 1))}, "8 layers of 'net'"),
+    (Simple, {"plan": PipelinePlan(machines=((0, 1, 2),), split=(2, 3, 3))}, "each of the 2 ranks"),
 ]
 
 
