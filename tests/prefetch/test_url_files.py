@@ -3,6 +3,7 @@ listings that leave out nothing and add nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 import tarfile
@@ -16,6 +17,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.http import HTTPFileSystem
@@ -148,6 +150,39 @@ def test_calls_of_a_file_system_that_is_not_safe_wait_for_each_other(
         piece = Piece("a", 0, 1, True)
         assert list(pool.map(lambda s: UrlFiles(s).read([piece]), wrapped)) == [[b"x"]] * 3
     assert most == 1
+
+
+class Counting(AsyncFileSystem):  # type: ignore[misc]
+    """A web server, and how many requests it has had at once."""
+
+    protocol = "http"
+    cachable = False
+    most, now = 0, 0
+
+    async def _cat_file(self, path: str, start: int = 0, end: int = 0, **_: Any) -> bytes:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        for _turn in range(3):
+            await asyncio.sleep(0)
+        self.now -= 1
+        return path.encode()[start:end]
+
+    async def _size(self, path: str) -> int:
+        return len(await self._cat_file(path))
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 4), ({"batch_size": 9}, 9)])
+def test_a_web_server_gets_few_requests_at_once(options: dict[str, int], most: int) -> None:
+    system = Counting(**options)
+    files = UrlFiles(system)
+    paths = [f"http://host/{number}" for number in range(40)]
+    assert files.read([Piece(path, 0, len(path), True) for path in paths]) == [
+        path.encode() for path in paths
+    ]
+    assert system.most == most
+    system.most = 0
+    files.sizes(paths)
+    assert system.most == most
 
 
 def keys(reader: Reader) -> list[str]:

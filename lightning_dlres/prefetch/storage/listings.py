@@ -328,7 +328,7 @@ def _look(system: Any, files: UrlFiles, root: str, url: str, extensions: tuple[s
     paths, sizes = [files_of[key][0] for key in keys], [files_of[key][1] for key in keys]
     if None in sizes:
         # Web servers tell them one by one.
-        sizes = system.sizes(paths)
+        sizes = files.sizes(paths)
     if None in sizes:
         raise ConfigError(
             f"A server must tell the sizes of files, got none of {keys[sizes.index(None)]!r} from "

@@ -15,6 +15,9 @@ _Result = TypeVar("_Result")
 # the process: instances of their own are not enough, because two of them may share a file object
 # below (an archive in memory, an archive inside a cached archive) and with it the file position.
 _SERIAL = threading.RLock()
+# Requests of one read that a web server gets at once. A small one drops connections that come
+# faster than it takes them in, and these are silent for seconds.
+_WEB_AT_ONCE = 4
 
 
 def is_concurrent(system: Any) -> bool:
@@ -47,6 +50,8 @@ class UrlFiles(Files):
         self._system, self._options = system, options or {}
         self.is_concurrent = is_concurrent(system)
         self.name = f"{type(system).__name__} of fsspec"
+        limited = self.is_concurrent and is_web(system) and system.batch_size is None
+        self._limits = {"batch_size": _WEB_AT_ONCE} if limited else {}
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         """See `Files`."""
@@ -63,6 +68,11 @@ class UrlFiles(Files):
             return function()
         with _SERIAL:
             return function()
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        """Return the sizes of files, None where they are not known; within `call`."""
+        sizes: list[int | None] = self._system.sizes(list(paths), **self._limits)
+        return sizes
 
     def _read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         # An empty range is refused by some servers, and so is one behind an empty file's end.
@@ -83,6 +93,7 @@ class UrlFiles(Files):
             [piece.start for piece in pieces],
             [_end(piece) for piece in pieces],
             on_error="return",
+            **self._limits,
         )
         return found
 
