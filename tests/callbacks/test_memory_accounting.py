@@ -244,9 +244,8 @@ def test_memory_that_somebody_reads_is_not_reused(
 ) -> None:
     make, batch = PAIRS[name]
     monkeypatch.setitem(CASES, name, (lambda: Listening(make(), "2"), batch))
-    plain, ours = AllocatorPeak(6), AllocatorPeak(6)
+    ours = AllocatorPeak(6)
     callback = dlres.ActivationOffload("min", actions=["reuse"])
-    fit(Wide(name), loader(name, 7), plain)
     fit(Wide(name), loader(name, 7), ours, callback)
     assert callback.plan is not None
     assert "net.net.2" not in callback.plan.reuse
