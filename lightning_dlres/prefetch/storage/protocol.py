@@ -36,7 +36,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_SAMPLES)]
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a node serves; `digest` as in `SampleTable`, `contents` as in `Reader`."""
+    """The data set and place of a node; `digest` as in `SampleTable`, `contents` as in `Reader`."""
 
     version: int
     samples: _Count

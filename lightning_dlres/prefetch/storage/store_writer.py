@@ -127,7 +127,7 @@ class StoreWriter:
                 # It may be one of another version, which names the others.
                 packs &= set(pack_names(self._packs, self._id))
         for name in [*packs, unfinished(self._manifest).name]:
-            # What stays is removed with the next store that is written.
+            # A file that stays is removed with the next store that is written.
             with contextlib.suppress(OSError):
                 (self._directory / name).unlink()
 
