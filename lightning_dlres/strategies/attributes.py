@@ -483,6 +483,16 @@ def _kind_of(value: Any) -> str | None:
     return _kind(cast(Hashable, type(value)))
 
 
+def is_data(value: Any) -> bool:
+    """Return whether an object may hold a whole data set."""
+    return isinstance(value, _LARGE)
+
+
+def is_foreign(kind: type) -> bool:
+    """Return whether objects of a class are no state of the user's."""
+    return kind.__module__.partition(".")[0] in _FOREIGN or issubclass(kind, _OPAQUE)
+
+
 @cache
 def _kind(kind: Any) -> str | None:
     if issubclass(kind, (Metric, MetricCollection)):
@@ -495,7 +505,7 @@ def _kind(kind: Any) -> str | None:
         return "settings"
     if issubclass(kind, (torch.Generator, random.Random, np.random.Generator)):
         return "random"
-    if kind.__module__.partition(".")[0] in _FOREIGN:
+    if is_foreign(kind):
         return None
     for base in (dict, list, deque, set, tuple):
         if issubclass(kind, base):

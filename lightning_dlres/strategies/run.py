@@ -52,6 +52,7 @@ from lightning_dlres.strategies.optimizers import (
     set_state_device,
 )
 from lightning_dlres.strategies.options import PipeOptions
+from lightning_dlres.strategies.outside_state import line_about
 from lightning_dlres.strategies.plain_steps import PlainSteps
 from lightning_dlres.strategies.planning import (
     adopt_plan,
@@ -380,7 +381,11 @@ class PipelineRun:
         Raises:
             UnsupportedStepError: The step takes from the layers what a stage cannot have.
         """
-        connection, findings = self._connection, inspect_step(self._context, samples.together)
+        connection, before = self._connection, self._context.outside_state()
+        findings = inspect_step(self._context, samples.together)
+        changed = line_about(before.changed(self._context.leftovers))
+        if changed is not None:
+            rank_zero_info(changed)
         self._written_in_forward = findings.parameters
         told = [
             connection.broadcast(findings.refusal if rank == connection.rank else None, rank)

@@ -22,6 +22,7 @@ from lightning_dlres.strategies.attributes import (
     UserState,
     changed_lists,
     fingerprints,
+    is_data,
     not_sent,
 )
 from lightning_dlres.strategies.capture import PipelinedModule
@@ -37,6 +38,7 @@ from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.normalisers import NormaliserRecorder
 from lightning_dlres.strategies.one_device import alone
 from lightning_dlres.strategies.outer_buffers import OuterBuffers
+from lightning_dlres.strategies.outside_state import OutsideState
 from lightning_dlres.strategies.printing import printing_held
 from lightning_dlres.strategies.records import LogRecord, recording
 from lightning_dlres.strategies.settings import settings_of
@@ -84,6 +86,18 @@ class StepContext:
             trainer.callbacks,  # type: ignore[attr-defined]
             lambda: settings_of(trainer),
         )
+
+    def outside_state(self) -> OutsideState:
+        """Return the state that a step may reach and that is not taken back, as it is now."""
+        module, layers = self.module, self.pipelined.layers
+        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+        roots = [
+            ("self", module),
+            *((f"trainer.callbacks[{i}]", c) for i, c in enumerate(callbacks)),
+        ]
+        roots += [item for item in settings_of(module.trainer).items() if is_data(item[1])]
+        owners = [module, *(m for _, m in layers.outer_modules()), *callbacks]
+        return OutsideState(roots, [type(owner) for owner in owners], layers.modules)
 
     def see_metrics(self) -> None:
         """Look for metrics that are no submodules, or new ones; user code may make them at any
