@@ -297,7 +297,8 @@ class HeteroPipeStrategy(ParallelStrategy):
             )
         if fitting and not self._options.cuts_nothing(self.world_size):
             refuse_callbacks(trainer)
-            refuse_dataloader_iter(module)
+        if not self._options.cuts_nothing(self.world_size):
+            refuse_dataloader_iter(trainer, module)
         self.model = self.precision_plugin.convert_module(module)
         run = PipelineRun(
             self._options,

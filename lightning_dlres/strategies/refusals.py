@@ -13,8 +13,16 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dlres.core.errors import ConfigError
+
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
 
 _EACH = "each rank holds the weights of one stage, and "
 
@@ -53,14 +61,18 @@ def refuse_callbacks(trainer: Trainer) -> None:
                 )
 
 
-def refuse_dataloader_iter(module: LightningModule) -> None:
-    """Raise if `training_step` reads batches itself, where a pipeline must cut each of them.
+def refuse_dataloader_iter(trainer: Trainer, module: LightningModule) -> None:
+    """Raise if a step of this run reads batches itself, where a pipeline must cut each of them.
 
     Raises:
         ConfigError: It takes `dataloader_iter`.
     """
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ConfigError(
-            "The first argument of training_step must be a batch, got dataloader_iter in "
-            f"{type(module).__name__}. Write training_step(self, batch, batch_idx)."
-        )
+    steps = [_STEPS[trainer.state.fn]]  # type: ignore[index]
+    if steps == ["training_step"] and trainer.enable_validation:
+        steps.append("validation_step")
+    for step in steps:
+        if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+            raise ConfigError(
+                f"The first argument of {step} must be a batch, got dataloader_iter in "
+                f"{type(module).__name__}. Write {step}(self, batch, batch_idx)."
+            )

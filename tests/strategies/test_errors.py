@@ -224,6 +224,50 @@ def fit_all_that_fail_early(context: RankContext) -> list[str]:
     return messages
 
 
+class Iterates(Simple):
+    """Reads its batches itself in every loop but training."""
+
+    def validation_step(self, dataloader_iter: Any) -> None:
+        next(dataloader_iter)
+
+    def test_step(self, dataloader_iter: Any) -> None:
+        next(dataloader_iter)
+
+    def predict_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        next(dataloader_iter)
+
+
+def evaluate_with_iterators(context: RankContext) -> list[str]:
+    """Return what is said before any batch of validation, test, predict, and of a fit."""
+    trainer = Trainer(
+        strategy=HeteroPipeStrategy(timeout=30),
+        accelerator="cpu",
+        devices=context.world_size,
+        plugins=[context.environment],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    messages = []
+    loader = DataLoader(Samples(False, 8), batch_size=8)
+    for loop in (trainer.validate, trainer.test, trainer.predict):
+        with pytest.raises(ConfigError) as error:
+            loop(Iterates(), loader)
+        messages.append(str(error.value))
+    with pytest.raises(ConfigError) as error:
+        trainer.fit(Iterates(), loader, loader)
+    return [*messages, str(error.value)]
+
+
+def test_iterators_in_evaluation_are_refused_with_the_step_s_name(pool: RankPool) -> None:
+    steps = ("validation_step", "test_step", "predict_step", "validation_step")
+    for messages in pool.run(evaluate_with_iterators, 2):
+        for message, step in zip(messages, steps, strict=True):
+            assert f"The first argument of {step} must be a batch, got dataloader_iter" in message
+            assert f"Write {step}(self, batch, batch_idx)" in message
+
+
 def test_what_cannot_work_is_said_before_the_first_step(pool: RankPool) -> None:
     for messages in pool.run(fit_all_that_fail_early, 2):
         for message, (_, _, expected) in zip(messages, SETUP_ERRORS, strict=True):
