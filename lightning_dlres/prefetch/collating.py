@@ -6,6 +6,7 @@ each other, spinning, for many times as long as the copy takes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,52 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_dlres.prefetch.storage.local_reads import Buffers
 
-def collated(items: Any) -> Any:
-    """Return what `default_collate` returns for a list or tuple of items."""
-    if not items:
+# The fewest bytes of a tensor that lies in memory that was used before. The allocator keeps less
+# than this for the next tensor itself; more it may give back, and get page by page again.
+_REUSED_BYTES = 1 << 20
+# Batches are made one after the other, and a few are handed over at a time.
+_MOST_FREE_BUFFERS = 4
+
+
+class Collator:
+    """Puts items of a batch together. Large tensors lie in memory of batches that are gone: the
+    page faults of fresh memory take several times as long as the copy into it."""
+
+    def __init__(self) -> None:
+        self._buffers = Buffers(_MOST_FREE_BUFFERS)
+
+    def __call__(self, items: Any) -> Any:
+        """Return what `default_collate` returns for a list or tuple of items."""
+        if not items:
+            return default_collate(items)
+        first = items[0]
+        if all(type(item) is Tensor for item in items):
+            return self._stacked(items) if _is_plain(items) else default_collate(items)
+        if type(first) in (tuple, list) and _are_alike(items):
+            return [self(column) for column in zip(*items, strict=True)]
+        if type(first) is dict and all(
+            type(item) is dict and first.keys() == item.keys() for item in items
+        ):
+            return {key: self([item[key] for item in items]) for key in first}
         return default_collate(items)
-    first = items[0]
-    if all(type(item) is Tensor for item in items):
-        return _stacked(items) if _is_plain(items) else default_collate(items)
-    if type(first) in (tuple, list) and _are_alike(items):
-        return [collated(column) for column in zip(*items, strict=True)]
-    if type(first) is dict and all(
-        type(item) is dict and first.keys() == item.keys() for item in items
-    ):
-        return {key: collated([item[key] for item in items]) for key in first}
-    return default_collate(items)
+
+    def _stacked(self, tensors: Any) -> Tensor:
+        try:
+            arrays = [tensor.numpy() for tensor in tensors]
+        except TypeError:
+            # A kind of number that NumPy does not have.
+            return torch.stack(list(tensors))
+        stacked = self._empty((len(tensors), *tensors[0].shape), tensors[0].dtype)
+        np.stack(arrays, out=stacked.numpy())
+        return stacked
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < _REUSED_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(self._buffers.get(nbytes)).view(dtype).view(shape)
 
 
 def _are_alike(items: Any) -> bool:
@@ -48,14 +80,3 @@ def _is_plain(tensors: Any) -> bool:
         and not tensor.is_quantized
         for tensor in tensors
     )
-
-
-def _stacked(tensors: Any) -> Tensor:
-    first: Tensor = tensors[0]
-    stacked = torch.empty((len(tensors), *first.shape), dtype=first.dtype)
-    try:
-        np.stack([tensor.numpy() for tensor in tensors], out=stacked.numpy())
-    except (TypeError, RuntimeError):
-        # A kind of number that NumPy does not have.
-        return torch.stack(list(tensors))
-    return stacked

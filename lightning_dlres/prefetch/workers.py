@@ -22,7 +22,7 @@ import torch.multiprocessing
 
 from lightning_dlres.core.checks import one_of, whole_number
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.prefetch.collating import collated
+from lightning_dlres.prefetch.collating import Collator
 from lightning_dlres.prefetch.items import decode_item
 from lightning_dlres.prefetch.labels import class_of
 from lightning_dlres.prefetch.local_samples import LocalSamples, set_up_worker
@@ -57,6 +57,10 @@ class BatchMaker:
     classes: tuple[str, ...] = ()
 
     @functools.cached_property
+    def _default_collate(self) -> Collator:
+        return Collator()
+
+    @functools.cached_property
     def _labels(self) -> dict[str | None, int]:
         return {name: number for number, name in enumerate(self.classes)}
 
@@ -76,7 +80,7 @@ class BatchMaker:
             found = [_decoded(sample, decode) if decode else sample for sample in samples]
         if self.collate is not None:
             return self.collate(found)
-        return collated(found) if decode else found
+        return self._default_collate(found) if decode else found
 
 
 def _decoded(sample: Sample, decode: Decode) -> Any:

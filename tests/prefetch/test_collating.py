@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lightning_dlres.prefetch.collating import collated
+from lightning_dlres.prefetch.collating import _REUSED_BYTES, Collator
 
 Pair = namedtuple("Pair", "first second")
 
@@ -52,8 +52,34 @@ def test_batches_are_those_of_torch(items: list[Any]) -> None:
         expected = default_collate(items)
     except Exception as error:
         with pytest.raises(type(error)):
-            collated(items)
+            Collator()(items)
         return
-    found = collated(items)
+    found = Collator()(items)
     assert repr(found) == repr(expected)
     assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool, torch.float16])
+def test_large_batches_lie_in_memory_of_batches_that_are_gone(dtype: torch.dtype) -> None:
+    collate = Collator()
+    count = _REUSED_BYTES // 4
+
+    def batch(value: int) -> Any:
+        item = (torch.full((2, count // 2), value, dtype=dtype), value)
+        return collate([item] * 4)[0]
+
+    first = batch(1)
+    # A view of it keeps its memory.
+    view = first[1:, :1].numpy()
+    place = first.data_ptr()
+    del first
+    second = batch(0)
+    assert second.data_ptr() != place
+    assert view.all()
+    assert torch.equal(second, torch.zeros(4, 2, count // 2, dtype=dtype))
+    del view
+    third = batch(1)
+    assert third.data_ptr() == place
+    assert third.is_contiguous()
+    assert third.all()
+    assert not second.any()
