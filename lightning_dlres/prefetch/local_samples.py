@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, overload
 
@@ -19,8 +20,8 @@ from lightning_dlres.prefetch.table import SampleTable
 # Seconds between two looks for a read that hangs.
 _LOOK_SECONDS = 1.0
 
-# In a worker process: what it reads with, and for how many seconds it tries.
-_worker: tuple[Reader, float] | None = None
+# In a worker process: what it reads with.
+_worker: WorkerReads | None = None
 
 
 class LocalSamples(Sequence[Sample]):
@@ -49,7 +50,8 @@ class LocalSamples(Sequence[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         if self._data is None:
-            self._data = _read_here(self.numbers)
+            assert _worker is not None
+            self._data = _worker.read(self.numbers)
         start = 0
         ends = np.cumsum(self._table.sizes[self.numbers]).tolist()
         for number, end in zip(self.numbers.tolist(), ends, strict=True):
@@ -63,39 +65,58 @@ class LocalSamples(Sequence[Sample]):
 def set_up_worker(reader: Reader, timeout: float) -> None:
     """Make this process one that reads the samples that are sent to it."""
     global _worker
-    _worker = reader, timeout
+    _worker = WorkerReads(reader, timeout)
 
 
-def _read_here(numbers: Positions) -> Bytes:
-    assert _worker is not None
-    reader, timeout = _worker
-    # In a thread of the storage, because nothing ends a read that hangs.
-    storage = FileStorage(reader, 1, 1, timeout)
-    replies: SimpleQueue[Reply] = SimpleQueue()
+class WorkerReads:
+    """Reads the samples of one batch after the other, in a thread of a storage, because nothing
+    ends a read that hangs.
 
-    def deliver() -> None:
-        for reply in storage.replies():
-            replies.put(reply)
+    Args:
+        reader: of the source.
+        timeout: seconds for which it tries.
+    """
 
-    storage.on_reply = deliver
-    storage.submit(0, 0, numbers)
-    try:
+    def __init__(self, reader: Reader, timeout: float) -> None:
+        self.table = reader.table
+        self._reader, self._timeout = reader, timeout
+        self._storage: FileStorage | None = None
+        self._replies: SimpleQueue[Reply] = SimpleQueue()
+
+    def read(self, numbers: Positions) -> Bytes:
+        """Return samples, one behind the other.
+
+        Raises:
+            StorageError: One cannot be had; it names the sample.
+        """
+        if self._storage is None:
+            # Replies of a thread that hung go to its own queue.
+            self._replies = SimpleQueue()
+            self._storage = FileStorage(self._reader, 1, 1, self._timeout)
+            self._storage.on_reply = partial(_deliver, self._storage, self._replies)
+        self._storage.submit(0, 0, numbers)
         while True:
             try:
-                data = replies.get(timeout=_LOOK_SECONDS).data
+                data = self._replies.get(timeout=_LOOK_SECONDS).data
                 break
             except Empty:
-                deliver()
-    finally:
-        storage.close()
-    if isinstance(data, StorageError):
-        raise data
-    return data
+                _deliver(self._storage, self._replies)
+        if isinstance(data, StorageError):
+            # Its thread may hang: another batch needs another one.
+            self._storage.close()
+            self._storage = None
+            raise data
+        return data
+
+
+def _deliver(storage: FileStorage, replies: SimpleQueue[Reply]) -> None:
+    for reply in storage.replies():
+        replies.put(reply)
 
 
 def _in_worker(numbers: Positions, epoch_seed: int) -> LocalSamples:
     # An error while a task is unpacked would end the worker: nothing is read yet.
     assert _worker is not None
-    samples = LocalSamples(_worker[0].table, numbers, None)
+    samples = LocalSamples(_worker.table, numbers, None)
     samples.epoch_seed = epoch_seed
     return samples

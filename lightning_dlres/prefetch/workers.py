@@ -135,7 +135,7 @@ class DecodePool:
         executor = self._started()
         if self._kind == "thread":
             return executor.submit(self._made, samples).result
-        future = executor.submit(_seeded, self._maker, samples)
+        future = executor.submit(_made_in_worker, samples)
         return lambda: self._result(future, samples)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class DecodePool:
                     self.num_workers,
                     mp_context=context,
                     initializer=_start_worker,
-                    initargs=(None if served else os.getpid(), self._reads),
+                    initargs=(None if served else os.getpid(), self._maker, self._reads),
                 )
         return self._executor
 
@@ -181,7 +181,15 @@ def _check_can_be_sent(maker: BatchMaker) -> None:
         ) from error
 
 
-def _start_worker(parent: int | None, reads: tuple[Reader, float] | None) -> None:
+# In a worker process: what makes its batches.
+_maker: BatchMaker | None = None
+
+
+def _start_worker(
+    parent: int | None, maker: BatchMaker, reads: tuple[Reader, float] | None
+) -> None:
+    global _maker
+    _maker = maker
     if reads is not None:
         set_up_worker(*reads)
     # As many processes as there are cores compute already.
@@ -201,10 +209,15 @@ def _end_with(parent: int | None) -> None:
     os._exit(1)
 
 
-def _seeded(maker: BatchMaker, samples: Samples | LocalSamples) -> Any:
+def _made_in_worker(samples: Samples | LocalSamples) -> Any:
     """In a worker process: what is random follows from the samples, not from the worker."""
+    assert _maker is not None
     seed = mixed(samples.epoch_seed + int(samples.numbers[0]))
-    torch.manual_seed(seed % 2**63)
+    if torch.cuda.is_initialized():
+        torch.manual_seed(seed % 2**63)
+    else:
+        # The line above would note a stack trace for every accelerator that is not in use yet.
+        torch.default_generator.manual_seed(seed % 2**63)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    return maker(samples)
+    return _maker(samples)

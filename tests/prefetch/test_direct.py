@@ -17,10 +17,12 @@ import torch
 from lightning_dlres.core.errors import ConfigError, StorageError
 from lightning_dlres.prefetch.direct import DirectClient
 from lightning_dlres.prefetch.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.local_samples import WorkerReads
 from lightning_dlres.prefetch.options import host_config
 from lightning_dlres.prefetch.samples import Sample
 from lightning_dlres.prefetch.sequence import mixed, shuffled
 from lightning_dlres.prefetch.storage import files, local_reads
+from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.put import put
 from tests.prefetch.conftest import SAMPLES, bytes_of, pack_of
 
@@ -144,6 +146,20 @@ def test_damage_is_named(stack: ExitStack, folder: Path, tmp_path: Path) -> None
     batches = direct(stack, tmp_path, cache={"timeout": 0.1})
     with pytest.raises(StorageError, match=r"'part0/sample 001.bin' \(number 1\) is damaged"):
         list(batches)
+
+
+def test_a_worker_process_reads_all_batches_in_one_thread(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode())
+    reads = WorkerReads(open_reader(tmp_path), 0.1)
+    before = threading.active_count()
+    for number in range(3):
+        assert bytes(reads.read(np.array([number], dtype=np.uint32))) == b"abc"[number : number + 1]
+        assert threading.active_count() == before + 1
+    (tmp_path / "b").unlink()
+    with pytest.raises(StorageError, match="sample 'b'"):
+        reads.read(np.array([1], dtype=np.uint32))
+    assert bytes(reads.read(np.array([2], dtype=np.uint32))) == b"c"
 
 
 def test_a_read_that_hangs_is_an_error(
