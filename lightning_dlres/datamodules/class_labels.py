@@ -31,7 +31,7 @@ class ClassLabels:
 
     @property
     def are_used(self) -> bool:
-        """Whether samples have labels."""
+        """True if samples have labels."""
         return self._given is not None
 
     @property

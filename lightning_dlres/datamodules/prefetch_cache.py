@@ -4,7 +4,6 @@ DataLoader, and no DistributedSampler."""
 from __future__ import annotations
 
 import uuid
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -31,11 +30,7 @@ from lightning_dlres.datamodules.splits import (
     has_url,
     is_data_set,
 )
-from lightning_dlres.datamodules.stores import (
-    own_temporary_directory,
-    temporary_directory,
-    write_store,
-)
+from lightning_dlres.datamodules.stores import SplitStores
 from lightning_dlres.prefetch.loader import PrefetchLoader
 from lightning_dlres.prefetch.messages import HostConfig
 from lightning_dlres.prefetch.options import host_config
@@ -225,10 +220,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             )
         self._tail: Tail = "drop" if drop_last else tail
         self._shuffle = shuffle
-        self._store = None if store is None else Path(store).expanduser()
-        self._stores: dict[str, Path] = {}
-        # Removes the temporary stores of this process.
-        self._clean_up: weakref.finalize[..., Any] | None = None
+        self._stores = SplitStores(None if store is None else Path(store).expanduser())
         self._job = ""
         self._loaders: dict[str, PrefetchLoader] = {}
         self._state: dict[str, Any] | None = None
@@ -294,7 +286,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         for split in wanted:
             for name, source in self._splits[split].sources.items():
                 if is_data_set(source):
-                    self._stores[name] = self._put(trainer, name, source)
+                    self._stores.write(trainer, self._job, name, source)
                 elif split in LABELLED:
                     labelled = True
         if labelled:
@@ -303,12 +295,12 @@ class PrefetchCacheDataModule(LightningDataModule):
     @override
     def teardown(self, stage: str) -> None:
         self._forget()
-        self._remove_temporary()
+        self._stores.forget()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._forget()
-        self._remove_temporary()
+        self._stores.forget()
 
     @override
     def train_dataloader(self) -> PrefetchLoader:
@@ -434,7 +426,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             tail: See `Deal`.
             shuffle: See `PrefetchLoader`.
         """
-        source = self._stores.get(of) or self._splits[split].sources.get(of)
+        source = self._stores.paths.get(of) or self._splits[split].sources.get(of)
         if source is None:
             raise ConfigError(
                 got_expected(
@@ -464,22 +456,6 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     def _options_probe(self) -> str:
         return "tcp://127.0.0.1:1" if self._options["storage"] == "nodes" else "."
-
-    def _put(self, trainer: Trainer, split: str, dataset: Dataset[Any]) -> Path:
-        """Write a data set into a store, once on every host, and return where it is."""
-        writes, base = trainer.local_rank == 0, self._store
-        if base is None:
-            base = temporary_directory(self._job)
-            if writes and self._clean_up is None:
-                self._clean_up = weakref.finalize(self, own_temporary_directory(base))
-        write_store(trainer.strategy, dataset, base / split, writes)
-        return base / split
-
-    def _remove_temporary(self) -> None:
-        self._stores.clear()
-        if self._clean_up is not None:
-            self._clean_up()
-            self._clean_up = None
 
     def _report(self, loader: PrefetchLoader) -> None:
         trainer = self._trainer()

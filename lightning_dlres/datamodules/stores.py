@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 import uuid
+import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -36,6 +38,47 @@ from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 _PROBES = 16
 # Seconds between two looks at a lock.
 _POLL = 0.01
+
+
+class SplitStores:
+    """The stores of the data sets of a data module's splits.
+
+    Args:
+        directory: For one store of each split; None: a temporary directory.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self.paths: dict[str, Path] = {}
+        # Removes the temporary stores of this process.
+        self._clean_up: weakref.finalize[..., Any] | None = None
+
+    def write(self, trainer: Trainer, job: str, name: str, dataset: Any) -> None:
+        """Write a data set into a store, once on every host; all ranks come here.
+
+        Args:
+            trainer: Of the ranks.
+            job: A name, the same for all ranks and for no other job.
+            name: Of the store.
+            dataset: A map-style data set.
+
+        Raises:
+            ConfigError: See `write_store`.
+        """
+        writes, base = trainer.local_rank == 0, self._directory
+        if base is None:
+            base = temporary_directory(job)
+            if writes and self._clean_up is None:
+                self._clean_up = weakref.finalize(self, own_temporary_directory(base))
+        write_store(trainer.strategy, dataset, base / name, writes)
+        self.paths[name] = base / name
+
+    def forget(self) -> None:
+        """Remove temporary stores; others stay for the next run."""
+        self.paths.clear()
+        if self._clean_up is not None:
+            self._clean_up()
+            self._clean_up = None
 
 
 def temporary_directory(job: str) -> Path:

@@ -19,6 +19,7 @@ from lightning_dlres.prefetch.options import host_config
 from lightning_dlres.prefetch.samples import Sample
 from lightning_dlres.prefetch.sequence import shuffled
 from lightning_dlres.prefetch.storage.put import put
+from tests.datamodules.quiet import trainer
 
 # In the order of bytes, as torchvision sorts them.
 CLASSES = ["Zebra", "cat", "ünit"]
@@ -74,19 +75,8 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trainer(directory: Path, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": directory,
-        "max_epochs": 1,
-    }
-    return Trainer(**{**quiet, **options})
+def once(directory: Path, **options: Any) -> Trainer:
+    return trainer(directory, **{"max_epochs": 1, "num_sanity_val_steps": 0, **options})
 
 
 def module(root: Path, **options: Any) -> dlres.PrefetchCacheDataModule:
@@ -105,7 +95,7 @@ def test_labels_and_several_sets(root: Path) -> None:
     # Known without a Trainer, as models need their number.
     assert data.classes == CLASSES
     assert data.class_to_idx == {"Zebra": 0, "cat": 1, "ünit": 2}
-    running = trainer(root)
+    running = once(root)
     running.fit(model, datamodule=data)
     expected = [(at // 4, at // 4, at % 4) for at in shuffled(12, 0, 0).tolist()]
     assert model.trained == expected
@@ -124,7 +114,7 @@ def test_each_set_has_a_cache_of_its_own(root: Path) -> None:
     data = module(
         root, train=None, val=[root / "val", root / "other"], labels=CLASSES, storage="files"
     )
-    trainer(root).validate(model, datamodule=data, verbose=False)
+    once(root).validate(model, datamodule=data, verbose=False)
     assert model.validated == {0: [(1, 1)] * 4 + [(2, 2)] * 4, 1: [(0, 0)] * 4}
 
 
@@ -143,6 +133,8 @@ def test_a_store_keeps_labels(root: Path, tmp_path: Path, workers: dict[str, Any
         wanted = [number for number in range(3) for _ in range(count)]
         assert labels.tolist() == values[:, 0].tolist() == wanted
     assert module(root, train=tmp_path / "store").classes == CLASSES
+    listing.write_text("\n".join(f"{name}/0.jpg" for name in reversed(CLASSES)))
+    assert module(root, train=listing).classes == CLASSES
 
 
 def test_without_decode_samples_come_with_their_labels(root: Path) -> None:
@@ -165,7 +157,7 @@ def test_passes_over_each_set_go_on_after_a_checkpoint(root: Path) -> None:
         seeds.clear()
         saving = ModelCheckpoint(root / f"{epochs}", save_last=True)
         data = module(root, val=[root / "val", root / "other"], decode=noted)
-        trainer(root, max_epochs=epochs, callbacks=[saving], enable_checkpointing=True).fit(
+        once(root, max_epochs=epochs, callbacks=[saving], enable_checkpointing=True).fit(
             Classifier(), datamodule=data, ckpt_path=resume
         )
         return list(seeds)
@@ -180,13 +172,13 @@ def test_passes_over_each_set_go_on_after_a_checkpoint(root: Path) -> None:
 def test_classes_that_are_given(root: Path) -> None:
     data = module(root, val=root / "val", labels=["cat", "ünit", "Zebra"])
     model = Classifier()
-    trainer(root).validate(model, datamodule=data, verbose=False)
+    once(root).validate(model, datamodule=data, verbose=False)
     assert model.validated == {0: [(0, 1)] * 4 + [(1, 2)] * 4}
     with pytest.raises(dlres.ConfigError, match="labels must give the 3 classes of the check"):
         data.load_state_dict({"classes": CLASSES})
     data = module(root, train=None, val=root / "other", labels=["cat"])
     with pytest.raises(dlres.ConfigError, match=r"'Zebra' in .*labels=\['Zebra', 'cat'\]"):
-        trainer(root).validate(model, datamodule=data)
+        once(root).validate(model, datamodule=data)
 
 
 def test_sources_without_classes_are_refused_by_name(root: Path) -> None:
@@ -194,7 +186,7 @@ def test_sources_without_classes_are_refused_by_name(root: Path) -> None:
         _ = module(root, extensions=None).classes
     flat = root / "train" / "cat"
     with pytest.raises(dlres.ConfigError, match=f"sample '0.jpg' of {flat}"):
-        trainer(root).fit(Classifier(), datamodule=module(root, train=flat))
+        once(root).fit(Classifier(), datamodule=module(root, train=flat))
     listing = root / "train" / "list.txt"
     listing.write_text("./cat/0.jpg\n")
     with pytest.raises(dlres.ConfigError, match=r"sample './cat/0.jpg' of"):

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import lightning_dlres as dlres
 from lightning_dlres.prefetch.items import ENCODING, encode_item
@@ -25,6 +25,7 @@ from lightning_dlres.prefetch.options import host_config
 from lightning_dlres.prefetch.pinning import pinned
 from lightning_dlres.prefetch.sequence import shuffled
 from lightning_dlres.prefetch.storage.put import put
+from tests.datamodules.quiet import trainer
 from tests.pool import RankContext, RankPool
 
 COUNT = 50
@@ -58,26 +59,11 @@ class Model(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0]).square().mean()
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.validated += batch[1].tolist()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trainer(directory: Path, **options: Any) -> Trainer:
-    quiet = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "num_sanity_val_steps": 2,
-        "default_root_dir": directory,
-        "max_epochs": 2,
-    }
-    return Trainer(**{**quiet, **options})
 
 
 def order(epoch: int, seed: int = 0) -> list[int]:
@@ -375,7 +361,7 @@ def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, An
     strategy = options.pop("strategy", "ddp")
     batch = options.pop("batch", 4)
     resume = options.pop("resume", None)
-    source = {"train": options.pop("train")} if "train" in options else {}
+    source = {name: options.pop(name) for name in ("train", "val") if name in options}
     tempfile.tempdir = options.pop("temporary", None)
     trainer(
         Path(work),
@@ -387,7 +373,7 @@ def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, An
         num_sanity_val_steps=0,
         **options,
     ).fit(model, datamodule=module(batch_size=batch, tail="pad", **source), ckpt_path=resume)
-    return model.seen
+    return (model.seen, model.validated) if "val" in source else model.seen
 
 
 def test_ranks_share_out_and_go_on_as_other_ranks(pool: RankPool, tmp_path: Path) -> None:
@@ -412,8 +398,10 @@ def test_ranks_share_out_and_go_on_as_other_ranks(pool: RankPool, tmp_path: Path
 
 def test_a_pipeline_reads_once_for_all(pool: RankPool, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dl") as runtime:
-        options = {"strategy": "dlres_hetero_pipe", "max_epochs": 2, "batch": 10}
-        for seen in pool.run(fit_ddp, 2, str(tmp_path), runtime, options, timeout=100):
+        sets = [Subset(data_set(), [3, 1]), Subset(data_set(), range(12))]
+        options = {"strategy": "dlres_hetero_pipe", "max_epochs": 2, "batch": 10, "val": sets}
+        for seen, validated in pool.run(fit_ddp, 2, str(tmp_path), runtime, options, timeout=100):
+            assert validated == [3, 1, *range(12)] * 2
             for epoch in range(2):
                 assert [n for at, ns in seen if at == epoch for n in ns] == order(epoch)
 

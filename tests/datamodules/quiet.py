@@ -1,0 +1,23 @@
+"""A Trainer that trains on one CPU and says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+
+def trainer(directory: Path, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 2,
+        "default_root_dir": directory,
+        "max_epochs": 2,
+    }
+    return Trainer(**{**quiet, **options})
