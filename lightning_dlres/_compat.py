@@ -58,6 +58,26 @@ def set_device_property(module: LightningModule, device: torch.device) -> None:
             child._device = device  # type: ignore[assignment]
 
 
+def without_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
+    """Take Lightning's exchange about SIGTERM before every batch out of the Trainer, and return the
+    undo. There is no option for it.
+
+    The strategy tells the ranks of a signal along with a batch. Lightning's broadcast waits without
+    a name or a check for failed ranks, and swallows the error when its time is over.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+
+    def undo() -> None:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+    return undo
+
+
+def _do_nothing() -> None:
+    """Stands in for an exchange that is not needed."""
+
+
 def train_loader(trainer: Trainer) -> Any:
     """Return a train loader made for profiling.
 

@@ -285,6 +285,8 @@ class HeteroPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
+        if self.world_size > 1:
+            self._until_teardown.callback(_compat.without_sigterm_broadcast(trainer))
         if self.is_global_zero and self.world_size > 1:
             self._until_teardown.enter_context(whole_data(module, trainer.datamodule))  # type: ignore[attr-defined]
         fitting = trainer.state.fn == TrainerFn.FITTING
