@@ -48,10 +48,30 @@ class Again:
         run = partial(forward, **kwargs)
         if self.report is not None:
             return _watched(run, args, self.report)
-        return checkpoint(run, *args, use_reentrant=False)
+        distinct, places = _distinct(args)
+
+        def run_in_places(*tensors: Any) -> Any:
+            return run(*(tensors[place] for place in places))
+
+        return checkpoint(run_in_places, *distinct, use_reentrant=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "report": None}
+
+
+def _distinct(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return arguments without repetition, and the place of each argument among them.
+
+    Each saved tensor comes back as a tensor of its own, but a module may ask whether two inputs are
+    one tensor: `nn.MultiheadAttention` computes self-attention otherwise.
+    """
+    found: dict[int, int] = {}
+    distinct: list[Any] = []
+    for argument in args:
+        if id(argument) not in found:
+            found[id(argument)] = len(distinct)
+            distinct.append(argument)
+    return distinct, [found[id(argument)] for argument in args]
 
 
 def _watched(run: Callable[..., Any], args: Sequence[Any], report: Report) -> Any:
