@@ -256,13 +256,15 @@ def is_only_in_python(tensor: Tensor) -> bool:
     return count is not None and int(count()) == 1
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for many under torch.vmap: it has no memory of its own. There
-    is no public name to ask."""
+def is_wrapped(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for others in a transform of torch.func (`vmap`, `jvp`): it
+    has no memory of its own. There is no public name to ask."""
     functorch = getattr(torch._C, "_functorch", None)
     if functorch is None:
         return False
-    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    return bool(
+        functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )
 
 
 def is_transforming() -> bool:

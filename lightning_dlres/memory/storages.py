@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import (
-    is_batched,
+    is_wrapped,
     is_zeros_without_memory,
     shares_counter,
     storage_key,
@@ -88,7 +88,7 @@ def has_storage(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not tensor.is_nested
         and not is_lazy(tensor)
-        and not is_batched(tensor)
+        and not is_wrapped(tensor)
         and not is_zeros_without_memory(tensor)
         and not tensor.is_quantized
         and tensor.numel() > 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_dlres.core._compat import is_batched
+from lightning_dlres.core._compat import is_wrapped
 
 # How deep containers in attributes are looked into.
 _DEPTH = 4
@@ -70,7 +70,7 @@ def checksum(tensor: Tensor) -> Any:
     rare accidents."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
         return None
-    if not tensor.numel() or tensor.is_nested or tensor.is_quantized or is_batched(tensor):
+    if not tensor.numel() or tensor.is_nested or tensor.is_quantized or is_wrapped(tensor):
         return None
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     kind = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
@@ -91,7 +91,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if is_lazy(value) or value.layout is not torch.strided or value.is_nested:
             return
-        if is_batched(value):
+        if is_wrapped(value):
             return
         if value.device.type != "meta" and value.numel():
             yield value

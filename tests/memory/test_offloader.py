@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
+from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dlres.core.errors import ConfigError
@@ -145,7 +145,14 @@ def with_forward_derivatives(net: Wide, x: Tensor) -> Tensor:
         return torch.cat([y, slope])
 
 
-@pytest.mark.parametrize("way", [of_rows, of_closures, of_weights, with_forward_derivatives])
+def with_pushed_forward(net: Wide, x: Tensor) -> Tensor:
+    return torch.cat(jvp(net, (x,), (x.sin(),)))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [of_rows, of_closures, of_weights, with_forward_derivatives, with_pushed_forward],
+)
 def test_modules_run_as_they_are_in_transforms(way: Callable[[Any, Tensor], Tensor]) -> None:
     wide = Wide()
     options: dict[str, Any] = {"actions": ["reuse", "recompute"], "budget": "min"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from lightning_dlres.core._compat import is_batched
+from lightning_dlres.core._compat import is_wrapped
 from lightning_dlres.memory.reuse.formula import Backward, Extras, Params
 
 # Elements whose signs are packed at a time; a multiple of 8.
@@ -83,7 +83,7 @@ class SignedRelu(torch.autograd.Function):
         if gradient is None:
             return None, None
         (signs,) = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batched(gradient):
+        if torch.is_grad_enabled() or is_wrapped(gradient):
             # The bits are constants, and what follows is differentiable.
             return torch.where(_mask(signs, ctx.shape, ctx.stride), gradient, 0.0), None
         found = torch.empty_strided(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_dlres.core._compat import is_batched, is_view
+from lightning_dlres.core._compat import is_view, is_wrapped
 from lightning_dlres.memory.audit import are_same, layout_of
 from lightning_dlres.memory.reuse.formula import Backward, Formula, Params
 
@@ -78,7 +78,7 @@ class InPlaceGradient(torch.autograd.Function):
             found = _differentiable(formula, gradient, x, params, (wants_x, *wanted))
             return None, None, None, *found
         plainly = partial(_plain_gradients, formula, x, params, (wants_x, *wanted))
-        if is_batched(gradient) or layout_of(gradient) != ctx.layout:
+        if is_wrapped(gradient) or layout_of(gradient) != ctx.layout:
             # In another layout sums may be added up in another order.
             return None, None, None, *plainly(gradient)
         expected = None
