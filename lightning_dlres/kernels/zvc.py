@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,6 +118,11 @@ def decode(data: Tensor, width: int, out: Tensor) -> None:
         return
     from lightning_dlres.kernels import zvc_cpu
 
+    if count % 64 and int(array_of(head[-8:]).view(np.uint64)[0]) >> count % 64:
+        raise ProtocolError(
+            f"compressed data: got a mask with bits behind element {count - 1}, expected none. "
+            "Check that both sides mean the same tensor."
+        )
     kept = zvc_cpu.kept(array_of(head))
     if kept * width != values.numel():
         raise ProtocolError(

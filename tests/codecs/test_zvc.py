@@ -245,6 +245,16 @@ def test_damaged_data_is_refused(cut: int) -> None:
         codecs.decode(bad)
 
 
+@pytest.mark.parametrize("count", [1, 63, 65, 1000])
+def test_a_mask_of_more_elements_than_there_are_is_refused(count: int) -> None:
+    good = ZVC.encode(torch.zeros(count).index_fill(0, torch.tensor([0]), 1.0), density=0.0)
+    bad = replace(good, codec="zvc", data=torch.zeros(-(-count // 64) * 8 + 4, dtype=torch.uint8))
+    # The one value belongs to an element behind the last one, and the number of values is right.
+    bad.data[count // 8] = 1 << count % 8
+    with pytest.raises(ProtocolError, match=f"bits behind element {count - 1}"):
+        codecs.decode(replace(bad, used=bad.data.numel()))
+
+
 def test_a_sparse_tensor_is_refused() -> None:
     with pytest.raises(ConfigError, match="to_dense"):
         ZVC.encode(torch.eye(3).to_sparse())
