@@ -3,6 +3,8 @@ permuted tensor is then encoded without a copy, and comes back permuted alike.""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,11 +35,19 @@ def dense_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def fills_its_memory(tensor: Tensor) -> bool:
     """Return whether every place between the first and the last element belongs to exactly one."""
-    if tensor.is_contiguous():
+    return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether a tensor of this shape and these strides fills its memory: every place between
+    the first and the last element belongs to exactly one."""
+    if len(shape) != len(stride):
+        return False
+    if 0 in shape:
         return True
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1 and step != expected:
             return False
         expected *= size
     return True

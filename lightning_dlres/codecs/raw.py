@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.codecs.base import Codec, Encoded, register
-from lightning_dlres.codecs.layout import dense_bytes
+from lightning_dlres.codecs.layout import dense_bytes, is_dense
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.kernels.copying import put_away
 
@@ -46,8 +46,14 @@ def target_of(encoded: Encoded, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the tensor that decoding returns, and its memory as uint8[count * width].
 
     Raises:
-        ProtocolError: `out` is of another dtype, shape or stride.
+        ProtocolError: `out` is of another dtype, shape or stride, or these strides are of no tensor
+            that fills its memory.
     """
+    if not is_dense(encoded.shape, encoded.stride):
+        raise ProtocolError(
+            f"decoding: got the strides {encoded.stride} for {tuple(encoded.shape)}, expected "
+            "those of a tensor that fills its memory."
+        )
     if out is None:
         out = torch.empty_strided(
             encoded.shape, encoded.stride, dtype=encoded.dtype, device=encoded.data.device

@@ -61,3 +61,11 @@ def test_raw_bytes_of_another_length_are_refused() -> None:
     part = replace(Raw().encode(torch.ones(4)), used=8)
     with pytest.raises(ProtocolError, match="got 8 bytes, expected 16"):
         codecs.decode(part)
+
+
+@pytest.mark.parametrize("stride", [(0, 1), (8, 2), (1,), (4, 1, 1), (3, 1)])
+@pytest.mark.parametrize("name", codecs.names())
+def test_strides_that_leave_gaps_or_overlap_are_refused(name: str, stride: tuple[int, ...]) -> None:
+    encoded = codecs.codec(name).encode(torch.eye(4))
+    with pytest.raises(ProtocolError, match="expected those of a tensor that fills its memory"):
+        codecs.decode(replace(encoded, stride=stride))
