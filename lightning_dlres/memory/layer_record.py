@@ -22,7 +22,8 @@ from lightning_dlres.core._compat import (
 from lightning_dlres.memory.meter import MemoryTrace
 from lightning_dlres.memory.profile import Datum, Layer, Region, Reuse
 from lightning_dlres.memory.readers import Readers
-from lightning_dlres.memory.traces import PLAIN, Traces, tensors_in
+from lightning_dlres.memory.recompute import comes_back
+from lightning_dlres.memory.traces import Traces, tensors_in
 
 # So many steps of autograd's graph lie at most between a module's input and who made it.
 _MOST_NODES = 64
@@ -98,14 +99,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _inert() -> Callable[..., None]:
     return _nothing
-
-
-def _are_plain(args: Any, kwargs: Any) -> bool:
-    """Return whether tensors are arguments themselves, by position, and nothing else can be
-    changed."""
-    plain = (*PLAIN, torch.dtype, torch.device, torch.Size)
-    by_name = all(isinstance(value, plain) for value in kwargs.values())
-    return by_name and all(isinstance(value, (Tensor, *plain)) for value in args)
 
 
 class LayerRecord:
@@ -209,7 +202,7 @@ class LayerRecord:
                 after=self._makers_of(tensors),
                 before=Traces(module) if finds_traces else None,
                 versions=[Version(tensor) for tensor in tensors],
-                takes_plain_arguments=_are_plain(args, kwargs),
+                takes_plain_arguments=comes_back(args, kwargs),
             )
             self._calls.setdefault(name, []).append(call)
             self._open.append(call)

@@ -6,7 +6,7 @@ its class, its state dict's keys and its hooks stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,12 +16,28 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from lightning_dlres.core._compat import is_transforming
+from lightning_dlres.core._compat import is_transforming, version_of
 from lightning_dlres.memory.audit import Audit
 from lightning_dlres.memory.calling import Calls
-from lightning_dlres.memory.traces import checksum, tensors_in
+from lightning_dlres.memory.traces import PLAIN, checksum, tensors_in
 
 Report = Callable[[bool], None]
+# The tensors that a forward computes with, and how often each was changed in place.
+Weights = list[tuple[Tensor, int]]
+
+# Arguments that nothing can change.
+_PLAIN = (*PLAIN, torch.dtype, torch.device, torch.Size)
+
+
+def comes_back(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a module that runs again gets the same arguments again.
+
+    Tensors do by position only. Their values come back, but neither a subclass of `Tensor` nor
+    attributes of one. Other objects may have changed by then.
+    """
+    return all(isinstance(value, _PLAIN) for value in kwargs.values()) and all(
+        not vars(value) if type(value) is Tensor else isinstance(value, _PLAIN) for value in args
+    )
 
 
 class Again:
@@ -38,25 +54,54 @@ class Again:
         self.module, self.calls, self.report = module, calls, report
         # A forward that somebody else has put there before.
         self.before = module.__dict__.get("forward")
+        # Inside of functional_call the module has others, and in backward these again.
+        self._weights = [id(tensor) for tensor, _ in _weights_of(module)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.calls.copy_of(self.module, self) or self.module
         forward = self.before or partial(type(module).forward, module)
         # By the time of backward a transform is over, and its tensors are of no use.
-        if not torch.is_grad_enabled() or is_transforming():
+        if not torch.is_grad_enabled() or is_transforming() or not comes_back(args, kwargs):
             return forward(*args, **kwargs)
-        run = partial(forward, **kwargs)
-        if self.report is not None:
-            return _watched(run, args, self.report)
+        weights = _weights_of(module)
+        if module is self.module and [id(tensor) for tensor, _ in weights] != self._weights:
+            return forward(*args, **kwargs)
         distinct, places = _distinct(args)
 
-        def run_in_places(*tensors: Any) -> Any:
-            return run(*(tensors[place] for place in places))
+        def run(*tensors: Any) -> Any:
+            _require_unchanged(module, weights)
+            return forward(*(tensors[place] for place in places), **kwargs)
 
-        return checkpoint(run_in_places, *distinct, use_reentrant=False)
+        if self.report is not None:
+            return _watched(run, distinct, self.report)
+        return checkpoint(run, *distinct, use_reentrant=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "report": None}
+
+
+def _weights_of(module: nn.Module) -> Weights:
+    tensors = (*module.parameters(), *module.buffers())
+    return [(tensor, -1 if tensor.is_inference() else version_of(tensor)) for tensor in tensors]
+
+
+def _require_unchanged(module: nn.Module, weights: Weights) -> None:
+    """Raise where a module would run again with other weights than in forward.
+
+    Raises:
+        RuntimeError: A parameter or buffer was replaced, or changed in place.
+    """
+    now = _weights_of(module)
+    if len(now) == len(weights) and all(
+        one is other and before == after
+        for (one, before), (other, after) in zip(weights, now, strict=True)
+    ):
+        return
+    raise RuntimeError(
+        f"{type(module).__name__} runs again in backward, but its parameters or buffers were "
+        "changed after forward. Run backward before the optimizer's step, or leave 'recompute' out "
+        "of the actions."
+    )
 
 
 def _distinct(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -78,6 +123,8 @@ def _watched(run: Callable[..., Any], args: Sequence[Any], report: Report) -> An
     """Return what a function returns, and report, when backward comes to it, whether it would
     return the same once more."""
     surroundings = _Surroundings(args)
+    # As checkpoint keeps them: another tensor comes back.
+    inputs = _KeptInputs(args)
     output = run(*args)
     first, reported = _checksums(output), False
 
@@ -88,12 +135,47 @@ def _watched(run: Callable[..., Any], args: Sequence[Any], report: Report) -> An
             for handle in handles:
                 handle.remove()
             with surroundings.restored():
-                report(_checksums(run(*args)) == first)
+                try:
+                    again = _checksums(run(*inputs.take()))
+                except Exception:
+                    # What it needs is gone: it must not run again.
+                    again = None
+            report(again == first)
 
     # Not on leaves: they live longer than the step.
     inner = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
     handles = [tensor.register_hook(look) for tensor in inner]
     return output
+
+
+class _KeptInputs:
+    """Arguments, of which autograd saves the tensors until they are taken."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._args = [None if isinstance(value, Tensor) else value for value in args]
+        self._places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
+        tensors = [args[place] for place in self._places]
+        leaf = torch.empty(0, requires_grad=True)
+        # Here, not where the plan says: nothing is measured in this step.
+        with saved_tensors_hooks(Tensor.detach, _itself):
+            saved = _Save.apply(leaf, *tensors)  # type: ignore[no-untyped-call]
+        self._node: Any = saved.grad_fn
+
+    def take(self) -> list[Any]:
+        """Return the arguments, once."""
+        args, node, self._node = list(self._args), self._node, None
+        for place, tensor in zip(self._places, node.saved_tensors, strict=True):
+            args[place] = tensor
+        return args
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return one.new_empty(0)
 
 
 def _checksums(output: Any) -> list[Any]:

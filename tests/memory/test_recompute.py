@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
+from lightning_dlres.memory.audit import Audit
 from lightning_dlres.memory.recompute import running_again
 
 
@@ -41,3 +47,106 @@ def test_an_argument_that_is_given_twice_is_one_tensor_again() -> None:
     assert root["block"].seen == [(True, False)] * 3
     assert len(found) == len(expected) > 0
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Subclass(Tensor):
+    """A tensor that some modules treat otherwise."""
+
+
+def with_an_attribute(block: nn.Module, x: Tensor) -> Tensor:
+    x = x * 1
+    x.scale = 3.0  # type: ignore[attr-defined]
+    return block(x)  # type: ignore[no-any-return]
+
+
+def as_a_subclass(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x.as_subclass(Subclass)).as_subclass(Tensor)  # type: ignore[no-any-return]
+
+
+def by_keyword(block: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = block(x, other=(other := x.detach() * 1))
+    with torch.no_grad():
+        other.zero_()
+    return y
+
+
+def with_other_weights(block: nn.Module, x: Tensor) -> Tensor:
+    weights = {name: weight * 2 for name, weight in block.named_parameters()}
+    return functional_call(block, weights, (x,))
+
+
+def with_a_hook(block: nn.Module, x: Tensor) -> Tensor:
+    x = x * 1
+    x.register_hook(lambda gradient: gradient)
+    return block(x)  # type: ignore[no-any-return]
+
+
+def with_weights_that_change(block: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = block(x)
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.add_(0)
+    return y
+
+
+class Asks(nn.Module):
+    """Asks for more of its input than the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        scale = getattr(x, "scale", 1.0) + isinstance(x, Subclass) + bool(x._backward_hooks)
+        y = self.linear(x) * scale
+        # What is saved here depends on it.
+        return y.sin() * (1.0 if other is None else other.sum())
+
+
+Way = Callable[[nn.Module, Tensor], Tensor]
+
+
+def gradients_of(way: Way, *audits: Audit, again: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    root = nn.Sequential(nn.Linear(8, 8), Asks())
+    y = torch.randn(5, 8)
+
+    def run() -> None:
+        way(root[1], root[0](y)).square().sum().backward()
+
+    if again:
+        hooks: Any = saved_tensors_hooks(Tensor.detach, Tensor.detach)
+        with running_again(root, ["1"], audit=audits[0] if audits else None), hooks:
+            run()
+    else:
+        run()
+    return [p.grad for p in root.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("way", [with_an_attribute, as_a_subclass, by_keyword, with_other_weights])
+def test_what_would_not_come_back_does_not_run_again(way: Way) -> None:
+    expected, found = gradients_of(way, again=False), gradients_of(way, again=True)
+    assert len(found) == len(expected) > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_changed_weights_are_an_error_and_no_other_gradient() -> None:
+    with pytest.raises(RuntimeError, match="Asks runs again in backward, but its parameters"):
+        gradients_of(with_weights_that_change, again=True)
+
+
+def test_an_audit_runs_with_what_comes_back() -> None:
+    audit = Audit()
+    gradients_of(with_a_hook, audit, again=True)
+    assert audit.unlike({"1"})
+
+
+def test_an_audit_of_what_cannot_run_again_does_not_end_the_step() -> None:
+    def way(block: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = block(x)
+        block.register_buffer("late", torch.zeros(1))
+        return y
+
+    audit = Audit()
+    assert gradients_of(way, audit, again=True)
+    assert audit.unlike({"1"})
