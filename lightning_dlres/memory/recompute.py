@@ -203,8 +203,9 @@ class _Surroundings:
             for kind, dtype, is_on in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, is_on))
             stack.enter_context(torch.enable_grad())
-            # What it saves is nobody's business.
-            stack.enter_context(saved_tensors_hooks(_itself, _itself))
+            # The engine must not see what this run saves. An alias is saved, as an operation that
+            # saves its own output would hold itself, and never be freed.
+            stack.enter_context(saved_tensors_hooks(Tensor.detach, _itself))
             yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -150,3 +152,21 @@ def test_an_audit_of_what_cannot_run_again_does_not_end_the_step() -> None:
     audit = Audit()
     assert gradients_of(way, audit, again=True)
     assert audit.unlike({"1"})
+
+
+def test_an_audit_leaves_nothing_behind() -> None:
+    freed: list[str] = []
+
+    class SavesOutput(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            weakref.finalize(y.untyped_storage(), freed.append, "output")
+            return y * 2
+
+    root = nn.Sequential(nn.Linear(4, 4), SavesOutput())
+    audit = Audit()
+    with running_again(root, ["1"], audit=audit):
+        root(torch.randn(2, 4)).sum().backward()
+    gc.collect()
+    assert not audit.unlike({"1"}) | audit.unseen({"1"})
+    assert freed == ["output"] * 2
