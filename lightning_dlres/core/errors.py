@@ -42,6 +42,12 @@ class BatchMismatchError(PeerError):
     """Two ranks that must see the same batch saw different ones."""
 
 
+def text_of(error: object) -> str:
+    """Return the text of an error as a message can carry it: the name of a file in it may have
+    bytes that are no UTF-8."""
+    return str(error).encode(errors="backslashreplace").decode()
+
+
 def got_expected(what: str, got: object, expected: str, try_: str) -> str:
     """Return the standard sentences for a bad value: the argument, its rule, the value, and one
     value that works."""

@@ -32,7 +32,13 @@ from types import TracebackType
 import msgspec
 
 from lightning_dlres.core.decoding import from_msgpack
-from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolError, got_expected
+from lightning_dlres.core.errors import (
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    got_expected,
+    text_of,
+)
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.net import Client, CurveKeys, Limits, Server, is_loopback
 from lightning_dlres.core.units import format_seconds
@@ -240,7 +246,7 @@ class Watch:
         Only the first failure counts: nothing happens where another is known, or after `close`.
         """
         if self._failure is None and self._announcement is None and not self._closing.is_set():
-            text = f"{self.names[self.rank]} gave up: {message}"[:_LONGEST_TEXT]
+            text = text_of(f"{self.names[self.rank]} gave up: {message}")[:_LONGEST_TEXT]
             self._announcement = Failure(self.rank, text)
             self._side.interrupt()
             self._delivered.wait(FLUSH_SECONDS)

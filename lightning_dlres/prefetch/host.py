@@ -25,7 +25,13 @@ from lightning_dlres.core import shared_memory
 from lightning_dlres.core.compiled import load_all
 from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.disk import trim
-from lightning_dlres.core.errors import ConfigError, DlresError, PeerError, ProtocolError
+from lightning_dlres.core.errors import (
+    ConfigError,
+    DlresError,
+    PeerError,
+    ProtocolError,
+    text_of,
+)
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.net import Server
@@ -272,7 +278,7 @@ class CacheHost:
 
     def _refuse(self, peer: str, take: int, error: Exception) -> None:
         name = type(error).__name__ if isinstance(error, DlresError) else "ProtocolError"
-        failed = messages.Failed(take, name, str(error))
+        failed = messages.Failed(take, name, text_of(error))
         self._send(peer, messages.FAILED, msgspec.msgpack.encode(failed))
 
     def _send(self, peer: str, kind: str, payload: bytes) -> None:
@@ -355,7 +361,7 @@ def _serve(config: HostConfig, directory: Path) -> int:
             stack.callback(storage.close)
             host = CacheHost(storage, config, directory / "cache.sock")
         except DlresError as error:
-            failed = messages.Failed(-1, type(error).__name__, str(error))
+            failed = messages.Failed(-1, type(error).__name__, text_of(error))
             (directory / "failed.part").write_bytes(msgspec.json.encode(failed))
             # Whoever waits for the socket finds this instead.
             (directory / "failed.part").rename(failure_path(directory, config))

@@ -178,6 +178,10 @@ def host_config(
                 "'2GiB'",
             )
         )
+    if kind != "direct":
+        # The process that keeps the cache gets them as JSON.
+        _require_text("source", *addresses)
+        _require_text("pinned_directory", str(pinned_directory or ""))
     own = load_keys(Path(key)) if key is not None else None
     return HostConfig(
         source=SourceConfig(
@@ -204,6 +208,17 @@ def host_config(
         share=share,
         kept_directory=None if pinned_directory is None else str(pinned_directory),
     )
+
+
+def _require_text(name: str, *paths: str) -> None:
+    for path in paths:
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{name} must be a path in UTF-8 where a cache reads it, got {path!r}. Rename the "
+                "folder."
+            ) from error
 
 
 def is_address(source: str) -> bool:

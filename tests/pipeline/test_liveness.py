@@ -132,6 +132,13 @@ def test_what_one_rank_announces_all_others_learn(group: Group, speaker: int) ->
     assert group.reports[speaker] == []
 
 
+def test_a_reason_that_is_not_utf8_reaches_the_others(group: Group) -> None:
+    watches = group.start()
+    watches[1].announce("no file \udcff")
+    assert failure_of(watches[2]).message.endswith(r"gave up: no file \udcff")
+    assert watches[1].failure is None
+
+
 def test_only_the_first_failure_counts(group: Group) -> None:
     watches = group.start()
     watches[1].announce("first")

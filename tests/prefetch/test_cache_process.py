@@ -489,6 +489,21 @@ def test_a_cache_that_cannot_be(
             len(batches)
 
 
+def test_paths_that_the_cache_cannot_be_told(stack: ExitStack, tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
+    odd.mkdir()
+    (odd / "sample").write_bytes(b"x")
+    for options in ({"storage": "files"}, {"storage": "embedded"}):
+        with pytest.raises(ConfigError, match="source must be a path in UTF-8"):
+            loader(stack, odd, **options)
+    # One that the cache's process finds only when it lists the folder.
+    fine = tmp_path / "fine"
+    fine.mkdir()
+    os.symlink(b"nowhere", os.fsencode(fine) + b"/odd\xff")
+    with pytest.raises(ConfigError, match="A sample must be a file that can be read"):
+        len(loader(stack, fine, storage="files", follow_links=True))
+
+
 def test_no_data_set(stack: ExitStack, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Nothing is there"):
         len(loader(stack, tmp_path / "nothing"))

@@ -3,6 +3,7 @@ come from a replica, or the error names node and sample within the deadline."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -336,6 +337,22 @@ def test_nonsense_is_refused_and_others_are_served_on(stack: ExitStack, store: P
         assert (message.kind, message.sequence) == (protocol.FAILED, number)
     storage = connect(stack, nodes.endpoints)
     check(storage, fetch(storage, [0, 1]), [0, 1])
+
+
+def test_files_that_are_gone_from_a_folder_whose_name_is_not_utf8(
+    stack: ExitStack, folder: Path, tmp_path: Path
+) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
+    shutil.copytree(folder, odd)
+    nodes = start(stack, odd, 1)
+    storage = connect(stack, nodes.endpoints)
+    for name in os.listdir(odd):
+        shutil.rmtree(odd / name) if (odd / name).is_dir() else (odd / name).unlink()
+    # One more than the node reads at once.
+    for _ in range(5):
+        (reply,) = fetch(storage, [0])
+        assert isinstance(reply.data, StorageError)
+        assert "Is the file still there" in str(reply.data)
 
 
 def test_replies_are_bounded_and_the_rest_is_asked_for_again(

@@ -26,6 +26,7 @@ from lightning_dlres.core.errors import (
     ProtocolError,
     StorageError,
     got_expected,
+    text_of,
 )
 from lightning_dlres.core.frames import Message
 from lightning_dlres.core.net import CurveKeys, Limits, Server
@@ -175,7 +176,7 @@ class StoreNode:
                 )
         except ProtocolError as error:
             self._server.refusals.note(error)
-            self._answer(message, protocol.FAILED, str(error).encode())
+            self._answer(message, protocol.FAILED, text_of(error).encode())
 
     def _part(self, message: Message) -> _Work:
         wish = message.decode(protocol.PartWish)
@@ -223,11 +224,11 @@ class StoreNode:
                 assert work.numbers is not None
                 kind, payload = protocol.DATA, self._read(work.numbers)
         except StorageError as error:
-            kind, payload = protocol.LOST, str(error).encode()
+            kind, payload = protocol.LOST, text_of(error).encode()
         except OSError as error:
-            kind, payload = protocol.FAILED, str(error).encode()
+            kind, payload = protocol.FAILED, text_of(error).encode()
         except Exception as error:  # a client must not wait for its deadline to hear of a fault
-            kind, payload = protocol.FAILED, repr(error).encode()
+            kind, payload = protocol.FAILED, text_of(repr(error)).encode()
         self._done.append((work, kind, payload))
         self._server.interrupt()
 
