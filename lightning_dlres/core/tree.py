@@ -10,6 +10,7 @@ nothing that arrives can choose code to run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -25,7 +26,8 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 Tree = Any
 Structure = list[Any]
 
-_PLAIN = (bool, float, bytes)
+# Arrays that are no more than their values: others have a mask, a unit or another product.
+_PLAIN_ARRAYS = (np.ndarray, np.memmap)
 _WORD = 1 << 63
 _CONVERT = (
     "Make a tensor of it in the dataset or its collate function if a batch holds it, else in the "
@@ -38,10 +40,17 @@ def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
     """Return the structure of `tree` and its tensors in order (NumPy arrays count as tensors).
 
     Raises:
-        ConfigError: the tree holds an object that is neither data nor a container of data.
+        ConfigError: the tree holds an object that is neither data nor a container of data, or
+            holds itself.
     """
     tensors: list[Tensor] = []
-    return _describe(tree, tensors), tensors
+    try:
+        return _describe(tree, tensors), tensors
+    except RecursionError:
+        raise ConfigError(
+            "A batch or a layer's output cannot be sent to another rank: it is nested too deep, or "
+            f"holds itself. {_CONVERT}"
+        ) from None
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
@@ -53,7 +62,16 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
     """
     try:
         return _build(structure, tensors)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except ProtocolError:
+        raise
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise ProtocolError(f"The structure of a tree is malformed: {error!r}.") from error
 
 
@@ -81,16 +99,25 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
     if node is None:
         return ["v", None]
     if isinstance(node, (np.ndarray, np.generic)):
+        if isinstance(node, np.ndarray) and type(node) not in _PLAIN_ARRAYS:
+            raise _refused(type(node), "It is more than an array: send its values and the rest.")
         tensors.append(_from_numpy(node))
         return ["g" if isinstance(node, np.generic) else "a", len(tensors) - 1]
     if isinstance(node, Enum):
+        if node.name not in type(node).__members__:
+            raise _refused(type(node), f"{node!r} has no name of its own: send its value.")
         return ["e", _class_name(type(node)), node.name]
     if isinstance(node, str):
         return ["v", _utf8(node)]
-    if isinstance(node, _PLAIN):
+    if isinstance(node, bool):
         return ["v", node]
+    if isinstance(node, float):
+        return ["v", float(node)]
+    if isinstance(node, bytes):
+        return ["v", bytes(node)]
     if isinstance(node, int):
-        return ["v", int(node)] if -_WORD <= node < _WORD else ["i", str(node)]
+        # Python makes no decimal text of an integer with thousands of digits.
+        return ["v", int(node)] if -_WORD <= node < _WORD else ["i", hex(node)]
     if isinstance(node, complex):
         return ["z", node.real, node.imag]
     if isinstance(node, torch.Size):
@@ -105,8 +132,8 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
 def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
     kind = type(node)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        fields = [f.name for f in dataclasses.fields(node) if hasattr(node, f.name)]
-        return ["c", _class_name(kind), [[f, _describe(getattr(node, f), tensors)] for f in fields]]
+        values = [[name, _describe(getattr(node, name), tensors)] for name in _attributes(node)]
+        return ["c", _class_name(kind), values]
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
         return ["n", _class_name(kind), [_describe(child, tensors) for child in node]]
     if isinstance(node, Mapping):
@@ -117,11 +144,35 @@ def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
             return ["d", pairs]
         if _is_made_of_a_mapping(kind):
             return ["m", _class_name(kind), pairs]
-    raise ConfigError(
-        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: a batch or a "
-        "layer's output must be made of tensors, arrays, numbers, strings, and lists, tuples, "
-        f"dicts, named tuples, data classes or mappings of them. {_advice(kind)}"
+    raise _refused(
+        kind,
+        "A batch or a layer's output must be made of tensors, arrays, numbers, strings, and lists, "
+        "tuples, dicts, named tuples, data classes or mappings of them. " + _advice(kind),
     )
+
+
+def _refused(kind: type, why: str) -> ConfigError:
+    return ConfigError(
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank. {why}"
+    )
+
+
+def _attributes(node: Any) -> list[str]:
+    """Return the names of a data class's fields that are set, and of its other attributes."""
+    kind = type(node)
+    fields = [f.name for f in dataclasses.fields(node) if hasattr(node, f.name)]
+    if isinstance(node, Mapping):
+        return fields
+    # A value that was cached is made again: here it may be that of another part of the batch.
+    others = [
+        name
+        for name in getattr(node, "__dict__", {})
+        if name not in fields
+        # As typing's `__orig_class__`, which nobody has set.
+        and not name.startswith("__")
+        and not isinstance(getattr(kind, name, None), functools.cached_property)
+    ]
+    return fields + others
 
 
 def _advice(kind: type) -> str:
@@ -151,7 +202,7 @@ def _utf8(text: str) -> str:
 
 def _is_made_of_a_mapping(kind: Any) -> bool:
     try:
-        return isinstance(kind({}), kind) and _resolve(_class_name(kind)) is kind
+        return isinstance(kind({}), kind)
     except Exception:
         # Whatever a foreign constructor raises: it does not make a mapping of a mapping.
         return False
@@ -168,7 +219,17 @@ def _from_numpy(array: np.ndarray[Any, Any] | np.generic) -> Tensor:
 
 
 def _class_name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+    """Return the name by which another rank finds a class.
+
+    Raises:
+        ConfigError: it would not find it.
+    """
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _found(name) is not kind:
+        raise _refused(
+            kind, "Other ranks find a class by its name: define it at the top level of its module."
+        )
+    return name
 
 
 def _build(node: Structure, tensors: Sequence[Tensor]) -> Tree:
@@ -194,7 +255,8 @@ def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
     if tag == "v":
         return node[1]
     if tag == "i":
-        return int(node[1])
+        # Also decimal, as earlier versions have written it into stores.
+        return int(node[1], 0)
     if tag == "z":
         return complex(node[1], node[2])
     if tag == "s":
@@ -229,11 +291,16 @@ def _build_object(node: Structure, tensors: Sequence[Tensor]) -> Tree:
     raise ProtocolError(f"{name!r} arrived as a container of data, but here it is none.")
 
 
-def _resolve(name: str) -> type:
+def _found(name: str) -> Any:
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
+    return found
+
+
+def _resolve(name: str) -> type:
+    found = _found(name)
     if not isinstance(found, type):
         raise ProtocolError(
             f"{name!r} arrived in a batch, but no such class is imported here: import it on all "

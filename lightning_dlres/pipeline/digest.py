@@ -26,13 +26,13 @@ def digest(tree: Tree) -> int:
     structure, tensors = flatten(tree)
     value = zlib.crc32(msgspec.msgpack.encode(structure))
     for tensor in tensors:
+        data = as_bytes(tensor)
         value = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), value)
-        value = _of_tensor(tensor, value)
+        value = _of_bytes(data, value)
     return value
 
 
-def _of_tensor(tensor: Tensor, value: int) -> int:
-    data = as_bytes(tensor)
+def _of_bytes(data: Tensor, value: int) -> int:
     if data.numel() <= _WHOLE_BYTES:
         return zlib.crc32(data.cpu().numpy().tobytes(), value)
     words = (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import types
 from collections import OrderedDict, UserDict, defaultdict
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.tree import flatten, map_tensors, tensors_of, unflatten
 
 HERE = __name__
+T = TypeVar("T")
 
 
 class Point(NamedTuple):
@@ -157,6 +159,29 @@ def test_a_field_that_was_never_set_stays_unset() -> None:
     assert not hasattr(on_the_wire(sample), "image")
 
 
+@dataclasses.dataclass
+class Counted(Generic[T]):
+    """A data class with more than its fields."""
+
+    values: T
+    count = 0
+
+    def __post_init__(self) -> None:
+        self.count = len(self.values)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def first(self) -> Any:
+        return self.values[0]  # type: ignore[index]
+
+
+def test_attributes_that_are_no_fields_travel_and_cached_ones_are_made_again() -> None:
+    sent = Counted[Any](torch.arange(3))
+    assert int(sent.first) == 0
+    came = map_tensors(lambda t: t + 5, sent)
+    assert came.count == 3
+    assert int(came.first) == 5
+
+
 def test_map_tensors_visits_in_order_and_leaves_the_rest() -> None:
     tree = {"a": torch.tensor(1), "b": [torch.tensor(2), "x"], "c": Point(torch.tensor(3), None)}
     assert [int(t) for t in tensors_of(tree)] == [1, 2, 3]
@@ -164,6 +189,12 @@ def test_map_tensors_visits_in_order_and_leaves_the_rest() -> None:
     assert [int(t) for t in tensors_of(doubled)] == [2, 4, 6]
     assert doubled["b"][1] == "x"
     assert doubled["c"].y is None
+
+
+def itself() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -177,8 +208,9 @@ def test_map_tensors_visits_in_order_and_leaves_the_rest() -> None:
         (np.array(["text"]), "<U4"),
         (np.array([None]), "object"),
         (np.datetime64("2020-01-01"), "datetime64"),
+        (itself(), "holds itself"),
     ],
-    ids=["object", "set", "range", "type", "function", "text", "objects", "date"],
+    ids=["object", "set", "range", "type", "function", "text", "objects", "date", "itself"],
 )
 def test_what_cannot_travel_is_named(thing: object, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}.*collate function"):
@@ -256,7 +288,16 @@ def test_what_flatten_takes_can_be_encoded(leaf: Any) -> None:
 
 @pytest.mark.parametrize(
     "structure",
-    [[], ["?", 1], ["t", 5], ["c", 3, []], ["k", "dtype", "nope"], ["l", 3], ["i", "x"]],
+    [
+        [],
+        ["?", 1],
+        ["t", 5],
+        ["c", 3, []],
+        ["k", "dtype", "nope"],
+        ["k", "device", "nope"],
+        ["l", 3],
+        ["i", "x"],
+    ],
     ids=str,
 )
 def test_a_malformed_structure_is_a_protocol_error(structure: list[Any]) -> None:
@@ -289,3 +330,46 @@ class Level(enum.IntEnum):
 def test_a_member_of_an_enumeration_stays_one_or_is_refused(member: enum.Enum) -> None:
     with contextlib.suppress(ConfigError):
         assert map_tensors(lambda t: t, {"mode": member})["mode"] is member
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+@dataclasses.dataclass
+class Local:
+    """Found by no other rank, as one that is defined in a function."""
+
+
+Local.__qualname__ = "make.<locals>.Local"
+
+
+@pytest.mark.parametrize(
+    ("thing", "name"),
+    [
+        (Access.READ | Access.WRITE, "Access"),
+        (Local(), "Local"),
+        (np.ma.masked_array([1.0, 2.0], mask=[False, True]), "MaskedArray"),
+        (np.ones((2, 2)).view(np.matrix), "matrix"),
+    ],
+    ids=["flags", "local class", "masked array", "matrix"],
+)
+def test_what_would_not_arrive_as_it_is_is_refused_where_it_is_sent(thing: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} cannot be sent to another rank"):
+        flatten([thing])
+
+
+class Length(float):
+    """A number of a class of its own."""
+
+
+class Blob(bytes):
+    """Bytes of a class of their own."""
+
+
+def test_numbers_of_any_size_and_class_arrive_as_plain_ones() -> None:
+    huge = -(10**5000)
+    assert on_the_wire([Length(1.5), Blob(b"x"), huge]) == [1.5, b"x", huge]
+    # As earlier versions have written it.
+    assert unflatten(["i", str(2**70)], []) == 2**70
