@@ -13,6 +13,7 @@ import math
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import ConfigError, ProtocolError
@@ -53,6 +54,7 @@ def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]
         ConfigError: the tree holds something that cannot travel (see `core.tree`).
     """
     structure, tensors = flatten(tree)
+    _refuse_attributes(tensors)
     headers, inline, large = [], bytearray(), []
     for tensor in tensors:
         data = as_bytes(tensor)
@@ -103,7 +105,19 @@ def large_sizes(header: Header) -> list[int]:
 
 def decode(header: Header, large: list[Tensor]) -> Tree:
     """Return the tree; `large` are the flat uint8 tensors that followed. `requires_grad` is set as
-    it was sent."""
+    it was sent.
+
+    Raises:
+        ProtocolError: the header does not describe a tree that can be built here.
+    """
+    try:
+        tensors = _tensors(header, large)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ProtocolError(f"A tensor arrived that cannot be made here: {error}.") from error
+    return unflatten(header.structure, tensors)
+
+
+def _tensors(header: Header, large: list[Tensor]) -> list[Tensor]:
     offset, position, tensors = 0, 0, []
     for entry in header.tensors:
         if entry.nbytes > INLINE_BYTES:
@@ -116,7 +130,20 @@ def decode(header: Header, large: list[Tensor]) -> Tree:
         dtype: torch.dtype = getattr(torch, entry.dtype)
         tensor = data.view(dtype).view(entry.shape)
         tensors.append(tensor.requires_grad_() if entry.requires_grad else tensor)
-    return unflatten(header.structure, tensors)
+    return tensors
+
+
+def _refuse_attributes(tensors: list[Tensor]) -> None:
+    """Refuse tensors of classes of users that know more than their values, such as boxes that know
+    the size of their image; what is only of another class arrives as a plain tensor."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind not in (Tensor, Parameter) and getattr(tensor, "__dict__", None):
+            raise ConfigError(
+                f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: its "
+                f"attributes {sorted(vars(tensor))} would be lost. Send them beside "
+                "tensor.as_subclass(torch.Tensor)."
+            )
 
 
 def _is_known(entry: TensorHeader) -> bool:
@@ -135,10 +162,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """Return the contents of a tensor as a flat uint8 tensor, a view where that is possible.
 
     Raises:
-        ProtocolError: the tensor is sparse or quantized.
+        ProtocolError: the tensor is sparse, nested or quantized, or has no contents.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise ProtocolError(f"A tensor of layout {tensor.layout} cannot be sent; send it dense.")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = (
+            "quantized tensor"
+            if tensor.is_quantized
+            else "nested tensor"
+            if tensor.is_nested
+            else f"tensor of layout {tensor.layout}"
+        )
+        raise ProtocolError(f"A {kind} cannot be sent; send it dense.")
+    if tensor.device.type == "meta":
+        raise ProtocolError("A tensor on the meta device has no contents to send; send a real one.")
     data = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not data.numel():
         return torch.empty(0, dtype=torch.uint8)

@@ -208,13 +208,35 @@ def test_a_header_that_contradicts_itself_is_a_protocol_error(options: dict[str,
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation.*")
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
 def test_layouts_without_plain_memory_are_refused() -> None:
     for tensor in (
         torch.eye(2).to_sparse(),
         torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ):
         with pytest.raises((ConfigError, ProtocolError), match="send it dense"):
             encode([tensor], KEY)
+    with pytest.raises(ProtocolError, match="has no contents"):
+        encode([torch.ones(2, device="meta")], KEY)
+
+
+class Boxes(Tensor):
+    """A tensor that knows more than its values."""
+
+
+def test_attributes_of_a_tensor_are_not_lost_without_a_word() -> None:
+    boxes = torch.ones(2).as_subclass(Boxes)
+    assert type(transfer([boxes])[0]) is Tensor
+    boxes.canvas = (5, 5)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"Boxes cannot be sent .*\['canvas'\] would be lost"):
+        encode([boxes], KEY)
+
+
+@pytest.mark.parametrize("shape", [(1 << 62, 4, 0), (0, 1 << 63)])
+def test_a_shape_that_no_tensor_has_is_a_protocol_error(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ProtocolError):
+        decode(decode_header(header(shape=shape, nbytes=0, inline=b""), "stage 1"), [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
