@@ -3,13 +3,59 @@ NAME.key_secret both."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import zmq
 import zmq.auth
+from zmq.utils.z85 import Z85CHARS
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.names import path_part
-from lightning_dlres.core.net import CurveKeys
+
+_KEY_BYTES = 40
+_LETTERS = frozenset(Z85CHARS)
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """A CURVE key pair, Z85 text of 40 bytes each; the secret is kept out of logs.
+
+    Raises:
+        ConfigError: they are no keys, or no pair: ZeroMQ would refuse them later, or let nobody in
+            without a word.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_key("public key", self.public)
+        check_key("secret key", self.secret)
+        if zmq.curve_public(self.secret) != self.public:
+            raise ConfigError(
+                f"public key must be that of the secret key, got {self.public!r}. Write a pair "
+                "with `dlres store keys`."
+            )
+
+    @classmethod
+    def generate(cls) -> CurveKeys:
+        """Return a fresh pair."""
+        return cls(*zmq.curve_keypair())
+
+
+def check_key(name: str, key: bytes) -> None:
+    """Raise where this is no key.
+
+    Raises:
+        ConfigError: its length or letters are not those of a key; it may be a secret and is not
+            shown.
+    """
+    if len(key) != _KEY_BYTES or not _LETTERS.issuperset(key):
+        raise ConfigError(
+            f"{name} must be {_KEY_BYTES} bytes of Z85 text, got {len(key)} bytes that are not. "
+            "Write a pair with `dlres store keys`."
+        )
 
 
 def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
@@ -44,7 +90,10 @@ def load_keys(path: Path) -> CurveKeys:
     public, secret = _load(path)
     if secret is None:
         raise ConfigError(f"{path}: got a public key, expected NAME.key_secret. Pass that file.")
-    return CurveKeys(public, secret)
+    try:
+        return CurveKeys(public, secret)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def load_public_key(path: Path) -> bytes:
@@ -58,8 +107,12 @@ def load_public_key(path: Path) -> bytes:
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
-        return zmq.auth.load_certificate(path)
+        public, secret = zmq.auth.load_certificate(path)
+        check_key("public key", public)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: {error}. Expected a file of keys; `dlres store keys` writes a pair."
         ) from error
+    return public, secret

@@ -17,7 +17,7 @@ import math
 import socket
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +36,7 @@ from lightning_dlres.core.errors import (
     got_expected,
 )
 from lightning_dlres.core.frames import Buffer, Message, broken, pack, unpack
+from lightning_dlres.core.keys import CurveKeys, check_key
 from lightning_dlres.core.refusals import Refusals
 from lightning_dlres.core.units import format_seconds
 
@@ -71,19 +72,6 @@ class Limits:
     unread_bytes: int = 256 << 20
     connections: int = 1024
     queued: int = 1000
-
-
-@dataclass(frozen=True)
-class CurveKeys:
-    """A CURVE key pair, Z85 text of 40 bytes each; the secret is kept out of logs."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-    @classmethod
-    def generate(cls) -> CurveKeys:
-        """Return a fresh pair."""
-        return cls(*zmq.curve_keypair())
 
 
 @dataclass(frozen=True)
@@ -301,6 +289,8 @@ class Server(_Endpoint):
                 f"{len(allowed)} allowed keys and allow_any={allow_any}, expected exactly one of "
                 "them. List the clients' public keys in `allowed`, or pass allow_any=True."
             )
+        for key in allowed:
+            check_key("allowed", key)
         # Whoever does not read must not keep the others waiting.
         super().__init__(zmq.ROUTER, send_timeout=0.0)
         self.refusals = Refusals()
@@ -466,6 +456,8 @@ class Client(_Endpoint):
     ) -> None:
         if (curve is None) != (server_key is None):
             raise ConfigError("CURVE needs both `curve` and `server_key`; got one. Pass the other.")
+        if server_key is not None:
+            check_key("server_key", server_key)
         if not 0 < len(identity.encode()) < 256:
             raise ConfigError(got_expected("identity", identity, "1 to 255 bytes", '"rank 1"'))
         super().__init__(zmq.DEALER, send_timeout)

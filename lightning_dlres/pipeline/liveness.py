@@ -40,7 +40,8 @@ from lightning_dlres.core.errors import (
     text_of,
 )
 from lightning_dlres.core.frames import Message
-from lightning_dlres.core.net import Client, CurveKeys, Limits, Server, is_loopback
+from lightning_dlres.core.keys import CurveKeys
+from lightning_dlres.core.net import Client, Limits, Server, is_loopback
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.pipeline.heartbeat import (
     ABORT,
@@ -188,12 +189,14 @@ class Watch:
         if not 0 < rank < len(invited.names):
             expected = f"1 to {len(invited.names) - 1}"
             raise ConfigError(got_expected("rank", rank, expected, "Watch.host on rank 0"))
-        keys = CurveKeys(invited.client_public, invited.client_secret)
+        keys = None
+        if invited.server_key:
+            keys = CurveKeys(invited.client_public, invited.client_secret)
         client = Client(
             identity(rank, invited.token),
             invited.endpoint,
             server=invited.names[0],
-            curve=keys if invited.server_key else None,
+            curve=keys,
             server_key=invited.server_key or None,
             largest=_LIMITS.message_bytes,
             send_timeout=0.0,

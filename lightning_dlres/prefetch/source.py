@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.core.net import CurveKeys
+from lightning_dlres.core.keys import CurveKeys
 from lightning_dlres.prefetch.labels import check_classes, class_names
 from lightning_dlres.prefetch.messages import SourceConfig
 from lightning_dlres.prefetch.sequence import Positions

@@ -19,7 +19,8 @@ from lightning_dlres.core.errors import (
     ProtocolError,
 )
 from lightning_dlres.core.frames import pack, unpack
-from lightning_dlres.core.net import Client, ConnectionEvent, CurveKeys, Server
+from lightning_dlres.core.keys import CurveKeys
+from lightning_dlres.core.net import Client, ConnectionEvent, Server
 from tests.waiting import wait_until
 
 SECONDS = 20.0
@@ -260,6 +261,13 @@ def test_bad_arguments(stack: ExitStack) -> None:
         Client("rank 1", server.endpoint, curve=CurveKeys.generate())
     with pytest.raises(ConfigError, match="identity"):
         Client("", server.endpoint)
+    keys = CurveKeys.generate()
+    with pytest.raises(ConfigError, match="server_key must be 40 bytes"):
+        Client("rank 1", server.endpoint, curve=keys, server_key=keys.public[:-1])
+    with pytest.raises(ConfigError, match="allowed must be 40 bytes"):
+        Server(curve=keys, allowed=[b"~" * 40])
+    with pytest.raises(ConfigError, match="must be that of the secret key"):
+        CurveKeys(CurveKeys.generate().public, keys.secret)
 
 
 def test_close_may_be_repeated() -> None:

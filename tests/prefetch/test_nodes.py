@@ -402,6 +402,14 @@ def test_keys_let_in_only_whom_they_should(stack: ExitStack, store: Path, tmp_pa
         load_keys(names["node"][0])
     with pytest.raises(ConfigError, match="dlres store keys"):
         load_keys(tmp_path / "nothing")
+    public, secret = names["node"]
+    keys = load_keys(secret)
+    # Each shows where it was read, and no secret.
+    for path, key in ((secret, keys.secret), (secret, keys.public), (public, keys.public)):
+        path.write_bytes(path.read_bytes().replace(key, key[:20]))
+        with pytest.raises(ConfigError, match=f"{path}: .*must be 40 bytes") as error:
+            load_keys(path) if path == secret else load_public_key(path)
+        assert keys.secret.decode() not in str(error.value)
 
 
 def test_bad_nodes(folder: Path) -> None:

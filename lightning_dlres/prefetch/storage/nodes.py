@@ -24,7 +24,8 @@ from lightning_dlres.core.errors import (
     got_expected,
 )
 from lightning_dlres.core.frames import Message
-from lightning_dlres.core.net import Client, CurveKeys
+from lightning_dlres.core.keys import CurveKeys
+from lightning_dlres.core.net import Client
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch.sequence import Positions
 from lightning_dlres.prefetch.storage import protocol

@@ -29,7 +29,8 @@ from lightning_dlres.core.errors import (
     text_of,
 )
 from lightning_dlres.core.frames import Message
-from lightning_dlres.core.net import CurveKeys, Limits, Server
+from lightning_dlres.core.keys import CurveKeys
+from lightning_dlres.core.net import Limits, Server
 from lightning_dlres.core.outbox import Outbox, Patience
 from lightning_dlres.core.service import start_service
 from lightning_dlres.core.units import parse_seconds
