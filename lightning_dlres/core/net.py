@@ -41,6 +41,7 @@ from lightning_dlres.core.refusals import Refusals
 from lightning_dlres.core.units import format_seconds
 
 _ZAP_DOMAIN = "dlres"
+_PORTS = range(1 << 16)
 # A connection that does not get through ZeroMQ's greeting is closed.
 _HANDSHAKE_MS = 10_000
 # A peer whose machine or network is gone is noticed by the kernel, after idle + interval * count.
@@ -291,6 +292,9 @@ class Server(_Endpoint):
             )
         for key in allowed:
             check_key("allowed", key)
+        if port not in _PORTS:
+            # ZeroMQ would take the lowest 16 bits for another port.
+            raise ConfigError(got_expected("port", port, f"0 to {_PORTS[-1]}", "port=5570"))
         # Whoever does not read must not keep the others waiting.
         super().__init__(zmq.ROUTER, send_timeout=0.0)
         self.refusals = Refusals()
@@ -406,7 +410,7 @@ class Server(_Endpoint):
     def _bind(self, endpoint: str, where: str, expected: str) -> None:
         try:
             self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(f"listening on {where}: {error}. Expected {expected}.") from error
 
@@ -472,8 +476,10 @@ class Client(_Endpoint):
         if monitor:
             self._watch()
         try:
+            if endpoint.startswith("tcp:") and not _has_port(endpoint):
+                raise ValueError("no port from 1 to 65535")
             self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(
                 got_expected("endpoint", endpoint, f"an address ({error})", '"tcp://10.0.0.1:5555"')
@@ -494,6 +500,11 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def _has_port(endpoint: str) -> bool:
+    port = endpoint.rpartition(":")[2]
+    return port.isdecimal() and int(port) in _PORTS[1:]
 
 
 class _Whitelist:

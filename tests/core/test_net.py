@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -250,6 +251,16 @@ def test_bad_arguments(stack: ExitStack) -> None:
         Server(port=port)
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
         Server(bind="192.0.2.1", insecure=True)
+    for wrong in (-1, 1 << 16, port + (1 << 16)):
+        with pytest.raises(ConfigError, match=f"port must be 0 to 65535, got {wrong}"):
+            Server(port=wrong)
+        with pytest.raises(ConfigError, match="no port from 1 to 65535"):
+            Client("rank 1", f"tcp://127.0.0.1:{wrong}")
+    # What cannot be sent to ZeroMQ at all; a context left open would be waited for.
+    with pytest.raises(ConfigError, match="listening on"):
+        Server(path=Path("/tmp/\udc80"))
+    with pytest.raises(ConfigError, match="endpoint"):
+        Client("rank 1", "ipc:///tmp/\udc80")
     with pytest.raises(ConfigError, match="curve"):
         Server(allow_any=True)
     for public in ("0.0.0.0", "::", "192.0.2.1", "127.evil.example", "*"):
