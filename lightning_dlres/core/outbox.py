@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from lightning_dlres.core.errors import PeerError
+from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.frames import Buffer, Message
 from lightning_dlres.core.net import Server
 from lightning_dlres.core.units import format_seconds
@@ -96,8 +96,8 @@ class Outbox:
         self._total += nbytes
         return True
 
-    def reply(self, request: Message, reserved: int, kind: str, payload: Buffer) -> None:
-        """Send a reply for which so many bytes were reserved.
+    def reply(self, request: Message, reserved: int, kind: str, payload: Buffer) -> bool:
+        """Send a reply for which so many bytes were reserved; return whether the client is there.
 
         A client that is gone, or for which too many replies wait, does not get it.
         """
@@ -111,13 +111,14 @@ class Outbox:
             )
         except PeerError as error:
             self._server.refusals.note(error)
-            return
+            return not isinstance(error, PeerLostError)
         nbytes = memoryview(payload).nbytes
         if not held.unsent:
             self._start_span(held)
         held.unsent.append((tracker, nbytes))
         held.unsent_bytes += nbytes
         self._total += nbytes
+        return True
 
     def settle(self) -> None:
         """Note what was taken in since the last call, and give up clients that are too slow."""

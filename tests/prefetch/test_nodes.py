@@ -26,6 +26,7 @@ from lightning_dlres.prefetch.storage.put import put
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.server import StoreNode
 from tests.prefetch.conftest import SAMPLES, bytes_of
+from tests.waiting import wait_until
 
 Change = Callable[[list[bytes]], list[bytes]]
 
@@ -353,6 +354,39 @@ def test_files_that_are_gone_from_a_folder_whose_name_is_not_utf8(
         (reply,) = fetch(storage, [0])
         assert isinstance(reply.data, StorageError)
         assert "Is the file still there" in str(reply.data)
+
+
+def test_what_a_client_has_asked_for_is_not_read_once_it_is_gone(
+    stack: ExitStack, store: Path
+) -> None:
+    nodes = start(stack, store, 1)
+    reader, node = nodes.readers[0], nodes.running[0]
+    assert node is not None
+    started, goes_on = threading.Event(), threading.Event()
+    stack.callback(goes_on.set)
+
+    def wait(found: list[bytes]) -> list[bytes]:
+        started.set()
+        assert goes_on.wait(20)
+        return found
+
+    reader.change = wait
+    client = Client("gone", nodes.endpoints[0])
+    stack.callback(client.close)
+    for _ in range(100):
+        client.send(protocol.GET, np.zeros(1, "<u4").tobytes())
+    # Answered at once, and after those that wait.
+    client.send(protocol.HELLO)
+    assert client.expect(20, "a welcome").kind == protocol.WELCOME
+    assert started.wait(20)
+    client.close()
+    wait_until(lambda: not len(node._server._connections), "the node has noticed it")
+    goes_on.set()
+    storage = connect(stack, nodes.endpoints)
+    check(storage, fetch(storage, [0]), [0])
+    wait_until(lambda: not node._waiting, "nothing waits")
+    # Those that were under way, and the other client's.
+    assert reader.asked <= 9
 
 
 def test_replies_are_bounded_and_the_rest_is_asked_for_again(

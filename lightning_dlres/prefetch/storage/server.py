@@ -159,7 +159,9 @@ class StoreNode:
             while self._done:
                 work, kind, payload = self._done.popleft()
                 self._reading -= 1
-                self._outbox.reply(work.message, work.nbytes, kind, payload)
+                if not self._outbox.reply(work.message, work.nbytes, kind, payload):
+                    # The others must not wait for reads that nobody gets.
+                    self._waiting.pop(work.message.peer, None)
             self._outbox.settle()
             self._start_reading()
 
