@@ -86,7 +86,13 @@ class HostProcess:
         while not (self.socket.exists() and self.runs()):
             if started is None or started.poll() == 0:
                 # A failure of an earlier process is swept away by this.
-                started = self._start()
+                try:
+                    started = self._start()
+                except OSError as error:
+                    raise ConfigError(
+                        f"The files of a cache, {self._directory}*, must be ones that can be made, "
+                        f"got: {error}. Remove what is there, or set TMPDIR to another place."
+                    ) from error
             failed = self._failure()
             if failed is None and started is not None and started.poll():
                 failed = PeerLostError(

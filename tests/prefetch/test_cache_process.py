@@ -489,6 +489,19 @@ def test_a_cache_that_cannot_be(
             len(batches)
 
 
+@pytest.mark.parametrize(("ending", "is_folder"), [(".lock", True), ("", False), (".log", True)])
+def test_something_else_lies_where_a_cache_has_its_files(
+    stack: ExitStack, folder: Path, own_runtime_directory: Path, ending: str, is_folder: bool
+) -> None:
+    base = own_runtime_directory / f"dlres-{os.getuid()}"
+    base.mkdir(mode=0o700)
+    other = base / f"odd{ending}"
+    other.mkdir() if is_folder else other.write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"must be ones that can be made, got: .*Remove what is"):
+        len(loader(stack, folder, "odd"))
+    assert other.exists()
+
+
 def test_paths_that_the_cache_cannot_be_told(stack: ExitStack, tmp_path: Path) -> None:
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
     odd.mkdir()
