@@ -100,7 +100,7 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
         return ["v", None]
     if isinstance(node, (np.ndarray, np.generic)):
         if isinstance(node, np.ndarray) and type(node) not in _PLAIN_ARRAYS:
-            raise _refused(type(node), "It is more than an array: send its values and the rest.")
+            raise _refused(type(node), f"Its values alone would arrive. {_CONVERT}")
         tensors.append(_from_numpy(node))
         return ["g" if isinstance(node, np.generic) else "a", len(tensors) - 1]
     if isinstance(node, Enum):
