@@ -4,6 +4,8 @@ dataset may draw from a generator of its own."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ from torch import Tensor
 from lightning_dlres.core.errors import DlresError
 
 _LARGE = 1 << 20
-_DEPTH = 4
+# A combined loader, its dict of lists, a loader, its data set, the tuple of that, a tensor.
+_DEPTH = 6
+_MANY = 100
 
 
 class NoCopyError(DlresError):
@@ -25,26 +29,37 @@ def a_copy(loader: Any) -> Any:
     Raises:
         NoCopyError: it holds something that cannot be copied, such as an open file.
     """
-    shared: dict[int, Any] = {}
-    _note_large(loader, shared, _DEPTH)
     try:
-        return copy.deepcopy(loader, shared)
+        return copy.deepcopy(loader, _large(loader))
     except Exception as error:
         raise NoCopyError(
             f"the data cannot be copied, and reading it twice may change it: {error}"
         ) from error
 
 
-def _note_large(value: Any, shared: dict[int, Any], depth: int) -> None:
-    if isinstance(value, (Tensor, np.ndarray)):
-        if value.nbytes >= _LARGE:
-            shared[id(value)] = value
-    elif depth:
-        inner = (
-            value if isinstance(value, (list, tuple)) else vars(value) if _has_vars(value) else {}
-        )
-        for child in inner.values() if isinstance(inner, dict) else inner[:100]:
-            _note_large(child, shared, depth - 1)
+def _large(root: Any) -> dict[int, Any]:
+    """Return the large arrays and tensors in a loader, or in a list or dict of loaders."""
+    large: dict[int, Any] = {}
+    waiting, seen = [(root, 0)], {id(root)}
+    while waiting:
+        value, depth = waiting.pop(0)
+        if isinstance(value, (Tensor, np.ndarray)):
+            if value.nbytes >= _LARGE:
+                large[id(value)] = value
+        elif depth < _DEPTH:
+            for child in islice(_inside(value), _MANY):
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    waiting.append((child, depth + 1))
+    return large
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return vars(value).values() if _has_vars(value) else ()
 
 
 def _has_vars(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
@@ -128,4 +129,8 @@ def _few_samples(loader: Any, samples: int | None) -> tuple[Any, int | None]:
         with suppress(Exception):
             count = min(samples, len(dataset))
             return collate([dataset[index] for index in range(count)]), count
-    return next(iter(loader)), None
+    # As Lightning's training loop does, which takes a list or dict of loaders too.
+    if not isinstance(loader, CombinedLoader):
+        loader = CombinedLoader(loader, "max_size_cycle")
+    batch, _, _ = next(iter(loader))
+    return batch, None

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_dlres import HeteroPipeStrategy, PeerLostError
+from lightning_dlres.strategies.copies import a_copy
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import Case, Classifier, batches, differences_in
 from tests.zoo import Samples
@@ -76,8 +78,34 @@ class Wide(Classifier):
             assert strategy.plan.layers[2].output_bytes == 3 * 5000 * 4
 
 
+class ReadsTwo(Observes):
+    """Takes each batch from two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = batch.values() if isinstance(batch, dict) else batch
+        both = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+        return super().training_step(both, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        values = batch.values() if isinstance(batch, dict) else batch
+        self.observed += [float(inputs.sum()) for inputs, _ in values]
+
+
+def two_loaders() -> list[DataLoader[Any]]:
+    return [shuffled(), DataLoader(Samples(False, 20), batch_size=4, shuffle=True)]
+
+
+def two_names() -> dict[str, DataLoader[Any]]:
+    return dict(zip("ab", two_loaders(), strict=True))
+
+
 MEASURED = {"plan": None}
 CASES = {
+    "list of loaders": Case(ReadsTwo, data=two_loaders, options=MEASURED),
+    "dict of loaders": Case(ReadsTwo, data=two_names, options=MEASURED),
+    "combined loader": Case(
+        ReadsTwo, data=lambda: CombinedLoader(two_names(), "min_size"), options=MEASURED
+    ),
     "stream": Case(
         Observes,
         data=lambda: DataLoader(Once(generator=False), batch_size=8),
@@ -210,3 +238,13 @@ def test_samples_that_have_no_numbers(pool: RankPool) -> None:
     for outcome in outcomes:
         assert outcome.value == {"named": []}, outcome.traceback
     assert "splitting by parameter bytes" not in outcomes[0].output
+
+
+def test_a_copy_shares_large_tensors_of_several_loaders() -> None:
+    large = torch.zeros(1 << 19)
+    source = {"a": [DataLoader(TensorDataset(large))]}
+    for loaders in (source, CombinedLoader(source)):
+        copied = a_copy(loaders)
+        inside = copied["a"] if isinstance(copied, dict) else copied.iterables["a"]
+        assert inside[0] is not source["a"][0]
+        assert inside[0].dataset.tensors[0] is large
