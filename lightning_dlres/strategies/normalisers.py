@@ -1,13 +1,15 @@
 """Signs that a step's loss is no mean over samples, taken from the step itself as it runs by
-micro-batches: divisors, counts of averaged values, values that are not finite.
+micro-batches: divisors, counts of averaged values, values that are not finite, other operations.
 
 The check of the loss (see `check`) looks at a few batches only. Between two checks a batch may come
-whose micro-batches have unlike numbers of labels, or one without any. Its signs differ then.
+whose micro-batches have unlike numbers of labels, or one without any. Its signs differ then. A term
+may also join the loss in mid-run, as after a warm-up: operations show it that no check has seen.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
 from typing import Any
@@ -30,7 +32,8 @@ _ADDS_UP = {"sum", "nansum", "norm", "vector_norm", "dot", "select", "__getitem_
 
 class NormaliserRecorder(ForeignWeightGuard):
     """A guard that also writes down by what the loss is normalised: scalars that a result with a
-    gradient is divided or multiplied by, and how many values become one.
+    gradient is divided or multiplied by, and how many values become one. It counts the operations
+    whose result has a gradient.
 
     Attributes:
         found: the values, in the order of the operations; tensors are read once the step is over.
@@ -42,6 +45,7 @@ class NormaliserRecorder(ForeignWeightGuard):
         # Weights without a gradient that were divided by a scalar, such as mask / mask.sum(). Held,
         # so that no other tensor gets their identity.
         self._weights: dict[int, tuple[Tensor, list[Tensor | float]]] = {}
+        self._operations: Counter[str] = Counter()
 
     def __torch_function__(
         self,
@@ -51,13 +55,24 @@ class NormaliserRecorder(ForeignWeightGuard):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_function__(function, types, args, kwargs)
+        name = getattr(function, "__name__", "?")
+        if _has_gradient(result):
+            self._operations[name] += 1
         if isinstance(result, Tensor):
-            self._note(getattr(function, "__name__", "?"), args, kwargs or {}, result)
+            self._note(name, args, kwargs or {}, result)
         return result
 
     def values(self) -> list[float]:
         """Return what was found as numbers."""
         return [float(value) for value in self.found]
+
+    def operations(self) -> str:
+        """Return the names of the operations, each with the order of magnitude of its number: where
+        that depends on the data, steps are of a few kinds only. A factor of zero counts as one, as
+        it hides a term from the check."""
+        counts = Counter(self._operations)
+        counts["0"] = self.values().count(0.0)
+        return " ".join(f"{name}:{count.bit_length()}" for name, count in sorted(counts.items()))
 
     def _note(self, name: str, args: Any, kwargs: dict[str, Any], result: Tensor) -> None:
         scalars = _scalars(args) if name in _DIVIDES else []
@@ -95,6 +110,12 @@ def why_doubtful(records: Sequence[Tree], sizes: Sequence[int], gradients: bool)
             counts = ", ".join(f"{value:g}" for value in column)
             return f"the loss is normalised by unlike values in the micro-batches ({counts})"
     return None
+
+
+def _has_gradient(result: Any) -> bool:
+    if isinstance(result, (list, tuple)):
+        return any(_has_gradient(item) for item in result)
+    return isinstance(result, Tensor) and result.requires_grad
 
 
 def _scalars(args: Sequence[Any]) -> list[Tensor | float]:

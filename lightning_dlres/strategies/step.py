@@ -125,6 +125,7 @@ class LightningStep:
         extra: what a step that returns a dict returned beside the loss; only where it ran on the
             whole batch.
         normalisers: by what every run on a micro-batch normalised its loss.
+        operations: what operations every such run computed its loss with.
         finite: for every gradient of a micro-batch's output whether all of it is finite.
     """
 
@@ -137,6 +138,7 @@ class LightningStep:
     logger_calls: list[list[LoggerCall]] = field(default_factory=list)
     extra: dict[str, Any] | None = None
     normalisers: list[list[float]] = field(default_factory=list)
+    operations: list[str] = field(default_factory=list)
     finite: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -221,6 +223,7 @@ class LightningStep:
         self._refuse_use_of_layers([loss])
         if isinstance(guard, NormaliserRecorder):
             self.normalisers.append(guard.values())
+            self.operations.append(guard.operations())
         self.logs.append(records)
         self.logger_calls.append(calls)
         self.losses.append(loss.detach())
@@ -245,6 +248,7 @@ class LightningStep:
             "once": {kind: sorted(names) for kind, names in self._once.items()},
             "extra": self.extra,
             "normalisers": self.normalisers,
+            "operations": self.operations,
             "finite": [bool(flag) for flag in self.finite],
             "rng": rng.snapshot(self.context.device),
         }

@@ -70,6 +70,7 @@ class StepRunner:
         self._steps = 0
         self._not_sent: set[str] = set()
         self._doubts = 0
+        self._checked_operations: set[str] = set()
         self._evaluations = 0
 
     def train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
@@ -86,7 +87,8 @@ class StepRunner:
     def _train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
         seed, fingerprint = derive_seed(self.seed, batch), digest(args[0])
         by_parts = self.schedule == "1f1b" and self.runtime.microbatches > 1
-        if by_parts and self._check_is_due():
+        checked = by_parts and self._check_is_due()
+        if checked:
             self._check(args, seed, fingerprint)
         self._steps += 1
         if self._zeroes():
@@ -97,7 +99,7 @@ class StepRunner:
         before = _Before(self, args) if by_parts else None
         step, result = self._run(args, seed, scale, fingerprint)
         if before is not None and len(result.sizes) > 1:
-            self._look_at(before, step, result, seed, scale, fingerprint)
+            self._look_at(before, step, result, seed, scale, fingerprint, checked)
             if self.schedule != "1f1b":
                 step, result = self._run(before.args, seed, scale, fingerprint)
         loss, extra = self._conclude(step, result)
@@ -154,6 +156,7 @@ class StepRunner:
         seed: int,
         scale: float,
         fingerprint: int,
+        checked: bool,
     ) -> None:
         """Fall back, with everything as it was before the step, if the batch that was just run by
         parts cannot be. All ranks have the same records, and decide alike."""
@@ -161,7 +164,10 @@ class StepRunner:
         if reason is None and self.may_change:
             reason = why_values_vary([run for r in result.records for run in r["effects"]])
         doubt = reason or why_doubtful(result.records, result.sizes, gradients=scale == 1.0)
-        if doubt is None:
+        operations = {kind for record in result.records for kind in record["operations"]}
+        is_new = not checked and not operations <= self._checked_operations
+        self._checked_operations |= operations
+        if doubt is None and not is_new:
             return
         step.undo_metrics()
         with before.again():
@@ -169,7 +175,7 @@ class StepRunner:
                 self._fall_back(reason)
             else:
                 self._check(before.args, seed, fingerprint)
-                self._doubts += 1
+                self._doubts += doubt is not None
             if self.schedule == "1f1b" and self.may_change and self._doubts >= _MOST_DOUBTS:
                 self._fall_back(f"{doubt}, so that every batch would have to be checked")
 

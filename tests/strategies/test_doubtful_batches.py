@@ -71,6 +71,13 @@ class Kinds(Classifier):
             self.observed.append(float(tokens.detach().sum()))
         if self.kind == "harmless":
             return tokens.mean() * mask.sum() / mask.sum()
+        late = self.global_step >= SPECIAL
+        if self.kind == "factor":
+            return tokens.mean() + float(late) * out.mean(0).square().sum()
+        if self.kind == "term" and late:
+            return tokens.mean() + out.mean(0).square().sum()
+        if self.kind == "harmless term" and late:
+            return tokens.mean() + out.square().mean()
         return tokens.mean()
 
     def configure_optimizers(self) -> Any:
@@ -88,7 +95,10 @@ def data(kind: str) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, labels, mask), batch_size=8)
 
 
-FALL_BACK = ("unlabelled", "unequal", "quotient", "weights", "selected", "product", "gradient")
+FALL_BACK = (
+    *("unlabelled", "unequal", "quotient", "weights", "selected", "product", "gradient"),
+    *("term", "factor"),
+)
 CUT_ELSEWHERE = PipelinePlan(machines=((0, 1),), split=(4, 1))
 THREE_STAGES = PipelinePlan(machines=((0, 1, 2),), split=(1, 3, 1))
 
@@ -107,6 +117,7 @@ TWO_RANKS = {
     **{kind: case(kind, "gpipe") for kind in (*FALL_BACK, "list")},
     "mean": case("mean", "1f1b"),
     "harmless": case("harmless", "1f1b"),
+    "harmless term": case("harmless term", "1f1b"),
     "cut elsewhere": case(
         "unlabelled", "gpipe", plan=PipelinePlan(machines=((0, 1),), split=(4, 1))
     ),
@@ -155,6 +166,22 @@ def normalisers_of(loss: Any, *sizes: int) -> list[list[float]]:
 
 def record(rows: list[list[float]], loss: float = 1.0) -> dict[str, Any]:
     return {"losses": torch.full((len(rows),), loss), "normalisers": rows, "finite": [True]}
+
+
+def test_operations_show_another_loss_and_no_other_number_of_samples() -> None:
+    def operations(loss: Any, size: int) -> str:
+        recorder = NormaliserRecorder()
+        with recorder:
+            loss(torch.ones(size, 3, requires_grad=True))
+        return recorder.operations()
+
+    plain = operations(lambda out: out.square().mean(), 3)
+    assert operations(lambda out: out.square().mean(), 8) == plain
+    assert operations(lambda out: out.square().mean() + out.detach().std(), 3) != plain
+    assert operations(lambda out: out.topk(2, 0)[0].square().mean(), 3) != plain
+    by_zero, by_one = (operations(lambda out, f=f: (out * f).sum(), 3) for f in (0.0, 1.0))
+    assert by_zero != by_one
+    assert by_one == operations(lambda out: (out * 2.0).sum(), 3)
 
 
 def test_what_scales_with_samples_or_not_at_all_is_no_sign() -> None:
