@@ -86,7 +86,9 @@ def read_samples(
         with alone("The loader's code"):
             data, read = _few_samples(loader, max(wanted, 2) if wanted else None)
         data = trainer.precision_plugin.convert_input(data)
-        data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
+        # Hooks of the transfer may count or draw: this rank must not be ahead of the others.
+        with LightningStep(context, (data,), trial=True).taken_back():
+            data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
         takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
         together, found = data, read or samples_in(data) or 1
         split = context.split_batch or cut_batch

@@ -163,7 +163,7 @@ class LightningStep:
             raise _StopAtCall(inputs)
 
         module, path = self.context.module, self.context.pipelined.path
-        with self.context.metrics.preserved(), self._own_state(), recording(module):
+        with self.taken_back():
             try:
                 with (
                     self._inside(ForeignWeightGuard(self.context.leftovers)),
@@ -178,6 +178,12 @@ class LightningStep:
             "pipelined module. Expected exactly one call in every step. Name the module that it "
             "calls: HeteroPipeStrategy(module='...')."
         )
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Context manager after which user code has changed, logged and printed nothing."""
+        with self.context.metrics.preserved(), self._own_state(), recording(self.context.module):
+            yield
 
     def try_out(
         self, guard: LayerTensorGuard, through: Callable[[Tree], Tree]

@@ -58,6 +58,21 @@ class Observes(Classifier):
         self.observed.append(float(batch[0].sum()))
 
 
+class Augments(Observes):
+    """Changes batches in the hooks of their transfer, otherwise each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transfers, self.generator = 0, torch.Generator().manual_seed(11)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.transfers += 1
+        return [batch[0] * (1 + 0.1 * self.transfers), batch[1]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + torch.randn(16, generator=self.generator), batch[1]]
+
+
 class Wide(Classifier):
     """Two of its layers do not fit on rank 0."""
 
@@ -115,6 +130,7 @@ CASES = {
     "own noise": Case(
         Observes, data=lambda: DataLoader(OwnNoise(), batch_size=8), options=MEASURED
     ),
+    "transfer hooks": Case(Augments, options=MEASURED),
     "own order": Case(Observes, data=shuffled, options=MEASURED),
 }
 UNCOPIED = {
