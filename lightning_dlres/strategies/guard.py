@@ -7,15 +7,17 @@ through the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.tree import tensors_of
 from lightning_dlres.strategies.layer_tensors import LayerTensors, uses_layer_tensor
 
 # What asks for the shape of things, and not for values.
@@ -28,7 +30,7 @@ HARMLESS = {
 
 class ForeignWeightGuard(TorchFunctionMode):
     """While active, an operation on a tensor without storage is an error, and so is one on a tensor
-    that layers made past the module's output.
+    that layers made past the module's output, and a gradient through the layers.
 
     Args:
         made: such tensors; None: none are known.
@@ -40,6 +42,11 @@ class ForeignWeightGuard(TorchFunctionMode):
     def __init__(self, made: LayerTensors | None = None) -> None:
         super().__init__()
         self.made = made if made is not None else LayerTensors()
+        self._call: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
+
+    def called(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Remember what the pipelined module was called with, and what it returned."""
+        self._call = (inputs, outputs)
 
     def __torch_function__(
         self,
@@ -56,6 +63,11 @@ class ForeignWeightGuard(TorchFunctionMode):
             layer = self.made.layer_within((*args, *kwargs.values()))
             if layer is not None:
                 raise uses_layer_tensor(layer, f"in {name}")
+        if function is torch.autograd.grad:
+            inputs, outputs = self._call
+            of, by = (tensors_of(list(given)) for given in args[:2])
+            if _depends(inputs, by) and _depends(of, outputs):
+                raise _gradient_through_layers()
         return function(*args, **kwargs)
 
 
@@ -158,6 +170,11 @@ def weight_of_a_layer(where: str) -> UnsupportedStepError:
 
 def leaves_of(results: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves that a gradient of these tensors would reach."""
+    return (node.variable for node in _graph_of(results) if hasattr(node, "variable"))
+
+
+def _graph_of(results: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph that these tensors came from."""
     seen: set[Any] = set()
     waiting = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
     while waiting:
@@ -165,9 +182,26 @@ def leaves_of(results: Iterable[Tensor]) -> Iterator[Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         waiting += [below for below, _ in node.next_functions if below is not None]
+
+
+def _depends(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether a gradient of some tensors reaches one of the others."""
+    identities = {id(tensor) for tensor in others if tensor.requires_grad}
+    nodes = {tensor.grad_fn for tensor in others if tensor.grad_fn is not None}
+    return any(id(tensor) in identities for tensor in results) or any(
+        node in nodes or id(getattr(node, "variable", None)) in identities
+        for node in _graph_of(results)
+    )
+
+
+def _gradient_through_layers() -> UnsupportedStepError:
+    return UnsupportedStepError(
+        "training_step asks torch.autograd.grad for a gradient through the pipelined module, such "
+        "as for a gradient penalty on its input. Layers run on their stage's rank, before the "
+        "rest of the step, so there is no such gradient. Train such a model on one device."
+    )
 
 
 def _has_meta(values: Iterable[Any]) -> bool:

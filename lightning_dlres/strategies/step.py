@@ -191,7 +191,7 @@ class LightningStep:
         """Run the whole step with `through` as the module; return the loss and what was logged."""
         module = self.context.module
         with self._own_state(made=guard.made), recording(module) as records:
-            with self._inside(guard), self._answering(through):
+            with self._inside(guard), self._answering(through, guard):
                 result = module.training_step(*self._own_args())
         return self._loss_of(result, whole=True), records
 
@@ -211,7 +211,7 @@ class LightningStep:
         module = self.context.module
         loud = not self.trial and not self.logs
         with self._own_state(loud) as (calls, loan), recording(module) as records:
-            with self._inside(guard), self._answering(lambda inputs: output):
+            with self._inside(guard), self._answering(lambda inputs: output, guard):
                 result = module.training_step(*args)
             stops = self._changes["should_stop"] or bool(module.trainer.should_stop)
             self._changes = {
@@ -347,7 +347,9 @@ class LightningStep:
         return (self._parts[microbatch], *self.args[1:])
 
     @contextmanager
-    def _answering(self, answer: Callable[[Tree], Tree]) -> Iterator[None]:
+    def _answering(
+        self, answer: Callable[[Tree], Tree], guard: ForeignWeightGuard
+    ) -> Iterator[None]:
         calls = 0
 
         def give(inputs: Tree) -> Tree:
@@ -355,7 +357,9 @@ class LightningStep:
             calls += 1
             if calls > 1:
                 raise self._number_of_calls("more than once")
-            return answer(inputs)
+            output = answer(inputs)
+            guard.called(tensors_of(inputs), tensors_of(output))
+            return output
 
         with self.context.pipelined.intercepted(give):
             yield

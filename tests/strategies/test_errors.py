@@ -21,6 +21,7 @@ from lightning_dlres import (
     PipelinePlan,
     UnsupportedStepError,
 )
+from lightning_dlres.strategies.guard import ForeignWeightGuard
 from tests.pool import RankContext, RankOutcome, RankPool
 from tests.strategies.fitting import QUICK
 from tests.zoo import Samples, mlp
@@ -44,6 +45,16 @@ class Simple(LightningModule):
 class CallsTwice(Simple):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.net(batch[0]) + self.net(-batch[0]), batch[1])
+
+
+class Penalises(Simple):
+    """Has a penalty on the gradient for its input, where there is one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        out = self.net(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True, allow_unused=True)
+        return out.mean() if gradient is None else out.mean() + gradient.square().mean()
 
 
 class NeverCalls(Simple):
@@ -310,6 +321,7 @@ def said_on_all_ranks(outcomes: list[RankOutcome], error: type[Exception], expec
     ("model", "data", "error", "expected"),
     [
         (CallsTwice, Samples, UnsupportedStepError, "the pipelined module, more than once"),
+        (Penalises, Samples, UnsupportedStepError, "a gradient through the pipelined module"),
         (NeverCalls, Samples, UnsupportedStepError, "returned without calling 'net'"),
         (
             ReturnsNone,
@@ -353,3 +365,15 @@ def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPoo
         "stage 0 (rank 0) waited 3 s for the gradients of micro-batch 0 from stage 1 (rank 1)"
     )
     assert expected in outcomes[0].error_message
+
+
+def test_other_gradients_may_be_asked_for_in_a_step() -> None:
+    inputs, output, weight = (torch.ones(3, requires_grad=True) for _ in range(3))
+    guard = ForeignWeightGuard()
+    guard.called([inputs * 2], [output])
+    loss = (output * weight).square().sum()
+    with guard:
+        assert torch.autograd.grad(loss, [output, weight], retain_graph=True)[0] is not None
+        assert torch.autograd.grad(weight.square().sum() + inputs.sum(), inputs)[0] is not None
+        with pytest.raises(UnsupportedStepError, match="through the pipelined module"):
+            torch.autograd.grad(loss + inputs.sum(), inputs)
