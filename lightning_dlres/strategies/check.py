@@ -21,6 +21,7 @@ from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.digest import digest
 from lightning_dlres.pipeline.microbatch import cut
 from lightning_dlres.strategies.attributes import changed_lists, drawn_from, not_sent
+from lightning_dlres.strategies.printing import PRINTED
 from lightning_dlres.strategies.records import LogRecord, merge_parts
 from lightning_dlres.strategies.step import LightningStep
 
@@ -105,9 +106,12 @@ def why_values_vary(runs: Sequence[Mapping[str, int]]) -> str | None:
     nothing."""
     for other in runs:
         for path in sorted(runs[0].keys() | other.keys()):
-            if runs[0].get(path) != other.get(path):
-                where = f"self.{path}" if path else "an attribute"
-                return f"training_step leaves other values in {where} for every micro-batch"
+            if runs[0].get(path) == other.get(path):
+                continue
+            if path == PRINTED:
+                return "training_step prints other text for every micro-batch"
+            where = f"self.{path}" if path else "an attribute"
+            return f"training_step leaves other values in {where} for every micro-batch"
     return None
 
 

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 
+# Stands for what a step prints, among the paths of attributes that it changes.
+PRINTED = "print()"
+
 
 @contextmanager
 def printing_held(logs: bool) -> Iterator[StringIO]:

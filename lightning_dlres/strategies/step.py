@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.digest import digest
 from lightning_dlres.pipeline.microbatch import cut_batch
 from lightning_dlres.strategies.attributes import (
     Loan,
@@ -39,7 +40,7 @@ from lightning_dlres.strategies.normalisers import NormaliserRecorder
 from lightning_dlres.strategies.one_device import alone
 from lightning_dlres.strategies.outer_buffers import OuterBuffers
 from lightning_dlres.strategies.outside_state import OutsideState
-from lightning_dlres.strategies.printing import printing_held
+from lightning_dlres.strategies.printing import PRINTED, printing_held
 from lightning_dlres.strategies.records import LogRecord, recording
 from lightning_dlres.strategies.settings import settings_of
 
@@ -149,7 +150,8 @@ class LightningStep:
         self._buffers_before = self._buffers.snapshot()
         self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
         self._once: dict[str, set[str]] = {"lists": set(), "buffers": set(), "kept": set()}
-        self._printed: list[str] = []
+        # What the last run printed, and the first that finished the step: only that one is shown.
+        self._text = self._printed = ""
         self._effects: list[dict[str, int]] = []
         self._metrics_before = (
             self.context.metrics.snapshot() if self.context.metrics.metrics else {}
@@ -224,6 +226,10 @@ class LightningStep:
         self._once["buffers"].update(self._changes["buffers"])
         self._once["kept"].update(not_sent(self._changes["attributes"]))
         self._effects.append(fingerprints(self._changes["attributes"]))
+        if self._text:
+            self._effects[-1][PRINTED] = digest(self._text)
+        if loud:
+            self._printed = self._text
         self._kept = loan.kept
         loss = self._loss_of(result, len(sizes) == 1 or microbatch is None)
         self._refuse_use_of_layers([loss])
@@ -249,7 +255,7 @@ class LightningStep:
             "logger": [call.to_tree() for calls in self.logger_calls for call in calls],
             "metrics": state,
             **self._changes,
-            "printed": self._printed[0],
+            "printed": self._printed,
             "effects": self._effects,
             "once": {kind: sorted(names) for kind, names in self._once.items()},
             "extra": self.extra,
@@ -303,7 +309,7 @@ class LightningStep:
         try:
             with recording_loggers(trainer.loggers) as calls, printing_held(loud) as text:
                 yield calls, loan
-            self._printed.append(text.getvalue())
+            self._text = text.getvalue()
         finally:
             loan.take_back(made)
             self._buffers.restore(self._buffers_before)

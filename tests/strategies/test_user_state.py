@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dlres import PipelinePlan
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import Classifier, batches, trainer_for
 
@@ -205,3 +206,44 @@ def test_as_often_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
 
 def schedule_of(name: str) -> str:
     return name.partition(" ")[2]
+
+
+class Prints(Classifier):
+    """Prints before and after the module's call: what it sees of the batch, or its number only."""
+
+    def __init__(self, values: bool) -> None:
+        super().__init__()
+        self.values = values
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        print(f"step {batch_idx}")
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        print(
+            f"step {batch_idx}: {float(loss):.3f}" if self.values else f"step {batch_idx} is over"
+        )
+        return loss
+
+
+def printed_by(context: RankContext | None, values: bool, **options: Any) -> tuple[str, list[str]]:
+    trainer = trainer_for(context, **options)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        trainer.fit(Prints(values), batches())
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("step")]
+    return str(getattr(trainer.strategy, "schedule", "")), lines
+
+
+def print_all(context: RankContext) -> list[Any]:
+    replicas = {"stages": 1, "plan": PipelinePlan(machines=((0,), (1,)), split=(5,))}
+    return [
+        (printed_by(None, values)[1], printed_by(context, values, **options))
+        for values in (True, False)
+        for options in ({}, replicas, {"schedule": "gpipe", **replicas})
+    ]
+
+
+def test_a_step_prints_what_it_prints_on_a_single_device(pool: RankPool) -> None:
+    for rank, outcomes in enumerate(pool.run(print_all, 2)):
+        for plain, (_, found) in outcomes:
+            assert found == (plain if rank == 0 else [])
+        schedules = [schedule for _, (schedule, _) in outcomes]
+        assert schedules == ["gpipe", "gpipe", "gpipe", "1f1b", "1f1b", "gpipe"]
