@@ -72,6 +72,7 @@ def inspect_step(context: StepContext, batch: Any) -> Findings:
         LightningStep(context, args, untouched=True, trial=True),
         _Layers(context, guard, findings),
     )
+    trainable = context.settings.trainable()
     try:
         with torch.enable_grad(), run.put_back():
             loss, records = step.try_out(guard, run.through)
@@ -86,6 +87,7 @@ def inspect_step(context: StepContext, batch: Any) -> Findings:
     finally:
         step.undo_metrics()
         rewind_random_state()
+        findings.refusal = context.settings.take_back_trainable(trainable) or findings.refusal
     guard.made.let_go_of_graphs()
     context.leftovers = guard.made
     return findings

@@ -4,7 +4,7 @@ and from the call on."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightning_dlres.strategies.guard import (
     leaves_of,
     weight_of_a_layer,
 )
+from lightning_dlres.strategies.layer_settings import LayerSettings
 from lightning_dlres.strategies.layer_tensors import LayerTensors
 from lightning_dlres.strategies.loggers import LoggerCall, recording_loggers
 from lightning_dlres.strategies.metrics import MetricStates
@@ -81,6 +82,7 @@ class StepContext:
     def __post_init__(self) -> None:
         layers = self.pipelined.layers
         trainer = self.module.trainer
+        self.settings = LayerSettings(self.module, layers.modules)
         self.state = UserState(
             layers.outer_modules,
             layers.modules,
@@ -165,7 +167,7 @@ class LightningStep:
             raise _StopAtCall(inputs)
 
         module, path = self.context.module, self.context.pipelined.path
-        with self.taken_back():
+        with self.taken_back(), self._settings_kept():
             try:
                 with (
                     self._inside(ForeignWeightGuard(self.context.leftovers)),
@@ -213,7 +215,12 @@ class LightningStep:
         module = self.context.module
         loud = not self.trial and not self.logs
         with self._own_state(loud) as (calls, loan), recording(module) as records:
-            with self._inside(guard), self._answering(lambda inputs: output, guard):
+            with (
+                self._inside(guard),
+                self._answering(lambda inputs: output, guard),
+                # The first micro-batch shows a change; a trial must leave none.
+                self._settings_kept() if self.trial or not self.logs else nullcontext(),
+            ):
                 result = module.training_step(*args)
             stops = self._changes["should_stop"] or bool(module.trainer.should_stop)
             self._changes = {
@@ -291,6 +298,19 @@ class LightningStep:
         """Put the metrics back to where they were before the step."""
         if self._metrics_before:
             self.context.metrics.restore(self._metrics_before)
+
+    @contextmanager
+    def _settings_kept(self) -> Iterator[None]:
+        """Context manager that takes back changes of layers' settings, and refuses them where this
+        is no trial: then all ranks are in a step, and learn of the error."""
+        settings = self.context.settings
+        trainable, values = settings.trainable(), settings.values()
+        try:
+            yield
+        finally:
+            error = settings.take_back(trainable, values)
+        if error is not None and not self.trial:
+            raise UnsupportedStepError(error)
 
     @contextmanager
     def _own_state(

@@ -26,7 +26,15 @@ from torch.optim import Optimizer
 
 from lightning_dlres import ConfigError, UnsupportedStepError
 from tests.pool import RankContext, RankPool
-from tests.strategies.fitting import Case, Classifier, differences_in, fit, none_in
+from tests.strategies.fitting import (
+    Case,
+    Classifier,
+    batches,
+    differences_in,
+    fit,
+    none_in,
+    trainer_for,
+)
 
 
 class Unfreeze(BaseFinetuning):
@@ -151,6 +159,74 @@ def compare_freezing(context: RankContext) -> dict[str, list[str]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layers_may_be_frozen_and_unfrozen_in_hooks(pool: RankPool, ranks: int) -> None:
     assert pool.run(compare_freezing, ranks) == none_in(FREEZES, ranks)
+
+
+class Scales(nn.Tanh):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Changes(Classifier):
+    """Changes settings of layers in its step, in a way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.net[1], self.head = way, Scales(), nn.Linear(5, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        is_late = self.global_step == 2
+        if self.way == "frozen before":
+            self.net[0].requires_grad_(False)
+        if self.way == "set before":
+            self.net[1].factor = 1.0 + self.global_step
+        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        if self.way == "frozen after" and is_late:
+            self.net[0].requires_grad_(False)
+        if self.way == "frozen outside" and is_late:
+            self.head.requires_grad_(False)
+        if self.way == "put back":
+            self.net[2].requires_grad_(False)
+            self.net[2].requires_grad_(True)
+            self.net.train()
+        return loss
+
+
+PUT_BACK = {"put back": Case(lambda: Changes("put back"), options={"module": "net"})}
+
+
+def fit_freezing(context: RankContext) -> tuple[str, dict[str, list[str]]]:
+    trainer = trainer_for(context, module="net", plan=None)
+    with pytest.raises(UnsupportedStepError) as error:
+        trainer.fit(Changes("frozen before"), batches())
+    assert trainer.global_step == 0
+    return str(error.value), differences_in(context, PUT_BACK)
+
+
+def fit_changing(context: RankContext, way: str) -> None:
+    trainer_for(context, module="net").fit(Changes(way), batches())
+
+
+def test_a_step_that_freezes_is_refused_and_one_that_puts_back_is_not(pool: RankPool) -> None:
+    for message, differences in pool.run(fit_freezing, 2):
+        assert differences == {"put back": []}
+        assert "training_step changes requires_grad of the parameter 'net.0.weight'" in message
+
+
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [
+        ("frozen after", "requires_grad of the parameter 'net.0.weight'"),
+        ("frozen outside", "requires_grad of the parameter 'head.weight'"),
+        ("set before", "'factor' of the layer 'net.1'"),
+    ],
+)
+def test_settings_of_layers_cannot_be_changed_in_a_step(
+    pool: RankPool, way: str, what: str
+) -> None:
+    for outcome in pool.run_expecting_errors(fit_changing, 2, way):
+        assert f"training_step changes {what}" in outcome.error_message
 
 
 class Zeroes(Classifier):
