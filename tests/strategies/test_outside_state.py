@@ -94,6 +94,8 @@ def test_one_line_names_what_cannot_be_taken_back(pool: RankPool) -> None:
     assert outcome.error_type is None, outcome.error_message
     plain, _, reaches = outcome.output.partition("reaches")
     assert WORD not in plain
-    (line,) = [line for line in reaches.splitlines() if WORD in line]
+    lines = [line for line in reaches.splitlines() if WORD in line]
+    assert len(lines) == 1, outcome.output
+    (line,) = lines
     names = line.partition(" changes ")[2].partition(", which cannot")[0].split(", ")
     assert {name.removeprefix(f"{__name__}.") for name in names} == NAMES
