@@ -159,6 +159,7 @@ class PrefetchLoader:
             "consumed": consumed,
             "batches": before,
             "seed": self._seed,
+            "shuffle": self._shuffle,
             "samples": self.data_set.samples,
             "digest": self.data_set.digest,
         }
@@ -167,7 +168,7 @@ class PrefetchLoader:
         """Go on from a state, with the next `iter` or the first batch of one that has not begun.
 
         Raises:
-            ConfigError: the state is of another data set.
+            ConfigError: the state is of another data set, or amid an epoch of another order.
         """
         joined = self.data_set
         if state.get("version") != _VERSION:
@@ -182,6 +183,13 @@ class PrefetchLoader:
                 f"digest {joined.digest}), got one of {state['samples']} samples with "
                 f"{state['digest']}. Start with the data set that the checkpoint was made with: "
                 "another one has another order."
+            )
+        if state["consumed"] and state.get("shuffle", self._shuffle) != self._shuffle:
+            # The rest of another order has samples that were trained on, and lacks others.
+            raise ConfigError(
+                f"shuffle must be {state['shuffle']}, as in the checkpoint, which was made amid an "
+                f"epoch, got {self._shuffle} (overfit_batches turns it off). Go on from the end of "
+                "an epoch to change it."
             )
         iteration = self._iteration() if self._iteration is not None else None
         if iteration is not None and iteration.started:

@@ -106,6 +106,21 @@ def test_ranks_get_their_samples_and_a_state_goes_on(stack: ExitStack, folder: P
         assert [number for batch in other for _, number, _, _ in batch] == order[24:]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_state_amid_an_epoch_of_another_order_is_refused(
+    stack: ExitStack, folder: Path, shuffle: bool
+) -> None:
+    batches, other = (direct(stack, folder, shuffle=value) for value in (shuffle, not shuffle))
+    iterator = iter(batches)
+    next(iterator)
+    with pytest.raises(ConfigError, match=f"shuffle must be {shuffle}.* got {not shuffle}"):
+        other.load_state_dict(batches.state_dict())
+    assert sum(len(batch) for batch in iterator) == SAMPLES - 7
+    other.load_state_dict(batches.state_dict())
+    seen = [number for batch in other for _, number, _, _ in batch]
+    assert seen == (list(range(SAMPLES)) if shuffle else shuffled(SAMPLES, 0, 1).tolist())
+
+
 def test_samples_stay_as_they_are_while_others_are_read(stack: ExitStack, folder: Path) -> None:
     batches = direct(stack, folder, decode=lambda sample: (sample, sample.tensor()))
     held = [pair for batch in batches for pair in batch]
