@@ -164,14 +164,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     Raises:
         ProtocolError: the tensor is sparse, nested or quantized, or has no contents.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        kind = (
-            "quantized tensor"
-            if tensor.is_quantized
-            else "nested tensor"
-            if tensor.is_nested
-            else f"tensor of layout {tensor.layout}"
-        )
+    if tensor.is_quantized:
+        raise ProtocolError("A quantized tensor cannot be sent; dequantize it.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
         raise ProtocolError(f"A {kind} cannot be sent; send it dense.")
     if tensor.device.type == "meta":
         raise ProtocolError("A tensor on the meta device has no contents to send; send a real one.")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_dlres.core import payload
-from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.prefetch.samples import Sample
 
 ENCODING = "tensors"
@@ -23,10 +23,18 @@ def encode_item(item: Any) -> bytes:
     Raises:
         ConfigError: the item has something else in it.
     """
-    header, large = payload.encode(item, ())
-    pieces = [_LENGTH.pack(len(header)), header]
-    pieces += [tensor.cpu().numpy().tobytes() for tensor in large]
-    return b"".join(pieces)
+    try:
+        header, large = payload.encode(item, ())
+        contents = [tensor.cpu().numpy().tobytes() for tensor in large]
+    except (ConfigError, ProtocolError, NotImplementedError) as error:
+        # The codec speaks of ranks and batches. NotImplementedError: a meta tensor is empty.
+        raise ConfigError(
+            "an item of a map-style data set must be made of dense tensors, numeric arrays, "
+            "numbers, texts, None, and tuples, lists, dicts or data classes of them, got: "
+            f"{str(error).partition(' cannot be sent')[0]}. Return tensors, or put files into a "
+            "folder and pass `decode`."
+        ) from error
+    return b"".join([_LENGTH.pack(len(header)), header, *contents])
 
 
 def decode_item(sample: Sample) -> Any:

@@ -13,9 +13,11 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError, StorageError
 from lightning_dlres.core.locks import locked
+from lightning_dlres.prefetch.items import encode_item
 from lightning_dlres.prefetch.storage import readers, store_writer
 from lightning_dlres.prefetch.storage.files import read_in_time
 from lightning_dlres.prefetch.storage.listings import open_reader
@@ -332,3 +334,22 @@ def test_a_lock_is_no_way_to_write_elsewhere(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
     with locked(tmp_path / "own") as lock:
         assert lock is not None
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({1}, "builtins.set"),
+        (np.array([None]), "dtype object"),
+        ("\udcff", "The string"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "A quantized tensor"),
+        (torch.empty(2, device="meta"), "meta tensor"),
+    ],
+    ids=["set", "object array", "surrogate", "sparse", "quantized", "meta"],
+)
+def test_items_that_cannot_be_written_are_named(tmp_path: Path, bad: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Item 1 of the data set: .*{words}") as caught:
+        put({0: 0, 1: (0, bad)}, tmp_path / "store", encode=encode_item)
+    assert "rank" not in str(caught.value)
+    assert not list((tmp_path / "store").iterdir())

@@ -122,7 +122,10 @@ def _encode_all(source: Any, encode: Callable[[Any], bytes] | None) -> Iterator[
     width = len(str(max(len(source) - 1, 0)))
     for number in range(len(source)):
         item = source[number]
-        data = encode(item) if encode else item
+        try:
+            data = encode(item) if encode else item
+        except ConfigError as error:
+            raise ConfigError(f"Item {number} of the data set: {error}") from error
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise ConfigError(
                 got_expected(
