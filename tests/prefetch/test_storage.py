@@ -137,6 +137,12 @@ def test_a_folder_of_a_web_server(web: tuple[str, threading.Event]) -> None:
     reader = open_reader(web[0])
     found = reader.read(np.arange(len(reader.table), dtype=np.uint32))
     assert [bytes(data) for data in found] == [*map(bytes_of, range(50, SAMPLES))]
+    assert keys_of(reader) == [f"sample {number:03d}.bin" for number in range(50, SAMPLES)]
+
+
+def test_names_on_pages_that_stand_for_no_text_or_folder_stay_quoted() -> None:
+    names = ["%C3%BC%2520.bin", "%FF.bin", "a%2Fb.bin"]
+    assert [*map(listings._web_key, names)] == ["\u00fc%20.bin", *names[1:]]
 
 
 def test_a_server_that_takes_long_to_list(

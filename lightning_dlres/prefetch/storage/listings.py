@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -349,13 +350,23 @@ def _files_of(system: Any, root: str, prefix: str) -> dict[str, tuple[str, int |
             continue
         # A web server's page has links that sort it, which are no files.
         if "/." not in f"/{key}" and not (web and key.startswith("?")):
-            files_of[key] = path, info.get("size")
+            files_of[_web_key(key) if web else key] = path, info.get("size")
     # A marker without its slash is an empty object beside those of the folder.
     folders = {key[:at] for key in files_of for at, letter in enumerate(key) if letter == "/"}
     markers = [key for key in folders if files_of.get(key, ("", None))[1] == 0]
     for key in markers:
         del files_of[key]
     return files_of
+
+
+def _web_key(quoted: str) -> str:
+    """Return the name that a web page's link stands for, so that keys are those of the folder."""
+    try:
+        key = unquote(quoted, errors="strict")
+    except UnicodeDecodeError:
+        return quoted
+    # A quoted slash is part of a name, and ends no folder.
+    return key if key.count("/") == quoted.count("/") else quoted
 
 
 def _in_time(call: Callable[[], _Found], what: str, listed: Listed | None) -> _Found:
