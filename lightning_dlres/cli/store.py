@@ -43,9 +43,16 @@ def store(options: Sequence[str]) -> int:
         os.execv(command[0], command)
     try:
         run: Callable[[argparse.Namespace], int] = settings.run
-        return run(settings)
+        status = run(settings)
+        sys.stdout.flush()
+        return status
     except StorageError as error:
         print(f"dlres: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has seen enough, as `head` has. Nothing is left to be flushed at the end.
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
         return 1
 
 

@@ -151,3 +151,13 @@ def test_bad_options_of_serve_are_refused(
     monkeypatch.setattr("sys.argv", ["dlres", "serve", str(folder), *options])
     assert serve_main() == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert main(["store", "ls", str(folder)]) == 1
