@@ -20,7 +20,7 @@ from benchmarks.hetero_pipeline_model import (
     task_of,
 )
 from benchmarks.talk import Answer, Talk
-from lightning_dlres import HeteroPipeStrategy, PipelinePlan
+from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
 
 
 class Net(LightningModule):
@@ -94,6 +94,7 @@ def train(talk: Talk, order: Answer) -> None:
         schedule="1f1b",
         recompute="never",
         plan=PipelinePlan.from_json(order["plan"]) if order.get("plan") else None,
+        profile=ProfileConfig(seconds=order["profiled"]),
         timeout=order["timeout"],
     )
     turns = Turns(talk, order["turns"], strategy)

@@ -39,6 +39,7 @@ class Settings:
             nearly as fast, that is most of the noise.
         anew: whether they are forked of other processes every time.
         timeout: seconds that a turn may take.
+        profiled: least seconds over which our ranks measure the layers; both are busy all along.
     """
 
     task: dict[str, int] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class Settings:
     pairs: int = 15
     anew: bool = True
     timeout: float = 180.0
+    profiled: float = 3.0
 
     def turns(self, count: int) -> list[int]:
         """Return the numbers of steps of so many turns of ours, after the first steps."""
@@ -72,6 +74,7 @@ QUICK = Settings(
     pairs=2,
     anew=False,
     timeout=60.0,
+    profiled=0.0,
 )
 
 
@@ -114,6 +117,7 @@ class Ours:
             "turns": list(turns),
             "plan": plan,
             "timeout": self._settings.timeout,
+            "profiled": self._settings.profiled,
         }
         answers = self.ranks.ask(order)
         self._bytes = sum(answer.pop("bytes") for answer in answers)

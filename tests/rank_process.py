@@ -115,7 +115,8 @@ class _ProcessState:
         self._rank = rank_zero_only.rank
         self._environ = dict(os.environ)
         self._directory = os.getcwd()
-        self._handlers = {logger: list(logger.handlers) for logger in _loggers()}
+        self._loggers = {each: (list(each.handlers), each.level) for each in _loggers()}
+        self._silenced = logging.root.manager.disable
         self._streams = (sys.stdout, sys.stderr)
         # What is imported by now stays: the collection after each job need not look at it.
         gc.collect()
@@ -126,10 +127,13 @@ class _ProcessState:
 
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        # A job may have made Lightning's loggers quiet.
+        logging.disable(self._silenced)
         for logger in _loggers():
-            before = self._handlers.get(logger, [])
+            handlers, level = self._loggers.get(logger, ([], logging.NOTSET))
+            logger.setLevel(level)
             for handler in list(logger.handlers):
-                if handler not in before:
+                if handler not in handlers:
                     logger.removeHandler(handler)
                     handler.close()
         sys.stdout, sys.stderr = self._streams
