@@ -170,7 +170,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
         kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
         raise ProtocolError(f"A {kind} cannot be sent; send it dense.")
     if tensor.device.type == "meta":
-        raise ProtocolError("A tensor on the meta device has no contents to send; send a real one.")
+        raise ProtocolError("A tensor on the meta device cannot be sent: it has no contents.")
     data = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not data.numel():
         return torch.empty(0, dtype=torch.uint8)

@@ -26,8 +26,8 @@ def encode_item(item: Any) -> bytes:
     try:
         header, large = payload.encode(item, ())
         contents = [tensor.cpu().numpy().tobytes() for tensor in large]
-    except (ConfigError, ProtocolError, NotImplementedError) as error:
-        # The codec speaks of ranks and batches. NotImplementedError: a meta tensor is empty.
+    except (ConfigError, ProtocolError) as error:
+        # The codec speaks of ranks and batches.
         raise ConfigError(
             "an item of a map-style data set must be made of dense tensors, numeric arrays, "
             "numbers, texts, None, and tuples, lists, dicts or data classes of them, got: "

@@ -344,7 +344,7 @@ def test_a_lock_is_no_way_to_write_elsewhere(tmp_path: Path) -> None:
         ("\udcff", "The string"),
         (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
         (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "A quantized tensor"),
-        (torch.empty(2, device="meta"), "meta tensor"),
+        (torch.empty(2, device="meta"), "meta device"),
     ],
     ids=["set", "object array", "surrogate", "sparse", "quantized", "meta"],
 )
