@@ -22,8 +22,8 @@ class CurveKeys:
     """A CURVE key pair, Z85 text of 40 bytes each; the secret is kept out of logs.
 
     Raises:
-        ConfigError: they are no keys, or no pair: ZeroMQ would refuse them later, or let nobody in
-            without a word.
+        ConfigError: If one is not a key, or they are not a pair. ZeroMQ would refuse them later,
+            or silently admit no client.
     """
 
     public: bytes

@@ -168,7 +168,7 @@ def _attributes(node: Any) -> list[str]:
         name
         for name in getattr(node, "__dict__", {})
         if name not in fields
-        # As typing's `__orig_class__`, which nobody has set.
+        # As `__orig_class__`, which typing sets by itself.
         and not name.startswith("__")
         and not isinstance(getattr(kind, name, None), functools.cached_property)
     ]

@@ -138,7 +138,7 @@ def _watched(run: Callable[..., Any], args: Sequence[Any], report: Report) -> An
                 try:
                     again = _checksums(run(*inputs.take()))
                 except Exception:
-                    # What it needs is gone: it must not run again.
+                    # Its inputs are gone by now: the module must not run again.
                     again = None
             report(again == first)
 

@@ -187,7 +187,7 @@ def _graph_of(results: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def _depends(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether a gradient of some tensors reaches one of the others."""
+    """Return whether a gradient of some tensors reaches one of the others."""
     identities = {id(tensor) for tensor in others if tensor.requires_grad}
     nodes = {tensor.grad_fn for tensor in others if tensor.grad_fn is not None}
     return any(id(tensor) in identities for tensor in results) or any(

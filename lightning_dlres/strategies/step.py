@@ -152,7 +152,7 @@ class LightningStep:
         self._buffers_before = self._buffers.snapshot()
         self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
         self._once: dict[str, set[str]] = {"lists": set(), "buffers": set(), "kept": set()}
-        # What the last run printed, and the first that finished the step: only that one is shown.
+        # Texts that the last run printed, and the first that finished the step. Only that is shown.
         self._text = self._printed = ""
         self._effects: list[dict[str, int]] = []
         self._metrics_before = (

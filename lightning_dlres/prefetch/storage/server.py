@@ -160,7 +160,7 @@ class StoreNode:
                 work, kind, payload = self._done.popleft()
                 self._reading -= 1
                 if not self._outbox.reply(work.message, work.nbytes, kind, payload):
-                    # The others must not wait for reads that nobody gets.
+                    # Other clients must not wait for reads of a client that is gone.
                     self._waiting.pop(work.message.peer, None)
             self._outbox.settle()
             self._start_reading()
