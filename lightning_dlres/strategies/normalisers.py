@@ -2,7 +2,7 @@
 micro-batches: divisors, counts of averaged values, values that are not finite, other operations.
 
 The check of the loss (see `check`) looks at a few batches only. Between two checks a batch may come
-whose micro-batches have unlike numbers of labels, or one without any. Its signs differ then. A term
+whose micro-batches have other numbers of labels, or one without any. Its signs differ then. A term
 may also join the loss in mid-run, as after a warm-up: operations show it that no check has seen.
 """
 
