@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
@@ -21,15 +22,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.pool import RankPool, python_environ
+from tests.pool import NURSERIES, RankPool, python_environ, start_nursery
 
 # In the environment of a script and so of all that it starts, orphans and new sessions included.
 MARK = "DLRES_TEST_SCRIPT"
 LINE_POLL_SECONDS = 0.05
+_NURSERIES = pytest.StashKey[list[Path]]()
 # For one script: only a hang takes so long on a loaded machine, and a test may take 300 s.
 SCRIPT_SECONDS = 240.0
 
@@ -46,6 +49,29 @@ settings.load_profile("tests")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and whatever these start inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start what ranks are forked of, once for all workers of xdist; each imports when it is first
+    asked."""
+    told = getattr(config, "workerinput", None)
+    if told is not None:
+        config.stash[_NURSERIES] = list(map(Path, told["nurseries"]))
+        return
+    # Not below the test's own directories: a socket's path must be short.
+    directory = tempfile.TemporaryDirectory(prefix="dlres-tests-")
+    config.add_cleanup(directory.cleanup)
+    config.stash[_NURSERIES] = []
+    for number in range(NURSERIES):
+        nursery = start_nursery(Path(directory.name, str(number)))
+        config.add_cleanup(nursery.close)
+        config.stash[_NURSERIES].append(nursery.address)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of xdist where they are."""
+    node.workerinput["nurseries"] = list(map(str, node.config.stash[_NURSERIES]))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -85,9 +111,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def pool(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RankPool]:
     """The session's rank processes, which start when they are asked for."""
-    ranks = RankPool(tmp_path_factory.mktemp("ranks"))
+    ranks = RankPool(tmp_path_factory.mktemp("ranks"), nurseries=request.config.stash[_NURSERIES])
     ranks.start()
     yield ranks
     ranks.close()

@@ -1,4 +1,4 @@
-"""The pool's end of the one process that imports what ranks need, and of which ranks are forked.
+"""The process that imports what ranks need, and of which the ranks of all pools are forked.
 
 Importing torch and Lightning costs a process 5 seconds of processor time, a fork of one that has
 done so milliseconds. That counts where tests kill ranks: each has to be replaced.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from multiprocessing import reduction
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Client, Connection, Pipe
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,34 +27,65 @@ class NurseryError(Exception):
     """The nursery is dead or does not answer; the message has what it printed."""
 
 
-class Nursery:
-    """The pool's end of the process; it ends with this one, and the ranks end with it."""
+class NurseryProcess:
+    """The process, which imports when somebody first connects. It ends with this one, and the ranks
+    end with it."""
 
-    def __init__(self, log: Path, environ: dict[str, str], directory: Path) -> None:
-        self._log = log
-        self._lock = threading.Lock()
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "tests.nursery_process", "--fd", str(theirs.fileno())]
-        if threading.current_thread() is threading.main_thread():
-            # Linux sends the death signal when the starting *thread* ends, so only for this one.
-            command += ["--parent", str(os.getpid())]
-        with log.open("wb") as output:
+    def __init__(self, directory: Path, environ: dict[str, str], cwd: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.address, self._log = directory / "socket", directory / "log"
+        self.address.unlink(missing_ok=True)
+        self._lifeline, theirs = Pipe()
+        with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as output:
+            listener.bind(str(self.address))
+            listener.listen()
+            ends = [listener.fileno(), theirs.fileno()]
+            command = [sys.executable, "-m", "tests.nursery_process", *map(str, ends)]
+            if threading.current_thread() is threading.main_thread():
+                # Linux sends the death signal when the starting *thread* ends, so only for this.
+                command += ["--parent", str(os.getpid())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=directory,
+                cwd=cwd,
                 env=environ,
-                pass_fds=[theirs.fileno()],
+                pass_fds=ends,
                 # ^C is for pytest alone.
                 start_new_session=True,
             )
         theirs.close()
 
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._lifeline.close()
+
+
+class Nursery:
+    """One pool's connection to the process; the pool's ranks end with the connection.
+
+    Args:
+        address: of the process.
+
+    Raises:
+        NurseryError: there is none.
+    """
+
+    def __init__(self, address: Path) -> None:
+        self._log = address.parent / "log"
+        self._lock = threading.Lock()
+        try:
+            self._connection = Client(str(address), "AF_UNIX")
+        except OSError as error:
+            raise NurseryError(f"it cannot be reached ({error}):\n{self._said()}") from None
+
     def alive(self) -> bool:
         """Whether it can be asked; on Linux its ranks have ended with it otherwise."""
-        return self._process.poll() is None
+        # It speaks when asked: something to read is its end.
+        return not self._connection.closed and not self._connection.poll()
 
     def fork(self, end: Connection, log: Path, timeout: float) -> Forked:
         """Return a new rank that serves `end`, in a process group of its own; its output is
@@ -68,26 +100,25 @@ class Nursery:
         """
         with self._lock:
             if not self.alive():
-                raise NurseryError(f"it has ended:\n{self._log.read_text(errors='replace')}")
+                raise NurseryError(f"it has ended:\n{self._said()}")
             try:
                 self._connection.send(request)
                 if end is not None:
-                    reduction.send_handle(self._connection, end.fileno(), self._process.pid)
+                    reduction.send_handle(self._connection, end.fileno(), None)
                 if self._connection.poll(timeout):
                     answer: int = self._connection.recv()
                     return answer
             except (EOFError, OSError):
                 pass
             self.close()
-            raise NurseryError(
-                f"no answer to {request} within {timeout:g} s:\n"
-                f"{self._log.read_text(errors='replace')}"
-            )
+            raise NurseryError(f"no answer to {request} within {timeout:g} s:\n{self._said()}")
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        """End the connection."""
         self._connection.close()
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else "(nothing)"
 
 
 class Forked:

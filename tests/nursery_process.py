@@ -6,10 +6,13 @@ import argparse
 import contextlib
 import gc
 import os
+import signal
+import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from tests.rank_process import die_with, serve
 
@@ -19,30 +22,62 @@ _USUAL_THRESHOLDS = 700, 10, 10
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True, help="our end of the pool's pipe")
+    parser.add_argument("listener", type=int, help="a socket that listens")
+    parser.add_argument("lifeline", type=int, help="a pipe that lasts as long as our owner")
     parser.add_argument("--parent", type=int, help="die with this process, where the OS can do so")
     options = parser.parse_args()
     if options.parent is not None:
         die_with(options.parent)
-    _import()
-    connection = Connection(options.fd)
+    listener, lifeline = socket.socket(fileno=options.listener), Connection(options.lifeline)
+    ranks: dict[Connection, set[int]] = {}
+    has_imported = False
     while True:
-        try:
-            kind, what = connection.recv()
-        except (EOFError, OSError):
-            return
-        if kind == "fork":
-            end = reduction.recv_handle(connection)
-            connection.send(_fork(connection, end, what))
-        else:
-            pid, status = os.waitpid(what, os.WNOHANG)
-            connection.send(status if pid else -1)
+        for ready in wait([listener, lifeline, *ranks]):
+            if ready is lifeline:
+                return
+            if ready is listener:
+                ranks[Connection(listener.accept()[0].detach())] = set()
+                if not has_imported:
+                    _import()
+                    has_imported = True
+                continue
+            assert isinstance(ready, Connection)
+            try:
+                _answer(ready, ranks[ready], [listener, lifeline, *ranks])
+            except (EOFError, OSError):
+                _end(ranks.pop(ready))
+                ready.close()
+
+
+def _answer(pool: Connection, ranks: set[int], ends: Sequence[socket.socket | Connection]) -> None:
+    kind, what = pool.recv()
+    if kind == "fork":
+        end = reduction.recv_handle(pool)
+        pid = _fork(ends, end, what)
+        ranks.add(pid)
+        pool.send(pid)
+        return
+    pid, status = os.waitpid(what, os.WNOHANG)
+    ranks.discard(pid)
+    pool.send(status if pid else -1)
+
+
+def _end(ranks: set[int]) -> None:
+    """End the ranks of a pool that has gone."""
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _import() -> None:
+    import hypothesis  # noqa: F401 - what modules with tests import
+    import pytest  # noqa: F401
     import torch
 
-    import lightning_dlres.strategies  # noqa: F401 - and Lightning, which is the expensive part
+    # All of the package, and Lightning, which is the expensive part.
+    import tests.parity.harness
+    import tests.strategies.fitting  # noqa: F401
 
     torch.set_num_threads(1)
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
@@ -53,7 +88,7 @@ def _import() -> None:
     gc.set_threshold(*_USUAL_THRESHOLDS)
 
 
-def _fork(connection: Connection, end: int, log: str) -> int:
+def _fork(ends: Sequence[socket.socket | Connection], end: int, log: str) -> int:
     nursery = os.getpid()
     pid = os.fork()
     if pid:
@@ -64,7 +99,8 @@ def _fork(connection: Connection, end: int, log: str) -> int:
         return pid
     try:
         os.setpgid(0, 0)
-        connection.close()
+        for other in ends:
+            other.close()
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.nursery import Nursery
+from tests.nursery import Nursery, NurseryError, NurseryProcess
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -78,7 +78,7 @@ class QuickProfiles:
         def execute_and_shorten(module):
             execute(module)
             init = module.ProfileConfig.__init__
-            init.__defaults__ = (*init.__defaults__[:-1], 0.0)
+            init.__defaults__ = (*init.__defaults__[:-2], 2, 0.0)
 
         spec.loader.exec_module = execute_and_shorten
         return spec
@@ -119,6 +119,15 @@ def python_environ(directory: Path) -> dict[str, str]:
         # A killed process would take the last lines of a buffer along.
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def start_nursery(directory: Path) -> NurseryProcess:
+    """Start a process of which pools may fork their ranks; `directory` is for its files."""
+    environ = python_environ(directory.parent / "site")
+    if sys.platform == "linux":
+        # Else gloo resolves the host's name, which on some machines is slow or fails.
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return NurseryProcess(directory, environ, ROOT)
 
 
 @dataclass(frozen=True)
@@ -214,28 +223,29 @@ class RankFailure(Exception):
 class RankPool:
     """Starts ranks when a job needs them and keeps them for the next one; see `run`.
 
-    The ranks inherit the environment variables that this process has when the pool is made, not
-    those that the calling test has patched.
+    The ranks inherit the environment variables that this process, or the owner of the nurseries,
+    has when the pool is made, not those that the calling test has patched.
+
+    Args:
+        directory: for logs and jobs.
+        max_ranks: of a job.
+        nurseries: addresses of processes that are there; others are started where one is missing.
     """
 
-    def __init__(self, directory: Path, max_ranks: int = 4) -> None:
+    def __init__(self, directory: Path, max_ranks: int = 4, nurseries: Sequence[Path] = ()) -> None:
         self._directory = directory
         self._max_ranks = max_ranks
         self._ranks: list[_Rank] = []
+        self._known, self._own = dict(enumerate(nurseries)), list[NurseryProcess]()
         self._nurseries: dict[int, Nursery] = {}
         self._jobs = 0
-        self._environ = python_environ(directory / "site")
-        if sys.platform == "linux":
-            # Else gloo resolves the host's name, which on some machines is slow or fails.
-            self._environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def start(self, ranks: int = NURSERIES) -> None:
         """Begin to import what so many ranks need, without waiting for it."""
         for number in range(min(ranks, NURSERIES)):
             nursery = self._nurseries.get(number)
             if nursery is None or not nursery.alive():
-                log = self._directory / f"nursery{number}.log"
-                self._nurseries[number] = Nursery(log, self._environ, ROOT)
+                self._nurseries[number] = self._connected(number)
 
     def run(
         self,
@@ -284,6 +294,17 @@ class RankPool:
         for nursery in self._nurseries.values():
             nursery.close()
         self._nurseries.clear()
+        for process in self._own:
+            process.close()
+        self._own.clear()
+
+    def _connected(self, number: int) -> Nursery:
+        if number in self._known:
+            # Where it cannot be reached now, it will not be later.
+            with contextlib.suppress(NurseryError):
+                return Nursery(self._known.pop(number))
+        self._own.append(start_nursery(self._directory / f"nursery{number}"))
+        return Nursery(self._own[-1].address)
 
     def _run(
         self,

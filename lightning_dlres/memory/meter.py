@@ -3,7 +3,6 @@ allocators count them, with the workspace that operators take and give back."""
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import threading
@@ -14,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_dlres.core._compat import profiler_is_on
+from lightning_dlres.core.decoding import from_json
 from lightning_dlres.memory.gpu import Gpu
 
 Held = Callable[[], Iterable[Tensor]]
@@ -288,17 +289,41 @@ class _Event:
     change: int = 0
 
 
+class _Entry(msgspec.Struct, gc=False):
+    """What is read of an event in a trace file. Most others are of no interest, and many."""
+
+    name: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Trace(msgspec.Struct):
+    """A trace file."""
+
+    entries: list[_Entry] = msgspec.field(name="traceEvents")
+
+
+class _Change(msgspec.Struct):
+    """The arguments of an event about memory."""
+
+    address: int = msgspec.field(name="Addr")
+    nbytes: int = msgspec.field(name="Bytes")
+    device_type: int = msgspec.field(name="Device Type", default=0)
+
+
 def _memory_events(profiler: profile) -> list[_Event]:
     """Return what happened, in order."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "trace.json")
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
+        text = path.read_bytes().decode(errors="replace")
     found = []
-    for event in events:
-        name, args = event.get("name", ""), event.get("args", {})
-        if name == "[memory]" and args.get("Device Type", 0) == 0:
-            found.append(_Event(float(event["ts"]), None, args["Addr"], int(args["Bytes"])))
-        elif name.startswith(_MARK) and event.get("cat") == "user_annotation":
-            found.append(_Event(float(event["ts"]), int(name.removeprefix(_MARK))))
+    for entry in from_json(text, _Trace).entries:
+        if entry.name == "[memory]":
+            change = from_json(bytes(entry.args), _Change)
+            if change.device_type == 0:
+                found.append(_Event(entry.ts, None, change.address, change.nbytes))
+        elif entry.name.startswith(_MARK) and entry.cat == "user_annotation":
+            found.append(_Event(entry.ts, int(entry.name.removeprefix(_MARK))))
     return sorted(found, key=lambda event: event.when)

@@ -19,10 +19,10 @@ from lightning_dlres.pipeline.profile import Link
 
 # Two devices are of one kind if their times differ by no more than noise does.
 _ALIKE = 1.15
-_ROUNDS = 8
 _MESSAGES_OF_A_TRIP = 3
 _FIRST_PROBE, _LARGEST_PROBE = 1 << 18, 1 << 24
-_LONG_ENOUGH = 0.05
+# Of a probe: of a longer profile no more.
+MOST_ROUNDS, MOST_SECONDS = 8, 0.05
 
 
 def completed(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -133,21 +133,32 @@ class Probe:
     message: float
 
 
-def probe(mailbox: Mailbox, a: int, b: int, nbytes: int, caches: Caches) -> Probe | None:
+def probe(
+    mailbox: Mailbox,
+    a: int,
+    b: int,
+    nbytes: int,
+    caches: Caches,
+    rounds: int = MOST_ROUNDS,
+    long_enough: float = MOST_SECONDS,
+) -> Probe | None:
     """Measure the way between two ranks; called by all, and None for those that it does not
     concern.
 
     Args:
         nbytes: size of a typical message, for what a message takes from the process.
         caches: they are cold when a message comes.
+        rounds: number of messages of each kind that are timed.
+        long_enough: seconds that a message takes whose bandwidth is believed; larger ones are
+            tried until then.
     """
     if mailbox.rank not in (a, b):
         return None
     pings = _Pings(mailbox, b if mailbox.rank == a else a, leads=mailbox.rank == a)
     pings.trip(1)
-    latency = statistics.median(pings.trip(1) for _ in range(_ROUNDS)) / 2
+    latency = statistics.median(pings.trip(1) for _ in range(rounds)) / 2
     size = _FIRST_PROBE
-    while (seconds := pings.trip(size) / 2) < _LONG_ENOUGH and size < _LARGEST_PROBE:
+    while (seconds := pings.trip(size) / 2) < long_enough and size < _LARGEST_PROBE:
         size *= 4
     seconds = statistics.median([seconds, pings.trip(size) / 2, pings.trip(size) / 2])
     bandwidth = size / max(seconds - latency, 1e-9)
@@ -155,14 +166,14 @@ def probe(mailbox: Mailbox, a: int, b: int, nbytes: int, caches: Caches) -> Prob
     # from the computing.
     now = time.process_time if torch.get_num_threads() == 1 else time.thread_time
     spent = 0.0
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         caches.overwrite()
         start = now()
         pings.trip(max(nbytes, 1))
         spent += now() - start
     return Probe(
         Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth),
-        spent / (_MESSAGES_OF_A_TRIP * _ROUNDS),
+        spent / (_MESSAGES_OF_A_TRIP * rounds),
     )
 
 

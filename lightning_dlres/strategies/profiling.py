@@ -24,6 +24,8 @@ from lightning_dlres.core.tree import Tree
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.pipeline.caches import Caches
 from lightning_dlres.pipeline.cluster import (
+    MOST_ROUNDS,
+    MOST_SECONDS,
     completed,
     kinds_of,
     pairs_to_measure,
@@ -47,6 +49,8 @@ _SHARE_OF_FREE_MEMORY = 0.9
 # All ranks measure at once, as they will train: ranks of one machine share its caches and memory.
 # Several times, since what else a machine does for a while must not make a device look slow.
 _ROUNDS = 5
+# A link's probe takes the less of the time of a profile, the shorter that is.
+_PROBES = 60
 
 
 class NotMeasured(DlresError):
@@ -122,7 +126,7 @@ class Profiler:
         kinds = kinds_of([rank.name for rank in ranks], times)
         of_kinds = times_of_kinds(kinds, times)
         powers = powers_of(of_kinds)
-        links, message = self._probe([rank.host for rank in ranks], mine, caches)
+        links, message = self._probe([rank.host for rank in ranks], mine, caches, config)
         others = times_of_kinds(
             kinds, connection.gather([mine.loss, mine.update, message, mine.border])
         )
@@ -208,13 +212,15 @@ class Profiler:
         raise PeerLostError(f"Another rank raised while the layers were profiled: {first}")
 
     def _probe(
-        self, hosts: list[str], mine: DeviceMeasurement, caches: Caches
+        self, hosts: list[str], mine: DeviceMeasurement, caches: Caches, config: ProfileConfig
     ) -> tuple[tuple[Link, ...], float]:
         mailbox = self._connection.mailbox
         size = sorted(layer.sizes.output_bytes for layer in mine.layers)[len(mine.layers) // 2]
+        rounds = min(MOST_ROUNDS, 2 * config.repeats)
+        long_enough = min(MOST_SECONDS, config.seconds / _PROBES)
         links, message = [], 0.0
         for a, b in pairs_to_measure(hosts):
-            found = probe(mailbox, a, b, size, caches)
+            found = probe(mailbox, a, b, size, caches, rounds, long_enough)
             if found is not None:
                 message = max(message, found.message * mine.pace)
             told = [found.link.latency, found.link.bytes_per_second] if found is not None else None
