@@ -27,12 +27,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.nursery import ADDRESSES
 from tests.pool import NURSERIES, RankPool, python_environ, start_nursery
 
 # In the environment of a script and so of all that it starts, orphans and new sessions included.
 MARK = "DLRES_TEST_SCRIPT"
 LINE_POLL_SECONDS = 0.05
-_NURSERIES = pytest.StashKey[list[Path]]()
 # For one script: only a hang takes so long on a loaded machine, and a test may take 300 s.
 SCRIPT_SECONDS = 240.0
 
@@ -56,22 +56,22 @@ def pytest_configure(config: pytest.Config) -> None:
     asked."""
     told = getattr(config, "workerinput", None)
     if told is not None:
-        config.stash[_NURSERIES] = list(map(Path, told["nurseries"]))
+        config.stash[ADDRESSES] = list(map(Path, told["nurseries"]))
         return
     # Not below the test's own directories: a socket's path must be short.
     directory = tempfile.TemporaryDirectory(prefix="dlres-tests-")
     config.add_cleanup(directory.cleanup)
-    config.stash[_NURSERIES] = []
+    config.stash[ADDRESSES] = []
     for number in range(NURSERIES):
         nursery = start_nursery(Path(directory.name, str(number)))
         config.add_cleanup(nursery.close)
-        config.stash[_NURSERIES].append(nursery.address)
+        config.stash[ADDRESSES].append(nursery.address)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of xdist where they are."""
-    node.workerinput["nurseries"] = list(map(str, node.config.stash[_NURSERIES]))
+    node.workerinput["nurseries"] = list(map(str, node.config.stash[ADDRESSES]))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -115,7 +115,7 @@ def pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RankPool]:
     """The session's rank processes, which start when they are asked for."""
-    ranks = RankPool(tmp_path_factory.mktemp("ranks"), nurseries=request.config.stash[_NURSERIES])
+    ranks = RankPool(tmp_path_factory.mktemp("ranks"), nurseries=request.config.stash[ADDRESSES])
     ranks.start()
     yield ranks
     ranks.close()

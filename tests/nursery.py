@@ -14,13 +14,33 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Client, Connection, Pipe
 from pathlib import Path
 from typing import TypeAlias
 
-Request: TypeAlias = tuple[str, str | int]
+import pytest
+
+# Where a session keeps the addresses of its own.
+ADDRESSES = pytest.StashKey[list[Path]]()
 _POLL_SECONDS = 0.01
+_CALL_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `Nursery.call` asks for, as it travels to the process."""
+
+    function: str
+    argv: list[str]
+    descriptors: list[int]
+    environ: dict[str, str]
+    directory: str
+
+
+Request: TypeAlias = tuple[str, str | int | Program]
 
 
 class NurseryError(Exception):
@@ -90,9 +110,29 @@ class Nursery:
     def fork(self, end: Connection, log: Path, timeout: float) -> Forked:
         """Return a new rank that serves `end`, in a process group of its own; its output is
         appended to `log`."""
-        return Forked(self, self.ask(("fork", str(log)), timeout, end))
+        return Forked(self, self.ask(("fork", str(log)), timeout, [end.fileno()]))
 
-    def ask(self, request: Request, timeout: float, end: Connection | None = None) -> int:
+    def call(
+        self,
+        function: str,
+        arguments: Sequence[str],
+        descriptors: Mapping[int, int],
+        timeout: float = _CALL_SECONDS,
+    ) -> Forked:
+        """Return a new process that calls a function, such as "room.module:main", as a program of
+        its own would: with arguments in `sys.argv[1:]`, and with this process's variables and
+        directory. It lives on when this process has ended.
+
+        Args:
+            descriptors: those that it gets: number there -> number here.
+        """
+        program = Program(
+            function, [function, *arguments], list(descriptors), dict(os.environ), os.getcwd()
+        )
+        pid = self.ask(("call", program), timeout, list(descriptors.values()))
+        return Forked(self, pid)
+
+    def ask(self, request: Request, timeout: float, descriptors: Sequence[int] = ()) -> int:
         """Return the answer to a request.
 
         Raises:
@@ -103,8 +143,8 @@ class Nursery:
                 raise NurseryError(f"it has ended:\n{self._said()}")
             try:
                 self._connection.send(request)
-                if end is not None:
-                    reduction.send_handle(self._connection, end.fileno(), None)
+                for descriptor in descriptors:
+                    reduction.send_handle(self._connection, descriptor, None)
                 if self._connection.poll(timeout):
                     answer: int = self._connection.recv()
                     return answer

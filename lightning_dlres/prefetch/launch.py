@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -32,6 +33,7 @@ _POLL = 0.02
 _LAST_WORDS = 2000
 # The file in which a process says what it does before it listens.
 PROGRESS = "progress"
+MAIN = "lightning_dlres.prefetch.host:main"
 
 
 def runtime_directory() -> Path:
@@ -150,23 +152,29 @@ class HostProcess:
             sweep(self._lock.parent)
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory.mkdir(mode=0o700)
-            main = "lightning_dlres.prefetch.host:main"
             self._log.unlink(missing_ok=True)
             # To append: the process cuts its log off when it grows long.
             with self._log.open("ab") as log:
-                process = subprocess.Popen(
-                    light_command(main, str(self._directory), str(lock)),
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[lock],
-                    # ^C and a terminal's end are for those that use the cache.
-                    start_new_session=True,
-                )
+                process = start_program(MAIN, [str(self._directory), str(lock)], log, lock)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(msgspec.json.encode(self._config))
             return process
+
+
+def start_program(
+    function: str, arguments: list[str], log: IO[bytes], lock: int
+) -> subprocess.Popen[bytes]:
+    """Start a process that calls a function, with a pipe as its stdin, and a lock's descriptor."""
+    return subprocess.Popen(
+        light_command(function, *arguments),
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=[lock],
+        # ^C and a terminal's end are for those that use the cache.
+        start_new_session=True,
+    )
 
 
 def check_name(name: object) -> None:

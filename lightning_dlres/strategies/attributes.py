@@ -62,18 +62,30 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class _Node:
-    """An object with state, as it is at a moment; `types` are those of its values."""
+    """An object with state, as it is at a moment.
+
+    Attributes:
+        types: those of the content's values.
+        names, values: of an object with attributes: all of them, content or not.
+    """
 
     path: str
     owner: Any
     kind: str
     content: Any
     types: frozenset[type] = frozenset()
+    names: tuple[str, ...] = ()
+    values: tuple[Any, ...] = ()
 
     def is_untouched(self) -> bool:
         """Return whether nothing has changed, where that is quickly said."""
         if self.kind == "random" or not self.types <= _QUICK:
             return False
+        if self.names:
+            space = _namespace(self.owner)
+            # What is the same object is of the same value: none of the content is mutable.
+            if tuple(space) == self.names and all(map(operator.is_, space.values(), self.values)):
+                return True
         now = (
             self.owner if self.kind in ("dict", "list", "set") else _content(self.owner, self.kind)
         )
@@ -166,7 +178,10 @@ def _node(path: str, owner: Any, kind: str) -> _Node:
     content = _content(owner, kind)
     values = content.values() if kind in _NAMED else content
     types = frozenset(() if kind in ("random", "set") else map(type, values))
-    return _Node(path, owner, kind, content, types)
+    if kind not in _WITH_ATTRIBUTES:
+        return _Node(path, owner, kind, content, types)
+    space = _namespace(owner)
+    return _Node(path, owner, kind, content, types, tuple(space), tuple(space.values()))
 
 
 def _children(path: str, content: Any, kind: str) -> Iterator[tuple[str, Any]]:
@@ -397,7 +412,8 @@ def _content(owner: Any, kind: str) -> Any:
     if kind == "object":
         return dict(vars(owner))
     if kind == "settings":
-        return {name: value for name, value in _namespace(owner).items() if _is_setting(value)}
+        own = _namespace(owner).items()
+        return {name: value for name, value in own if type(value) in _QUICK or _is_setting(value)}
     if isinstance(owner, torch.Generator):
         return owner.get_state()
     return owner.getstate() if isinstance(owner, random.Random) else owner.bit_generator.state
@@ -408,10 +424,9 @@ def _namespace(owner: Any) -> dict[Any, Any]:
 
 
 def _is_setting(value: Any) -> bool:
-    several = value if isinstance(value, (tuple, list)) and len(value) <= _SHORT else (value,)
-    return (
-        type(value) in _QUICK or _is_small(value) or all(type(item) in _QUICK for item in several)
-    )
+    if isinstance(value, (tuple, list)):
+        return len(value) <= _SHORT and all(type(item) in _QUICK for item in value)
+    return type(value) in _QUICK or _is_small(value)
 
 
 def _is_small(value: Any) -> bool:
@@ -463,6 +478,7 @@ _COPIED = {Tensor, np.ndarray, tuple}
 _FLAT = {*_SCALARS, Tensor, np.ndarray}
 # Kinds whose content has names.
 _NAMED = frozenset({"object", "module", "dict", "settings"})
+_WITH_ATTRIBUTES = _NAMED - {"dict"}
 # The most items of a sequence that is a setting, such as the learning rates of all groups.
 _SHORT = 16
 # The most bytes of a tensor that is a setting, such as a sampler's weights: it is copied in every

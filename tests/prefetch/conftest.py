@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pytest
+
+from lightning_dlres.prefetch import launch
+from tests.nursery import ADDRESSES, Forked, Nursery
 
 SAMPLES = 97
 
@@ -41,3 +47,42 @@ def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch)
     with tempfile.TemporaryDirectory(prefix="dl") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         yield Path(short)
+
+
+class ForkedHost:
+    """A forked process, as `subprocess.Popen` shows one to whoever has started it."""
+
+    def __init__(self, process: Forked, stdin: int) -> None:
+        self._process, self.stdin = process, os.fdopen(stdin, "wb")
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+
+@pytest.fixture(scope="session")
+def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery]:
+    """What has imported all that a cache's process needs."""
+    found = Nursery(request.config.stash[ADDRESSES][0])
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def forked_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of caches: imports take half a second each, and tests start many. Tests in
+    other rooms start them as users do."""
+
+    def start(function: str, arguments: list[str], log: IO[bytes], lock: int) -> Any:
+        read, write = os.pipe()
+        try:
+            descriptors = {0: read, 1: log.fileno(), 2: log.fileno(), lock: lock}
+            nursery = request.getfixturevalue("nursery")
+            return ForkedHost(nursery.call(function, arguments, descriptors), write)
+        finally:
+            os.close(read)
+
+    monkeypatch.setattr(launch, "start_program", start)

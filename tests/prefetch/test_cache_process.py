@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_dlres.core.errors import (
     PeerTimeoutError,
     StorageError,
 )
+from lightning_dlres.core.locks import LOCK
 from lightning_dlres.prefetch import client
 from lightning_dlres.prefetch.client import CacheClient
 from lightning_dlres.prefetch.launch import HostProcess
@@ -84,16 +85,15 @@ def loader(
 
 
 def cache_processes(directory: Path = Path("/")) -> list[int]:
-    """Return those whose files are in a directory; other tests may run beside this one."""
+    """Return those whose locks are in a directory; other tests may run beside this one."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes()
-                if b"prefetch.host:main" in line and bytes(directory) in line:
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                links = [os.readlink(file) for file in (entry / "fd").iterdir()]
+                files = [Path(link.removesuffix(" (deleted)")) for link in links]
+                if any(f.suffix == LOCK and f.is_relative_to(directory) for f in files):
                     found.append(int(entry.name))
-            except OSError:
-                continue
     return found
 
 
