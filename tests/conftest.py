@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.nursery import ADDRESSES
 from tests.pool import NURSERIES, RankPool, python_environ, start_nursery
+from tests.support.examples import examples
 
 # In the environment of a script and so of all that it starts, orphans and new sessions included.
 MARK = "DLRES_TEST_SCRIPT"
@@ -42,7 +43,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Whatever depends on seconds fails on a loaded machine.
 settings.register_profile(
-    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "tests",
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 settings.load_profile("tests")
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_dlres.core import payload
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.payload import INLINE_BYTES, decode, decode_header, encode, large_sizes
+from tests.support.examples import examples
 
 KEY = ("step", 7)
 DTYPES = [
@@ -100,7 +101,7 @@ def test_small_tensors_travel_in_the_header(count: int) -> None:
     assert_arrives(tensor)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 1500), st.sampled_from(DTYPES)), max_size=5))
 def test_small_and_large_tensors_keep_their_places(kinds: list[tuple[int, torch.dtype]]) -> None:
     tree = [random((count,), dtype) for count, dtype in kinds]

@@ -25,6 +25,7 @@ from lightning_dlres.core.rng import (
     snapshot,
 )
 from lightning_dlres.core.tree import flatten
+from tests.support.examples import examples
 
 CPU = torch.device("cpu")
 
@@ -42,7 +43,7 @@ def draw() -> list[float]:
     ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3))
 def test_what_is_restored_draws_the_same(seed: int, before: int) -> None:
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.tree import flatten, map_tensors, tensors_of, unflatten
+from tests.support.examples import examples
 
 HERE = __name__
 T = TypeVar("T")
@@ -128,7 +129,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.recursive(leaves, containers, max_leaves=12))
 def test_every_tree_comes_back(tree: Any) -> None:
     assert same(on_the_wire(tree), tree)

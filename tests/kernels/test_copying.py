@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_dlres.kernels import copying
 from lightning_dlres.kernels.copying import put_away
+from tests.support.examples import examples
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +17,7 @@ def _one_thread(one_thread: None) -> None:
     pass
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     count=st.integers(1, 3000),
     to=st.integers(0, 70),

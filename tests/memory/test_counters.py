@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from lightning_dlres.core._compat import shares_counter
 from lightning_dlres.memory.actions import Action
 from tests.memory.told import ToldEngine
+from tests.support.examples import examples
 
 ACTIONS = [*Action, None]  # None: each in turns
 Hooks = Callable[[], AbstractContextManager[None]]
@@ -281,7 +282,7 @@ def program(steps: list[tuple[str, int, tuple[int, int]]]) -> tuple[Tensor, list
     return loss, leaves
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(STEPS, st.sampled_from(ACTIONS), st.booleans())
 def test_any_order_of_saves_and_changes(
     steps: list[tuple[str, int, tuple[int, int]]], action: Action | None, late: bool

@@ -19,6 +19,7 @@ from lightning_dlres.memory.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile import StepProfile
 from lightning_dlres.memory.simulator import simulate
 from tests.memory.profiles import MIB, all_selections, any_profile, profiles, stack
+from tests.support.examples import examples
 
 OFFLOAD = Choice(Action.OFFLOAD, "host")
 
@@ -79,7 +80,7 @@ def test_plans_are_nearly_the_fastest_where_copies_are_hidden() -> None:
     assert total / count < 1.003
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(profile=profiles(most=12))
 def test_what_a_plan_says_is_within_its_limits(profile: StepProfile) -> None:
     smallest = smallest_budget(profile)

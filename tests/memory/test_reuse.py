@@ -21,6 +21,7 @@ from lightning_dlres.memory.reuse.activations import _mask, signs_of
 from lightning_dlres.memory.reuse.install import InPlace, reusing
 from lightning_dlres.memory.reuse.kinds import fit_of
 from tests.memory.told import ToldEngine
+from tests.support.examples import examples
 
 ACTIONS = [*Action, None]  # None: each in turns
 
@@ -419,7 +420,7 @@ def test_calls_that_do_not_fit_run_as_they_are(name: str) -> None:
         assert fit_of(nn.Linear(6, 4), [torch.randn(5, 6)], {}) is None
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     values=st.lists(
         st.sampled_from([-1.5, -0.0, 0.0, 2.0, float("nan"), float("inf")]), min_size=1

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_dlres.memory import tiers
 from lightning_dlres.memory.copies import StreamCopies, Ticket
 from lightning_dlres.memory.tiers import Parcel, SlabTier
+from tests.support.examples import examples
 from tests.support.fake_gpu import FakeGpu, FakeStream, latest, soonest
 
 SIZE = 512
@@ -155,7 +156,7 @@ class Program:
         return [sent for sent in self.known if self.chance.random() < 0.4]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 1 << 30), st.sampled_from(["random", "latest", "soonest"]))
 def test_bytes_are_right_in_every_order(seed: int, order: str) -> None:
     chance = random.Random(seed)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.pipeline.digest import digest
+from tests.support.examples import examples
 
 BYTE_BY_BYTE = 1 << 20
 
@@ -68,7 +69,7 @@ def test_an_equal_batch_has_the_same_fingerprint() -> None:
     assert digest(SMALL) == digest(SMALL.clone().requires_grad_()), "its content counts"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from([SMALL, LARGE]), st.data())
 def test_one_changed_element_makes_a_difference(x: torch.Tensor, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, x.numel() - 1))
@@ -78,7 +79,7 @@ def test_one_changed_element_makes_a_difference(x: torch.Tensor, data: st.DataOb
     assert digest(other) != digest(x)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("x", [SMALL, LARGE, WORDS], ids=["small", "large", "words"])
 def test_a_shuffle_makes_a_difference(x: torch.Tensor, seed: int) -> None:

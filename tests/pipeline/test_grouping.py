@@ -24,6 +24,7 @@ from lightning_dlres.pipeline.grouping import (
 from lightning_dlres.pipeline.profile import Cluster, Link, StepProfile
 from lightning_dlres.pipeline.simulator import simulate
 from tests.pipeline.profiles import alike_but_for_hosts, plain_cluster, small_layers
+from tests.support.examples import examples
 
 
 def link(a: int, b: int, bytes_per_second: float, latency: float = 0.0) -> Link:
@@ -138,7 +139,7 @@ class TestDistinctOrders:
         cluster = plain_cluster(6, links=[link(5, 3, 1.0), *ways])
         assert len(list(distinct_orders(cluster, ((0, 1, 2), (3, 4, 5))))) == 2
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(st.randoms(use_true_random=False), st.integers(2, 4), st.integers(1, 2))
     def test_no_order_is_missing(self, random: Random, stages: int, machines: int) -> None:
         """Every permutation takes as long as one of the distinct orders, whatever the layers."""

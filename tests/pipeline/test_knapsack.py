@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.pipeline.knapsack import NEAR, cheapest_cover, cheapest_covers
+from tests.support.examples import examples
 
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0))
 items = st.lists(st.tuples(seconds, st.integers(-3, 12)), max_size=9)
@@ -22,7 +23,7 @@ def brute_force(items: list[tuple[float, int]], need: int) -> float | None:
     return min(enough, default=None)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.one_of(items, proportional), st.integers(-2, 50))
 def test_nothing_is_cheaper(items: list[tuple[float, int]], need: int) -> None:
     chosen = cheapest_cover([s for s, _ in items], [b for _, b in items], need)
@@ -60,7 +61,7 @@ def test_many_layers_that_all_cost_the_same_per_byte() -> None:
     assert need <= sum(freed[index] for index in chosen) <= need * (1 + 1.1 * NEAR)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(seconds, seconds, st.integers(-3, 12)), max_size=8), st.integers(1, 50))
 def test_nothing_is_cheaper_for_two_devices(
     items: list[tuple[float, float, int]], need: int

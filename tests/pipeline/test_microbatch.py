@@ -19,6 +19,7 @@ from lightning_dlres.pipeline.microbatch import (
     samples_in,
     share,
 )
+from tests.support.examples import examples
 
 counts = st.integers(1, 40)
 
@@ -63,7 +64,7 @@ def batch(samples: int) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(counts, counts)
 def test_cutting_and_joining_changes_nothing(samples: int, microbatches: int) -> None:
     sizes, whole = microbatch_sizes(samples, microbatches), batch(samples)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_dlres.core import payload
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.pipeline import packing
+from tests.support.examples import examples
 
 # Below and above what is in line, around a frame, and around what is packed.
 SIZES = st.one_of(
@@ -46,7 +47,7 @@ class Receiver:
 
 
 @given(messages=MESSAGES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_messages_of_any_sizes_arrive_as_they_were(messages: list[list[int]]) -> None:
     receiver, frame = Receiver(), packing.FIRST_FRAME_BYTES
     for number, lengths in enumerate(messages):

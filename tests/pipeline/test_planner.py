@@ -32,6 +32,7 @@ from tests.pipeline.profiles import (
     plain_layers,
     small_workload,
 )
+from tests.support.examples import examples
 
 OPTIMAL = 1e-3
 randoms = st.randoms(use_true_random=False)
@@ -138,7 +139,7 @@ def check_optimal(workload: Workload, stages: int) -> None:
 
 
 class TestAgainstEveryPlan:
-    @settings(exhaustive, max_examples=120)
+    @settings(exhaustive, max_examples=examples(120))
     @given(randoms, st.integers(1, 3), schedules)
     def test_one_machine(self, random: Random, stages: int, schedule: str) -> None:
         layers = random.randint(stages, 7)
@@ -146,7 +147,7 @@ class TestAgainstEveryPlan:
             small_workload(random, stages=stages, layers=layers, schedule=schedule), stages
         )
 
-    @settings(exhaustive, max_examples=120)
+    @settings(exhaustive, max_examples=examples(120))
     @given(randoms, st.integers(1, 3), schedules)
     def test_one_machine_with_little_memory(
         self, random: Random, stages: int, schedule: str
@@ -155,7 +156,7 @@ class TestAgainstEveryPlan:
         workload = small_workload(random, stages=stages, layers=layers, schedule=schedule)
         check_optimal(randomly_limited(random, workload, stages), stages)
 
-    @settings(exhaustive, max_examples=60)
+    @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.integers(1, 3), schedules)
     def test_two_machines(self, random: Random, stages: int, schedule: str) -> None:
         layers = random.randint(stages, 6)
@@ -164,7 +165,7 @@ class TestAgainstEveryPlan:
         )
         check_optimal(randomly_limited(random, workload, stages), stages)
 
-    @settings(exhaustive, max_examples=150)
+    @settings(exhaustive, max_examples=examples(150))
     @given(randoms, st.integers(1, 2), schedules)
     def test_two_machines_whose_stages_are_unlike(
         self, random: Random, stages: int, schedule: str
@@ -196,7 +197,7 @@ class TestAgainstEveryPlan:
         found = decide(everywhere(workload, 40), 1)
         assert (found.recompute, found.seconds) == ((0,), 42.0)
 
-    @settings(exhaustive, max_examples=60)
+    @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.sampled_from(["never", "always"]), schedules)
     def test_without_a_choice_of_what_is_recomputed(
         self, random: Random, recompute: str, schedule: str
@@ -204,7 +205,7 @@ class TestAgainstEveryPlan:
         workload = small_workload(random, stages=2, recompute=recompute, schedule=schedule)
         check_optimal(randomly_limited(random, workload, 2), 2)
 
-    @settings(exhaustive, max_examples=12)
+    @settings(exhaustive, max_examples=examples(12))
     @given(randoms)
     def test_the_number_of_stages_is_chosen_too(self, random: Random) -> None:
         workload = small_workload(random, stages=4, layers=random.randint(3, 5))
@@ -220,7 +221,7 @@ class TestAgainstEveryPlan:
         check_sound(found)
         assert optimum * (1 - 1e-9) <= found.seconds <= optimum * (1 + OPTIMAL)
 
-    @settings(exhaustive, max_examples=40)
+    @settings(exhaustive, max_examples=examples(40))
     @given(randoms, schedules)
     def test_only_splits_in_an_order_that_is_given(self, random: Random, schedule: str) -> None:
         workload = small_workload(random, stages=3, schedule=schedule)
@@ -300,7 +301,7 @@ class TestStart:
         )
         assert start_split(workload) == (8, 2)
 
-    @settings(exhaustive, max_examples=25)
+    @settings(exhaustive, max_examples=examples(25))
     @given(randoms, st.booleans(), st.sampled_from([4, 8, 16]))
     def test_no_plan_is_worse(self, random: Random, gpt: bool, microbatches: int) -> None:
         workload = large_workload(random, 14, 4, microbatches, gpt=gpt)
@@ -330,7 +331,7 @@ class TestStart:
 
 
 class TestMemory:
-    @settings(exhaustive, max_examples=80)
+    @settings(exhaustive, max_examples=examples(80))
     @given(randoms, st.integers(1, 3), st.integers(1, 2), st.sampled_from(["auto", "never"]))
     def test_the_smallest_limit_works_and_one_byte_less_does_not(
         self, random: Random, stages: int, machines: int, recompute: str
@@ -344,7 +345,7 @@ class TestMemory:
         assert int(wanted[1]) == least
         check_sound(decide(everywhere(workload, least), stages))
 
-    @settings(exhaustive, max_examples=15)
+    @settings(exhaustive, max_examples=examples(15))
     @given(randoms)
     def test_of_all_numbers_of_stages(self, random: Random) -> None:
         workload = small_workload(random, stages=4, layers=random.randint(4, 6))
@@ -473,7 +474,7 @@ class TestLittleTime:
 class TestManyOrders:
     """Where there are too many orders to try them all."""
 
-    @settings(exhaustive, max_examples=15)
+    @settings(exhaustive, max_examples=examples(15))
     @given(randoms, st.integers(4, 16))
     def test_not_worse_than_the_start(self, random: Random, microbatches: int) -> None:
         workload = large_workload(random, 10, 4, microbatches, gpt=random.random() < 0.5)
@@ -484,7 +485,7 @@ class TestManyOrders:
         assert found.seconds <= found.start_seconds
         assert found.seconds >= decide(workload, 4).seconds * (1 - OPTIMAL)
 
-    @settings(exhaustive, max_examples=60)
+    @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.integers(2, 3))
     def test_an_order_that_fits_is_found(self, random: Random, stages: int) -> None:
         workload = small_workload(random, stages=stages, layers=random.randint(stages, 5))

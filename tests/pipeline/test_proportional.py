@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.proportional import proportional_split
+from tests.support.examples import examples
 
 # Integers, and powers that divide exactly: the oracle compares sums without rounding.
 work = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
@@ -33,7 +34,7 @@ def cost(split: tuple[int, ...], work: list[float], powers: list[float]) -> tupl
     return max(times), sum(t * t for t in times)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(work, power_lists)
 def test_no_split_is_better(work: list[float], powers: list[float]) -> None:
     powers = powers[: len(work)]
@@ -46,7 +47,7 @@ def test_no_split_is_better(work: list[float], powers: list[float]) -> None:
     assert cost(found, seconds, powers) == best
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=8),
     st.lists(st.floats(0.05, 1.0), min_size=2, max_size=3),

@@ -17,6 +17,7 @@ from lightning_dlres.pipeline.schedule import (
     build_schedule,
 )
 from lightning_dlres.pipeline.schedule import in_flight as planned_in_flight
+from tests.support.examples import examples
 
 names = st.sampled_from(SCHEDULES)
 stage_counts = st.integers(1, 7)
@@ -98,7 +99,7 @@ class Simulation:
         return True
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(names, stage_counts, microbatch_counts, extras)
 def test_all_stages_together_reach_the_end(
     name: str, stages: int, microbatches: int, extra: int

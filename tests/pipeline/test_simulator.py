@@ -31,6 +31,7 @@ from tests.pipeline.profiles import (
     random_split,
     small_workload,
 )
+from tests.support.examples import examples
 
 NOTHING_ELSE = StepProfile()
 randoms = st.randoms(use_true_random=False)
@@ -129,7 +130,7 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
     return max(clock[place] + costs[place].tail for place in todo)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(randoms, stage_counts, machine_counts, st.integers(0, 2))
 def test_as_long_as_stages_that_pass_messages(
     random: Random, stages: int, machines: int, extra: int
@@ -142,7 +143,7 @@ def test_as_long_as_stages_that_pass_messages(
     assert step_seconds(workload, split, recompute) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(randoms, stage_counts, machine_counts)
 def test_nothing_starts_before_what_it_waits_for(
     random: Random, stages: int, machines: int
@@ -165,7 +166,7 @@ def test_nothing_starts_before_what_it_waits_for(
             assert all(end <= start for (_, end), (start, _) in pairwise(own))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(randoms, stage_counts, machine_counts)
 def test_nothing_that_takes_longer_shortens_the_step(
     random: Random, stages: int, machines: int
@@ -385,7 +386,7 @@ class TestMemory:
         assert found.memory(0, 0) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
         assert max(count for _, count in found.memory(0, 1)) == 1
 
-    @settings(max_examples=50)
+    @settings(max_examples=examples(50))
     @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2))
     def test_no_more_than_the_peak_counts(
         self, schedule: str, stages: int, count: int, extra: int
@@ -455,7 +456,7 @@ class TestMemory:
         workload = replace(workload, cluster=plain_cluster(1), machines=((0,),))
         assert workload.peak_bytes(0, range(2), ()) == 37 + 50
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples(100))
     @given(randoms, stage_counts, machine_counts)
     def test_what_recomputing_a_layer_frees(
         self, random: Random, stages: int, machines: int

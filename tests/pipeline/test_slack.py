@@ -21,6 +21,7 @@ from tests.pipeline.profiles import (
     random_split,
     small_workload,
 )
+from tests.support.examples import examples
 
 
 def two_stages(latency: float = 0.0, schedule: str = "1f1b") -> Workload:
@@ -57,7 +58,7 @@ def test_not_where_nothing_more_would_be_in_flight(workload: Workload) -> None:
     assert with_slack(workload, [1, 1], ()) == workload
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 2), st.integers(0, 6))
 def test_never_slower_and_never_beyond_a_limit(
     random: Random, stages: int, machines: int, room: int

@@ -20,6 +20,7 @@ from lightning_dlres.pipeline.timeline import (
 )
 from tests.pipeline.profiles import small_workload
 from tests.pipeline.recorded import Spans, add_pass, add_step, empty, rounded, span
+from tests.support.examples import examples
 
 TWO = ((0, 1),)
 
@@ -55,7 +56,7 @@ def measured(spans: Spans, warm_up: int = 2) -> Measurement:
 
 
 @given(seed=st.integers(0, 10_000), stages=st.integers(1, 3), count=st.integers(1, 2))
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=examples(40), derandomize=True)
 def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: int) -> None:
     random = Random(seed)
     workload = small_workload(random, stages=stages, machines=count)

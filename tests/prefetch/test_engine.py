@@ -17,6 +17,7 @@ from lightning_dlres.prefetch.kept import KeptSamples
 from lightning_dlres.prefetch.model import predict
 from lightning_dlres.prefetch.sequence import shuffled
 from tests.prefetch.driving import Bench
+from tests.support.examples import examples
 
 
 def index_of(bench: Bench, epoch: int) -> CacheIndex:
@@ -79,7 +80,7 @@ def run_epoch(
 
 
 @given(st.data())
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_every_sample_once_in_order_with_its_bytes(data: st.DataObject) -> None:
     sizes = np.array(data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=80)), np.int64)
     capacity = data.draw(st.integers(max(1, int(sizes.max())), 3 * int(sizes.sum()) + 1))
@@ -113,7 +114,7 @@ def test_every_sample_once_in_order_with_its_bytes(data: st.DataObject) -> None:
 )
 # There is room, but not in one piece.
 @example([1, 1, 1, 1, 1, 3, 1, 1, 1, 1, 1, 1], 1 / 25, 1, 2, 5, 1.0)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_without_look_ahead_the_counts_are_the_models(
     sizes: list[int], room: float, nodes: int, prefetch: int, batch: int, threshold: float
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.index import CacheIndex
 from lightning_dlres.prefetch.sequence import Deal, shuffled
+from tests.support.examples import examples
 
 
 def test_the_order_is_what_it_always_was() -> None:
@@ -20,7 +21,7 @@ def test_the_order_is_what_it_always_was() -> None:
 
 
 @given(st.integers(0, 300), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_every_order_is_a_permutation(count: int, seed: int, epoch: int) -> None:
     order = shuffled(count, seed, epoch)
     assert sorted(order.tolist()) == list(range(count))
@@ -38,7 +39,7 @@ def test_orders_differ_and_every_one_is_as_likely() -> None:
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_along_restarts_with_other_ranks_every_sample_is_dealt_once(data: st.DataObject) -> None:
     samples = data.draw(st.integers(1, 200))
     order = shuffled(samples, 1, 1)
@@ -71,7 +72,7 @@ def test_along_restarts_with_other_ranks_every_sample_is_dealt_once(data: st.Dat
     st.integers(1, 9),
     st.sampled_from(["drop", "pad", "uneven"]),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_tails(samples: int, consumed: int, ranks: int, batch: int, tail: str) -> None:
     consumed = min(consumed, samples)
     deal = Deal(samples, consumed, ranks, batch, tail)  # type: ignore[arg-type]
@@ -117,7 +118,7 @@ def test_bad_values(arguments: dict[str, object], word: str) -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 7), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_lists_hold_what_is_on_their_node_in_order(samples: int, nodes: int, kept: bool) -> None:
     numbers = shuffled(samples, 5, 5)
     flags = (np.arange(samples) % 3 == 0) if kept else None

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.space import CacheSpace, Move, Used, check_fits
 from lightning_dlres.prefetch.space_kernels import DONE, HIT, IN_USE, WAITING
+from tests.support.examples import examples
 
 POSITIONS = 400
 
@@ -126,7 +127,7 @@ class SpaceMachine(RuleBasedStateMachine):
                 assert np.array_equal(self.space.view(offset, length), expected)
 
 
-SpaceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+SpaceMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestSpace = SpaceMachine.TestCase
 
 
@@ -237,7 +238,7 @@ def test_bad_values() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_list_grows_with_what_is_stored(lengths: list[int], data: st.DataObject) -> None:
     space = filled(2000, lengths)
     assert space.count == len(lengths)

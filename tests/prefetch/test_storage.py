@@ -32,6 +32,7 @@ from lightning_dlres.prefetch.storage.put import damaged, put
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 from tests.prefetch.conftest import SAMPLES, bytes_of, pack_of
+from tests.support.examples import examples
 from tests.waiting import wait_until
 
 EVERY = np.arange(SAMPLES, dtype=np.uint32)
@@ -387,7 +388,7 @@ def test_a_read_that_hangs_is_an_error_and_does_not_keep_anybody(
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(0, 2**40)), min_size=1), st.booleans(), st.data())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_tables_come_back_whole_and_in_parts(
     rows: list[tuple[str, int]], summed: bool, data: st.DataObject
 ) -> None:
