@@ -1,6 +1,7 @@
 """A process on each host of a testbed that has imported what ranks need, and forks them.
 
-Importing torch and Lightning takes seconds of processor time, a fork milliseconds. Forks of one
+Importing torch and Lightning takes seconds of processor time, a fork milliseconds. So the first
+host's process imports, and those of the others are forks of it that move there. Forks of one
 process lay out their memory alike: where processes are compared, the starting ones are made anew,
 too.
 """
@@ -8,6 +9,7 @@ too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import itertools
@@ -23,7 +25,7 @@ from itertools import chain
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any
 
 from benchmarks.talk import Talk
 from benchmarks.testbed import HostError, HostTimeoutError, Testbed
@@ -31,6 +33,8 @@ from benchmarks.testbed import HostError, HostTimeoutError, Testbed
 _ROOT = Path(__file__).parents[1]
 _ORDER_BYTES, _STREAMS = 1 << 16, 3
 _START_SECONDS = 120.0
+# Where `ip netns` keeps them, and Linux's number of this kind of namespace.
+_NAMESPACES, _NETWORK = Path("/run/netns"), 0x40000000
 # The hosts' namespaces have no other user.
 _ports = itertools.count(29500)
 
@@ -52,9 +56,10 @@ class Preloaded:
     def __init__(self, bed: Testbed, hosts: int, modules: Sequence[str]) -> None:
         self._bed = bed
         self._errors = [TemporaryFile() for _ in range(hosts)]  # noqa: SIM115
-        self._sockets = [self._start(host, modules) for host in range(hosts)]
-        for host in range(hosts):
-            self._hear(host)
+        self._sockets = [self._start(0, modules)]
+        self._hear(0)
+        for host in range(1, hosts):
+            self._sockets.append(self._moved(host))
 
     def meeting(self) -> dict[str, str]:
         """Return the variables that tell a new group of ranks where to meet."""
@@ -103,6 +108,22 @@ class Preloaded:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
+        return ours
+
+    def _moved(self, host: int) -> socket.socket:
+        """Fork the first host's process, and move the fork to another host."""
+        machine = self._bed.hosts[host]
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_START_SECONDS)
+        order = {"cpus": machine.spec.cpus and list(machine.spec.cpus)}
+        namespace = os.open(_NAMESPACES / machine.namespace, os.O_RDONLY)
+        descriptors = [theirs.fileno(), namespace, self._errors[host].fileno()]
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self._sockets[0], [json.dumps(order).encode()], descriptors)
+        os.close(namespace)
+        pid = self._hear(0)
+        # The fork itself does not see the machine's cgroups.
+        (machine.cgroup / "cgroup.procs").write_bytes(pid)
         return ours
 
     def _hear(self, host: int) -> bytes:
@@ -164,15 +185,35 @@ def serve() -> None:
         order, streams, _, _ = socket.recv_fds(parent, _ORDER_BYTES, _STREAMS)
         if not order:
             return
+        what = json.loads(order)
         pid = os.fork()
+        if not pid and "module" in what:
+            _become(parent, what, streams)
         if not pid:
-            _become(parent, order, streams)
+            parent.close()
+            parent = _move(what, streams)
+            continue
         for stream in streams:
             os.close(stream)
         parent.sendall(str(pid).encode())
 
 
-def _become(parent: socket.socket, order: bytes, streams: Sequence[int]) -> None:
+def _move(what: Mapping[str, Any], descriptors: Sequence[int]) -> socket.socket:
+    """Move this process to another host, and return its parent's end there."""
+    parent, namespace, errors = descriptors
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(errors, number)
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _NETWORK):
+        raise OSError(ctypes.get_errno(), "this process cannot move to another namespace")
+    if what["cpus"]:
+        os.sched_setaffinity(0, what["cpus"])
+    os.close(namespace)
+    os.close(errors)
+    return socket.socket(fileno=parent)
+
+
+def _become(parent: socket.socket, what: Mapping[str, Any], streams: Sequence[int]) -> None:
     """Be a rank, and end as one."""
     try:
         os.setsid()
@@ -181,7 +222,6 @@ def _become(parent: socket.socket, order: bytes, streams: Sequence[int]) -> None
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        what = json.loads(order)
         os.environ.update(what["variables"])
         sys.modules[what["module"]].main(Talk())
     except SystemExit as end:

@@ -30,7 +30,9 @@ def main(talk: Talk) -> None:
         if order.get("fail"):
             raise RuntimeError("as ordered")
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        talk.say({"pid": os.getpid(), **{name: os.environ[name] for name in names}})
+        network = os.stat("/proc/self/ns/net").st_ino
+        found = {"pid": os.getpid(), "network": network, "cpus": sorted(os.sched_getaffinity(0))}
+        talk.say({**found, **{name: os.environ[name] for name in names}})
 
 
 def test_groups_of_ranks_come_and_go(bed: Testbed) -> None:
@@ -45,6 +47,20 @@ def test_groups_of_ranks_come_and_go(bed: Testbed) -> None:
     for answer in first:
         wait_until(lambda pid=answer["pid"]: not Path(f"/proc/{pid}").exists(), "it is gone")
     assert groups[1].ask({}) == second
+
+
+def test_each_rank_is_on_its_host() -> None:
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    cpu = min(os.sched_getaffinity(0))
+    with Testbed([Host(), Host(cpus=(cpu,))]) as bed:
+        answers = Ranks(Preloaded(bed, 2, [__name__]), __name__, 2, timeout=60.0).ask({})
+        for machine, answer in zip(bed.hosts, answers, strict=True):
+            namespace = Path("/run/netns", machine.namespace)
+            assert answer["network"] == namespace.stat().st_ino
+            members = (machine.cgroup / "cgroup.procs").read_text().split()
+            assert str(answer["pid"]) in members
+        assert answers[1]["cpus"] == [cpu]
 
 
 def test_a_rank_that_fails_is_reported(bed: Testbed) -> None:
