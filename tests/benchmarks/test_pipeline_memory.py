@@ -18,7 +18,8 @@ def test_a_stage_holds_what_the_plan_says(capsys: pytest.CaptureFixture[str]) ->
     assert [row["stage"] for row in case["stages"]] == [0, 1, 2]
     assert all(row["recomputed"] == row["layers"] for row in case["stages"])
     for row in case["stages"]:
-        # No step exceeds the plan. On a loaded machine a message may come too late to wait beside
-        # what the stage computes: then a step holds a message of 1 MiB less than planned.
+        # On a loaded machine a message of 1 MiB may come too late to wait beside what the stage
+        # computes, or leave later than the next one is made: then a step holds one less, or one
+        # more.
         most = max(row["all"])
-        assert 0.95 * row["planned"] - 2**20 <= most <= 1.05 * row["planned"], row
+        assert abs(most - row["planned"]) <= 0.05 * row["planned"] + 2**20, row
