@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 
 # A turn that lasts longer hangs.
 _TURN_SECONDS = 600.0
@@ -114,3 +114,43 @@ def step_seconds(
     for name in trainings:
         turn(name, is_last=True)
     return seconds
+
+
+class Switch(Callback):
+    """Takes another callback out of the Trainer for every other turn, so that steps with it and
+    without are compared in one training: two threads that run the same steps differ by some
+    percent for as long as they live, since their memory lies elsewhere.
+
+    Args:
+        callback: the other one, which is the Trainer's when training begins.
+        steps: optimizer steps of one turn.
+        settling: number of steps before, that do not count.
+
+    Attributes:
+        found: median seconds of the steps in each turn, with and without the callback.
+    """
+
+    def __init__(self, callback: Callback, steps: int, settling: int) -> None:
+        self._callback, self._steps, self._settling = callback, steps, settling
+        self._seconds = list[float]()
+        self._began = 0.0
+        self.found: tuple[list[float], list[float]] = [], []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self._settling > 0:
+            self._settling -= 1
+        else:
+            self._seconds.append(time.perf_counter() - self._began)
+        if len(self._seconds) == self._steps:
+            with_it, without = self.found
+            is_there = self._callback in trainer.callbacks  # type: ignore[attr-defined]
+            (with_it if is_there else without).append(median(self._seconds))
+            self._seconds.clear()
+            # With, without, without, with: neither is always the later one.
+            if (len(with_it) + len(without)) % 2:
+                self._switch(trainer, is_there)
+        self._began = time.perf_counter()
+
+    def _switch(self, trainer: Trainer, is_there: bool) -> None:
+        others = [c for c in trainer.callbacks if c is not self._callback]  # type: ignore[attr-defined]
+        trainer.callbacks = others if is_there else [self._callback, *others]  # type: ignore[attr-defined]

@@ -23,13 +23,17 @@ def test_every_figure_is_reported(pool: RankPool) -> None:
     assert list(line["checks"]) == [
         "ActivationOffload over plain, step of 10 ms",
         "dlres_hetero_pipe over plain, step of 10 ms",
+        "ActivationOffload over the same training without, step of 10 ms",
         "files of 4 KB, epoch 1, over the best DataLoader",
         "files of 4 KB, epoch 2, over the best DataLoader",
         "files of 4 KB, epoch 3, over the best DataLoader",
     ]
     assert all(math.isfinite(c["value"]) and c["value"] > 0 for c in line["checks"].values())
-    assert [check["target"] for check in line["checks"].values()] == [1.01, 1.03, 0.95, 0.95, 0.95]
-    assert all(len(found) == 2 for found in line["raw"]["steps"]["10 ms"]["seconds"].values())
+    targets = [check["target"] for check in line["checks"].values()]
+    assert targets == [1.01, 1.03, 1.01, 0.95, 0.95, 0.95]
+    steps = line["raw"]["steps"]["10 ms"]
+    assert all(len(found) == 2 for found in steps["seconds"].values())
+    assert [[len(found) for found in pair] for pair in steps["in one training"]] == [[2, 2]]
 
 
 def test_each_way_comes_at_other_places() -> None:
