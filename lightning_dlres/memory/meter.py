@@ -290,7 +290,7 @@ class _Event:
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """What is read of an event in a trace file. Most others are of no interest, and many."""
+    """The fields of a trace event that the meter reads; decoding skips all others."""
 
     name: str = ""
     cat: str = ""

@@ -83,7 +83,7 @@ class _Node:
             return False
         if self.names:
             space = _namespace(self.owner)
-            # What is the same object is of the same value: none of the content is mutable.
+            # Identity proves equality here: values of these types are immutable.
             if tuple(space) == self.names and all(map(operator.is_, space.values(), self.values)):
                 return True
         now = (
@@ -412,8 +412,7 @@ def _content(owner: Any, kind: str) -> Any:
     if kind == "object":
         return dict(vars(owner))
     if kind == "settings":
-        own = _namespace(owner).items()
-        return {name: value for name, value in own if type(value) in _QUICK or _is_setting(value)}
+        return {name: value for name, value in _namespace(owner).items() if _is_setting(value)}
     if isinstance(owner, torch.Generator):
         return owner.get_state()
     return owner.getstate() if isinstance(owner, random.Random) else owner.bit_generator.state
@@ -424,9 +423,11 @@ def _namespace(owner: Any) -> dict[Any, Any]:
 
 
 def _is_setting(value: Any) -> bool:
+    if type(value) in _QUICK:
+        return True
     if isinstance(value, (tuple, list)):
         return len(value) <= _SHORT and all(type(item) in _QUICK for item in value)
-    return type(value) in _QUICK or _is_small(value)
+    return _is_small(value)
 
 
 def _is_small(value: Any) -> bool:
