@@ -118,8 +118,7 @@ def step_seconds(
 
 class Switch(Callback):
     """Takes another callback out of the Trainer for every other turn, so that steps with it and
-    without are compared in one training: two threads that run the same steps differ by some
-    percent for as long as they live, since their memory lies elsewhere.
+    without are compared in one training, with the same thread and the same memory.
 
     Args:
         callback: the other one, which is the Trainer's when training begins.
