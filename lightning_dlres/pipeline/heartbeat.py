@@ -132,9 +132,11 @@ class Side(abc.ABC):
         self.rank = rank
         self.lines = lines
         self.names = invitation.names
-        # How often a rank has got each signal: this rank, and on the hub the others, too. Replaced,
-        # never changed: two threads use it.
-        self.signals: dict[int, dict[int, int]] = {rank: {}}
+        # How often this rank has got each signal (by its number): replaced by the main thread only,
+        # which the watch's thread may interrupt anywhere.
+        self.signals: dict[int, int] = {}
+        # The same of the others, on the hub: written by the watch's thread only.
+        self.others_signals: dict[int, dict[int, int]] = {}
         self._token = invitation.token
         # Of messages that are none of this run.
         self.refusals = (
@@ -187,7 +189,7 @@ class Side(abc.ABC):
             self._send(line, kind, note)
 
     def _note(self, origin: int = 0, reason: str = "", confirms: str = "") -> Note:
-        return Note(self._token, self.rank, origin, reason, confirms, self.signals[self.rank])
+        return Note(self._token, self.rank, origin, reason, confirms, self.signals)
 
     def _read(self, message: Message, senders: Sequence[int]) -> Note:
         note = message.decode(Note)
@@ -226,7 +228,7 @@ class Hub(Side):
         if message.kind == CONFIRM:
             line.owed.pop(note.confirms, None)
         elif message.kind == HEARTBEAT:
-            self.signals = {**self.signals, note.sender: note.signals}
+            self.others_signals = {**self.others_signals, note.sender: note.signals}
             self._send(line, HEARTBEAT, self._note())
             self._settle(line)
         else:

@@ -230,15 +230,14 @@ class Watch:
     def note_signal(self, number: int) -> None:
         """Count a signal that this rank has got; the hub learns it with the next heartbeat. Takes
         no lock, so that a signal handler may call it."""
-        signals = self._side.signals
-        own = signals[self.rank]
-        self._side.signals = {**signals, self.rank: {**own, number: own.get(number, 0) + 1}}
+        own = self._side.signals
+        self._side.signals = {**own, number: own.get(number, 0) + 1}
 
     def noted_signals(self) -> dict[int, int]:
         """Return how often each signal came to the rank that got it most often; on the hub of all
         ranks, else of this one."""
         found: dict[int, int] = {}
-        for signals in self._side.signals.values():
+        for signals in (self._side.signals, *self._side.others_signals.values()):
             for number, count in signals.items():
                 found[number] = max(found.get(number, 0), count)
         return found

@@ -132,6 +132,28 @@ def test_what_one_rank_announces_all_others_learn(group: Group, speaker: int) ->
     assert group.reports[speaker] == []
 
 
+class InterruptedNote:
+    """A heartbeat of rank 1; a signal comes to the hub while its watch reads it."""
+
+    sender, origin, reason, confirms = 1, 0, "", ""
+
+    def __init__(self, hub: Watch) -> None:
+        self._hub = hub
+
+    @property
+    def signals(self) -> dict[int, int]:
+        self._hub.note_signal(signal.SIGTERM)
+        return {}
+
+
+def test_a_signal_that_interrupts_a_heartbeat_counts(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, _ = group.host(2), group.join(1)
+    monkeypatch.setattr(hub._side, "_read", lambda *_: InterruptedNote(hub))
+    wait_until(lambda: hub.noted_signals().get(signal.SIGTERM), "the hub has counted the signal")
+
+
 def test_a_reason_that_is_not_utf8_reaches_the_others(group: Group) -> None:
     watches = group.start()
     watches[1].announce("no file \udcff")
