@@ -144,7 +144,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
-    """Compare steps of all ways to train."""
+    """Compare steps of all ways to train, computed by one thread."""
+    # Each training has a Python thread, and so a team of OpenMP threads, of its own. All teams
+    # together have more threads than there are processors, so OpenMP would sleep at every barrier.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _training(settings)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": dict,
         "plain again": dict,
