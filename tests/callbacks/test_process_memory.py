@@ -81,7 +81,7 @@ class Resident(Callback):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
-@pytest.mark.parametrize("steps", [800, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [400, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_nothing_grows_in_many_steps(steps: int) -> None:
     watcher = Resident()
     watcher.offload = dlres.ActivationOffload("1TiB", saved_budget=0.5, min_size=1)

@@ -67,13 +67,18 @@ def test_a_machine_without_room_for_a_layer_is_no_place_to_plan(
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_a_plan_on_ranks_and_training_with_it(
-    run_script: RunScript, pool: RankPool, tmp_path: Path
-) -> None:
-    launcher = ("-m", "lightning_dlres")
-    given = (f"--config={CONFIG}", *TINY)
-    made = run_script(Path("plan"), *given, "--out=p.json", launcher=launcher, cwd=tmp_path)
+@pytest.mark.exhaustive
+def test_a_plan_of_a_process_that_starts_its_ranks(run_script: RunScript, tmp_path: Path) -> None:
+    given = (f"--config={CONFIG}", *TINY, "--out=p.json")
+    made = run_script(Path("plan"), *given, launcher=("-m", "lightning_dlres"), cwd=tmp_path)
     assert made.returncode == 0, made.output
+    assert PipelinePlan.load(tmp_path / "p.json").world_size == 2
+
+
+def test_a_plan_on_ranks_and_training_with_it(pool: RankPool, tmp_path: Path) -> None:
+    given = (f"--config={CONFIG}", *TINY)
+    made = pool.run_expecting_errors(run_in, 2, str(tmp_path), "plan", *given, "--out=p.json")
+    assert [outcome.value for outcome in made] == [0, 0], made
     plan = PipelinePlan.load(tmp_path / "p.json")
     assert plan.is_measured
     assert plan.world_size == 2

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_dlres.kernels import zvc, zvc_cpu, zvc_cuda
 
-SWITCH_SECONDS = 5e-4
+SWITCH_SECONDS = 1e-4
 WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 

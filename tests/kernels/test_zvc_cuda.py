@@ -17,7 +17,7 @@ from lightning_dlres.codecs import ZeroValue
 from lightning_dlres.core.light import light_command
 from lightning_dlres.kernels import zvc
 
-CASES = ["1,1,1", "1,1000,0.4", "2,129,1", "4,700,0.4", "4,64,0", "2,31,0.5"]
+CASES = ["1,1,1", "1,400,0.4", "2,129,1", "4,300,0.4", "4,64,0", "2,31,0.5"]
 
 
 def test_simulated_bytes_equal_those_of_the_cpu() -> None:

@@ -306,6 +306,8 @@ def test_workers_end_with_a_process_that_is_killed_and_not_before(
     if not child:
         try:
             multiprocessing.set_start_method(method, force=True)
+            # Else each worker imports torch by itself.
+            multiprocessing.set_forkserver_preload([__name__])
             config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
             batches = PrefetchLoader(
                 "w", config, batch_size=7, decode=numbers, num_workers=2, worker_type="process"

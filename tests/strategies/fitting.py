@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
+from torch.distributed import FileStore
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -19,6 +24,9 @@ from tests.zoo import QUIET, Samples
 
 # Measures no longer than it must: for tests to which the plan does not matter.
 QUICK = ProfileConfig(repeats=1, seconds=0.0)
+_PLAIN_SECONDS = 100
+# Of `differences_in`, by the directory of the job.
+_calls = Counter[Path]()
 
 
 class Classifier(LightningModule):
@@ -131,8 +139,15 @@ def differences_in(
     context: RankContext, cases: Mapping[str, Case], tolerance: float = 1e-5
 ) -> dict[str, list[str]]:
     """Run every case on a single device and through the pipeline; return what differs in each."""
-    # The plain runs come first: metrics of theirs would be reduced over a group of ranks.
-    expected = {name: fit(None, case) for name, case in cases.items()}
+    # The plain runs come first: metrics of theirs would be reduced over a group of ranks. One rank
+    # trains for all.
+    _calls[context.tmp] += 1
+    shared = FileStore(str(context.tmp / f"plain{_calls[context.tmp]}"), context.world_size)
+    if context.rank == 0:
+        plain = {name: fit(None, case) for name, case in cases.items()}
+        shared.set("fitted", pickle.dumps(plain))
+    shared.wait(["fitted"], timedelta(seconds=_PLAIN_SECONDS))
+    expected = pickle.loads(shared.get("fitted"))
     return {
         name: _differences(fit(context, case), expected[name], case, tolerance)
         for name, case in cases.items()

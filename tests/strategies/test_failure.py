@@ -108,21 +108,21 @@ class Model(BoringModel):
 
 if __name__ == "__main__":
     quick = lightning_dlres.ProfileConfig(repeats=1, seconds=0.0)
-    options = dict(device_map=[[0, 1, 2]], profile=quick, timeout=60)
+    options = dict(profile=quick, timeout=60)
     strategy = lightning_dlres.HeteroPipeStrategy(**options)
-    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=3, max_epochs=-1, logger=False,
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=-1, logger=False,
                       enable_checkpointing=False, enable_progress_bar=False)
     trainer.fit(Model())
 """
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_launched_ranks_leave_no_orphans(start_script: Any, victim: int) -> None:
     script = start_script(SCRIPT)
-    for rank in range(3):
+    for rank in range(2):
         script.wait_for_line(rf"rank {rank} step 3\b")
     children = sorted(script.children())
-    assert len(children) >= 2
+    assert children
     os.kill(script.pid if victim == 0 else children[-1], signal.SIGKILL)
     script.wait_for_no_children(timeout=40)
     assert script.wait(timeout=40) != 0

@@ -39,7 +39,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node=2")])
+# A script that starts its ranks itself is the README's first one, too.
+LAUNCHERS = [
+    pytest.param((), marks=pytest.mark.exhaustive, id="itself"),
+    pytest.param(("-m", "torch.distributed.run", "--nproc-per-node=2"), id="torchrun"),
+]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_strangers_script(run_script: Any, tmp_path: Path, launcher: tuple[str, ...]) -> None:
     result = run_script(SCRIPT, launcher=launcher, cwd=tmp_path)
     assert result.returncode == 0, result.output

@@ -155,7 +155,7 @@ def compare(context: RankContext) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_all_ranks_train_on_all_samples(pool: RankPool, ranks: int) -> None:
     for found in pool.run(compare, ranks):
         assert all(found.values()), found
