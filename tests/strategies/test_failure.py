@@ -108,7 +108,7 @@ class Model(BoringModel):
 
 if __name__ == "__main__":
     quick = lightning_dlres.ProfileConfig(repeats=1, seconds=0.0)
-    options = dict(profile=quick, timeout=60)
+    options = dict(device_map=[[0, 1]], profile=quick, timeout=60)
     strategy = lightning_dlres.HeteroPipeStrategy(**options)
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=-1, logger=False,
                       enable_checkpointing=False, enable_progress_bar=False)
