@@ -134,8 +134,9 @@ class PipelineRun:
         elif self.module in _LEFT_PARTITIONED:
             self._require_own_parameters()
         partition(self._layers, self.owners, self.plan, self.stage, self._device)
-        # Other stages' weights, and the copies that were profiled, may be held by cycles only.
-        gc.collect()
+        if self.whole or self.plan != previous:
+            # Other stages' weights, and the copies that were profiled, may be held by cycles only.
+            gc.collect()
         if not self.whole:
             materialise(self._layers, self.plan, self.owners, self.stage, self._device, self.seed)
             align_holders(self._layers, self.owners, self.plan, mailbox)
