@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.command import flags
 from benchmarks.report import at_most, conclude, table
-from lightning_dlres.pipeline.costs import Workload, layer_ranges
-from lightning_dlres.pipeline.grouping import group, machines_of
-from lightning_dlres.pipeline.planner import Decision, decide, start_order, start_split
-from tests.pipeline.profiles import large_workload, limited
+from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
+from lightning_dlres.pipeline.plan.planner import Decision, decide, start_order, start_split
+from lightning_dlres.pipeline.plan.search.grouping import group, machines_of
+from tests.support.pipeline_profiles import large_workload, limited
 
 TARGET_SECONDS = 20.0
 # Scarce memory: limits up to 1.15 times the smallest one that has a plan at all, so that E4's order

@@ -32,8 +32,8 @@ from benchmarks.preloaded import Preloaded
 from benchmarks.report import at_most
 from benchmarks.testbed import Host, Testbed
 from lightning_dlres import PipelinePlan
-from lightning_dlres.pipeline.plan import even_split
-from lightning_dlres.pipeline.simulator import step_seconds
+from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
+from lightning_dlres.pipeline.plan.plan import even_split
 
 NAME = "recompute"
 SHARES = (0.8, 0.4)

@@ -21,8 +21,8 @@ from lightning_dlres.core.errors import (
     UnsupportedStepError,
 )
 from lightning_dlres.memory.plan import MemoryPlan
-from lightning_dlres.pipeline.plan import PipelinePlan
-from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.profile.model_profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.plugins import MemoryPrecision
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
 from lightning_dlres.strategies.samples import ProfileConfig

@@ -27,7 +27,7 @@ from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.progress import StepProgress
 from lightning_dlres.cli.source_text import SourceTextDataModule
 from lightning_dlres.core.tables import render
-from lightning_dlres.pipeline.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 
 # Sleepers leave the CPU to others: together these ask for less than two cores.

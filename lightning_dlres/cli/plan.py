@@ -13,9 +13,9 @@ from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.cluster_file import load_cluster
-from lightning_dlres.pipeline.plan import PipelinePlan
-from lightning_dlres.pipeline.profile import Cluster
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.profile.cluster_file import load_cluster
+from lightning_dlres.pipeline.profile.model_profile import Cluster
 from lightning_dlres.strategies import HeteroPipeStrategy
 from lightning_dlres.strategies.planning import measured_plan
 from lightning_dlres.strategies.profiling import profile_here

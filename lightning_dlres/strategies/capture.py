@@ -18,8 +18,8 @@ from torch import nn
 from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.tree import Tree
-from lightning_dlres.pipeline.partition import ModelLayers
-from lightning_dlres.pipeline.stage import Layer
+from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.pipeline.stage.stage import Layer
 
 Handler = Callable[[Tree], Tree]
 

@@ -18,9 +18,14 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_dlres.core.errors import ConfigError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree
-from lightning_dlres.pipeline.liveness import Watch
-from lightning_dlres.pipeline.mailbox import Mailbox
-from lightning_dlres.pipeline.objects import all_ranks, any_rank, broadcast_tree, gather_numbers
+from lightning_dlres.pipeline.comm.liveness import Watch
+from lightning_dlres.pipeline.comm.mailbox import Mailbox
+from lightning_dlres.pipeline.comm.objects import (
+    all_ranks,
+    any_rank,
+    broadcast_tree,
+    gather_numbers,
+)
 
 _LONGER_THAN_ANY_RUN = timedelta(days=365)
 # Seconds that a rank which raised waits for the others: most often it has raised alone.

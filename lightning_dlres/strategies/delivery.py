@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.pipeline.stage import Gradients
+from lightning_dlres.pipeline.stage.stage import Gradients
 
 
 class _Deliver(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from lightning_dlres.pipeline.foreign import notice_gradient_reads
+from lightning_dlres.pipeline.stage.remote_parameters import notice_gradient_reads
 
 # They read gradients for the code that calls them.
 _TOOLS = ("torch.nn.utils", "torch.utils", "lightning.pytorch.utilities")

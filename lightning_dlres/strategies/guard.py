@@ -1,6 +1,6 @@
 """The step must not compute with the weights of the layers, which are the pipeline's.
 
-Those of another stage have no values here (see `pipeline.foreign`, which watches over them outside
+Those of another stage have no values here (`pipeline.stage.remote_parameters` guards them outside
 of the step, too). A gradient of those that are here would be lost: the schedule delivers what came
 through the pipeline.
 """

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.pipeline.plan import PipelinePlan
-from lightning_dlres.pipeline.profile import Cluster
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.profile.model_profile import Cluster
 
 
 def within_hosts(

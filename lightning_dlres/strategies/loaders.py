@@ -18,7 +18,7 @@ import torch
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
-from lightning_dlres.pipeline.mailbox import Channel, Mailbox
+from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
 from lightning_dlres.strategies.one_device import alone
 from lightning_dlres.strategies.signals import DeferredSignals
 

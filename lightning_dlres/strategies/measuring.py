@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from lightning_dlres.core import rng
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
-from lightning_dlres.pipeline.caches import Caches
-from lightning_dlres.pipeline.layer_sizes import Sizes
-from lightning_dlres.pipeline.layers import Clock, LayerMeasurement, measure_layers
-from lightning_dlres.pipeline.microbatch import samples_in
+from lightning_dlres.pipeline.profile.cpu_cache import Caches
+from lightning_dlres.pipeline.profile.layer_sizes import Sizes
+from lightning_dlres.pipeline.profile.layer_times import Clock, LayerMeasurement, measure_layers
+from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.strategies.optimizers import update_seconds
 from lightning_dlres.strategies.samples import ProfileConfig, ProfileSamples
 from lightning_dlres.strategies.step import LightningStep, StepContext

@@ -22,8 +22,8 @@ from torch.optim import Optimizer, SparseAdam
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.rng import forked
-from lightning_dlres.pipeline.caches import Caches
-from lightning_dlres.pipeline.layers import Clock
+from lightning_dlres.pipeline.profile.cpu_cache import Caches
+from lightning_dlres.pipeline.profile.layer_times import Clock
 
 _STEPS = 3
 _TRIAL_RATE = 0.1

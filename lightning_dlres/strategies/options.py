@@ -10,8 +10,8 @@ from typing import Literal
 from lightning_dlres.core.checks import function, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
-from lightning_dlres.pipeline.plan import PipelinePlan, arrange
-from lightning_dlres.pipeline.schedule import SCHEDULES
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange
+from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
 from lightning_dlres.strategies.planning import Wishes
 from lightning_dlres.strategies.samples import ProfileConfig
 from lightning_dlres.strategies.step import SplitBatch

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.pipeline.partition import ModelLayers
+from lightning_dlres.pipeline.execute.partition import ModelLayers
 
 Buffers = dict[str, Tensor]
 

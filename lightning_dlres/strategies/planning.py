@@ -9,13 +9,13 @@ import msgspec
 from torch import nn
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.costs import Workload
-from lightning_dlres.pipeline.plan import PipelinePlan, arrange, even_split
-from lightning_dlres.pipeline.planner import decide
-from lightning_dlres.pipeline.profile import Cluster, LayerProfile
-from lightning_dlres.pipeline.proportional import proportional_split
-from lightning_dlres.pipeline.simulator import step_seconds
-from lightning_dlres.pipeline.slack import with_slack
+from lightning_dlres.pipeline.plan.cost_model.costs import Workload
+from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_slack
+from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.plan.planner import decide
+from lightning_dlres.pipeline.plan.search.proportional import proportional_split
+from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile
 from lightning_dlres.strategies.capture import PipelinedModule, is_chain
 from lightning_dlres.strategies.host_limits import within_hosts
 from lightning_dlres.strategies.profiling import RunProfile

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_dlres.pipeline.partition import Owners
+from lightning_dlres.pipeline.execute.partition import Owners
 
 AnyRank = Callable[[bool], bool]
 

@@ -22,8 +22,8 @@ from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.tree import Tree
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.pipeline.caches import Caches
-from lightning_dlres.pipeline.cluster import (
+from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.pipeline.profile.cluster import (
     MOST_ROUNDS,
     MOST_SECONDS,
     completed,
@@ -33,9 +33,15 @@ from lightning_dlres.pipeline.cluster import (
     probe,
     times_of_kinds,
 )
-from lightning_dlres.pipeline.layers import LayerMeasurement, is_lack_of_memory
-from lightning_dlres.pipeline.partition import ModelLayers
-from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, Link, StepProfile
+from lightning_dlres.pipeline.profile.cpu_cache import Caches
+from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, is_lack_of_memory
+from lightning_dlres.pipeline.profile.model_profile import (
+    Cluster,
+    Device,
+    LayerProfile,
+    Link,
+    StepProfile,
+)
 from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.measuring import DeviceMeasurement, measure, typical

@@ -22,16 +22,12 @@ from torch.optim import Optimizer
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.tree import Tree
-from lightning_dlres.pipeline.buffers import BufferSync
-from lightning_dlres.pipeline.gradients import GradientSync, make_groups
-from lightning_dlres.pipeline.grouping import stage_counts
-from lightning_dlres.pipeline.layers import is_lack_of_memory
-from lightning_dlres.pipeline.mailbox import Mailbox
-from lightning_dlres.pipeline.partition import materialise, partition
-from lightning_dlres.pipeline.plan import PipelinePlan
-from lightning_dlres.pipeline.runtime import Runtime
-from lightning_dlres.pipeline.stage import Stage
-from lightning_dlres.pipeline.states import (
+from lightning_dlres.pipeline.comm.mailbox import Mailbox
+from lightning_dlres.pipeline.execute.buffers import BufferSync
+from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups
+from lightning_dlres.pipeline.execute.partition import materialise, partition
+from lightning_dlres.pipeline.execute.runtime import Runtime
+from lightning_dlres.pipeline.execute.states import (
     align_holders,
     gather_model_state,
     gather_optimizer_state,
@@ -39,6 +35,10 @@ from lightning_dlres.pipeline.states import (
     own_optimizer_state,
     spread_from_rank_zero,
 )
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.plan.search.grouping import stage_counts
+from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
+from lightning_dlres.pipeline.stage.stage import Stage
 from lightning_dlres.strategies.capture import find_pipelined_module
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.copies import NoCopyError

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_dlres.core import rng
 from lightning_dlres.core.rng import derive_seed
 from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
-from lightning_dlres.pipeline.digest import digest
-from lightning_dlres.pipeline.microbatch import microbatch_sizes, samples_in
-from lightning_dlres.pipeline.runtime import Runtime
-from lightning_dlres.pipeline.training import TrainingStep, TrainResult
+from lightning_dlres.pipeline.execute.digest import digest
+from lightning_dlres.pipeline.execute.runtime import Runtime
+from lightning_dlres.pipeline.execute.training import TrainingStep, TrainResult
+from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes, samples_in
 from lightning_dlres.strategies.attributes import not_sent
 from lightning_dlres.strategies.check import (
     refuse,

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from lightning_dlres.callbacks import ResourceReport, resource_report
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.pipeline.plan import PipelinePlan
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies import HeteroPipeStrategy
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import QUICK

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dlres.cli.main import main
-from lightning_dlres.pipeline.plan import PipelinePlan
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies import profiling
 from tests.cli.test_cli import CONFIG, TINY, assert_trained, run_in
 from tests.conftest import RunScript

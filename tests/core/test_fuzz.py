@@ -17,8 +17,8 @@ import pytest
 import zmq
 
 from lightning_dlres.core.net import Client
-from lightning_dlres.pipeline import heartbeat
-from lightning_dlres.pipeline.liveness import Watch
+from lightning_dlres.pipeline.comm import heartbeat
+from lightning_dlres.pipeline.comm.liveness import Watch
 from lightning_dlres.prefetch import messages
 from lightning_dlres.prefetch.loader import PrefetchLoader
 from lightning_dlres.prefetch.options import host_config

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
-from lightning_dlres.pipeline.plan import arrange, even_split
+from lightning_dlres.pipeline.plan.plan import arrange, even_split
 from lightning_dlres.strategies.capture import find_pipelined_module
 from tests.pool import RankContext, RankPool
 from tests.zoo import Task, loaders

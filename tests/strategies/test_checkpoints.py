@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
-from lightning_dlres.pipeline.plan import arrange
+from lightning_dlres.pipeline.plan.plan import arrange
 from tests.parity.harness import SPLITS, relative
 from tests.pool import RankContext, RankPool
 from tests.zoo import QUIET, Samples, Task

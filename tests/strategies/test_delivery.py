@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import hooks_suspended
-from lightning_dlres.pipeline.stage import GradientBuffer, Stage
+from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 from lightning_dlres.strategies.delivery import with_gradients
 
 

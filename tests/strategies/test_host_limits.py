@@ -10,7 +10,12 @@ import pytest
 
 from lightning_dlres import PipelinePlan
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.profile import Cluster, Device, LayerProfile, StepProfile
+from lightning_dlres.pipeline.profile.model_profile import (
+    Cluster,
+    Device,
+    LayerProfile,
+    StepProfile,
+)
 from lightning_dlres.strategies.host_limits import within_hosts
 
 SIZES = (100, 60, 20, 60)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_dlres import PipelinePlan
-from lightning_dlres.pipeline.timeline import measure
+from lightning_dlres.pipeline.report.timeline import measure
 from lightning_dlres.strategies.plain_steps import PlainSteps
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import Classifier, batches, trainer_for

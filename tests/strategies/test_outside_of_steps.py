@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dlres import ConfigError, HeteroPipeStrategy, UnsupportedStepError
-from lightning_dlres.pipeline import mailbox
+from lightning_dlres.pipeline.comm import mailbox
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import Classifier, batches, trainer_for
 from tests.zoo import Samples

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan, ProfileConfig
-from lightning_dlres.pipeline.simulator import simulate
+from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
 from tests.pool import RankContext, RankPool
 from tests.strategies.fitting import QUICK
 from tests.zoo import QUIET, Task, loaders

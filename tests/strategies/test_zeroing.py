@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 
-from lightning_dlres.pipeline.stage import GradientBuffer, Stage
-from lightning_dlres.pipeline.training import TrainingStep
+from lightning_dlres.pipeline.execute.training import TrainingStep
+from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 from lightning_dlres.strategies.step import LightningStep
 from lightning_dlres.strategies.zeroing import zeroes_every_step
 from tests.pool import RankContext, RankPool

@@ -1,0 +1,1 @@
+"""Messages between ranks, and the watch that notices a lost rank."""

@@ -1,0 +1,1 @@
+"""Execute: the engine that follows a plan on one rank."""

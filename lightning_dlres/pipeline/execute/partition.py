@@ -1,0 +1,285 @@
+"""Deploying a model over stages (Method D, D1): who owns which parameter, and foreign ones without
+storage.
+
+A foreign parameter becomes a meta tensor *in place*: the Parameter object stays the same, so it
+keeps its index in the optimizer, its name in the state dict and its place in user code, and costs
+no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core._compat import copy_hooks, recurrent_weights_released
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.rng import derive_seed, forked
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.stage.remote_parameters import (
+    class_of_own,
+    foreign_buffer,
+    mark_foreign,
+)
+
+Owners = dict[nn.Parameter, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """The layers of a model, in the order in which they are applied.
+
+    Attributes:
+        root: the whole model; it may hold parameters outside of the layers.
+        names: name of each layer within the root, as in its state dict.
+        modules: the layers.
+    """
+
+    root: nn.Module
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+    def layer_of(self, name: str) -> int | None:
+        """Return the layer to which a parameter, buffer or state dict key belongs; None if to
+        none. A second name for the whole list of layers is as good as the first; a layer that has
+        a name of its own elsewhere is used there, too, and belongs to none under it."""
+        while name and name not in self._layer_by_module:
+            name = name.rpartition(".")[0]
+        return self._layer_by_module[name]
+
+    @cached_property
+    def _layer_by_module(self) -> dict[str, int | None]:
+        path = self.names[0].rpartition(".")[0] if len(self.names) > 1 else self.names[0]
+        whole = self.root.get_submodule(path)
+        named = dict(self.root.named_modules(remove_duplicate=False))
+        prefixes = [name for name, module in named.items() if module is whole]
+        layers = {
+            f"{prefix}{name[len(path) :]}": index
+            for prefix in prefixes
+            for index, name in enumerate(self.names)
+        }
+        found: dict[str, int | None] = {}
+        for name in named:
+            above = name
+            while above and above not in layers:
+                above = above.rpartition(".")[0]
+            found[name] = layers.get(above)
+        return found
+
+    def outer_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules outside of the layers, each once, with a name; layers are not walked
+        through, so that this costs little in every micro-batch."""
+        waiting = [("", self.root)]
+        seen: set[nn.Module] = set()
+        while waiting:
+            name, module = waiting.pop()
+            if module in seen or self._layer_by_module.get(name) is not None:
+                continue
+            seen.add(module)
+            yield name, module
+            prefix = f"{name}." if name else ""
+            waiting += [(prefix + child, inner) for child, inner in module.named_children()]
+
+    def stages_of_module(self, plan: PipelinePlan) -> dict[nn.Module, set[int]]:
+        """Return for every module the stages that run it; all of them for those outside."""
+        stages: dict[nn.Module, set[int]] = {}
+        for name, module in self.root.named_modules(remove_duplicate=False):
+            layer = self.layer_of(name)
+            held = range(plan.stages) if layer is None else (plan.stage_of(layer),)
+            stages.setdefault(module, set()).update(held)
+        return stages
+
+    def parameter_bytes(self) -> list[int]:
+        """Return the bytes of every layer's parameters; a tied one counts where it is first
+        used."""
+        seen: set[nn.Parameter] = set()
+        sizes = []
+        for module in self.modules:
+            new = [p for p in module.parameters() if p not in seen]
+            seen.update(new)
+            sizes.append(sum(p.numel() * p.element_size() for p in new))
+        return sizes
+
+    def owners(self, plan: PipelinePlan) -> Owners:
+        """Return the stages that hold each parameter, ascending.
+
+        A parameter that belongs to no layer is used by the steps themselves, which every rank
+        runs: all stages hold it. A parameter that layers of several stages share is held by each.
+        """
+        stages: dict[nn.Parameter, set[int]] = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            layer = self.layer_of(name)
+            held = range(plan.stages) if layer is None else (plan.stage_of(layer),)
+            stages.setdefault(parameter, set()).update(held)
+        return {parameter: tuple(sorted(held)) for parameter, held in stages.items()}
+
+    def trainable(self, layers: Sequence[int]) -> list[list[nn.Parameter]]:
+        """Return the parameters of each of these layers that need a gradient."""
+        return [
+            [p for p in self.modules[layer].parameters() if p.requires_grad] for layer in layers
+        ]
+
+    def outer(self) -> list[nn.Parameter]:
+        """Return the trainable parameters that the steps use outside of the layers."""
+        named = self.root.named_parameters(remove_duplicate=False)
+        outside = dict.fromkeys(p for name, p in named if self.layer_of(name) is None)
+        return [p for p in outside if p.requires_grad]
+
+    @cached_property
+    def inner(self) -> frozenset[nn.Parameter]:
+        """The parameters that only layers have."""
+        named = list(self.root.named_parameters(remove_duplicate=False))
+        outside = {p for name, p in named if self.layer_of(name) is None}
+        return frozenset(p for _, p in named if p not in outside)
+
+
+def is_on_meta(root: nn.Module) -> bool:
+    """Whether some parameter or buffer was made on the meta device."""
+    return any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
+
+
+def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter other data, on whatever device, keeping the Parameter object.
+
+    Raises:
+        ConfigError: something holds a weak reference to the parameter or a graph over it, so that
+            it cannot be swapped.
+    """
+    replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
+    # The swap exchanges class, attributes and hooks as well.
+    replacement.__class__ = class_of_own(parameter)
+    replacement.__dict__.update(parameter.__dict__)
+    if replacement.is_floating_point() or replacement.is_complex():
+        copy_hooks(parameter, replacement)
+    parameter.grad = None
+    try:
+        torch.utils.swap_tensors(parameter, replacement)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"A parameter of shape {tuple(parameter.shape)} cannot be moved: {error}. Expected "
+            "that nothing else refers to it before training. Drop other references (a compiled "
+            "copy, an optimizer or a graph made by hand) first."
+        ) from error
+
+
+def partition(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
+) -> None:
+    """Move what the stage holds to the device, and leave everything else without storage."""
+    with recurrent_weights_released(layers.root):
+        _partition(layers, owners, plan, stage, device)
+
+
+def _partition(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
+) -> None:
+    stages_of = layers.stages_of_module(plan)
+    for module in (module for module, stages in stages_of.items() if stage not in stages):
+        _drop_computed(module)
+    for parameter, held_by in owners.items():
+        if stage not in held_by:
+            if not parameter.is_meta:
+                replace_storage(parameter, torch.empty_like(parameter, device="meta"))
+            mark_foreign(parameter)
+        elif not parameter.is_meta and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for module, stages in stages_of.items():
+        held = stage in stages
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not held:
+                setattr(module, name, foreign_buffer(buffer))
+            elif buffer.device != device and not buffer.is_meta:
+                setattr(module, name, buffer.to(device))
+
+
+def _drop_computed(module: nn.Module) -> None:
+    """Let go of tensors that a module has computed from its parameters (as `weight_norm` does),
+    whose graph would keep these from being moved. Where the module runs, they are computed anew."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            setattr(module, name, foreign_buffer(value))
+
+
+def materialise(
+    layers: ModelLayers,
+    plan: PipelinePlan,
+    owners: Owners,
+    stage: int,
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Give storage and initial values to what the stage holds and was made on the meta device.
+
+    Every module is initialised by its own `reset_parameters`, under a seed that depends on the
+    layer alone, so that the initial weights do not depend on the plan.
+
+    Raises:
+        ConfigError: a module owns meta tensors but has no `reset_parameters`.
+    """
+    mine = [(layer, layers.modules[layer]) for layer in plan.layers_of(stage)]
+    names = {id(module): name for name, module in layers.root.named_modules()}
+    within = {id(m) for layer in layers.modules for m in layer.modules()}
+    outer = [m for m in layers.root.modules() if id(m) not in within]
+    for layer, modules in [
+        (-1, outer),
+        *((index, list(module.modules())) for index, module in mine),
+    ]:
+        with forked(device):
+            torch.manual_seed(derive_seed(seed, layer + 1))
+            for module in modules:
+                initialise(module, device, names.get(id(module), type(module).__name__))
+
+
+def initialise(module: nn.Module, device: torch.device, name: str) -> None:
+    """Give storage and values to the meta tensors that a module holds itself (not its children).
+
+    Raises:
+        ConfigError: there are some, and the module has no `reset_parameters`.
+    """
+    parameters = [p for p in module.parameters(recurse=False) if p.is_meta]
+    buffers = [(key, b) for key, b in module.named_buffers(recurse=False) if b.is_meta]
+    if not parameters and not buffers:
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise ConfigError(
+            f"{name!r} ({type(module).__name__}) was made on the meta device, and has no "
+            "reset_parameters(): its initial values are unknown. Give the class a "
+            "reset_parameters method, or load a checkpoint that was made elsewhere into a model "
+            "built on the CPU."
+        )
+    # A tied weight that another module has initialised keeps its values.
+    known = [(p, p.detach().clone()) for p in module.parameters(recurse=False) if not p.is_meta]
+    with recurrent_weights_released(module):
+        for parameter in parameters:
+            replace_storage(parameter, torch.empty_like(parameter, device=device))
+    for key, buffer in buffers:
+        setattr(module, key, torch.empty_like(buffer, device=device))
+    reset()
+    with torch.no_grad():
+        for parameter, value in known:
+            parameter.copy_(value)
+
+
+def held_tensors(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int
+) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a stage holds, by name (a tied parameter under its
+    first name)."""
+    held: dict[str, Tensor] = {
+        n: p for n, p in layers.root.named_parameters() if stage in owners[p]
+    }
+    stages = layers.stages_of_module(plan)
+    for prefix, module in layers.root.named_modules():
+        if stage in stages[module]:
+            for name, buffer in module.named_buffers(recurse=False):
+                held[f"{prefix}.{name}" if prefix else name] = buffer
+    return held
+
+
+def resident_parameter_bytes(root: nn.Module) -> int:
+    """Return the bytes of parameters that have storage in this process."""
+    return sum(p.numel() * p.element_size() for p in root.parameters() if not p.is_meta)

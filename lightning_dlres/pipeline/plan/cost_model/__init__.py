@@ -1,0 +1,1 @@
+"""Predicted times and memory of a plan."""

@@ -1,0 +1,152 @@
+"""A step as a graph of events in a fixed order: what starts when its predecessors have ended.
+
+Made from the very action lists that the runtime executes. The simulator walks it, and the planner's
+integer program has one time variable for each event, so that both speak of the same step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+from lightning_dlres.pipeline.plan.schedules.schedule import (
+    ALL_MICROBATCHES,
+    Action,
+    Op,
+    build_schedule,
+)
+
+
+class Work(IntEnum):
+    """What takes time in a step."""
+
+    FORWARD = 0
+    LOSS = 1
+    RECOMPUTE = 2
+    BACKWARD = 3
+    ACTIVATION = 4
+    GRADIENT = 5
+
+
+COMPUTING = (Work.FORWARD, Work.LOSS, Work.RECOMPUTE, Work.BACKWARD)
+_WORK_OF = {
+    Op.FORWARD: Work.FORWARD,
+    Op.LOSS: Work.LOSS,
+    Op.RECOMPUTE: Work.RECOMPUTE,
+    Op.BACKWARD: Work.BACKWARD,
+    Op.SEND_ACTIVATION: Work.ACTIVATION,
+    Op.SEND_GRADIENT: Work.GRADIENT,
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One piece of work.
+
+    Attributes:
+        work: what is done; a transfer belongs to the stage that sends.
+        machine, stage: where.
+        microbatch: index among the machine's micro-batches, or `ALL_MICROBATCHES`.
+        after: indices of the events that must have ended before; all smaller than this event's.
+    """
+
+    work: Work
+    machine: int
+    stage: int
+    microbatch: int
+    after: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[Work, int, int]:
+        """What decides how long it takes: every micro-batch takes the same time."""
+        return self.work, self.machine, self.stage
+
+
+@lru_cache(maxsize=64)
+def event_graph(
+    schedule: str, stages: int, microbatches: tuple[int, ...], extra_in_flight: int = 0
+) -> tuple[Event, ...]:
+    """Return the events of one step, predecessors first.
+
+    A stage computes one thing at a time, in the order of its actions; messages of one kind between
+    two stages travel one after the other, beside the computing. Under GPipe the last stages of all
+    machines exchange their outputs, so a loss waits for all forwards.
+
+    Args:
+        schedule: name of the schedule.
+        stages: stages of every machine.
+        microbatches: number of micro-batches of each machine; one without any has no events.
+        extra_in_flight: see `build_schedule`.
+    """
+    builder = _Builder()
+    for machine, count in enumerate(microbatches):
+        for stage in range(stages if count else 0):
+            actions = build_schedule(schedule, stages, stage, count, True, extra_in_flight)
+            builder.add(machine, stage, actions)
+    return builder.build()
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.actions: dict[tuple[int, int], list[Action]] = {}
+        self.events: list[Event] = []
+        self.index: dict[tuple[Work, int, int, int], int] = {}
+        self.latest: dict[tuple[Work | None, int, int], int] = {}
+        self.arrived: dict[tuple[int, int], int] = {}
+
+    def add(self, machine: int, stage: int, actions: list[Action]) -> None:
+        self.actions[machine, stage] = actions
+
+    def build(self) -> tuple[Event, ...]:
+        position = dict.fromkeys(self.actions, 0)
+        while any(position[place] < len(self.actions[place]) for place in position):
+            before = dict(position)
+            for place, actions in self.actions.items():
+                while position[place] < len(actions) and self.do(*place, actions[position[place]]):
+                    position[place] += 1
+            if position == before:
+                raise AssertionError(f"The schedule waits for itself at {position}.")
+        return tuple(self.events)
+
+    def do(self, machine: int, stage: int, action: Action) -> bool:
+        """Add an action's event; False where what it waits for has not been added yet."""
+        op, microbatch = action.op, action.microbatch
+        if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            forward = op is Op.RECEIVE_ACTIVATION
+            sent = (
+                (Work.ACTIVATION, machine, stage - 1, microbatch)
+                if forward
+                else (Work.GRADIENT, machine, stage + 1, microbatch)
+            )
+            if sent not in self.index:
+                return False
+            self.arrived[machine, stage] = self.index[sent]
+            return True
+        work, after = _WORK_OF[op], list[int]()
+        if work is Work.LOSS and microbatch == ALL_MICROBATCHES:
+            ends = [
+                self._last_forward(other, last) for other, last in self.actions if last == stage
+            ]
+            if None in ends:
+                return False
+            after += [end for end in ends if end is not None]
+        computing = work in COMPUTING
+        # A transfer starts when the computing before it has ended, and the transfer before it.
+        lines: list[Work | None] = [None] if computing else [None, work]
+        after += [
+            self.latest[line, machine, stage]
+            for line in lines
+            if (line, machine, stage) in self.latest
+        ]
+        if computing and (arrived := self.arrived.pop((machine, stage), None)) is not None:
+            after.append(arrived)
+        index = len(self.events)
+        self.events.append(Event(work, machine, stage, microbatch, tuple(sorted(set(after)))))
+        self.index[work, machine, stage, microbatch] = index
+        self.latest[None if computing else work, machine, stage] = index
+        return True
+
+    def _last_forward(self, machine: int, stage: int) -> int | None:
+        """Return the event of the last forward of a stage; None where it has not been added yet."""
+        last = max(a.microbatch for a in self.actions[machine, stage] if a.op is Op.FORWARD)
+        return self.index.get((Work.FORWARD, machine, stage, last))

@@ -1,0 +1,138 @@
+"""A step of a plan, event by event (Method E, E6): when every stage computes, sends and waits, and
+what it holds.
+
+A pure function of the plan's profile. It follows the same action lists as the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_dlres.pipeline.plan.cost_model.costs import StageCost, Workload, layer_ranges
+from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Event, event_graph
+from lightning_dlres.pipeline.plan.schedules.schedule import ALL_MICROBATCHES
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a stage does from `start` to `end`, in seconds since the start of the step.
+
+    Attributes:
+        name: "forward", "loss", "recompute", "backward", "activation", "gradient", "sync".
+        microbatch: index among the machine's micro-batches; -1 where it belongs to all.
+    """
+
+    name: str
+    machine: int
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One simulated step.
+
+    Attributes:
+        activities: everything that takes time, in the order of starting.
+        step_seconds: from the first start to the last end.
+        busy_seconds: for every machine, how long each stage computes.
+        peak_bytes: the most that each stage holds.
+    """
+
+    activities: tuple[Activity, ...]
+    step_seconds: float
+    busy_seconds: tuple[tuple[float, ...], ...]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which a stage does not compute; mean over stages."""
+        stages = [busy for machine in self.busy_seconds for busy in machine]
+        return 1.0 - sum(stages) / (len(stages) * self.step_seconds) if self.step_seconds else 0.0
+
+    def memory(self, machine: int, stage: int) -> list[tuple[float, int]]:
+        """Return how many micro-batches a stage keeps over time, as (seconds, number)."""
+        changes = {"forward": 1, "backward": -1}
+        ends = sorted(
+            (a.start if a.name == "forward" else a.end, changes[a.name])
+            for a in self.activities
+            if (a.machine, a.stage) == (machine, stage) and a.name in changes
+        )
+        count, steps = 0, []
+        for seconds, change in ends:
+            count += change
+            steps.append((seconds, count))
+        return steps
+
+
+def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int] = ()) -> Timeline:
+    """Return the timeline of one step.
+
+    Args:
+        workload: what runs where.
+        split: number of consecutive layers of each stage.
+        recompute: indices of the layers that are recomputed before their backward.
+    """
+    costs = stage_costs(workload, split, recompute)
+    events = event_graph(
+        workload.schedule, workload.stages, workload.shares, workload.extra_in_flight
+    )
+    starts, ends = run_events(events, costs)
+    activities = [
+        Activity(e.work.name.lower(), e.machine, e.stage, e.microbatch, start, end)
+        for e, start, end in zip(events, starts, ends, strict=True)
+        if end > start
+    ]
+    finished: dict[tuple[int, int], float] = {}
+    busy = dict.fromkeys(costs, 0.0)
+    for event, start, end in zip(events, starts, ends, strict=True):
+        place = event.machine, event.stage
+        if event.work in COMPUTING:
+            finished[place] = max(finished.get(place, 0.0), end)
+            busy[place] += end - start
+    for place, end in finished.items():
+        tail = workload.sync_tail(*place, layer_ranges(split)[place[1]])
+        if tail:
+            activities.append(Activity("sync", *place, ALL_MICROBATCHES, end, end + tail))
+    return Timeline(
+        activities=tuple(sorted(activities, key=lambda a: a.start)),
+        step_seconds=max(end + costs[place].tail for place, end in finished.items()),
+        busy_seconds=tuple(
+            tuple(busy[m, s] for s in range(workload.stages)) for m in range(len(workload.machines))
+        ),
+        peak_bytes=tuple(costs[0, stage].peak_bytes for stage in range(workload.stages)),
+    )
+
+
+def step_seconds(
+    workload: Workload, split: Sequence[int], recompute: Collection[int] = ()
+) -> float:
+    """Return only the time of the step that `simulate` finds."""
+    return simulate(workload, split, recompute).step_seconds
+
+
+def stage_costs(
+    workload: Workload, split: Sequence[int], recompute: Collection[int]
+) -> dict[tuple[int, int], StageCost]:
+    """Return the cost of every stage, by (machine, stage)."""
+    return {
+        (machine, stage): workload.stage_cost(machine, stage, layers, recompute)
+        for machine in range(len(workload.machines))
+        for stage, layers in enumerate(layer_ranges(split))
+    }
+
+
+def run_events(
+    events: Sequence[Event], costs: Mapping[tuple[int, int], StageCost]
+) -> tuple[list[float], list[float]]:
+    """Return when every event starts and ends: as soon as its predecessors have ended."""
+    starts: list[float] = []
+    ends: list[float] = []
+    for event in events:
+        start = max([ends[index] for index in event.after], default=0.0)
+        starts.append(start)
+        ends.append(start + costs[event.machine, event.stage].seconds[event.work])
+    return starts, ends

@@ -1,0 +1,297 @@
+"""The plan of a pipeline: which rank is which stage of which VM, and which layers each stage holds.
+
+A plan is plain data: it prints as a table, round-trips through JSON, and can be edited and given
+    back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from lightning_dlres.core.checks import instance, one_of, whole_number
+from lightning_dlres.core.decoding import from_json
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.tables import render
+from lightning_dlres.core.units import format_bytes
+from lightning_dlres.pipeline.plan.cost_model.costs import Workload
+from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Work
+from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
+from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepProfile
+
+
+class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A split of `layers` over stages, on `machines`, with the profile that it was made from.
+
+    Attributes:
+        machines: one tuple of ranks per virtual machine, in stage order.
+        split: number of consecutive layers of each stage.
+        recompute: indices of the layers that are computed again before their backward instead of
+            keeping what they save for it.
+        schedule: the schedule that the plan was made for.
+        microbatches: into how many the batch is cut; 0 where that was not planned.
+        extra_in_flight: by how many micro-batches stages before the last one run ahead under 1F1B,
+            beyond what it takes to fill the pipeline.
+        layers: the profile of every layer, in order.
+        step: what a step does beside the layers.
+        cluster: the devices; None where they were not measured.
+        predicted_seconds: time of a step in the simulator.
+        even_seconds: that of the even split in the order of ranks, without recomputation.
+    """
+
+    machines: tuple[tuple[int, ...], ...]
+    split: tuple[int, ...]
+    recompute: tuple[int, ...] = ()
+    schedule: str = "1f1b"
+    microbatches: int = 0
+    extra_in_flight: int = 0
+    layers: tuple[LayerProfile, ...] = ()
+    step: StepProfile = StepProfile()
+    cluster: Cluster | None = None
+    predicted_seconds: float | None = None
+    even_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("machines", "split", "recompute", "layers"):
+            instance(name, getattr(self, name), (tuple, list), "a tuple", f"{name}=()")
+        for machine in self.machines:
+            instance("machines", machine, (tuple, list), "tuples of ranks", "machines=((0, 1),)")
+            for rank in machine:
+                whole_number("machines", rank, "machines=((0, 1),)", least=0)
+        for number in self.split:
+            whole_number("split", number, "split=(1, 1)", least=0)
+        for number in self.recompute:
+            whole_number("recompute", number, "recompute=()", least=0)
+        one_of("schedule", self.schedule, SCHEDULES, "schedule='1f1b'")
+        whole_number("microbatches", self.microbatches, "microbatches=0", least=0)
+        whole_number("extra_in_flight", self.extra_in_flight, "extra_in_flight=0", least=0)
+        ranks = sorted(rank for machine in self.machines for rank in machine)
+        if not self.split or min(self.split) < 1:
+            raise ConfigError(
+                f"split must be at least one layer for every stage, got {list(self.split)}. Use "
+                "fewer stages."
+            )
+        if not self.machines or any(len(machine) != len(self.split) for machine in self.machines):
+            raise ConfigError(
+                f"machines must be one rank per stage of split, {list(self.split)}, in every "
+                f"virtual machine, got {[list(m) for m in self.machines]}. Use machines=((0, 1),) "
+                "for two stages."
+            )
+        if ranks != list(range(len(ranks))):
+            raise ConfigError(
+                f"machines must be each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
+                "Number the ranks from 0 on."
+            )
+        if self.layers and sum(self.split) != len(self.layers):
+            raise ConfigError(
+                f"plan.split must add up to the {len(self.layers)} layers of the plan, got "
+                f"{list(self.split)}. Move layers from one stage to another."
+            )
+        again = sorted(set(self.recompute))
+        if again and not 0 <= again[0] <= again[-1] < sum(self.split):
+            raise ConfigError(
+                f"plan.recompute must be indices of layers from 0 to {sum(self.split) - 1}, got "
+                f"{list(self.recompute)}. Use recompute: []."
+            )
+        if self.cluster is not None and len(self.cluster.devices) != len(ranks):
+            raise ConfigError(
+                f"plan.cluster must have one device for each rank ({len(ranks)}), got "
+                f"{len(self.cluster.devices)}. Use cluster: null."
+            )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of every virtual machine."""
+        return len(self.split)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.machines) * len(self.split)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return (virtual machine, stage) of a rank."""
+        for machine, ranks in enumerate(self.machines):
+            if rank in ranks:
+                return machine, ranks.index(rank)
+        raise ConfigError(
+            f"plan: rank {rank} is in none of the virtual machines "
+            f"{[list(m) for m in self.machines]}."
+        )
+
+    def layers_of(self, stage: int) -> range:
+        """Return the indices of the layers of a stage."""
+        first = sum(self.split[:stage])
+        return range(first, first + self.split[stage])
+
+    def stage_of(self, layer: int) -> int:
+        """Return the stage that holds a layer."""
+        return next(stage for stage in range(self.stages) if layer in self.layers_of(stage))
+
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """Measured compute power of each rank, the fastest is 1.0; empty where not measured."""
+        return tuple(d.power for d in self.cluster.devices) if self.cluster is not None else ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the plan knows the times of its layers, and so can be simulated."""
+        return self.cluster is not None and self.microbatches > 0 and bool(self.layers)
+
+    def workload(self) -> Workload:
+        """Return what the plan was made for, as the simulator and the planner take it.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        if self.cluster is None or not self.is_measured:
+            raise ConfigError(
+                "plan: it holds no measured times, so it cannot be simulated. Expected the plan of "
+                "a profiled run."
+            )
+        return Workload(
+            self.layers,
+            self.step,
+            self.cluster,
+            self.machines,
+            self.schedule,
+            self.microbatches,
+            extra_in_flight=self.extra_in_flight,
+        )
+
+    def rank_name(self, rank: int) -> str:
+        """Return what a rank is called in messages."""
+        machine, stage = self.place(rank)
+        return (
+            f"stage {stage} of VM {machine} (rank {rank})"
+            if len(self.machines) > 1
+            else f"stage {stage} (rank {rank})"
+        )
+
+    def table(self) -> str:
+        """Return the plan as a table to print."""
+        rows = []
+        workload = self.workload() if self.is_measured else None
+        for stage in range(self.stages):
+            layers = self.layers_of(stage)
+            profiles = self.layers[layers.start : layers.stop]
+            ranks = [machine[stage] for machine in self.machines]
+            power = ", ".join(f"{self.powers[rank]:.2f}" for rank in ranks) if self.powers else "-"
+            ends = dict.fromkeys(profile.name for profile in (*profiles[:1], *profiles[-1:]))
+            again = sum(index in layers for index in set(self.recompute))
+            held = sum(layer.parameter_bytes for layer in profiles) + sum(
+                {n: b for layer in profiles for n, b in layer.shared.items()}.values()
+            )
+            in_flight = peak = busy = "-"
+            if workload is not None:
+                in_flight = str(workload.in_flight(stage))
+                peak = format_bytes(workload.peak_bytes(stage, layers, self.recompute))
+                busy = f"{self.busy_seconds(stage) * 1e3:.1f} ms"
+            rows.append(
+                [
+                    str(stage),
+                    ", ".join(map(str, ranks)),
+                    power,
+                    str(len(layers)),
+                    " .. ".join(ends) or "-",
+                    str(again),
+                    in_flight,
+                    format_bytes(held) if profiles else "-",
+                    peak,
+                    busy,
+                ]
+            )
+        columns = [
+            "stage",
+            "rank",
+            "power",
+            "layers",
+            "names",
+            "recomputed",
+            "in flight",
+            "parameters",
+            "peak memory",
+            "busy per step",
+        ]
+        return render("Pipeline plan", columns, rows)
+
+    def busy_seconds(self, stage: int) -> float:
+        """Return how long a stage computes in every step; that of its slowest device.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        workload = self.workload()
+        found = []
+        for machine, share in enumerate(workload.shares):
+            cost = workload.stage_cost(machine, stage, self.layers_of(stage), self.recompute)
+            once = self.schedule == "gpipe"
+            found.append(
+                sum(
+                    seconds * (1 if once and work is Work.LOSS else share)
+                    for work, seconds in cost.seconds.items()
+                    if work in COMPUTING
+                )
+            )
+        return max(found)
+
+    def prediction(self) -> str:
+        """Return one line on the time of a step, or that there is no prediction."""
+        if self.predicted_seconds is None:
+            return "The step's time was not predicted: nothing was measured."
+        line = f"Predicted step: {self.predicted_seconds * 1e3:.1f} ms"
+        if self.even_seconds:
+            ratio = self.even_seconds / self.predicted_seconds
+            line += f"; an even split takes {self.even_seconds * 1e3:.1f} ms ({ratio:.2f} times)"
+        return f"{line}."
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> PipelinePlan:
+        """Read a plan from JSON text.
+
+        Raises:
+            ConfigError: not JSON, or not a plan.
+        """
+        try:
+            return from_json(text, PipelinePlan)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"plan: cannot be read: {error}. Expected the JSON that PipelinePlan.to_json "
+                "writes."
+            ) from None
+
+    @staticmethod
+    def load(path: str | Path) -> PipelinePlan:
+        """Read a plan from a file."""
+        try:
+            return PipelinePlan.from_json(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"plan must be the path of a plan.json, got {str(path)!r} ({error.strerror}). "
+                "Write one with `dlres plan`."
+            ) from error
+
+
+def arrange(world_size: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return virtual machines of `stages` consecutive ranks each.
+
+    Raises:
+        ConfigError: the ranks do not divide into machines of this many stages.
+    """
+    if stages < 1 or world_size % stages:
+        divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+        raise ConfigError(
+            f"stages must divide the number of ranks ({world_size}), got {stages}. Use one of "
+            f"{divisors}."
+        )
+    return tuple(tuple(range(first, first + stages)) for first in range(0, world_size, stages))
+
+
+def even_split(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the split that ignores cost and speed: layer counts that differ by at most one."""
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))

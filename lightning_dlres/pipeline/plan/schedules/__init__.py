@@ -1,0 +1,1 @@
+"""Pipeline schedules: the order of each stage's actions within a step."""

@@ -1,0 +1,1 @@
+"""Searches for the best split of layers and the best order of devices."""

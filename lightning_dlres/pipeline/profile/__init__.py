@@ -1,0 +1,1 @@
+"""Profile: times, sizes and links, measured on the devices at hand."""

@@ -1,0 +1,1 @@
+"""Report: predictions beside measurements, as tables and pictures."""

@@ -1,0 +1,373 @@
+"""Parameters stay the same objects, wherever their data is; who owns what follows from the plan."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.execute.partition import (
+    ModelLayers,
+    held_tensors,
+    initialise,
+    is_on_meta,
+    materialise,
+    partition,
+    replace_storage,
+    resident_parameter_bytes,
+)
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+
+CPU = torch.device("cpu")
+
+
+class Scale(nn.Module):
+    """A layer with a parameter and a buffer of its own, and a `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        self.register_buffer("count", torch.empty(2))
+        self.register_buffer("cache", torch.empty(2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.normal_()
+            self.count.zero_()
+            self.cache.fill_(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Model(nn.Module):
+    """Four layers, one of them frozen, two that share a weight, and something outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), Scale(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.net[3].weight = self.net[0].weight
+        self.net[2].requires_grad_(False)
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        self.steps.zero_()
+
+
+def layers_of(root: nn.Module, prefix: str = "net") -> ModelLayers:
+    children = dict(root.get_submodule(prefix).named_children())
+    names = tuple(f"{prefix}.{name}" for name in children)
+    return ModelLayers(root, names, tuple(children.values()))
+
+
+def plan_of(*split: int) -> PipelinePlan:
+    return PipelinePlan(machines=(tuple(range(len(split))),), split=split)
+
+
+def deploy(model: nn.Module, split: tuple[int, ...], stage: int) -> ModelLayers:
+    layers, plan = layers_of(model), plan_of(*split)
+    partition(layers, layers.owners(plan), plan, stage, CPU)
+    return layers
+
+
+def test_who_owns_what() -> None:
+    model = Model()
+    layers = layers_of(model)
+    owners = layers.owners(plan_of(2, 1, 1))
+    assert {name: owners[p] for name, p in model.named_parameters()} == {
+        "net.0.weight": (0, 2),
+        "net.0.bias": (0,),
+        "net.1.weight": (0,),
+        "net.2.weight": (1,),
+        "net.2.bias": (1,),
+        "net.3.bias": (2,),
+        "head.weight": (0, 1, 2),
+        "head.bias": (0, 1, 2),
+    }
+    assert list(owners) == list(model.parameters()), "in an order that all ranks know"
+    assert layers.trainable(range(2)) == [list(model.net[0].parameters()), [model.net[1].weight]]
+    assert layers.trainable([2]) == [[]]
+    assert layers.outer() == list(model.head.parameters())
+    assert layers.parameter_bytes() == [80, 16, 32, 16], "the tied weight counts once"
+
+
+def test_names_belong_to_layers() -> None:
+    layers = layers_of(Model())
+    names = ["net.1.weight", "net.1", "net.10.weight", "head.weight", "steps", "net", "network.1"]
+    assert [layers.layer_of(name) for name in names] == [1, 1, None, None, None, None, None]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_keeps_its_own_and_the_identity_of_all(stage: int) -> None:
+    model = Model()
+    before = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in before.items()}
+    layers = deploy(model, (2, 1, 1), stage)
+    held = held_tensors(layers, layers.owners(plan_of(2, 1, 1)), plan_of(2, 1, 1), stage)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    for name, parameter in after.items():
+        assert parameter is before[name]
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.is_meta == (name not in held)
+        assert parameter.shape == values[name].shape
+        assert parameter.requires_grad == ("net.2" not in name)
+        assert parameter.is_meta or torch.equal(parameter, values[name])
+    assert model.net[3].weight is model.net[0].weight, "still tied"
+    assert is_on_meta(model)
+    assert resident_parameter_bytes(model) == sum(
+        t.numel() * 4 for t in held.values() if isinstance(t, nn.Parameter)
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_buffers_lie_with_their_layer_and_those_outside_everywhere(stage: int) -> None:
+    model = Model()
+    layers = deploy(model, (2, 2), stage)
+    meta = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    mine = {"net.1.count", "net.1.cache"}
+    theirs = {"net.2.running_mean", "net.2.running_var", "net.2.num_batches_tracked"}
+    assert meta == (theirs if stage == 0 else mine)
+    plan = plan_of(2, 2)
+    held = held_tensors(layers, layers.owners(plan), plan, stage)
+    assert {n for n, t in held.items() if not isinstance(t, nn.Parameter)} == {
+        "steps",
+        *(mine if stage == 0 else theirs),
+    }
+    assert list(model.net[1].state_dict()) == ["weight", "count"], "still not persistent"
+
+
+def test_there_and_back_again() -> None:
+    parameter = nn.Parameter(torch.arange(4.0), requires_grad=False)
+    parameter.note = {"decay": 0.1}  # type: ignore[attr-defined]
+    holder = nn.Linear(1, 1)
+    holder.weight = parameter
+    users = {parameter: "a user's dict"}
+    replace_storage(parameter, torch.empty(4, device="meta"))
+    assert parameter.is_meta
+    replace_storage(parameter, torch.arange(4.0).double())
+    assert parameter.dtype == torch.float64
+    assert parameter.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert not parameter.requires_grad
+    assert parameter.note == {"decay": 0.1}  # type: ignore[attr-defined]
+    assert users[parameter] == "a user's dict"
+    assert holder.weight is parameter
+    assert type(parameter) is nn.Parameter
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_optimizer_follows(when: str) -> None:
+    model = Model()
+    if when == "before":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    deploy(model, (2, 2), 1)
+    if when == "after":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    (group,) = optimizer.param_groups
+    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+    bias = model.net[3].bias
+    before = bias.detach().clone()
+    bias.grad = torch.ones_like(bias)
+    optimizer.step()
+    assert torch.allclose(bias, before - 0.1, atol=0.01)
+    assert list(optimizer.state) == [bias], "foreign parameters have no state"
+    assert list(optimizer.state_dict()["state"]) == [5], "but keep their places"
+
+
+def test_a_gradient_or_a_graph_of_before_does_no_harm() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    loss = (parameter * 2).sum()
+    loss.backward()
+    replace_storage(parameter, torch.zeros(2))
+    assert parameter.grad is None
+    (parameter * 3).sum().backward()
+    assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+def test_what_cannot_be_swapped_is_an_error_with_a_way_out() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    reference = weakref.ref(parameter)
+    with pytest.raises(ConfigError, match=r"shape \(2,\) cannot be moved"):
+        replace_storage(parameter, torch.zeros(2))
+    assert reference() is parameter
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+# --- Models that were made on the meta device.
+
+
+TIED = ("net.0.weight", "net.3.weight")
+
+
+def made_on_meta() -> Model:
+    with torch.device("meta"):
+        return Model()
+
+
+def deploy_meta(split: tuple[int, ...], stage: int, seed: int = 5) -> Model:
+    model, plan = made_on_meta(), plan_of(*split)
+    layers = layers_of(model)
+    owners = layers.owners(plan)
+    partition(layers, owners, plan, stage, CPU)
+    materialise(layers, plan, owners, stage, CPU, seed)
+    return model
+
+
+@pytest.mark.parametrize("split", [(4,), (2, 2), (1, 2, 1)])
+def test_initial_values_do_not_depend_on_the_split(split: tuple[int, ...]) -> None:
+    whole = deploy_meta((4,), 0)
+    assert not is_on_meta(whole)
+    values = dict(whole.state_dict())
+    first = [sum(split[:stage]) for stage in range(len(split) + 1)]
+    for stage, (start, stop) in enumerate(pairwise(first)):
+        torch.manual_seed(stage)
+        model = deploy_meta(split, stage)
+        held = [f"net.{index}." for index in range(start, stop)] + ["head."]
+        for name, value in model.state_dict().items():
+            # A tied weight gets the values of its first holder; see below.
+            if name not in TIED and any(name.startswith(prefix) for prefix in held):
+                assert torch.equal(value, values[name]), name
+        assert model.net[1].cache.is_meta == (not start <= 1 < stop)
+    assert whole.net[1].cache.tolist() == [2.0, 2.0]
+    assert whole.net[2].running_var.tolist() == [1.0] * 4
+    assert whole.net[3].weight is whole.net[0].weight
+
+
+def test_a_tied_weight_starts_with_the_values_of_its_first_layer() -> None:
+    whole, first = deploy_meta((4,), 0), deploy_meta((3, 1), 0)
+    assert torch.equal(whole.net[0].weight, first.net[0].weight)
+
+
+def test_initial_values_depend_on_the_seed_and_leave_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    one, two, three = deploy_meta((4,), 0, 5), deploy_meta((4,), 0, 6), deploy_meta((4,), 0, 5)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(one.head.weight, two.head.weight)
+    assert torch.equal(one.head.weight, three.head.weight)
+    assert not torch.equal(one.net[0].bias, one.net[3].bias), "layers draw for themselves"
+
+
+def test_identity_on_meta() -> None:
+    model = made_on_meta()
+    before = list(model.parameters())
+    layers, plan = layers_of(model), plan_of(4)
+    materialise(layers, plan, layers.owners(plan), 0, CPU, 1)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert [p.requires_grad for p in model.net[2].parameters()] == [False, False]
+
+
+def test_a_recurrent_layer_made_on_meta_runs() -> None:
+    with torch.device("meta"):
+        layer = nn.LSTM(4, 3)
+    initialise(layer, CPU, "lstm")
+    assert torch.nn.functional.l1_loss(layer(torch.ones(2, 4))[0], torch.zeros(2, 3)) > 0
+
+
+def test_a_module_without_reset_parameters_is_named() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(2))
+
+    with torch.device("meta"):
+        model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(2, 2), Bare())})
+    layers, plan = layers_of(model), plan_of(1, 1)
+    owners = layers.owners(plan)
+    materialise(layers, plan, owners, 0, CPU, 1)
+    with pytest.raises(ConfigError, match=r"'net\.1' \(Bare\) .* reset_parameters"):
+        materialise(layers, plan, owners, 1, CPU, 1)
+
+
+def test_what_has_values_already_is_left_as_it_is() -> None:
+    linear = nn.Linear(2, 2)
+    before = linear.weight.detach().clone()
+    initialise(linear, CPU, "linear")
+    initialise(nn.ReLU(), CPU, "no parameters")
+    assert torch.equal(linear.weight, before)
+
+
+# --- What is known not to work.
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.ones(4))
+
+
+class Block(nn.Module):
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self.rotary, self.linear = rotary, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.rotary.angles
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_module_with_buffers_that_layers_share(stage: int) -> None:
+    rotary = Rotary()
+    model = nn.ModuleDict({"net": nn.Sequential(Block(rotary), Block(rotary))})
+    deploy(model, (1, 1), stage)
+    assert not is_on_meta(model["net"][stage])
+
+
+def test_a_second_name_for_the_layers_changes_nothing() -> None:
+    class Aliased(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.net
+
+    model = Aliased()
+    deploy(model, (2, 2), 1)
+    assert model.net[1].weight.is_meta
+
+
+def test_a_parameter_keeps_its_class_and_hooks() -> None:
+    class Tagged(nn.Parameter):
+        pass
+
+    parameter, calls = Tagged(torch.ones(2)), []
+    parameter.register_hook(lambda gradient: calls.append(1))
+    replace_storage(parameter, torch.empty(2, device="meta"))
+    replace_storage(parameter, torch.ones(2))
+    parameter.sum().backward()
+    assert type(parameter) is Tagged
+    assert calls
+
+
+def test_a_hook_on_what_was_frozen_afterwards() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda gradient: gradient)
+    replace_storage(parameter.requires_grad_(False), torch.empty(2, device="meta"))
+    assert parameter.is_meta
+
+
+def test_a_hook_can_still_be_removed() -> None:
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    handle = parameter.register_hook(lambda gradient: calls.append(1))
+    replace_storage(parameter, torch.zeros(2))
+    handle.remove()
+    parameter.sum().backward()
+    assert not calls
+
+
+def test_a_layer_with_a_name_of_its_own_outside_is_held_by_all() -> None:
+    """An embedding that is the first layer, and by its other name the last step of the loss."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(4, 4)
+            self.net = nn.Sequential(self.embed, nn.Linear(4, 4), nn.Linear(4, 4))
+
+    model = Tied()
+    layers = deploy(model, (1, 2), 1)
+    assert not model.embed.weight.is_meta
+    assert layers.outer() == [model.embed.weight]

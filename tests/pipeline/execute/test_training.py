@@ -1,0 +1,31 @@
+"""What a training step does with the loss's gradient, apart from any schedule."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lightning_dlres.pipeline.execute.training import TrainingStep
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "expected"),
+    [
+        (torch.float32, 1.0, 3.0),
+        (torch.float32, 0.25, 0.75),
+        (torch.float64, 1e300, 3e300),
+        (torch.float16, 2.0**15, float("inf")),
+        # Beyond the largest half: a gradient scaler skips the step, as in plain training.
+        (torch.float16, 2.0**16, float("inf")),
+    ],
+)
+def test_gradients_are_those_of_the_scaled_loss(
+    dtype: torch.dtype, scale: float, expected: float
+) -> None:
+    output = torch.ones(2, dtype=dtype, requires_grad=True)
+    step = cast(Any, SimpleNamespace(gradients={}, own=[4]))
+    TrainingStep.take_gradients(step, (3 * output).sum(), [[output]], [], scale)
+    assert step.gradients[4][0].tolist() == [expected, expected]

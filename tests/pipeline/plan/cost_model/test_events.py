@@ -1,0 +1,94 @@
+"""The graph of a step says what the schedules say: who does what, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Event, Work, event_graph
+from lightning_dlres.pipeline.plan.schedules.schedule import ALL_MICROBATCHES, SCHEDULES
+
+names = st.sampled_from(SCHEDULES)
+stage_counts = st.integers(1, 4)
+shares = st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple)
+
+
+def named(events: tuple[Event, ...]) -> list[tuple[str, set[str]]]:
+    """Return every event of a single machine with what it waits for, in words."""
+
+    def name(event: Event) -> str:
+        return f"{event.work.name.lower()} {event.microbatch} on {event.stage}"
+
+    return [(name(event), {name(events[i]) for i in event.after}) for event in events]
+
+
+def test_one_microbatch_through_two_stages() -> None:
+    assert named(event_graph("1f1b", 2, (1,))) == [
+        ("forward 0 on 0", set()),
+        ("activation 0 on 0", {"forward 0 on 0"}),
+        ("recompute 0 on 0", {"forward 0 on 0"}),
+        ("forward 0 on 1", {"activation 0 on 0"}),
+        ("loss 0 on 1", {"forward 0 on 1"}),
+        ("recompute 0 on 1", {"loss 0 on 1"}),
+        ("backward 0 on 1", {"recompute 0 on 1"}),
+        ("gradient 0 on 1", {"backward 0 on 1"}),
+        ("backward 0 on 0", {"recompute 0 on 0", "gradient 0 on 1"}),
+    ]
+
+
+def test_messages_travel_one_after_the_other_beside_the_computing() -> None:
+    waits = dict(named(event_graph("gpipe", 2, (2,))))
+    assert waits["forward 1 on 0"] == {"forward 0 on 0"}
+    assert waits["activation 1 on 0"] == {"forward 1 on 0", "activation 0 on 0"}
+    assert waits["gradient 1 on 1"] == {"backward 1 on 1", "gradient 0 on 1"}
+
+
+def test_recomputing_does_not_wait_for_the_gradient() -> None:
+    waits = dict(named(event_graph("1f1b", 2, (3,))))
+    assert waits["recompute 1 on 0"] == {"forward 2 on 0"}
+    assert waits["backward 1 on 0"] == {"recompute 1 on 0", "gradient 1 on 1"}
+
+
+def test_the_loss_of_gpipe_waits_for_all_machines() -> None:
+    events = event_graph("gpipe", 2, (2, 1, 0))
+    losses = [event for event in events if event.work is Work.LOSS]
+    assert {(loss.machine, loss.microbatch) for loss in losses} == {
+        (0, ALL_MICROBATCHES),
+        (1, ALL_MICROBATCHES),
+    }
+    for loss in losses:
+        waits = {(events[i].work, events[i].machine, events[i].microbatch) for i in loss.after}
+        assert waits == {(Work.FORWARD, 0, 1), (Work.FORWARD, 1, 0)}
+
+
+@given(names, stage_counts, shares)
+def test_everything_happens_once(name: str, stages: int, shares: tuple[int, ...]) -> None:
+    found = Counter(
+        (e.work, e.machine, e.stage, e.microbatch) for e in event_graph(name, stages, shares)
+    )
+    expected: Counter[tuple[Work, int, int, int]] = Counter()
+    for machine, count in enumerate(shares):
+        for stage in range(stages):
+            works = {Work.FORWARD, Work.RECOMPUTE, Work.BACKWARD}
+            works |= {Work.ACTIVATION} if stage < stages - 1 else set()
+            works |= {Work.GRADIENT} if stage > 0 else set()
+            expected.update((work, machine, stage, m) for work in works for m in range(count))
+        losses = range(count) if name == "1f1b" else [ALL_MICROBATCHES] * min(count, 1)
+        expected.update((Work.LOSS, machine, stages - 1, m) for m in losses)
+    assert found == expected
+
+
+@given(names, stage_counts, shares)
+def test_a_stage_does_one_thing_at_a_time(name: str, stages: int, shares: tuple[int, ...]) -> None:
+    """Events stand after their predecessors, and each computation waits for the stage's last."""
+    events = event_graph(name, stages, shares)
+    latest: dict[tuple[int, int], int] = {}
+    for index, event in enumerate(events):
+        assert all(before < index for before in event.after)
+        place = event.machine, event.stage
+        if place in latest:
+            assert latest[place] in event.after
+        if event.work in COMPUTING:
+            latest[place] = index

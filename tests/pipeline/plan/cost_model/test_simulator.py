@@ -1,0 +1,484 @@
+"""The simulated step: by hand, and against processes that pass messages, one action at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.pipeline.plan.cost_model.costs import BUCKET_BYTES, Workload, layer_ranges
+from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Work, event_graph
+from lightning_dlres.pipeline.plan.cost_model.simulator import (
+    Timeline,
+    run_events,
+    simulate,
+    stage_costs,
+    step_seconds,
+)
+from lightning_dlres.pipeline.plan.schedules.schedule import (
+    ALL_MICROBATCHES,
+    SCHEDULES,
+    Op,
+    build_schedule,
+)
+from lightning_dlres.pipeline.profile.model_profile import (
+    Cluster,
+    Device,
+    LayerProfile,
+    Link,
+    StepProfile,
+)
+from tests.support.examples import examples
+from tests.support.pipeline_profiles import (
+    plain_cluster,
+    plain_layers,
+    random_recompute,
+    random_split,
+    small_workload,
+)
+
+NOTHING_ELSE = StepProfile()
+randoms = st.randoms(use_true_random=False)
+stage_counts = st.integers(1, 3)
+machine_counts = st.integers(1, 2)
+
+
+def pipeline(
+    layers: Sequence[LayerProfile],
+    microbatches: int,
+    schedule: str = "1f1b",
+    step: StepProfile = NOTHING_ELSE,
+    links: Sequence[Link] = (),
+) -> Workload:
+    """One machine, a stage for every layer."""
+    stages = len(layers)
+    cluster = plain_cluster(stages, links=links)
+    machines = (tuple(range(stages)),)
+    return Workload(tuple(layers), step, cluster, machines, schedule, microbatches)
+
+
+def times(timeline: Timeline, name: str, stage: int, machine: int = 0) -> list[tuple[float, float]]:
+    return [
+        (a.start, a.end)
+        for a in timeline.activities
+        if (a.name, a.stage, a.machine) == (name, stage, machine)
+    ]
+
+
+def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int]) -> float:
+    """Return the step's seconds: every stage goes through its actions as far as it can, with a
+    clock of its own; a link carries one message after the other."""
+    stages = workload.stages
+    todo = {
+        (machine, stage): deque(
+            build_schedule(
+                workload.schedule,
+                stages,
+                stage,
+                share,
+                bool(recompute),
+                workload.extra_in_flight,
+            )
+        )
+        for machine, share in enumerate(workload.shares)
+        if share
+        for stage in range(stages)
+    }
+    costs = stage_costs(workload, split, recompute)
+    clock = dict.fromkeys(todo, 0.0)
+    forwards_left = {place: workload.shares[place[0]] for place in todo}
+    link_free: dict[tuple[int, int, Op], float] = {}
+    inbox: dict[tuple[int, int, Op], deque[float]] = {
+        (*place, op): deque()
+        for place in todo
+        for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+    }
+
+    def perform(place: tuple[int, int], op: Op, everything: bool) -> bool:
+        machine, stage = place
+        seconds = costs[place].seconds
+        if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            if not inbox[machine, stage, op]:
+                return False
+            clock[place] = max(clock[place], inbox[machine, stage, op].popleft())
+        elif op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+            down = op is Op.SEND_ACTIVATION
+            took = seconds[Work.ACTIVATION if down else Work.GRADIENT]
+            arrives = max(clock[place], link_free.get((machine, stage, op), 0.0)) + took
+            link_free[machine, stage, op] = arrives
+            received = Op.RECEIVE_ACTIVATION if down else Op.RECEIVE_GRADIENT
+            inbox[machine, stage + (1 if down else -1), received].append(arrives)
+        elif op is Op.LOSS and everything:
+            lasts = [place for place in todo if place[1] == stage]
+            if any(forwards_left[last] for last in lasts):
+                return False
+            clock[place] = max(forwards_done[last] for last in lasts) + seconds[Work.LOSS]
+        else:
+            clock[place] += seconds[Work[op.name]]
+            if op is Op.FORWARD:
+                forwards_left[place] -= 1
+                forwards_done[place] = clock[place]
+        return True
+
+    forwards_done: dict[tuple[int, int], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for place, actions in todo.items():
+            while actions and perform(
+                place, actions[0].op, actions[0].microbatch == ALL_MICROBATCHES
+            ):
+                actions.popleft()
+                moved = True
+    assert not any(todo.values())
+    return max(clock[place] + costs[place].tail for place in todo)
+
+
+@settings(max_examples=examples(150))
+@given(randoms, stage_counts, machine_counts, st.integers(0, 2))
+def test_as_long_as_stages_that_pass_messages(
+    random: Random, stages: int, machines: int, extra: int
+) -> None:
+    workload = small_workload(random, stages=stages, machines=machines, extra=extra)
+    split = random_split(random, workload)
+    recompute = random_recompute(random, workload)
+    expected = oracle(workload, split, recompute)
+    assert simulate(workload, split, recompute).step_seconds == pytest.approx(expected, rel=1e-12)
+    assert step_seconds(workload, split, recompute) == pytest.approx(expected, rel=1e-12)
+
+
+@settings(max_examples=examples(100))
+@given(randoms, stage_counts, machine_counts)
+def test_nothing_starts_before_what_it_waits_for(
+    random: Random, stages: int, machines: int
+) -> None:
+    workload = small_workload(random, stages=stages, machines=machines)
+    split = random_split(random, workload)
+    events = event_graph(workload.schedule, stages, workload.shares)
+    costs = stage_costs(workload, split, random_recompute(random, workload))
+    starts, ends = run_events(events, costs)
+    for event, start, end in zip(events, starts, ends, strict=True):
+        assert start == max((ends[index] for index in event.after), default=0.0)
+        assert end - start == pytest.approx(costs[event.machine, event.stage].seconds[event.work])
+    for machine in range(machines):
+        for stage in range(stages):
+            own = sorted(
+                (start, end)
+                for event, start, end in zip(events, starts, ends, strict=True)
+                if (event.machine, event.stage) == (machine, stage) and event.work in COMPUTING
+            )
+            assert all(end <= start for (_, end), (start, _) in pairwise(own))
+
+
+@settings(max_examples=examples(100))
+@given(randoms, stage_counts, machine_counts)
+def test_nothing_that_takes_longer_shortens_the_step(
+    random: Random, stages: int, machines: int
+) -> None:
+    """The planner relies on it: within a segment it takes the cheapest recomputation."""
+    workload = small_workload(random, stages=stages, machines=machines)
+    split = random_split(random, workload)
+    recompute = random_recompute(random, workload)
+    layers = list(workload.layers)
+    which = random.randrange(len(layers))
+    kind = random.randrange(len(workload.cluster.kinds))
+    what = random.choice(["forward", "backward", "output_bytes", "gradient_output_bytes"])
+    if what in ("forward", "backward"):
+        seconds = list(getattr(layers[which], what))
+        seconds[kind] += random.choice([0.25, 1.0, 20.0])
+        longer = msgspec.structs.replace(layers[which], **{what: tuple(seconds)})
+    else:
+        more = getattr(layers[which], what) + random.randint(1, 50)
+        longer = msgspec.structs.replace(layers[which], **{what: more})
+    layers[which] = longer
+    slower = replace(workload, layers=tuple(layers))
+    before = step_seconds(workload, split, recompute)
+    assert step_seconds(slower, split, recompute) >= before * (1 - 1e-12)
+    also = {*recompute, random.randrange(len(layers))}
+    assert step_seconds(workload, split, also) >= before * (1 - 1e-12)
+
+
+class TestOneMachine:
+    """A micro-batch needs 1 s forward and 2 s backward on each stage."""
+
+    def test_1f1b_with_messages_and_a_loss(self) -> None:
+        layers = plain_layers([1.0, 1.0], output_bytes=4, gradient_output_bytes=2)
+        links = [Link(ranks=(0, 1), latency=0.25, bytes_per_second=16.0)]
+        workload = pipeline(layers, 2, step=StepProfile(loss=(0.5,)), links=links)
+        found = simulate(workload, [1, 1])
+        assert times(found, "forward", 0) == [(0, 1), (1, 2)]
+        assert times(found, "activation", 0) == [(1, 1.5), (2, 2.5)]
+        assert times(found, "forward", 1) == [(1.5, 2.5), (5, 6)]
+        assert times(found, "loss", 1) == [(2.5, 3), (6, 6.5)]
+        assert times(found, "backward", 1) == [(3, 5), (6.5, 8.5)]
+        assert times(found, "gradient", 1) == [(5, 5.375), (8.5, 8.875)]
+        assert times(found, "backward", 0) == [(5.375, 7.375), (8.875, 10.875)]
+        assert found.step_seconds == 10.875
+        assert found.busy_seconds == ((6.0, 7.0),)
+        assert found.bubble == pytest.approx(1 - 13 / (2 * 10.875))
+
+    def test_gpipe_with_messages_and_a_loss(self) -> None:
+        layers = plain_layers([1.0, 1.0], output_bytes=24, gradient_output_bytes=40)
+        links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=16.0)]
+        workload = pipeline(layers, 2, "gpipe", step=StepProfile(loss=(0.5,)), links=links)
+        found = simulate(workload, [1, 1])
+        # Messages are slower than stages: they queue on the link, and stages do not wait to send.
+        assert times(found, "activation", 0) == [(1, 2.5), (2.5, 4)]
+        assert times(found, "forward", 1) == [(2.5, 3.5), (4, 5)]
+        assert times(found, "loss", 1) == [(5, 6)], "one loss over both micro-batches"
+        assert times(found, "backward", 1) == [(6, 8), (8, 10)]
+        assert times(found, "gradient", 1) == [(8, 10.5), (10.5, 13)]
+        assert times(found, "backward", 0) == [(10.5, 12.5), (13, 15)]
+        assert found.step_seconds == 15
+
+    def test_three_stages_and_fewer_microbatches(self) -> None:
+        found = simulate(pipeline(plain_layers([1.0, 2.0, 1.0], [1.0, 2.0, 1.0]), 2), [1, 1, 1])
+        assert times(found, "forward", 1) == [(1, 3), (3, 5)]
+        assert times(found, "forward", 2) == [(3, 4), (5, 6)]
+        assert times(found, "backward", 2) == [(4, 5), (6, 7)]
+        assert times(found, "backward", 1) == [(5, 7), (7, 9)]
+        assert times(found, "backward", 0) == [(7, 8), (9, 10)]
+
+    @given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 9))
+    def test_stages_that_are_alike(self, schedule: str, stages: int, microbatches: int) -> None:
+        """The pipelines' textbook formula."""
+        found = simulate(
+            pipeline(plain_layers([1.0] * stages), microbatches, schedule), [1] * stages
+        )
+        assert found.step_seconds == 3 * (microbatches + stages - 1)
+        assert found.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+    def test_what_a_message_takes_from_computing(self) -> None:
+        step = StepProfile(message=(0.25,), update=(0.5,))
+        layers = plain_layers([1.0] * 3, gradient_bytes=6)
+        found = simulate(pipeline(layers, 1, step=step), [1, 1, 1])
+        assert times(found, "forward", 0) == [(0, 1.25)]
+        assert times(found, "forward", 1) == [(1.25, 2.75)], "it receives and sends"
+        assert times(found, "forward", 2) == [(2.75, 4)]
+        # 3 of forward, 6 of backward, 4 messages at both ends, and the optimizer.
+        assert found.step_seconds == 9 + 8 * 0.25 + 3
+
+    def test_what_a_run_of_its_own_takes_longer(self) -> None:
+        layers, step = plain_layers([1.0] * 4), StepProfile(border=(0.5,))
+        machines = ((0, 1),), ((0, 1), (2, 3))
+        one, two = (Workload(layers, step, plain_cluster(4), m, "1f1b", 1) for m in machines)
+        costs = one.stage_cost(0, 0, range(2), {1}).seconds
+        assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2, 4)
+        assert costs[Work.RECOMPUTE] == 1.5
+        # With several machines every layer is one.
+        costs = two.stage_cost(0, 0, range(2), ()).seconds
+        assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2.5, 4.5)
+
+    def test_recomputing_hides_in_idle_time(self) -> None:
+        layers = plain_layers([1.0, 1.0])
+        plain, again = (simulate(pipeline(layers, 2), [1, 1], which) for which in ((), (0,)))
+        assert times(plain, "backward", 0) == [(4, 6), (7, 9)]
+        # Before the gradients arrive, at 4 and at 7.
+        assert times(again, "recompute", 0) == [(2, 3), (6, 7)]
+        assert times(again, "backward", 0) == [(4, 6), (7, 9)]
+        assert again.step_seconds == plain.step_seconds == 9
+        assert again.busy_seconds == ((8.0, 6.0),)
+
+    def test_recomputing_delays_where_there_is_no_idle_time(self) -> None:
+        found = simulate(pipeline(plain_layers([1.0, 1.0]), 2), [1, 1], (1,))
+        assert times(found, "recompute", 1) == [(2, 3), (6, 7)]
+        assert times(found, "backward", 1) == [(3, 5), (7, 9)]
+        assert found.step_seconds == 11
+
+    def test_only_some_of_a_stage_s_layers_are_recomputed(self) -> None:
+        workload = pipeline(plain_layers([1.0, 0.5]), 1)
+        workload = replace(workload, cluster=plain_cluster(1), machines=((0,),))
+        found = simulate(workload, [2], (1,))
+        assert times(found, "recompute", 0) == [(1.5, 2.0)]
+        assert found.step_seconds == 5.0
+
+
+def two_machines(
+    microbatches: int,
+    schedule: str = "1f1b",
+    *,
+    layers: Sequence[LayerProfile] = (),
+    step: StepProfile = NOTHING_ELSE,
+    stages: int = 1,
+    links: Sequence[Link] = (),
+) -> Workload:
+    """The second machine's devices are half as fast."""
+    kinds = [0] * stages + [1] * stages
+    cluster = Cluster(
+        kinds=("fast", "slow"),
+        devices=tuple(Device(kind=kind, power=1.0 / (1 + kind)) for kind in kinds),
+        links=tuple(links),
+    )
+    layers = [
+        msgspec.structs.replace(
+            layer,
+            forward=(layer.forward[0], 2 * layer.forward[0]),
+            backward=(layer.backward[0], 2 * layer.backward[0]),
+        )
+        for layer in layers
+    ]
+    machines = (tuple(range(stages)), tuple(range(stages, 2 * stages)))
+    return Workload(tuple(layers), step, cluster, machines, schedule, microbatches)
+
+
+class TestTwoMachines:
+    def test_the_slower_one_sets_the_pace_of_1f1b(self) -> None:
+        found = simulate(two_machines(3, layers=plain_layers([1.0])), [1])
+        assert times(found, "backward", 0) == [(1, 3), (4, 6)], "it has two of three micro-batches"
+        assert times(found, "backward", 0, machine=1) == [(2, 6)]
+        assert found.busy_seconds == ((6.0,), (6.0,))
+
+    def test_losses_of_gpipe_wait_for_all(self) -> None:
+        step = StepProfile(loss=(0.5, 1.0))
+        workload = two_machines(4, "gpipe", layers=plain_layers([1.0, 1.0]), step=step, stages=2)
+        found = simulate(workload, [1, 1])
+        assert times(found, "forward", 1)[-1] == (2, 3)
+        assert times(found, "forward", 1, machine=1)[-1] == (4, 6)
+        # Over the outputs of all machines: four micro-batches.
+        assert times(found, "loss", 1) == [(6, 8)]
+        assert times(found, "loss", 1, machine=1) == [(6, 10)]
+        assert times(found, "backward", 1)[0] == (8, 10)
+
+    def test_a_machine_without_microbatches_does_nothing(self) -> None:
+        found = simulate(two_machines(1, "gpipe", layers=plain_layers([1.0])), [1])
+        assert {activity.machine for activity in found.activities} == {0}
+        assert found.step_seconds == 3
+        assert found.busy_seconds == ((3.0,), (0.0,))
+
+    def test_gradients_travel_after_the_last_backward(self) -> None:
+        layers = plain_layers([1.0], gradient_bytes=6)
+        links = [Link(ranks=(0, 1), latency=0.25, bytes_per_second=4.0)]
+        step = StepProfile(update=(1 / 6, 1 / 6))
+        found = simulate(two_machines(2, layers=layers, links=links, step=step), [1])
+        # In a ring of two: half of it to the other and back, each after a latency.
+        assert times(found, "sync", 0) == [(3, 5)]
+        assert times(found, "sync", 0, machine=1) == [(6, 8)]
+        assert found.step_seconds == 9
+
+    @pytest.mark.parametrize(("seconds", "tail"), [(1.0, 1.0), (3.0, 3.0), (4.0, 5.0)])
+    def test_buckets_travel_beside_the_backward(self, seconds: float, tail: float) -> None:
+        """The last layer's gradients go out 3 s before the end, the first one's at the end."""
+        layers = plain_layers([1.0, 1.0], [3.0, 1.0], gradient_bytes=BUCKET_BYTES)
+        links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=BUCKET_BYTES / seconds)]
+        workload = two_machines(1, layers=layers, links=links)
+        assert workload.sync_tail(0, 0, range(2)) == pytest.approx(tail)
+
+    def test_a_bucket_waits_until_it_is_full(self) -> None:
+        layers = plain_layers([1.0] * 3, [5.0, 4.0, 1.0], gradient_bytes=BUCKET_BYTES // 2)
+        links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=BUCKET_BYTES)]
+        workload = two_machines(1, layers=layers, links=links)
+        # Both last layers fill one, 5 s before the end; half a bucket is left.
+        assert workload.sync_tail(0, 0, range(3)) == pytest.approx(0.5)
+
+    def test_the_slowest_way_of_three_machines_counts(self) -> None:
+        ways = [((0, 1), 8.0), ((1, 2), 4.0), ((0, 2), 2.0)]
+        links = [Link(ranks=ranks, latency=0.5, bytes_per_second=b) for ranks, b in ways]
+        workload = Workload(
+            plain_layers([1.0], gradient_bytes=6),
+            StepProfile(),
+            plain_cluster(3, links=links),
+            ((0,), (1,), (2,)),
+            "1f1b",
+            3,
+        )
+        assert workload.sync_seconds(0, 6) == pytest.approx(4 * 0.5 + 4 / 3 * 6 / 2)
+
+
+class TestMemory:
+    def test_microbatches_that_are_kept(self) -> None:
+        found = simulate(pipeline(plain_layers([1.0, 1.0]), 3), [1, 1])
+        assert found.memory(0, 0) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
+        assert max(count for _, count in found.memory(0, 1)) == 1
+
+    @settings(max_examples=examples(50))
+    @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2))
+    def test_no_more_than_the_peak_counts(
+        self, schedule: str, stages: int, count: int, extra: int
+    ) -> None:
+        workload = pipeline(plain_layers([1.0] * stages), count, schedule)
+        workload = replace(workload, extra_in_flight=extra)
+        found = simulate(workload, [1] * stages)
+        for stage in range(stages):
+            assert max(n for _, n in found.memory(0, stage)) == workload.in_flight(stage)
+
+    def test_by_hand(self) -> None:
+        layer = {
+            "parameter_bytes": 100,
+            "gradient_bytes": 80,
+            "input_bytes": 5,
+            "output_bytes": 7,
+            "gradient_output_bytes": 11,
+            "saved_bytes": 30,
+            "workspace_bytes": 13,
+        }
+        layers = [
+            msgspec.structs.replace(x, shared={"tied": 20})
+            for x in plain_layers([1.0] * 4, **layer)
+        ]
+        step = StepProfile(loss_bytes=17, state_bytes_per_parameter_byte=1.5)
+        workload = pipeline(layers, 3, step=step)
+        workload = replace(workload, cluster=plain_cluster(2), machines=((0, 1),))
+        # Weights and gradients, the optimizer's state, workspace, and the batch.
+        static = 220 + 180 + 270 + 13 + 15
+        assert workload.peak_bytes(0, range(2), ()) == static + 11 + 2 * 2 * 37
+        # Recomputed for one micro-batch at a time; what enters the next layer is kept.
+        assert workload.peak_bytes(0, range(2), (0,)) == static + 11 + 2 * (7 + 37) + 37
+        assert workload.peak_bytes(0, range(2), (1,)) == static + 11 + 2 * 37 + 37
+        # The loss needs more for a moment; one micro-batch and its input.
+        assert workload.peak_bytes(1, range(2, 4), ()) == static + 4 + 5 + 5 + 2 * 37
+        gpipe = replace(workload, schedule="gpipe")
+        bound = static + 4 + 5 + 3 * 17 + 3 * (5 + 2 * 37)
+        assert gpipe.bound_bytes(1, range(2, 4), ()) == bound
+        # Backward needs nothing more while the loss does.
+        assert gpipe.peak_bytes(1, range(2, 4), ()) == bound - 17
+        # While all micro-batches are in flight, half of the gradients are still to come; when the
+        # second one goes backward, all are there, and two of a layer.
+        assert gpipe.peak_bytes(0, range(2), ()) == static + 11 + 2 * 2 * 37
+        # The check of the loss: all outputs, and what the loss of all needs.
+        large = replace(workload, step=msgspec.structs.replace(step, loss_bytes=170))
+        assert large.peak_bytes(1, range(2, 4), ()) == static - 13 + 3 * (7 + 170)
+        # The optimizer: the layer that needs most, and half of all gradients.
+        needs = zip((9, 120, 9, 9), layers, strict=True)
+        updated = replace(
+            workload,
+            layers=tuple(msgspec.structs.replace(x, update_bytes=n) for n, x in needs),
+            step=msgspec.structs.replace(step, update_bytes_per_byte=0.5),
+        )
+        assert updated.update_bytes(range(2)) == static - 13 + 120 + 180 // 2
+        assert updated.peak_bytes(0, range(2), (0, 1)) == static - 13 + 120 + 180 // 2
+        twice = replace(workload, step=msgspec.structs.replace(step, gradient_copies=2))
+        assert twice.peak_bytes(0, range(2), ()) == workload.peak_bytes(0, range(2), ()) + 180
+        assert simulate(workload, [2, 2]).peak_bytes == (
+            workload.peak_bytes(0, range(2), ()),
+            workload.peak_bytes(1, range(2, 4), ()),
+        )
+
+    def test_what_a_layer_needs_when_those_above_are_done(self) -> None:
+        bottom, top = plain_layers([1.0] * 2, saved_bytes=30, output_bytes=7)
+        bottom = msgspec.structs.replace(bottom, workspace_bytes=50)
+        workload = pipeline([bottom, top], 1)
+        workload = replace(workload, cluster=plain_cluster(1), machines=((0,),))
+        assert workload.peak_bytes(0, range(2), ()) == 37 + 50
+
+    @settings(max_examples=examples(100))
+    @given(randoms, stage_counts, machine_counts)
+    def test_what_recomputing_a_layer_frees(
+        self, random: Random, stages: int, machines: int
+    ) -> None:
+        workload = small_workload(random, stages=stages, machines=machines)
+        recompute = set(random_recompute(random, workload))
+        for stage, layers in enumerate(layer_ranges(random_split(random, workload))):
+            for index in layers:
+                less = workload.bound_bytes(stage, layers, recompute | {index})
+                more = workload.bound_bytes(stage, layers, recompute - {index})
+                assert less >= workload.peak_bytes(stage, layers, recompute | {index})
+                # The check of the loss and the optimizer keep nothing for backward.
+                if min(less, more) > workload.apart_bytes(stage, layers):
+                    assert more - less == workload.freed_by_recompute(stage, layers, index)

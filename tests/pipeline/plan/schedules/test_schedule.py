@@ -1,0 +1,182 @@
+"""Schedules run as what they are, processes that pass messages: no deadlock, and nothing twice."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.plan.schedules.schedule import (
+    ALL_MICROBATCHES,
+    SCHEDULES,
+    Action,
+    Op,
+    build_schedule,
+)
+from lightning_dlres.pipeline.plan.schedules.schedule import in_flight as planned_in_flight
+from tests.support.examples import examples
+
+names = st.sampled_from(SCHEDULES)
+stage_counts = st.integers(1, 7)
+microbatch_counts = st.integers(0, 12)
+extras = st.integers(0, 3)
+
+
+def actions(name: str, stages: int, microbatches: int, extra: int = 0) -> list[list[Action]]:
+    return [
+        build_schedule(name, stages, stage, microbatches, extra_in_flight=extra)
+        for stage in range(stages)
+    ]
+
+
+def of(op: Op, schedule: list[Action]) -> list[int]:
+    return [action.microbatch for action in schedule if action.op is op]
+
+
+class Simulation:
+    """All stages of a pipeline; messages on a link arrive in the order in which they were sent."""
+
+    def __init__(self, schedules: list[list[Action]]) -> None:
+        self.schedules = schedules
+        self.position = [0] * len(schedules)
+        # (stage that receives, kind of message) -> micro-batches on their way.
+        self.links: dict[tuple[int, str], deque[int]] = {
+            (stage, kind): deque() for stage in range(len(schedules)) for kind in ("down", "up")
+        }
+        self.has_input = [set[int]() for _ in schedules]
+        self.has_output = [set[int]() for _ in schedules]
+        self.has_gradient = [set[int]() for _ in schedules]
+        self.done = [set[int]() for _ in schedules]
+
+    def run(self) -> None:
+        """Let every stage go as far as it can, until all are at the end."""
+        while any(self.step(stage) for stage in range(len(self.schedules))):
+            pass
+        for stage, schedule in enumerate(self.schedules):
+            assert self.position[stage] == len(schedule), (
+                f"stage {stage} waits for ever for {schedule[self.position[stage]]}"
+            )
+        assert not any(self.links.values()), "a message was sent and not received"
+
+    def step(self, stage: int) -> bool:
+        if self.position[stage] == len(self.schedules[stage]):
+            return False
+        action = self.schedules[stage][self.position[stage]]
+        if not self.perform(stage, action.op, action.microbatch):
+            return False
+        self.position[stage] += 1
+        return True
+
+    def perform(self, stage: int, op: Op, m: int) -> bool:
+        last = stage == len(self.schedules) - 1
+        if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            link = self.links[stage, "down" if op is Op.RECEIVE_ACTIVATION else "up"]
+            if not link:
+                return False
+            assert link.popleft() == m, "received in another order than sent"
+            (self.has_input if op is Op.RECEIVE_ACTIVATION else self.has_gradient)[stage].add(m)
+        elif op is Op.FORWARD:
+            assert stage == 0 or m in self.has_input[stage]
+            assert m not in self.has_output[stage], "forward twice"
+            self.has_output[stage].add(m)
+        elif op is Op.SEND_ACTIVATION:
+            assert m in self.has_output[stage]
+            assert not last
+            self.links[stage + 1, "down"].append(m)
+        elif op is Op.LOSS:
+            assert last
+            self.has_gradient[stage] |= self.has_output[stage] if m == ALL_MICROBATCHES else {m}
+        elif op is Op.BACKWARD:
+            assert m in self.has_gradient[stage] & self.has_output[stage]
+            assert m not in self.done[stage], "backward twice"
+            self.done[stage].add(m)
+        else:
+            assert m in self.done[stage]
+            self.links[stage - 1, "up"].append(m)
+        return True
+
+
+@settings(max_examples=examples(200))
+@given(names, stage_counts, microbatch_counts, extras)
+def test_all_stages_together_reach_the_end(
+    name: str, stages: int, microbatches: int, extra: int
+) -> None:
+    simulation = Simulation(actions(name, stages, microbatches, extra))
+    simulation.run()
+    assert simulation.done == [set(range(microbatches))] * stages
+
+
+@given(names, stage_counts, microbatch_counts, extras)
+def test_every_microbatch_once_and_in_order(
+    name: str, stages: int, microbatches: int, extra: int
+) -> None:
+    everything = list(range(microbatches))
+    for stage, schedule in enumerate(actions(name, stages, microbatches, extra)):
+        for op in (Op.FORWARD, Op.BACKWARD):
+            assert of(op, schedule) == everything
+        for op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT):
+            assert of(op, schedule) == (everything if stage > 0 else [])
+        for op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT):
+            assert of(op, schedule) == (everything if stage < stages - 1 else [])
+
+
+def in_flight(schedule: list[Action]) -> int:
+    """The most micro-batches between forward and backward at any time."""
+    held = most = 0
+    for action in schedule:
+        held += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD)
+        most = max(most, held)
+    return most
+
+
+@given(names, stage_counts, microbatch_counts, extras)
+def test_stages_before_the_last_run_ahead_as_told(
+    name: str, stages: int, microbatches: int, extra: int
+) -> None:
+    for stage, schedule in enumerate(actions(name, stages, microbatches, extra)):
+        ahead = stages - stage + (extra if stage < stages - 1 else 0)
+        expected = microbatches if name == "gpipe" else min(ahead, microbatches)
+        assert in_flight(schedule) == expected
+        assert planned_in_flight(name, stages, stage, microbatches, extra) == expected
+
+
+@given(stage_counts, microbatch_counts)
+def test_1f1b_holds_no_more_than_it_must(stages: int, microbatches: int) -> None:
+    for stage, schedule in enumerate(actions("1f1b", stages, microbatches)):
+        assert in_flight(schedule) == min(stages - stage, microbatches)
+        assert planned_in_flight("1f1b", stages, stage, microbatches) == in_flight(schedule)
+    for m in range(microbatches):
+        # The last stage turns round at once, so that a gradient is on its way as early as can be.
+        at = schedule.index(Action(Op.FORWARD, m))
+        assert schedule[at + 1 : at + 3] == [Action(Op.LOSS, m), Action(Op.BACKWARD, m)]
+
+
+@given(stage_counts, microbatch_counts)
+def test_gpipe_computes_one_loss_between_all_forwards_and_all_backwards(
+    stages: int, microbatches: int
+) -> None:
+    *others, last = actions("gpipe", stages, microbatches)
+    assert not any(of(Op.LOSS, schedule) for schedule in others)
+    computed = [a.op for a in last if a.op in (Op.FORWARD, Op.LOSS, Op.BACKWARD)]
+    assert computed == [Op.FORWARD] * microbatches + [Op.LOSS] + [Op.BACKWARD] * microbatches
+    assert of(Op.LOSS, last) == [ALL_MICROBATCHES]
+    for schedule in others:
+        assert in_flight(schedule) == microbatches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("zigzag", 2, 0, 1), ", got 'zigzag'"),
+        (("gpipe", 2, 2, 1), "No stage 2 of 2"),
+        (("1f1b", 2, -1, 1), "No stage -1 of 2"),
+        (("gpipe", 0, 0, 1), "No stage 0 of 0"),
+        (("1f1b", 2, 0, -1), "-1 micro-batches"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[str, int, int, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_schedule(*arguments)

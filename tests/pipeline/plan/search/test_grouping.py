@@ -1,0 +1,167 @@
+"""E4's order by hand, machines out of unlike devices, and every order that is another one."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.plan.cost_model.costs import Workload
+from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
+from lightning_dlres.pipeline.plan.search.grouping import (
+    Slots,
+    communication_costs,
+    distinct_orders,
+    group,
+    machines_of,
+    order_by_ratio,
+    slot_power,
+)
+from lightning_dlres.pipeline.profile.model_profile import Cluster, Link, StepProfile
+from tests.support.examples import examples
+from tests.support.pipeline_profiles import alike_but_for_hosts, plain_cluster, small_layers
+
+
+def link(a: int, b: int, bytes_per_second: float, latency: float = 0.0) -> Link:
+    return Link(ranks=(a, b), latency=latency, bytes_per_second=bytes_per_second)
+
+
+class TestGroup:
+    def test_devices_of_like_power_share_a_stage(self) -> None:
+        cluster = plain_cluster(6, powers=[0.5, 1.0, 0.2, 0.2, 1.0, 0.5])
+        assert group(cluster, 3) == ((0, 5), (1, 4), (2, 3))
+        assert [slot_power(cluster, slot) for slot in group(cluster, 3)] == [0.5, 1.0, 0.2]
+
+    def test_a_machine_stays_on_one_host(self) -> None:
+        cluster = plain_cluster(4, powers=[1.0, 0.5, 0.5, 1.0], hosts=["a", "b", "a", "b"])
+        assert group(cluster, 2) == ((0, 3), (2, 1))
+        assert machines_of(group(cluster, 2)) == ((0, 2), (3, 1))
+
+    def test_power_goes_before_hosts(self) -> None:
+        cluster = plain_cluster(4, powers=[1.0, 1.0, 0.5, 0.5], hosts=["a", "a", "b", "b"])
+        assert group(cluster, 2) == ((0, 1), (2, 3))
+
+    def test_devices_that_are_alike_keep_the_order_of_their_ranks(self) -> None:
+        assert group(plain_cluster(4), 4) == ((0,), (1,), (2,), (3,))
+        assert machines_of(group(plain_cluster(4), 2)) == ((0, 2), (1, 3))
+        assert group(plain_cluster(3), 1) == ((0, 1, 2),)
+
+    def test_the_slowest_device_sets_a_stage_s_power(self) -> None:
+        cluster = plain_cluster(4, powers=[1.0, 0.9, 0.3, 0.4])
+        assert [slot_power(cluster, slot) for slot in group(cluster, 2)] == [0.9, 0.3]
+
+    @pytest.mark.parametrize("stages", [0, -1, 4, 12])
+    def test_ranks_that_do_not_divide(self, stages: int) -> None:
+        with pytest.raises(ConfigError, match=rf"ranks \(6\), got {stages}\..*\[1, 2, 3, 6\]"):
+            group(plain_cluster(6), stages)
+
+
+class TestOrder:
+    def test_costs_are_sizes_over_bandwidths(self) -> None:
+        # Powers 1 and 1/4: of 100 bytes, 80 and 20 are theirs (E2, E3).
+        powers = [1.0, 0.25, 1.0, 0.25]
+        cluster = plain_cluster(4, powers=powers, links=[link(0, 2, 40.0), link(1, 3, 2.0)])
+        assert communication_costs(cluster, ((0, 2), (1, 3)), 100) == pytest.approx([2.0, 10.0])
+
+    def test_the_slowest_way_of_a_ring_counts(self) -> None:
+        ways = [link(0, 1, 8.0), link(1, 2, 4.0), link(2, 0, 2.0)]
+        cluster = plain_cluster(3, links=ways)
+        assert communication_costs(cluster, ((0, 1, 2),), 100) == pytest.approx([50.0])
+
+    def test_the_largest_ratio_is_first(self) -> None:
+        # Compute time is the same for all (E2), so the least communication cost goes first:
+        # 1/4, 1/2 and 1/4 of the bytes over 10, 40 and 1 bytes a second.
+        powers = [0.5, 1.0, 0.5]
+        ways = [link(0, 3, 10.0), link(1, 4, 40.0), link(2, 5, 1.0)]
+        cluster = plain_cluster(6, powers=powers * 2, links=ways)
+        slots = ((0, 3), (1, 4), (2, 5))
+        assert communication_costs(cluster, slots, 400) == pytest.approx([10.0, 5.0, 100.0])
+        assert order_by_ratio(cluster, slots, 8.0, 400) == ((1, 4), (0, 3), (2, 5))
+
+    def test_ties_keep_their_order(self) -> None:
+        ways = [link(0, 3, 1.0), link(1, 4, 2.0), link(2, 5, 1.0)]
+        cluster = plain_cluster(6, links=ways)
+        slots = ((0, 3), (1, 4), (2, 5))
+        assert order_by_ratio(cluster, slots, 8.0, 400) == ((1, 4), (0, 3), (2, 5))
+        assert order_by_ratio(cluster, slots, 0.0, 400) == slots, "no time: all ratios are 0"
+
+    def test_what_needs_not_communicate_keeps_its_order_in_front(self) -> None:
+        cluster = plain_cluster(3, powers=[0.2, 1.0, 0.5])
+        slots = group(cluster, 3)
+        assert communication_costs(cluster, slots, 400) == [0.0, 0.0, 0.0]
+        assert order_by_ratio(cluster, slots, 8.0, 400) == slots == ((0,), (1,), (2,))
+        perfect = plain_cluster(4, links=[link(0, 2, 5.0), link(1, 3, math.inf)])
+        assert order_by_ratio(perfect, ((0, 2), (1, 3)), 8.0, 400) == ((1, 3), (0, 2))
+
+
+class TestDistinctOrders:
+    @staticmethod
+    def count(cluster: Cluster, stages: int) -> int:
+        slots = group(cluster, stages)
+        orders = list(distinct_orders(cluster, slots))
+        assert orders[0] == slots
+        assert len(set(orders)) == len(orders)
+        return len(orders)
+
+    def test_alike_devices_have_one_order(self) -> None:
+        assert self.count(plain_cluster(4), 4) == 1
+        assert self.count(plain_cluster(4), 2) == 1
+
+    def test_a_dozen_of_them_are_no_reason_to_wait(self) -> None:
+        ways = [link(a, b, 1e9, 1e-4) for a in range(16) for b in range(a)]
+        assert self.count(plain_cluster(16, links=ways), 16) == 1
+
+    def test_unlike_devices(self) -> None:
+        def of(*limits: int) -> int:
+            return self.count(plain_cluster(len(limits), limits=limits), len(limits))
+
+        assert of(1, 2, 3) == 6
+        assert of(1, 1, 2) == 3
+        assert of(1, 1, 2, 2) == 6
+        assert of(1, 1, 1, 1, 2) == 5
+
+    def test_unlike_links(self) -> None:
+        # 0-1 is fast: the fast pair is next to each other, in front or behind, or apart.
+        cluster = plain_cluster(3, links=[link(0, 1, 9.0), link(0, 2, 1.0), link(1, 2, 1.0)])
+        assert self.count(cluster, 3) == 3
+        # Two hosts with two devices each: whether the first and second, second and third, and
+        # third and fourth are on one host.
+        assert self.count(alike_but_for_hosts("aabb"), 4) == 3
+
+    def test_a_ring_s_last_way_counts(self) -> None:
+        # Stages 0 and 1 differ in nothing but the way from the last machine to the first.
+        ways = [link(a, b, 5.0) for a in range(6) for b in range(a)]
+        cluster = plain_cluster(6, links=[link(5, 3, 1.0), *ways])
+        assert len(list(distinct_orders(cluster, ((0, 1, 2), (3, 4, 5))))) == 2
+
+    @settings(max_examples=examples(60))
+    @given(st.randoms(use_true_random=False), st.integers(2, 4), st.integers(1, 2))
+    def test_no_order_is_missing(self, random: Random, stages: int, machines: int) -> None:
+        """Every permutation takes as long as one of the distinct orders, whatever the layers."""
+        count = stages * machines
+        cluster = plain_cluster(
+            count,
+            limits=[random.choice([None, 7]) for _ in range(count)],
+            links=[
+                link(a, b, float(random.choice([1, 4])), random.choice([0.0, 2.0]))
+                for a in range(count)
+                for b in range(a)
+            ],
+        )
+        slots = tuple(tuple(range(s, count, stages)) for s in range(stages))
+        layers = small_layers(random, stages + 1, 1)
+        split = [2] + [1] * (stages - 1)
+
+        def outcome(order: Slots) -> tuple[object, ...]:
+            machines = machines_of(order)
+            workload = Workload(layers, StepProfile(), cluster, machines, "1f1b", 3)
+            limits = [workload.limit(stage) for stage in range(stages)]
+            return round(simulate(workload, split).step_seconds, 9), *limits
+
+        distinct = {outcome(order) for order in distinct_orders(cluster, slots)}
+        assert {outcome(order) for order in permutations(slots)} == distinct

@@ -1,0 +1,198 @@
+"""The sizes of a layer for which there is no room are those that running it would have shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.core.tree import tensors_of
+from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, measure_layers
+
+CPU = torch.device("cpu")
+
+
+class Residual(nn.Module):
+    """Keeps its input, and several tensors of its size; some operations work in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+        self.relu, self.dropout = nn.ReLU(inplace=True), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(self.relu(self.linear(self.norm(x))))
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attention(x, x, x)[0], x.transpose(0, 1)
+
+
+class Tied(nn.Module):
+    """Uses a weight twice, and another not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(x @ self.weight) @ self.weight.T
+
+
+class Masked(nn.Module):
+    """Holds a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask = nn.Linear(32, 32), torch.ones(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * self.mask
+        return out
+
+
+class Fails(nn.Linear):
+    """Fails unless it is called without values."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(4, 8)
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            raise self.error
+        return super().forward(x)
+
+
+class AsksForValues(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(x.detach().sum())
+
+
+class Counts(nn.Linear):
+    """Tells how often any copy of it has run."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counts.runs += 1
+        return super().forward(x)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Linear(32, 64), lambda: torch.randn(4, 7, 32, requires_grad=True)),
+    "frozen": (
+        lambda: nn.Linear(32, 64).requires_grad_(False),
+        lambda: torch.randn(4, 32, requires_grad=True),
+    ),
+    "residual": (Residual, lambda: torch.randn(4, 7, 32, requires_grad=True)),
+    "first": (Residual, lambda: torch.randn(4, 7, 32)),
+    "in place": (
+        lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(32, 8)),
+        lambda: torch.randn(4, 32, requires_grad=True),
+    ),
+    "embedding": (lambda: nn.Embedding(100, 32), lambda: torch.randint(100, (4, 7))),
+    "attention": (Attention, lambda: torch.randn(4, 7, 32, requires_grad=True)),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2)),
+        lambda: torch.randn(4, 3, 16, 16, requires_grad=True),
+    ),
+    "tied": (Tied, lambda: torch.randn(4, 32, requires_grad=True)),
+    "mask": (Masked, lambda: torch.randn(4, 32, requires_grad=True)),
+    "no weights": (nn.GELU, lambda: torch.randn(4, 32, requires_grad=True)),
+}
+
+
+def measure(modules: Any, inputs: Any, limit: int | None) -> tuple[list[LayerMeasurement], Any]:
+    found, output, load = measure_layers(
+        modules, lambda _, m: m, inputs, CPU, nullcontext, repeats=1, limit=limit
+    )
+    load()
+    return found, output
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sizes_are_those_of_a_layer_that_runs(name: str) -> None:
+    make, inputs = LAYERS[name]
+    (ran,), output = measure([make()], inputs(), None)
+    (found,), zeros = measure([make()], inputs(), 0)
+    assert math.isnan(found.forward)
+    assert math.isnan(found.backward)
+    assert found.sizes == ran.sizes
+    for zero, value in zip(tensors_of(zeros), tensors_of(output), strict=True):
+        assert (zero.shape, zero.dtype, zero.requires_grad) == (
+            value.shape,
+            value.dtype,
+            value.requires_grad,
+        )
+
+
+def test_under_mixed_precision() -> None:
+    def measured(limit: int | None) -> list[LayerMeasurement]:
+        x = torch.randn(4, 7, 32, requires_grad=True)
+        return measure_layers(
+            [Residual()],
+            lambda _, m: m,
+            x,
+            CPU,
+            lambda: torch.autocast("cpu", torch.bfloat16),
+            repeats=1,
+            limit=limit,
+        )[0]
+
+    assert measured(0)[0].sizes == measured(None)[0].sizes
+
+
+def test_a_layer_made_on_meta() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(1 << 20, 1 << 20)
+    x = torch.randn(1, 1 << 20)
+    (found,), output = measure([layer], x, 1 << 30)
+    # Four tebibytes of gradient.
+    assert found.sizes.workspace_bytes >= 1 << 42
+    assert found.sizes.output_bytes == x.numel() * 4
+    assert output.shape == x.shape
+
+
+def test_what_does_not_fit_is_not_run_and_all_else_is() -> None:
+    Counts.runs = 0
+    layers = [nn.Linear(16, 16), Counts(16, 1000), nn.Linear(1000, 2)]
+    found, _ = measure(layers, torch.randn(4, 16), limit=100_000)
+    assert [math.isnan(layer.forward) for layer in found] == [False, True, False]
+    # Once without values.
+    assert Counts.runs == 1
+    assert measure(layers, torch.randn(4, 16), limit=1_000_000)[0][1].sizes == found[1].sizes
+
+
+def test_what_backward_needs_counts() -> None:
+    # 8000 bytes for each of: input, output, its gradient, and, in the second layer, the input's.
+    found, _ = measure([nn.Linear(2, 2), nn.GELU()], torch.randn(1000, 2), limit=30_000)
+    assert [math.isnan(layer.forward) for layer in found] == [False, True]
+
+
+def test_a_layer_that_asks_for_values_is_run() -> None:
+    found, _ = measure([AsksForValues(4, 400)], torch.randn(2, 4), limit=1000)
+    assert found[0].forward > 0
+
+
+def test_a_device_that_is_full_says_so_by_itself() -> None:
+    found, _ = measure([Fails(torch.OutOfMemoryError("full")), nn.ReLU()], torch.ones(2, 4), None)
+    assert [math.isnan(layer.forward) for layer in found] == [True, False]
+    assert found[0].sizes.output_bytes == 2 * 8 * 4
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no"), RuntimeError("no"), MemoryError()])
+def test_another_error_is_no_lack_of_room(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        measure([Fails(error)], torch.ones(2, 4), None)

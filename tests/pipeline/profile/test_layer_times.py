@@ -1,0 +1,233 @@
+"""Layers are measured as they run in training, and measuring leaves no trace."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.preloaded import Preloaded
+from benchmarks.ranks import Ranks, limit
+from benchmarks.testbed import Host, Testbed, reason_unavailable
+from lightning_dlres.pipeline.profile import layer_times as layers
+from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, measure_layers
+from tests.support import throttled_process as pace
+
+CPU = torch.device("cpu")
+
+
+class Wraps(nn.Linear):
+    """Returns what it computes in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return [super().forward(x)]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.ReLU(inplace=True),
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+        nn.Dropout(0.5),
+        nn.Linear(4, 4).requires_grad_(False),
+        nn.Sigmoid(),
+    )
+
+
+def measure(modules: Any, inputs: Any, **options: Any) -> list[LayerMeasurement]:
+    found, _, _ = measure_layers(
+        list(modules), lambda index, module: module, inputs, CPU, nullcontext, **options
+    )
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_measuring_leaves_no_trace(training: bool) -> None:
+    model, x = network().train(training), torch.randn(3, 4)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    generator, seen = torch.get_rng_state(), x.clone()
+    found = measure(model, x)
+    assert len(found) == 6
+    assert all(layer.forward > 0 for layer in found)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(x, seen)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(module.training == training for module in model)
+
+
+def test_a_slower_device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    # Between two looks at the clock one second passes.
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    (layer,) = measure([nn.Linear(2, 2)], torch.ones(2, 2), slowdown=3.0, repeats=2)
+    assert (layer.forward, layer.backward) == (3.0, 3.0)
+
+
+def test_a_throttled_processor_shows_its_sustained_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = count()
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    monkeypatch.setattr("time.perf_counter", lambda: 5.0 * next(done))
+    monkeypatch.setattr("time.process_time", lambda: float(next(done)))
+    (layer,) = measure([nn.Linear(2, 2)], torch.ones(2, 2), repeats=3)
+    assert (layer.forward, layer.backward) == (5.0, 5.0), "a fifth of a processor"
+
+
+def test_sizes_are_those_of_one_microbatch() -> None:
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)]
+    first, relu, last = (layer.sizes for layer in measure(layers, torch.randn(16, 4)))
+    assert (first.input_bytes, first.output_bytes) == (16 * 4 * 4, 16 * 8 * 4)
+    assert first.saved_bytes == relu.saved_bytes == 0, "inputs and outputs are counted apart"
+    assert last.gradient_output_bytes == last.output_bytes == 16 * 2 * 4
+    # Backward of the last layer: gradients of its output, input, weight and bias.
+    assert last.workspace_bytes >= (16 * 2 + 16 * 8 + 16 + 2) * 4
+
+    class Gated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(x)
+
+    (gated,) = measure([Gated()], torch.randn(16, 4).requires_grad_())
+    assert gated.sizes.saved_bytes == 16 * 4 * 4, "what sigmoid returned"
+    (tokens,) = measure([nn.Embedding(5, 3)], torch.tensor([1, 4]))
+    assert (tokens.sizes.input_bytes, tokens.sizes.gradient_output_bytes) == (16, 24)
+
+
+def test_layers_that_are_alike_are_measured_once() -> None:
+    runs = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(x.shape)
+            return super().forward(x)
+
+    found = measure([Counted(4, 4, bias=i == 3) for i in range(4)], torch.randn(2, 4), repeats=2)
+    # The first gets an input without gradient; the next two are alike; the last has a bias. Each
+    # runs once for its sizes, once to warm up and twice to be timed. Of two that are alike there
+    # are two copies: one behind the other, and then each for itself, where one run each is enough.
+    assert len(runs) == 2 * (1 + 1 + 2) + (1 + 2 * (1 + 2) + 2 * (1 + 1))
+    assert found[1] == found[2]
+
+
+def test_copies_that_fit_behind_each_other_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    made = layers._Runner.__init__
+
+    def noting(self: Any, call: Any, copies: Any = None) -> None:
+        runs.append(len(copies or [0]))
+        made(self, call, copies)
+
+    monkeypatch.setattr(layers._Runner, "__init__", noting)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    found = measure([nn.Linear(2, 4), *blocks, nn.Linear(4, 1)], torch.ones(2, 2), repeats=2)
+    assert runs.count(3) == 1
+    assert [layer.border is not None for layer in found] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["another shape", "another structure", "indices"])
+def test_what_does_not_fit_behind_itself_is_run_alone(kind: str) -> None:
+    modules: dict[str, tuple[nn.Module, Any]] = {
+        "another shape": (nn.Linear(4, 2), torch.ones(2, 4)),
+        "another structure": (Wraps(), torch.ones(2, 4)),
+        "indices": (nn.Identity(), torch.arange(4)),
+    }
+    module, inputs = modules[kind]
+    call = layers.LayerCall(module, lambda _, m: m, 0, inputs, CPU, nullcontext)
+    timed = layers._sized(call, None)
+    layers._time(timed, 2, layers.Clock(CPU), 1, 0.0)
+    assert timed.border is None
+    assert timed.forward > 0
+
+
+def test_large_layers_are_not_copied_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = layers._replica
+    monkeypatch.setattr(
+        layers, "_replica", lambda module, device: made.append(0) or original(module, device)
+    )
+    chain = [nn.Linear(64, 64) for _ in range(6)]
+    measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
+    assert len(made) == 1 + 6, "one for its sizes, and as many as a stage may have"
+    made.clear()
+    monkeypatch.setattr(layers, "COLD_BYTES", 100_000)
+    measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
+    # Weights, their gradients, input and output: some 34 KB.
+    assert len(made) == 1 + 2
+
+
+def test_layers_without_storage_are_measured_with_values_of_their_own() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    assert len(measure(model, torch.randn(3, 4))) == 3
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def test_tokens_trees_and_layers_without_a_gradient() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.mul_(2), x > 0
+
+    class Pick(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return torch.where(pair[1], pair[0], 0.0).detach()
+
+    modules = [nn.Embedding(5, 3), Pair(), Pick(), nn.Linear(3, 2)]
+    assert len(measure(modules, torch.tensor([1, 4]))) == 4
+
+
+def test_each_layer_is_bound_by_its_index() -> None:
+    modules = [nn.Linear(2, 2, bias=i == 1) for i in range(3)]
+    bound: list[tuple[int, bool]] = []
+
+    def bind(index: int, module: nn.Module) -> Any:
+        bound.append((index, module is modules[index]))
+        return module
+
+    measure_layers(modules, bind, torch.ones(1, 2), CPU, nullcontext)
+    assert set(bound) == {(0, False), (1, False), (2, False)}, "copies, never the module itself"
+
+
+def test_measuring_without_storage_leaves_the_generator_alone() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    generator = torch.get_rng_state()
+    measure(model, torch.ones(1, 4))
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_numpy_numbers_beside_the_activations() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, inputs: tuple[Tensor, Any]) -> Tensor:  # type: ignore[override]
+            return super().forward(inputs[0]) * inputs[1]
+
+    measure([Scaled(4, 4)], (torch.ones(1, 4), 1 / np.sqrt(4)))
+
+
+def test_numpy_arrays_beside_the_activations() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, inputs: tuple[Tensor, Any]) -> Tensor:  # type: ignore[override]
+            return super().forward(inputs[0]) + torch.from_numpy(inputs[1])
+
+    measure([Shifted(4, 4)], (torch.ones(1, 4), np.ones(4, dtype=np.float32)))
+
+
+@pytest.mark.root
+def test_pauses_between_what_is_measured_count_too() -> None:
+    if reason := reason_unavailable():
+        pytest.skip(reason)
+    with Testbed([Host()]) as bed:
+        hosts = Preloaded(bed, 1, [pace.__name__])
+        ranks = Ranks(hosts, pace.__name__, world_size=1, timeout=120.0)
+        limit(bed.hosts[0], 0.2)
+        (answer,) = ranks.ask({})
+    # Five times as long, or more where the machine has other things to do.
+    assert answer["pace"] > 4.0

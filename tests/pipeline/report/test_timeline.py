@@ -1,0 +1,212 @@
+"""What is measured is what was recorded: spans made from simulated steps give these steps back, and
+whatever else the tracers hold is told apart from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.core.trace import Span
+from lightning_dlres.pipeline.plan.cost_model.simulator import Activity, Timeline, simulate
+from lightning_dlres.pipeline.report.timeline import (
+    Measurement,
+    measure,
+    measured_steps,
+    pipeline_seconds,
+)
+from tests.support.examples import examples
+from tests.support.pipeline_profiles import small_workload
+from tests.support.recorded_spans import Spans, add_pass, add_step, empty, rounded, span
+
+TWO = ((0, 1),)
+
+
+def one_f_one_b(forward: float = 1.0, backward: float = 2.0, loss: bool = False) -> Timeline:
+    """Return a step of two stages and two micro-batches."""
+    whole = [Activity("loss", 0, 1, -1, 2 * forward + 1.5, 2 * forward + 1.5)] if loss else []
+    activities = [
+        Activity("forward", 0, 0, 0, 0.0, forward),
+        Activity("activation", 0, 0, 0, forward, forward + 0.5),
+        Activity("forward", 0, 1, 0, forward + 0.5, 2 * forward + 0.5),
+        Activity("backward", 0, 1, 0, 5.0, 5.0 + backward),
+        Activity("gradient", 0, 1, 0, 5.0 + backward, 5.5 + backward),
+        Activity("backward", 0, 0, 0, 5.5 + backward, 5.5 + 2 * backward),
+        *whole,
+    ]
+    busy = forward + backward
+    return Timeline(tuple(activities), 10.0, ((busy, busy),), ())
+
+
+def steps_of(timelines: list[Timeline], every: float = 12.0, first: int = 0) -> Spans:
+    spans = empty(TWO)
+    for index, timeline in enumerate(timelines):
+        start = 100.0 + every * index
+        add_step(spans, TWO, timeline, 1, first + index, start, start + 11.0)
+    return spans
+
+
+def measured(spans: Spans, warm_up: int = 2) -> Measurement:
+    found = measure(TWO, spans, warm_up)
+    assert found is not None
+    return found
+
+
+@given(seed=st.integers(0, 10_000), stages=st.integers(1, 3), count=st.integers(1, 2))
+@settings(max_examples=examples(40), derandomize=True)
+def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: int) -> None:
+    random = Random(seed)
+    workload = small_workload(random, stages=stages, machines=count)
+    split = [1] * (stages - 1) + [len(workload.layers) - stages + 1]
+    recompute = [index for index in range(len(workload.layers)) if random.random() < 0.3]
+    timeline = simulate(workload, split, recompute)
+    assume(any(a.name == "forward" for a in timeline.activities))
+    assume(all(a.end - a.start > 1e-6 for a in timeline.activities))
+    # What takes no time is no activity; a run without messages up the stages has none down them.
+    assume(stages == 1 or any(a.name == "activation" for a in timeline.activities))
+    spans = empty(workload.machines)
+    for batch in range(3):
+        start = 50.0 + (timeline.step_seconds + 1.0) * batch
+        end = start + timeline.step_seconds + 0.5
+        add_step(spans, workload.machines, timeline, workload.microbatches, batch, start, end)
+    for found in spans.values():
+        random.shuffle(found)
+    steps = measured_steps(workload.machines, spans)
+    assert [step.batch for step in steps] == [0, 1, 2]
+    for step in steps:
+        assert rounded(step.timeline) == rounded(timeline)
+        for ours, theirs in zip(step.timeline.busy_seconds, timeline.busy_seconds, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-6)
+        assert not step.checked
+    for step in steps[:-1]:
+        assert step.interval == pytest.approx(timeline.step_seconds + 1.0, abs=1e-6)
+    assert pipeline_seconds(steps[0].timeline) == pytest.approx(pipeline_seconds(timeline))
+
+
+def test_the_figures_are_medians_after_the_warm_up() -> None:
+    spans = empty(TWO)
+    start = 0.0
+    for batch, length in enumerate([90.0, 50.0, 14.0, 10.0, 12.0, 11.0]):
+        add_step(spans, TWO, one_f_one_b(), 1, batch, start, start + 9.9)
+        start += length
+    found = measured(spans)
+    assert [step.batch for step in found.counted] == [2, 3, 4], "the last has no interval"
+    assert found.step_seconds == pytest.approx(12.0)
+    assert found.typical.batch == 4
+    assert found.bubble == pytest.approx(1 - 3.0 / 12.0)
+    assert found.busy_seconds == ((pytest.approx(3.0), pytest.approx(3.0)),)
+    assert found.pipeline_seconds == pytest.approx(9.5)
+    assert found.is_steady
+    assert not found.includes_warm_up
+
+
+def test_fewer_steps_count_where_there_are_no_others() -> None:
+    two = measured(steps_of([one_f_one_b()] * 2))
+    assert [step.batch for step in two.counted] == [0]
+    assert two.includes_warm_up
+    assert two.is_steady
+    one = measured(steps_of([one_f_one_b()]))
+    assert not one.is_steady
+    assert one.step_seconds == pytest.approx(11.0), "until the last rank has left the step"
+    assert measure(TWO, empty(TWO)) is None
+    assert measure(TWO, {}) is None
+
+
+def test_only_steps_that_every_rank_has_count() -> None:
+    spans = steps_of([one_f_one_b()] * 4)
+    spans[1] = [s for s in spans[1] if s.args.get("batch") != 1]
+    steps = measured_steps(TWO, spans)
+    assert [step.batch for step in steps] == [0, 2, 3]
+    assert [step.interval for step in steps] == [None, pytest.approx(12.0), None]
+
+
+def test_a_step_that_raised_does_not_count() -> None:
+    spans = steps_of([one_f_one_b()] * 2)
+    spans[0] = [
+        replace(s, args={**s.args, "error": "KeyError"}) if s.args.get("batch") == 1 else s
+        for s in spans[0]
+    ]
+    assert [step.batch for step in measured_steps(TWO, spans)] == [0]
+
+
+def test_of_a_checked_step_the_second_pass_counts() -> None:
+    spans = steps_of([one_f_one_b()] * 5)
+    # The check's pass lies before the step's own, in the same step, and has a smaller number.
+    check = Timeline((Activity("forward", 0, 0, 0, 0.0, 0.2),), 1.0, ((0.2, 0.0),), ())
+    late = [replace(s, start_ns=s.start_ns - 10**9) for s in spans[0] if s.args.get("batch") == 3]
+    spans[0] = [s for s in spans[0] if s.args.get("batch") != 3] + late
+    add_pass(spans, TWO, check, 1, 6, 100.0 + 36 - 0.9)
+    message = span("send activation", "transfer", 135.3, 135.4, key="(0, 6)", peer=1)
+    spans[0].append(message)
+    spans[1].append(span("receive activation", "transfer", 135.3, 135.4, peer=0))
+    found = measured(spans)
+    assert [step.checked for step in found.steps] == [False, False, False, True, False]
+    assert [step.batch for step in found.counted] == [2], "3 was checked, 4 has no interval"
+    step = found.steps[3]
+    shifted = [replace(a, start=a.start - 1.0, end=a.end - 1.0) for a in step.timeline.activities]
+    assert rounded(replace(step.timeline, activities=tuple(shifted))) == rounded(one_f_one_b())
+
+
+def test_an_interval_in_which_an_evaluation_runs_does_not_count() -> None:
+    spans = steps_of([one_f_one_b()] * 4)
+    spans[1].append(span("forward", "compute", 123.2, 123.4, stage=1, microbatch=0))
+    spans[0].append(span("send activation", "transfer", 123.1, 123.2, key="(0, 99)", peer=1))
+    spans[1].append(span("receive activation", "transfer", 123.1, 123.2, peer=0))
+    steps = measured_steps(TWO, spans)
+    assert [step.interval is None for step in steps] == [False, True, False, True]
+    assert all(rounded(step.timeline) == rounded(one_f_one_b()) for step in steps)
+
+
+def test_only_steps_of_the_last_schedule_count() -> None:
+    spans = steps_of([one_f_one_b()] * 4 + [one_f_one_b(loss=True)] * 4)
+    found = measured(spans)
+    assert [step.batch for step in found.counted] == [4, 5, 6]
+    assert found.typical.whole_loss
+
+
+def test_the_receiver_knows_when_a_message_has_arrived() -> None:
+    spans = steps_of([one_f_one_b()] * 3)
+    # On a slow link the sender is done when its buffers have the message; and the oldest message
+    # that the receiver knows may be one that the sender's ring has forgotten.
+    spans[1] = [
+        replace(s, end_ns=s.end_ns + 10**8) if s.name == "receive activation" else s
+        for s in spans[1]
+    ]
+    spans[1].append(span("receive activation", "transfer", 1.0, 2.0, peer=0))
+    for step in measured_steps(TWO, spans):
+        (sent,) = [a for a in step.timeline.activities if a.name == "activation"]
+        assert (sent.start, sent.end) == (pytest.approx(1.0), pytest.approx(1.6))
+
+
+def test_a_message_belongs_to_the_step_whose_number_it_has() -> None:
+    # Stage 1's last gradient is still in its outbox when the rank has begun the next step.
+    spans = steps_of([one_f_one_b()] * 3)
+
+    def delayed(s: Span) -> Span:
+        late = s.args.get("key") == "(0, 1)" and s.name == "send gradient"
+        return replace(s, start_ns=113 * 10**9, end_ns=114 * 10**9) if late else s
+
+    spans[1] = [delayed(s) for s in spans[1]]
+    first, second, _ = measured_steps(TWO, spans)
+    found = [[a for a in s.timeline.activities if a.name == "gradient"] for s in (first, second)]
+    assert [len(messages) for messages in found] == [1, 1]
+    assert found[0][0].start == pytest.approx(13.0)
+
+
+def test_microbatches_are_counted_on_each_machine() -> None:
+    machines = ((1,), (0,))
+    timeline = Timeline(
+        tuple(Activity("forward", m, 0, i, i, i + 1.0) for m in (0, 1) for i in range(2)),
+        2.0,
+        ((2.0,), (2.0,)),
+        (),
+    )
+    spans = empty(machines)
+    add_step(spans, machines, timeline, 4, 7, 0.0, 3.0)
+    assert {s.args.get("microbatch") for s in spans[0]} == {None, 2, 3}
+    (step,) = measured_steps(machines, spans)
+    assert rounded(step.timeline) == rounded(timeline)
+    assert step.microbatches == 4

@@ -1,0 +1,153 @@
+"""A batch cut into micro-batches is the same samples, each once and in order, and joins again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.pipeline.stage.microbatch import (
+    cut,
+    cut_batch,
+    join,
+    microbatch_sizes,
+    samples_in,
+    share,
+)
+from tests.support.examples import examples
+
+counts = st.integers(1, 40)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@given(counts, counts)
+def test_sizes_are_even_and_none_is_empty(samples: int, microbatches: int) -> None:
+    sizes = microbatch_sizes(samples, microbatches)
+    assert sum(sizes) == samples
+    assert len(sizes) == min(samples, microbatches)
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert min(sizes) >= 1
+
+
+@pytest.mark.parametrize(("samples", "microbatches"), [(0, 2), (3, 0), (-1, 1), (1, -1)])
+def test_nothing_to_cut_is_an_error(samples: int, microbatches: int) -> None:
+    with pytest.raises(ConfigError, match=f"{samples} samples into {microbatches}"):
+        microbatch_sizes(samples, microbatches)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_machines_share_microbatches(count: int, parts: int) -> None:
+    shares = [share(count, parts, part) for part in range(parts)]
+    assert [m for one in shares for m in one] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def batch(samples: int) -> dict[str, Any]:
+    """A batch with a bit of everything that is cut; values tell the sample they belong to."""
+    x = torch.arange(samples * 6.0).view(samples, 2, 3)
+    return {
+        "x": x,
+        "pair": Pair(x[:, 0], (x[:, 0, 0] > 3, [torch.arange(samples)])),
+        "array": np.arange(samples * 2.0).reshape(samples, 2),
+        "names": [f"sample {i}" for i in range(samples)],
+        "ids": tuple(2**70 + i for i in range(samples)),
+    }
+
+
+@settings(max_examples=examples(40))
+@given(counts, counts)
+def test_cutting_and_joining_changes_nothing(samples: int, microbatches: int) -> None:
+    sizes, whole = microbatch_sizes(samples, microbatches), batch(samples)
+    parts = cut_batch(whole, sizes)
+    assert [len(part["x"]) for part in parts] == sizes
+    assert [name for part in parts for name in part["names"]] == whole["names"]
+    assert tuple(number for part in parts for number in part["ids"]) == whole["ids"]
+    tensors = [{k: v for k, v in part.items() if k not in ("names", "ids")} for part in parts]
+    again = join(tensors, sizes)
+    assert type(again["pair"]) is Pair
+    for found, expected in (
+        (again["x"], whole["x"]),
+        (again["pair"].a, whole["pair"].a),
+        (again["pair"].b[0], whole["pair"].b[0]),
+        (again["pair"].b[1][0], whole["pair"].b[1][0]),
+        (torch.from_numpy(again["array"]), torch.from_numpy(whole["array"])),
+    ):
+        assert torch.equal(found, expected)
+
+
+@given(counts, counts)
+def test_a_microbatch_does_not_depend_on_who_works_on_it(samples: int, microbatches: int) -> None:
+    sizes = microbatch_sizes(samples, microbatches)
+    parts = cut(torch.arange(samples), sizes)
+    for machines in (1, 2, 3):
+        by_machine = [parts[m] for p in range(machines) for m in share(len(sizes), machines, p)]
+        assert torch.equal(torch.cat(by_machine), torch.arange(samples))
+
+
+def test_what_has_no_samples_is_the_same_in_every_part() -> None:
+    mask, scale, config = torch.ones(7, 7), torch.tensor(2.0), {"name": "x", "sizes": [1, 2, 3]}
+    whole = {"x": torch.zeros(5, 7), "mask": mask, "scale": scale, "config": config}
+    for part in cut(whole, [3, 2]):
+        assert part["mask"].shape == (7, 7)
+        assert part["scale"] == 2.0
+        assert part["config"] == config
+
+
+def test_parts_are_views_that_keep_their_gradient() -> None:
+    x = torch.zeros(4, 2, requires_grad=True)
+    parts = cut([x], [3, 1])
+    assert parts[1][0].data_ptr() == x[3:].data_ptr()
+    sum(part[0].sum() for part in parts).backward()
+    assert torch.equal(x.grad, torch.ones(4, 2))
+
+
+def test_how_many_samples_there_are() -> None:
+    assert samples_in([torch.tensor(1.0), {"x": torch.zeros(3, 5)}, torch.zeros(9)]) == 3
+    assert samples_in({"x": 1, "y": torch.tensor(2)}) is None
+
+
+def test_one_part_is_passed_through_untouched() -> None:
+    part = {"loss": torch.tensor(1.0)}
+    assert join([part], [4]) is part
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [torch.tensor(1.0), torch.tensor(2.0)],
+        [torch.ones(2, 3), torch.ones(2, 3)],
+        [torch.ones(7, 3), torch.ones(7, 3)],
+    ],
+    ids=["mean over the batch", "one part is of another size", "time first"],
+)
+def test_outputs_without_samples_cannot_be_joined(outputs: list[torch.Tensor]) -> None:
+    with pytest.raises(UnsupportedStepError, match=r"shape .* micro-batch of \d samples"):
+        join(outputs, [2, 1])
+
+
+def test_unlike_outputs_cannot_be_joined() -> None:
+    with pytest.raises(UnsupportedStepError, match="unlike structures"):
+        join([(torch.ones(1), 3), (torch.ones(1), 4)], [1, 1])
+    with pytest.raises(UnsupportedStepError, match="unlike structures"):
+        join([(torch.ones(1), None), (torch.ones(1), torch.ones(1))], [1, 1])
+
+
+@pytest.mark.parametrize(
+    "whole", [[["a", "b"], ["c", "d"]], [["a"], ["b"]], [{"id": 1}, {"id": 2}]], ids=str
+)
+def test_lists_of_plain_data_for_every_sample_are_cut(whole: list[Any]) -> None:
+    assert cut_batch([torch.zeros(2), whole], [1, 1])[1][1] == whole[1:]
+
+
+def test_a_nan_in_all_parts_is_no_difference() -> None:
+    join([(torch.ones(1), float("nan")), (torch.ones(1), float("nan"))], [1, 1])

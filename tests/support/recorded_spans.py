@@ -1,0 +1,72 @@
+"""Spans as ranks would have recorded them for a given timeline: the way back from what the
+simulator says to what the tracers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_dlres.core.trace import Span
+from lightning_dlres.pipeline.plan.cost_model.simulator import Activity, Timeline
+from lightning_dlres.pipeline.stage.microbatch import share
+
+Spans = dict[int, list[Span]]
+
+
+def span(name: str, category: str, start: float, end: float, **args: str | int) -> Span:
+    """Return a span with times in seconds."""
+    return Span(name, category, round(start * 1e9), round(end * 1e9), "main", args)
+
+
+def empty(machines: Sequence[Sequence[int]]) -> Spans:
+    return {rank: [] for machine in machines for rank in machine}
+
+
+def add_step(
+    spans: Spans,
+    machines: Sequence[Sequence[int]],
+    timeline: Timeline,
+    microbatches: int,
+    batch: int,
+    start: float,
+    end: float,
+) -> None:
+    """Add a step that every rank is in from `start` to `end`, in seconds."""
+    for found in spans.values():
+        found.append(span("step", "step", start, end, batch=batch))
+    add_pass(spans, machines, timeline, microbatches, 2 * batch + 1, start)
+
+
+def add_pass(
+    spans: Spans,
+    machines: Sequence[Sequence[int]],
+    timeline: Timeline,
+    microbatches: int,
+    number: int,
+    start: float,
+) -> None:
+    """Add what a timeline holds as the pass `number` through the pipeline."""
+    for a in timeline.activities:
+        rank = machines[a.machine][a.stage]
+        begin, end = start + a.start, start + a.end
+        own = share(microbatches, len(machines), a.machine)
+        microbatch = own[a.microbatch] if a.microbatch >= 0 else -1
+        if a.name == "sync":
+            spans[rank].append(span("all-reduce", "sync", begin, end, stages="(0,)", nbytes=1))
+        elif a.name in ("activation", "gradient"):
+            peer = machines[a.machine][a.stage + (1 if a.name == "activation" else -1)]
+            key = str((microbatch, number))
+            sent = span(f"send {a.name}", "transfer", begin, end, key=key, peer=peer)
+            spans[rank].append(sent)
+            spans[peer].append(span(f"receive {a.name}", "transfer", begin, end, peer=rank))
+        else:
+            work = {"stage": a.stage, "microbatch": microbatch}
+            spans[rank].append(span(a.name, "compute", begin, end, **work))
+
+
+def rounded(timeline: Timeline, start: float = 0.0) -> list[Activity]:
+    """Return a timeline's activities in a fixed order, with times that can be compared."""
+    found = [
+        Activity(a.name, a.machine, a.stage, a.microbatch, round(a.start, 6), round(a.end, 6))
+        for a in timeline.activities
+    ]
+    return sorted(found, key=lambda a: (a.name, a.machine, a.stage, a.microbatch, a.start))

@@ -1,0 +1,28 @@
+"""A process that measures layers when it is told to, for a test that throttles it before."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from benchmarks.talk import Talk
+from lightning_dlres.pipeline.profile.layer_times import Clock, measure_layers
+
+
+def main(talk: Talk) -> None:
+    torch.set_num_threads(1)
+    layers, inputs = [nn.Linear(256, 256) for _ in range(4)], torch.randn(64, 256)
+    for _ in talk.orders():
+        clock = Clock(torch.device("cpu"))
+        measure_layers(
+            layers,
+            lambda _, layer: layer,
+            inputs,
+            clock.device,
+            nullcontext,
+            seconds=0.6,
+            clock=clock,
+        )
+        talk.say({"pace": clock.pace()})
