@@ -31,9 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.command import flags
 from benchmarks.report import Check, at_most, conclude, table
 from benchmarks.zvc import versions
-from lightning_dlres.memory.meter import AllocatedBytes, ProfiledBytes
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import ACTIONS, MemoryOptions
+from lightning_dlres.memory.profile.meter import AllocatedBytes, ProfiledBytes
 
 BUDGETS = (0.75, 0.5, 0.3)
 PICTURE = Path("build/activation_offload.png")

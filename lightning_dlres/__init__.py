@@ -20,7 +20,7 @@ from lightning_dlres.core.errors import (
     StorageError,
     UnsupportedStepError,
 )
-from lightning_dlres.memory.plan import MemoryPlan
+from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.model_profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.plugins import MemoryPrecision

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_dlres.callbacks.offloading import TrainingSteps
 from lightning_dlres.memory.options import DEFAULT_ACTIONS, MemoryOptions
-from lightning_dlres.memory.plan import MemoryPlan
-from lightning_dlres.memory.profile import StepProfile
+from lightning_dlres.memory.plan.plan import MemoryPlan
+from lightning_dlres.memory.profile.step_profile import StepProfile
 
 
 class ActivationOffload(Callback):

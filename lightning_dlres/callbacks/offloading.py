@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lightning_dlres._compat import is_compiled
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
-from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.side_effects import tensors_in
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import MemoryOptions
-from lightning_dlres.memory.picture import draw_memory
-from lightning_dlres.memory.traces import tensors_in
+from lightning_dlres.memory.report.report import draw_memory
 
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy)
 

@@ -17,24 +17,24 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.audit import Audit
-from lightning_dlres.memory.changes import UNCHANGED, Changes, without
-from lightning_dlres.memory.choices import Limits
-from lightning_dlres.memory.copies import Copies, DirectCopies, StreamCopies
-from lightning_dlres.memory.engine import SavedTensors
-from lightning_dlres.memory.follow import Follower
-from lightning_dlres.memory.gpu import Gpu, gpu_of
-from lightning_dlres.memory.layer_record import LayerRecord
-from lightning_dlres.memory.links import measure_copies, measure_link
-from lightning_dlres.memory.meter import AllocatedBytes, Held, Meter, NoBytes, ProfiledBytes
-from lightning_dlres.memory.plan import MemoryPlan
-from lightning_dlres.memory.planner import plan_memory, smallest_budget
-from lightning_dlres.memory.profile import Link, StepProfile
-from lightning_dlres.memory.record import Recorder
+from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.bitwise_check import Audit
+from lightning_dlres.memory.execute.copies import Copies, DirectCopies, StreamCopies
+from lightning_dlres.memory.execute.engine import SavedTensors
+from lightning_dlres.memory.execute.gpu import Gpu, gpu_of
+from lightning_dlres.memory.execute.tiers import GrowingTier, SlabTier
+from lightning_dlres.memory.module_patches import UNCHANGED, Changes, without
+from lightning_dlres.memory.plan.choices import Limits
+from lightning_dlres.memory.plan.plan import MemoryPlan
+from lightning_dlres.memory.plan.plan_policy import Follower
+from lightning_dlres.memory.plan.planner import plan_memory, smallest_budget
+from lightning_dlres.memory.profile.layer_record import LayerRecord
+from lightning_dlres.memory.profile.links import measure_copies, measure_link
+from lightning_dlres.memory.profile.meter import AllocatedBytes, Held, Meter, NoBytes, ProfiledBytes
+from lightning_dlres.memory.profile.record import Recorder
+from lightning_dlres.memory.profile.step_profile import Link, StepProfile
 from lightning_dlres.memory.settings import Settings, TierSettings
 from lightning_dlres.memory.shapes import ShapeSteps
-from lightning_dlres.memory.tiers import GrowingTier, SlabTier
 
 # Plans for so many shapes are kept.
 _MOST_SHAPES = 64

@@ -15,8 +15,8 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host_memory import available_bytes
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.kernels import zvc
-from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.plan import MemoryPlan
+from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.memory.settings import Settings, TierSettings
 
 ACTIONS = ("compress", "offload", "reuse", "recompute")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.execute.actions import Action
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lightning_dlres.memory.audit import Audit
-from lightning_dlres.memory.changes import UNCHANGED, Changes
-from lightning_dlres.memory.follow import Follower
-from lightning_dlres.memory.plan import MemoryPlan
-from lightning_dlres.memory.profile import StepProfile
+from lightning_dlres.memory.execute.bitwise_check import Audit
+from lightning_dlres.memory.module_patches import UNCHANGED, Changes
+from lightning_dlres.memory.plan.plan import MemoryPlan
+from lightning_dlres.memory.plan.plan_policy import Follower
+from lightning_dlres.memory.profile.step_profile import StepProfile
 
 # So many steps are measured for one more plan before nothing more is measured.
 _MOST_MEASURED = 16

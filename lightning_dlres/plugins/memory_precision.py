@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_dlres.callbacks.offloading import TrainingSteps
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.memory.options import DEFAULT_ACTIONS, MemoryOptions
-from lightning_dlres.memory.plan import MemoryPlan
+from lightning_dlres.memory.plan.plan import MemoryPlan
 
 Kind = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 

@@ -13,4 +13,4 @@ def _one_thread(one_thread: None) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dlres.memory.links._UNCACHED_BYTES", 4 << 20)
+    monkeypatch.setattr("lightning_dlres.memory.profile.links._UNCACHED_BYTES", 4 << 20)

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.memory.networks import CASES
+from tests.support.networks import CASES
 from tests.zoo import QUIET
 
 

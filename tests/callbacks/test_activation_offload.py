@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 import lightning_dlres as dlres
 from lightning_dlres.callbacks.offloading import refuse
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.memory.actions import Action
+from lightning_dlres.memory.execute.actions import Action
 from tests.callbacks.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
-from tests.memory.networks import CASES
 from tests.pool import RankContext, RankPool
+from tests.support.networks import CASES
 
 WAYS: dict[str, dict[str, Any]] = {
     "offload": {"budget": "min", "actions": ["offload"]},

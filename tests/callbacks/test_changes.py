@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 import lightning_dlres as dlres
 from lightning_dlres.core._compat import is_in_backward
-from lightning_dlres.memory.audit import Audit, are_same
-from lightning_dlres.memory.changes import without
-from lightning_dlres.memory.profile import Region, Reuse
-from lightning_dlres.memory.reuse.dense import Linear
-from lightning_dlres.memory.reuse.formula import Backward
+from lightning_dlres.memory.execute.bitwise_check import Audit, are_same
+from lightning_dlres.memory.execute.reuse.dense import Linear
+from lightning_dlres.memory.execute.reuse.formula import Backward
+from lightning_dlres.memory.module_patches import without
+from lightning_dlres.memory.profile.step_profile import Region, Reuse
 from tests.callbacks.offload_tasks import Regression, fit, require_same
-from tests.memory.profiles import stack
+from tests.support.memory_profiles import stack
 
 
 class Other(nn.Module):

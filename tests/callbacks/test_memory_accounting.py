@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import lightning_dlres as dlres
 from tests.callbacks.offload_tasks import Regression, fit
-from tests.memory.networks import UNet
+from tests.support.networks import UNet
 from tests.zoo import Block
 
 MIB = 1 << 20

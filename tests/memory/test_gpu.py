@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.codecs import ZeroValue
-from lightning_dlres.memory.actions import Action
-from lightning_dlres.memory.copies import StreamCopies
-from lightning_dlres.memory.gpu import CudaGpu
+from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.copies import StreamCopies
+from lightning_dlres.memory.execute.gpu import CudaGpu
+from lightning_dlres.memory.execute.saved import Datum, Ledger, Order
+from lightning_dlres.memory.execute.spans import span_of
+from lightning_dlres.memory.execute.storages import SeenStorages
+from lightning_dlres.memory.execute.tiers import SlabTier
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import ACTIONS, MemoryOptions
-from lightning_dlres.memory.saved import Datum, Ledger, Order
-from lightning_dlres.memory.spans import span_of
-from lightning_dlres.memory.storages import SeenStorages
-from lightning_dlres.memory.tiers import SlabTier
-from tests.memory.networks import CASES
-from tests.memory.test_reuse import LAYERS, Layers, Refusing, engine, require_same, trained
+from tests.memory.execute.test_reuse import LAYERS, Layers, Refusing, engine, require_same, trained
+from tests.support.networks import CASES
 from tests.zoo import Block
 
 pytestmark = pytest.mark.gpu

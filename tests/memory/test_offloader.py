@@ -16,10 +16,10 @@ from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.memory.meter import ProfiledBytes
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import MemoryOptions
-from lightning_dlres.memory.plan import MemoryPlan
+from lightning_dlres.memory.plan.plan import MemoryPlan
+from lightning_dlres.memory.profile.meter import ProfiledBytes
 
 CPU = torch.device("cpu")
 Loss = Callable[[nn.Module, int], Tensor]

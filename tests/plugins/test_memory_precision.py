@@ -18,8 +18,8 @@ from torch import Tensor
 import lightning_dlres as dlres
 from lightning_dlres.core.errors import ConfigError
 from tests.callbacks.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
-from tests.memory.networks import CASES
 from tests.pool import RankContext, RankPool
+from tests.support.networks import CASES
 
 KINDS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 

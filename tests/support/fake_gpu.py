@@ -104,7 +104,7 @@ class FakeStream:
 
 
 class FakeGpu:
-    """See the module; has what `lightning_dlres.memory.gpu.Gpu` asks for.
+    """See the module; has what `lightning_dlres.memory.execute.gpu.Gpu` asks for.
 
     Args:
         choose: is given a number of pieces of work that might run, and returns how many of them do.

@@ -1,0 +1,1 @@
+"""Execute: the engine that moves, compresses and recomputes saved tensors."""

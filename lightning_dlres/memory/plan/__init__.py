@@ -1,0 +1,1 @@
+"""Plan: where saved tensors go, and the policy that follows the plan."""

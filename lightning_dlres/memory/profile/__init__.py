@@ -1,0 +1,1 @@
+"""Profile: what a training step saves for backward, and when it uses it."""

@@ -1,0 +1,1 @@
+"""Report: predicted beside measured memory, as text and a picture."""

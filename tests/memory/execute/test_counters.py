@@ -1,0 +1,302 @@
+"""Tensors over one storage that do not share a version counter: what one of them saves is never
+given to another that was changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from lightning_dlres.core._compat import shares_counter
+from lightning_dlres.memory.execute.actions import Action
+from tests.support.examples import examples
+from tests.support.scripted_policy import ToldEngine
+
+ACTIONS = [*Action, None]  # None: each in turns
+Hooks = Callable[[], AbstractContextManager[None]]
+Step = Callable[[], tuple[Tensor, list[Tensor]]]
+
+
+def told(action: Action | None, late: bool) -> ToldEngine:
+    every = list(Action)
+    return ToldEngine(
+        lambda number, _: action or every[number % len(every)], late=late, room=1 << 16
+    )
+
+
+def outcome(step: Step, hooks: Hooks) -> list[Tensor] | None:
+    """Return the gradients of a step; None where autograd finds that what it needs was changed."""
+    torch.manual_seed(0)
+    with hooks():
+        loss, leaves = step()
+    try:
+        return list(torch.autograd.grad(loss, leaves))
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            return None
+        raise
+
+
+def require_parity(step: Step, engine: ToldEngine) -> list[Tensor] | None:
+    plain, ours = outcome(step, nullcontext), outcome(step, engine.hooks)
+    assert (plain is None) == (ours is None)
+    for expected, found in zip(plain or (), ours or (), strict=True):
+        assert torch.equal(expected, found)
+    return plain
+
+
+def recurrent_cell(kind: type[nn.Module]) -> Step:
+    def step() -> tuple[Tensor, list[Tensor]]:
+        cell, total = kind(8, 16), torch.zeros(())
+        states: Any = torch.randn(4, 16)
+        if kind is nn.LSTMCell:
+            states = states, torch.randn(4, 16)
+        for x in torch.randn(3, 4, 8):
+            states = cell(x, states)
+            total = total + (states if isinstance(states, Tensor) else states[0]).square().sum()
+        return total, list(cell.parameters())
+
+    return step
+
+
+def packed(kind: type[nn.Module], **options: Any) -> Step:
+    def step() -> tuple[Tensor, list[Tensor]]:
+        net = kind(6, 8, **options)
+        x = pack_padded_sequence(torch.randn(7, 4, 6), torch.tensor([7, 5, 5, 2]))
+        out = pad_packed_sequence(net(x)[0])[0]
+        return out.square().sum(), list(net.parameters())
+
+    return step
+
+
+def halves(split: Callable[[Tensor], Any]) -> Step:
+    """Two halves of one storage: the first is saved, then the second is changed and saved."""
+
+    def step() -> tuple[Tensor, list[Tensor]]:
+        x = torch.randn(4, 8, requires_grad=True)
+        one, other = split(x * 1)
+        loss = one.sin().sum()
+        other.mul_(3)
+        return loss + other.cos().sum() + (one * one).sum(), [x]
+
+    return step
+
+
+def changed_by_another(make: Callable[[Tensor], Tensor]) -> Step:
+    """A tensor is saved, its memory is changed through another one, and that is saved, too."""
+
+    def step() -> tuple[Tensor, list[Tensor]]:
+        y, other = torch.randn(64), torch.empty(0)
+        w, v = torch.randn(64, requires_grad=True), torch.randn(64, requires_grad=True)
+        first = (w * y).sum()
+        other = make(y)
+        other.mul_(3)
+        # What the first one needs was changed without a sign: its gradient says nothing.
+        return first * 0 + (v * other).sum(), [v]
+
+    return step
+
+
+def with_data_of(y: Tensor) -> Tensor:
+    found = torch.zeros(64)
+    found.data = y
+    return found
+
+
+class Squares(torch.autograd.Function):
+    """Saves its input, its output, and what is neither, and changes the input in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        before = x.clone()
+        x.square_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(before, x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        before, after = ctx.saved_tensors
+        return 2 * before * gradient + 0 * after
+
+
+class Spoils(torch.autograd.Function):
+    """Changes in backward what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return x.mul_(0) + 2 * gradient
+
+
+def own_function() -> tuple[Tensor, list[Tensor]]:
+    x = torch.randn(4, 8, requires_grad=True)
+    y = Squares.apply(x * 1)
+    z = y.sin() + y.view(8, 4).t().exp().reshape(4, 8)
+    return (z * Squares.apply(z * 1)).sum(), [x]
+
+
+def spoiled(reads_after: bool) -> Step:
+    def step() -> tuple[Tensor, list[Tensor]]:
+        x = torch.randn(4, 8, requires_grad=True)
+        y = x * 1
+        one, other = Spoils.apply(y), y
+        # Backward comes first to what was computed last.
+        if reads_after:
+            y = x * 1
+            other, one = y.sin(), Spoils.apply(y)
+        return one.sum() + other.sum(), [x]
+
+    return step
+
+
+def given_back() -> tuple[Tensor, list[Tensor]]:
+    """What one function has saved is its gradient, and others' gradients are added to it."""
+    x = torch.randn(64, requires_grad=True)
+    y = torch.randn(64)
+    return Returns.apply(x, y).sum() + Returns.apply(x, y).sum() + (x * y).sum(), [x]
+
+
+class Returns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0], None
+
+
+CASES: dict[str, Step] = {
+    "GRUCell": recurrent_cell(nn.GRUCell),
+    "LSTMCell": recurrent_cell(nn.LSTMCell),
+    "RNNCell": recurrent_cell(nn.RNNCell),
+    "packed GRU": packed(nn.GRU, num_layers=2, bidirectional=True),
+    "packed LSTM": packed(nn.LSTM, num_layers=2, bidirectional=True),
+    "packed LSTM with projections": packed(nn.LSTM, proj_size=4),
+    "unsafe_chunk": halves(lambda y: y.unsafe_chunk(2)),
+    "unsafe_chunk, other dimension": halves(lambda y: y.unsafe_chunk(2, 1)),
+    "unsafe_split": halves(lambda y: y.unsafe_split(2)),
+    "unsafe_split_with_sizes": halves(lambda y: y.unsafe_split_with_sizes([1, 3])),
+    "views": halves(lambda y: (y[:2], y[2:])),
+    "chunks of detached": halves(lambda y: (y, y.detach()[2:])),
+    "data": changed_by_another(lambda y: y.data),
+    "view of data": changed_by_another(lambda y: y.data.view(8, 8).t().reshape(64)),
+    "set_": changed_by_another(lambda y: torch.empty(0).set_(y)),
+    "set_ to a storage": changed_by_another(
+        lambda y: torch.empty(0).set_(y.untyped_storage(), 0, (64,))
+    ),
+    "replaced data": changed_by_another(with_data_of),
+    "DLPack": changed_by_another(torch.from_dlpack),
+    "NumPy": changed_by_another(lambda y: torch.from_numpy(y.numpy())),
+    "clone": changed_by_another(lambda y: y.clone()),
+    "own function": own_function,
+    "function that changes what it saved": spoiled(False),
+    "reader after that": spoiled(True),
+    "saved data given as a gradient": given_back,
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_plain_training(
+    name: str, action: Action | None, late: bool
+) -> None:
+    require_parity(CASES[name], told(action, late))
+
+
+def test_cases_are_as_they_should_be() -> None:
+    failing = {name for name, step in CASES.items() if outcome(step, nullcontext) is None}
+    assert failing == {"views", "chunks of detached", "reader after that"}
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda y: y.view(-1),
+    "detached": lambda y: y.detach(),
+    "data": lambda y: y.data,
+    "set_": lambda y: torch.empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape),
+}
+
+
+@dataclass
+class Handle:
+    """A tensor over slots of the storage, and whose counter it has."""
+
+    tensor: Tensor
+    slots: frozenset[int]
+    counter: int
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["save", "change", *WAYS]),
+        st.integers(0, 7),
+        st.sampled_from([(0, 4), (0, 2), (2, 4), (1, 3), (0, 1), (3, 4)]),
+    ),
+    max_size=24,
+)
+
+
+def program(steps: list[tuple[str, int, tuple[int, int]]]) -> tuple[Tensor, list[Tensor]]:
+    """Save and change parts of one storage of four slots, through tensors with counters of their
+    own. What was saved is changed only where the saved tensor's own counter shows it."""
+    base = torch.randn(4 * 8)
+    handles = [Handle(base, frozenset(range(4)), 0)]
+    counters, leaves = 1, [torch.zeros(1, requires_grad=True)]
+    saved: list[tuple[frozenset[int], int]] = []
+    loss = leaves[0].sum()
+    for what, which, (first, last) in steps:
+        handle = handles[which % len(handles)]
+        slots = frozenset(sorted(handle.slots)[first:last])
+        if not slots:
+            continue
+        begin = min(slots) - min(handle.slots)
+        part = handle.tensor[8 * begin : 8 * (begin + len(slots))]
+        if what == "save":
+            leaf = torch.randn(part.shape, requires_grad=True)
+            leaves.append(leaf)
+            loss = loss + (leaf * part).sum()
+            saved.append((slots, handle.counter))
+        elif what == "change":
+            if all(c == handle.counter or not slots & other for other, c in saved):
+                part.mul_(1.5)
+        else:
+            is_new = what in ("data", "set_")
+            handles.append(Handle(WAYS[what](part), slots, counters if is_new else handle.counter))
+            counters += is_new
+    return loss, leaves
+
+
+@settings(max_examples=examples(120))
+@given(STEPS, st.sampled_from(ACTIONS), st.booleans())
+def test_any_order_of_saves_and_changes(
+    steps: list[tuple[str, int, tuple[int, int]]], action: Action | None, late: bool
+) -> None:
+    require_parity(lambda: program(steps), told(action, late))
+
+
+def test_who_shares_a_counter() -> None:
+    x = torch.randn(8, requires_grad=True)
+    y = x * 1
+    for other in (y, y[2:], y.detach(), y.detach()[1:], y.view(2, 4)):
+        assert shares_counter(y, other)
+    y.add_(1)
+    for other in (y.data, torch.empty(0).set_(y.detach()), y.clone(), *y.unsafe_chunk(2)):
+        assert not shares_counter(y, other)
+    # Looking changes nothing.
+    assert y._version == 1

@@ -1,0 +1,394 @@
+"""Gradients are bit for bit those of plain training, whatever happens to what autograd saves."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dlres.memory.execute.actions import Action
+from tests.support.networks import CASES
+from tests.support.scripted_policy import ToldEngine
+
+ACTIONS = [*Action, None]  # None: each in turns
+
+
+def engine(action: Action | None, directory: Path | None = None, late: bool = False) -> ToldEngine:
+    every = list(Action)
+    return ToldEngine(lambda number, _: action or every[number % len(every)], directory, late=late)
+
+
+@pytest.fixture(params=[(a, late) for a in ACTIONS for late in (False, True)], ids=str)
+def saved(request: pytest.FixtureRequest) -> Iterator[ToldEngine]:
+    """An engine that must have let go of everything when the test ends."""
+    action, late = request.param
+    found = engine(action, late=late)
+    yield found
+    found.forget()
+    gc.collect()
+    assert found.ledger.now == 0
+    assert found.tier.taken == 0
+
+
+Step = Callable[[Callable[[], AbstractContextManager[None]]], list[Tensor]]
+
+
+def require_parity(saved: ToldEngine, step: Step, *stays: nn.Module) -> None:
+    """Run a step plainly, and under the engine; compare what it returns, bit for bit."""
+
+    def hooks() -> AbstractContextManager[None]:
+        held = [t for m in stays for t in (*m.parameters(), *m.buffers())]
+        return saved.hooks(held)
+
+    torch.manual_seed(0)
+    plain = step(nullcontext)
+    torch.manual_seed(0)
+    ours = step(hooks)
+    assert len(plain) == len(ours) > 0
+    for expected, found in zip(plain, ours, strict=True):
+        assert torch.equal(expected, found)
+
+
+def gradients(*modules: nn.Module) -> list[Tensor]:
+    """Return all gradients, and forget them."""
+    found = [p.grad for m in modules for p in m.parameters() if p.grad is not None]
+    for module in modules:
+        module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_plain_training(saved: ToldEngine, name: str) -> None:
+    net = CASES[name].make()
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        found = []
+        for _ in range(2):
+            with hooks():
+                loss = net(CASES[name].batch()).float().square().mean()
+            loss.backward()
+            found += [loss.detach(), *gradients(net)]
+        return found
+
+    require_parity(saved, step, net)
+
+
+def test_a_file_holds_data_too(tmp_path: Path) -> None:
+    saved, net = engine(Action.BOTH, tmp_path), CASES["cnn"].make()
+    assert list(tmp_path.iterdir()) == []
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        with hooks():
+            loss = net(CASES["cnn"].batch()).square().mean()
+        loss.backward()
+        return gradients(net)
+
+    require_parity(saved, step, net)
+
+
+def test_views_transposes_and_expands(saved: ToldEngine) -> None:
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        x = torch.randn(6, 8, requires_grad=True)
+        with hooks():
+            y = torch.relu(x)
+            parts = y[1:3] * y[2:4] + y[:, 3:5].t()[:, 2:4].repeat(1, 4)
+            wide = y[0].expand(50, 8) * y[5].unsqueeze(0)
+            loss = (parts.exp().sum() + wide.sin().sum() + (y.t() @ y).diagonal().prod()).square()
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    require_parity(saved, step)
+
+
+def test_an_expanded_tensor_takes_no_more_than_what_it_is_made_of() -> None:
+    saved = engine(Action.OFFLOAD)
+    row = torch.randn(1, 256, requires_grad=True)
+    with saved.hooks():
+        out = row.exp().expand(1000, 256).sin()
+    assert saved.tier.taken <= 2 * 1024
+    out.sum().backward()
+
+
+def test_a_small_part_of_a_large_storage_moves_alone() -> None:
+    saved = engine(Action.OFFLOAD)
+    x = torch.randn(100, 100, requires_grad=True)
+    with saved.hooks([x]):
+        out = (x + 1)[7].sin()
+    assert saved.tier.taken == 400
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad[7], (x[7] + 1).cos())
+
+
+def test_what_is_saved_twice_moves_once() -> None:
+    saved = engine(Action.OFFLOAD)
+    x = torch.randn(64, 64, requires_grad=True)
+    with saved.hooks([x]):
+        y = x + 1
+        z = y.sin() + y.cos() + (y.t() @ y) + y.view(-1).exp().view(64, 64)
+    # y, and the result of exp.
+    assert saved.tier.taken == 2 * 4 * 64 * 64
+    z.sum().backward()
+
+
+def test_a_change_in_place_after_saving_is_an_error(saved: ToldEngine) -> None:
+    x = torch.randn(5, requires_grad=True)
+    for change in (lambda y: y.add_(1), lambda y: y[:2].zero_(), lambda y: y.detach().mul_(2)):
+        with saved.hooks():
+            y = x * 2
+            z = y.sin()
+            change(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+        del y, z
+
+
+def test_a_change_in_place_before_saving_again_moves_again(saved: ToldEngine) -> None:
+    x = torch.randn(5, requires_grad=True)
+    with saved.hooks():
+        y = x * 1
+        first = y.sin()
+        y.add_(1)
+        second = y.exp() * y
+    second.sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, (x + 1).exp() * (x + 2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+
+
+def test_a_changed_parameter_is_an_error(saved: ToldEngine) -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    with saved.hooks(layer.parameters()):
+        out = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nested_checkpoints(saved: ToldEngine, reentrant: bool) -> None:
+    inner, outer = CASES["mlp"].make(), nn.Linear(16, 16)
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        x = torch.randn(4, 16, requires_grad=True)
+
+        def block(y: Tensor) -> Tensor:
+            y = torch.relu(outer(y))
+            return checkpoint(inner, y, use_reentrant=reentrant)
+
+        with hooks():
+            loss = checkpoint(block, x.sin(), use_reentrant=reentrant).square().sum()
+            loss.backward()
+        assert x.grad is not None
+        return [x.grad, *gradients(inner, outer)]
+
+    require_parity(saved, step, inner, outer)
+
+
+def test_double_backward(saved: ToldEngine) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        x = torch.randn(4, 8, requires_grad=True)
+        with hooks():
+            out = net(x).square().sum()
+            (slope,) = torch.autograd.grad(out, x, create_graph=True)
+            (out + (slope.norm() - 1).square()).backward()
+        return gradients(net)
+
+    require_parity(saved, step, net)
+
+
+def test_backward_twice(saved: ToldEngine) -> None:
+    net = CASES["cnn"].make()
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        with hooks():
+            loss = net(CASES["cnn"].batch()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(net)
+
+    require_parity(saved, step, net)
+
+
+def test_two_optimizers_as_in_a_gan(saved: ToldEngine) -> None:
+    maker, judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 1))
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        found = []
+        with hooks():
+            made = maker(torch.randn(6, 4))
+            fooled = -judge(made).mean()
+            found += torch.autograd.grad(fooled, list(maker.parameters()), retain_graph=True)
+            judged = judge(made.detach()).sigmoid().mean() - judge(torch.randn(6, 8)).mean()
+            judged.backward()
+            fooled.backward()
+        return [*found, *gradients(maker, judge)]
+
+    require_parity(saved, step, maker, judge)
+
+
+def test_several_forwards_before_backward(saved: ToldEngine) -> None:
+    net = CASES["gpt"].make()
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        losses = []
+        for length in (10, 4, 7):
+            with hooks():
+                losses.append(net(CASES["gpt"].batch()[:, :length]).float().square().mean())
+        for loss in losses:
+            loss.backward()
+        return gradients(net)
+
+    require_parity(saved, step, net)
+
+
+def test_no_grad_and_inference_in_between(saved: ToldEngine) -> None:
+    net = CASES["unet"].make()
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        net.load_state_dict(start)
+        with hooks():
+            out = net(CASES["unet"].batch())
+            net.eval()
+            with torch.no_grad():
+                net(CASES["unet"].batch())
+            with torch.inference_mode():
+                net(CASES["unet"].batch())
+            net.train()
+            out.square().mean().backward()
+        return gradients(net)
+
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    require_parity(saved, step, net)
+
+
+def test_a_step_after_one_that_failed(saved: ToldEngine) -> None:
+    net = CASES["mlp"].make()
+
+    def fails() -> None:
+        net(torch.randn(6, 16))
+        raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user"), saved.hooks(net.parameters()):
+        fails()
+    saved.forget()
+    gc.collect()
+    assert saved.ledger.now == 0
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        with hooks():
+            loss = net(torch.randn(6, 16)).square().mean()
+        loss.backward()
+        return gradients(net)
+
+    require_parity(saved, step, net)
+
+
+def test_compiled_models(saved: ToldEngine) -> None:
+    net = CASES["cnn"].make()
+    compiled = torch.compile(net, backend="aot_eager")
+
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        with hooks():
+            loss = compiled(CASES["cnn"].batch()).square().mean()
+        loss.backward()
+        return gradients(net)
+
+    require_parity(saved, step, net)
+
+
+def test_complex_numbers_and_unusual_tensors(saved: ToldEngine) -> None:
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        x = torch.randn(4, 6, requires_grad=True)
+        with hooks():
+            spectrum = torch.fft.fft(x)
+            loss = (spectrum.conj() * spectrum).real.square().sum() + spectrum.imag.exp().sum()
+            loss = loss + torch.sparse.mm(torch.eye(4).to_sparse(), x.sin()).cos().sum()
+            loss = loss + x.bfloat16().tanh().double().exp().sum() + x[:0].sin().sum()
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    require_parity(saved, step)
+
+
+def test_freed_memory_is_not_taken_for_what_it_was() -> None:
+    saved = engine(Action.OFFLOAD)
+    x = torch.randn(1000, requires_grad=True)
+    expected = torch.zeros(1000)
+    with saved.hooks([x]):
+        total = torch.zeros(())
+        for number in range(50):
+            # Memory of the last one is used again.
+            total = total + (x * number).sin().sum()
+            expected += number * (x.detach() * number).cos()
+    total.backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_where_the_tier_is_full_data_stay() -> None:
+    saved = ToldEngine(lambda *_: Action.OFFLOAD, room=1024)
+    x = torch.randn(200, requires_grad=True)
+    with saved.hooks([x]):
+        out = (x + 1).sin().exp().cos().sum()
+    assert saved.ledger.now > 0
+    out.backward()
+    plain = x.grad
+    x.grad = None
+    (x + 1).sin().exp().cos().sum().backward()
+    assert plain is not None
+    assert x.grad is not None
+    assert torch.equal(plain, x.grad)
+
+
+def test_zeros_without_memory_stay(saved: ToldEngine) -> None:
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        x = torch.ones(40, requires_grad=True)
+        with hooks():
+            loss = (x * torch._efficientzerotensor(40)).sum() + x.sin().sum()
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    require_parity(saved, step)
+
+
+def test_memory_that_is_freed_meanwhile_and_filled_again(saved: ToldEngine) -> None:
+    def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
+        # What FSDP does with the parameters of a layer.
+        x, weight = torch.randn(500, requires_grad=True), torch.randn(500)
+        values = weight.clone()
+        with hooks():
+            loss = (x * weight).sum()
+        weight.untyped_storage().resize_(0)
+        weight.untyped_storage().resize_(2000)
+        with torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.copy_(values)
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    require_parity(saved, step)
+
+
+def test_small_tensors_and_parameters_stay() -> None:
+    seen = []
+    saved = ToldEngine(lambda _, t: seen.append(t.numel()) or Action.KEEP, min_bytes=1000)
+    layer = nn.Linear(100, 100)
+    with saved.hooks(layer.parameters()):
+        layer(torch.randn(2, 100, requires_grad=True)).sin().exp()
+        layer(torch.randn(30, 100, requires_grad=True)).sin()
+    assert seen == [3000, 3000]

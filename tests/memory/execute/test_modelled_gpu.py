@@ -1,0 +1,260 @@
+"""The whole engine against a model of a GPU: its copies run in every order that CUDA allows, and
+memory that is let go of too early is overwritten."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from math import inf
+from mmap import PAGESIZE
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.codecs import ZeroValue
+from lightning_dlres.core._compat import LiveBytes
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.slab import Slab, aligned
+from lightning_dlres.kernels import zvc
+from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.copies import StreamCopies
+from lightning_dlres.memory.execute.engine import SavedTensors
+from lightning_dlres.memory.execute.saved import Datum, Ledger, Order
+from lightning_dlres.memory.execute.spans import span_of
+from lightning_dlres.memory.execute.storages import SeenStorages
+from lightning_dlres.memory.execute.tiers import SlabTier
+from lightning_dlres.memory.offloader import Offloader
+from lightning_dlres.memory.options import MemoryOptions
+from lightning_dlres.memory.profile.links import measure_copies, measure_link
+from lightning_dlres.memory.settings import Settings, TierSettings
+from tests.support.fake_gpu import FakeGpu, latest
+from tests.support.networks import CASES
+
+CPU = torch.device("cpu")
+
+
+CHANCE = random.Random(5)
+
+
+ORDERS: dict[str, Callable[[int], int]] = {
+    "latest": latest,
+    "random": lambda count: CHANCE.randint(0, count),
+}
+
+
+@pytest.fixture(params=ORDERS)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A GPU that must have been used as CUDA allows when the test ends."""
+    made = FakeGpu(ORDERS[request.param], in_step=True)
+    monkeypatch.setattr("lightning_dlres.core.slab._pin", made.pin)
+    yield made
+    assert made.faults == []
+
+
+def settings(*actions: Action) -> Settings:
+    return Settings(
+        device_limit="min",
+        min_bytes=1,
+        tiers=(TierSettings("host"),),
+        actions=(Action.KEEP, *actions),
+        recompute=False,
+        reuse=False,
+    )
+
+
+def train(
+    name: str, options: Settings | None, gpu: FakeGpu, steps: int = 6
+) -> tuple[list[Tensor], Offloader | None]:
+    """Return the gradients of all steps, and what moved the saved tensors."""
+    torch.manual_seed(0)
+    net, x = CASES[name].make(), CASES[name].batch()
+    stays = [*net.parameters(), *net.buffers()]
+    offloader = Offloader(net, options, CPU, gpu=gpu) if options is not None else None
+    found: list[Tensor] = []
+    for number in range(steps):
+        torch.manual_seed(number)
+
+        def step() -> None:
+            net(x).float().square().mean().backward()
+
+        if offloader is None:
+            step()
+        else:
+            with offloader.step("one", stays, lambda: [*stays, x]):
+                step()
+        found += [p.grad for p in net.parameters() if p.grad is not None]
+        net.zero_grad()
+    return found, offloader
+
+
+WAYS = {
+    "offload": (Action.OFFLOAD,),
+    "compress": (Action.COMPRESS,),
+    "both": (Action.BOTH,),
+    "all": (Action.OFFLOAD, Action.BOTH, Action.COMPRESS),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), [("unet", "offload"), *(("cnn", way) for way in WAYS)])
+def test_gradients_are_those_of_plain_training(name: str, way: str, gpu: FakeGpu) -> None:
+    plain, _ = train(name, None, gpu)
+    ours, offloader = train(name, settings(*WAYS[way]), gpu)
+    assert offloader is not None
+    assert offloader.plan is not None
+    assert {d.action for d in offloader.plan.decisions} != {Action.KEEP}
+    assert offloader.measured.unlike == []
+    assert offloader.measured.steps > 0
+    for expected, found in zip(plain, ours, strict=True):
+        assert torch.equal(expected, found)
+    if way == "offload":
+        assert offloader.measured.saved_peak <= offloader.plan.saved_peak
+    offloader.close()
+    gc.collect()
+    assert gpu.pinned == 0
+
+
+def test_planned_steps_leave_the_host_and_its_counters_alone(gpu: FakeGpu) -> None:
+    _, offloader = train("cnn", settings(*WAYS["both"]), gpu, steps=2)
+    assert offloader is not None
+    waits, resets, reads = gpu.waits, gpu.resets, gpu.reads
+    net, x = nn.Sequential(*offloader._root.children()), CASES["cnn"].batch()
+    stays = [*net.parameters(), *net.buffers()]
+    gpu.most = 100
+    for number in range(3):
+        with offloader.step("one", stays, lambda: [*stays, x]):
+            net(x).float().square().mean().backward()
+            gpu.most += 7 if number == 1 else 0
+    assert offloader.measured.steps == 3
+    # No stream is waited for, and `torch.cuda.max_memory_allocated` is still the user's.
+    assert (gpu.waits, gpu.resets) == (waits, resets)
+    assert offloader.measured.device_peak == 107
+    assert offloader.plan is not None
+    packed = sum(d.action in (Action.COMPRESS, Action.BOTH) for d in offloader.plan.decisions)
+    assert gpu.reads - reads == 3 * packed > 0
+
+
+def test_what_was_compressed_goes_before_the_next_is_saved(gpu: FakeGpu) -> None:
+    _, offloader = train("cnn", settings(*WAYS["compress"]), gpu, steps=2)
+    assert offloader is not None
+    assert offloader.plan is not None
+    packed = sum(d.action is Action.COMPRESS for d in offloader.plan.decisions)
+    assert packed > 1
+    net, x = offloader._root, CASES["cnn"].batch()
+    stays, reads = [*net.parameters(), *net.buffers()], gpu.reads
+    with offloader.step("one", stays, lambda: [*stays, x]):
+        loss = net(x).float().square().mean()
+        assert gpu.reads - reads >= packed - 1
+        loss.backward()
+    assert gpu.reads - reads == packed
+
+
+def sparse(count: int = 1 << 14) -> Tensor:
+    return torch.relu(torch.randn(count))
+
+
+def datum_of(tensor: Tensor, ledger: Ledger) -> Datum:
+    return Datum(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
+
+
+def restored(datum: Datum, tensor: Tensor) -> Tensor:
+    return datum.tensor_for(datum.read_by(tensor, datum.storage)).clone()
+
+
+def test_compressed_data_hold_what_is_planned_and_are_counted_late(gpu: FakeGpu) -> None:
+    ledger = Ledger()
+    with LiveBytes() as live:
+        tensor = sparse()
+        expected, room = tensor.clone().numpy(), int(ZeroValue().encode(tensor).nbytes * 1.1)
+        datum = datum_of(tensor, ledger)
+        assert datum.obey(Order(Action.COMPRESS, room=room, gpu=gpu))
+        # The host goes on, and the original is there until the count is.
+        assert gpu.reads == 0
+        gc.collect()
+        before = live.now
+        reader = datum.read_by(tensor, datum.storage)
+        del tensor
+        datum.settle()
+        assert gpu.reads == 1
+        gc.collect()
+        assert before - live.now == expected.nbytes
+        assert room <= ledger.now < room + 8
+        assert (datum.tensor_for(reader).numpy() == expected).all()
+
+
+@pytest.mark.parametrize("action", [Action.COMPRESS, Action.BOTH])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_data_that_take_more_than_planned_are_whole(
+    gpu: FakeGpu, action: Action, has_room: bool
+) -> None:
+    tensor, ledger = sparse(), Ledger()
+    room = ZeroValue().encode(tensor).nbytes - 64
+    tier = SlabTier(tensor.nbytes * 2 if has_room else aligned(room + 8), None, pinned=True)
+    copies = StreamCopies(gpu)
+    datum = datum_of(tensor, ledger)
+    assert datum.obey(Order(action, tier, None, copies, room, gpu))
+    datum.settle()
+    assert datum.is_away == has_room
+    assert ledger.now == (0 if has_room else tensor.nbytes)
+    expected = tensor.clone()
+    backward = gpu.streams[2]
+    assert backward.issued == 0
+    assert torch.equal(restored(datum, tensor), expected)
+    assert (backward.issued > 0) == has_room
+    copies.finish()
+
+
+def test_tensors_elsewhere_stay(gpu: FakeGpu) -> None:
+    class Refusing:
+        def __getattr__(self, name: str) -> Any:
+            assert name == "start", "a tensor of the host moved in a GPU's run"
+            return lambda: None
+
+    for device in ("cuda:0", "cuda"):
+        engine: Any = SavedTensors(1, torch.device(device))
+        x = torch.randn(64, 64, requires_grad=True)
+        with engine.hooks(Refusing()):
+            (x.relu() * x).sum().backward()
+        assert x.grad is not None
+
+
+def test_measuring_takes_little_of_a_gpu(gpu: FakeGpu) -> None:
+    copies = StreamCopies(gpu)
+    with LiveBytes() as live:
+        link = measure_link("host", copies, CPU, None, True, 1 << 30, gpu)
+    # A quarter of it is locked memory of the host.
+    assert live.peak <= 96 << 20
+    assert link.overlaps
+    gc.collect()
+    assert gpu.pinned == 0
+    with LiveBytes() as live:
+        assert 0 < measure_copies(CPU, gpu) < inf
+    assert live.peak <= 64 << 20
+
+
+def test_a_gpu_without_numba_cuda_does_not_compress(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    assert Action.COMPRESS in MemoryOptions("min").on(device).actions
+    monkeypatch.setattr(zvc, "runs_on_gpus", lambda: False)
+    assert Action.COMPRESS not in MemoryOptions("min").on(device).actions
+    assert Action.BOTH not in MemoryOptions("min").on(device).actions
+    assert Action.COMPRESS in MemoryOptions("min").on(CPU).actions
+    with pytest.raises(ConfigError, match="pip install 'lightning-dlres"):
+        MemoryOptions("min", actions=["compress", "offload"]).on(device)
+
+
+def test_locked_pages_belong_to_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[range] = []
+
+    def pin(data: Tensor) -> None:
+        pages = range(data.data_ptr() // PAGESIZE, (data.data_ptr() + data.numel()) // PAGESIZE)
+        assert data.data_ptr() % PAGESIZE == data.numel() % PAGESIZE == 0
+        assert all(set(pages).isdisjoint(other) for other in locked)
+        locked.append(pages)
+
+    monkeypatch.setattr("lightning_dlres.core.slab._pin", pin)
+    slabs = [Slab(nbytes, pinned=True) for nbytes in (1, 700, 5000, 3, 3)]
+    assert [slab.data.numel() for slab in slabs] == [1, 700, 5000, 3, 3]
+    assert len(locked) == 5

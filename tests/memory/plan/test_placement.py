@@ -1,0 +1,54 @@
+"""Data that live at the same time never share memory."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dlres.core.slab import aligned
+from lightning_dlres.memory.plan.placement import Lifetime, least_size, overlap, place
+
+LIVES = st.lists(
+    st.builds(
+        lambda nbytes, start, length: Lifetime(nbytes, start, start + length),
+        st.integers(0, 5000),
+        st.integers(0, 30),
+        st.integers(0, 15),
+    ),
+    max_size=25,
+)
+
+
+def live_together(lives: list[Lifetime], offsets: list[int]) -> bool:
+    """Return whether two share a byte, by looking at every pair."""
+    for a, (one, at) in enumerate(zip(lives, offsets, strict=True)):
+        for other, place_ in list(zip(lives, offsets, strict=True))[:a]:
+            moments = set(range(one.start, one.stop + 1))
+            if moments & set(range(other.start, other.stop + 1)):
+                first, stop = max(at, place_), min(at + one.nbytes, place_ + other.nbytes)
+                if first < stop:
+                    return True
+    return False
+
+
+@given(lives=LIVES)
+def test_no_two_live_data_overlap(lives: list[Lifetime]) -> None:
+    offsets, size = place(lives)
+    assert overlap(lives, offsets) is None
+    assert not live_together(lives, offsets)
+    ends = [at + aligned(x.nbytes) for x, at in zip(lives, offsets, strict=True)]
+    assert size >= max(ends, default=0)
+    assert size >= least_size(lives)
+
+
+@given(lives=LIVES, data=st.data())
+def test_the_check_finds_what_pairs_find(lives: list[Lifetime], data: st.DataObject) -> None:
+    offsets = [data.draw(st.integers(0, 8000)) for _ in lives]
+    assert (overlap(lives, offsets) is not None) == live_together(lives, offsets)
+
+
+def test_what_is_not_needed_together_shares_memory() -> None:
+    lives = [Lifetime(1024, 0, 3), Lifetime(1024, 4, 7), Lifetime(512, 2, 5)]
+    offsets, size = place(lives)
+    assert offsets[0] == offsets[1]
+    assert size == 1536

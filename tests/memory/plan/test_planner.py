@@ -1,0 +1,203 @@
+"""The memory planner against trying everything, and the simulator against sums by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.plan.choices import KEEP, Choice, Limits
+from lightning_dlres.memory.plan.placement import Lifetime, overlap
+from lightning_dlres.memory.plan.plan import MemoryPlan
+from lightning_dlres.memory.plan.planner import plan_memory, smallest_budget
+from lightning_dlres.memory.plan.simulator import simulate
+from lightning_dlres.memory.profile.step_profile import StepProfile
+from tests.support.examples import examples
+from tests.support.memory_profiles import MIB, all_selections, any_profile, profiles, stack
+
+OFFLOAD = Choice(Action.OFFLOAD, "host")
+
+
+def oracle(profile: StepProfile, limits: Limits) -> float:
+    """Return the time of the fastest step within the limits; infinite if there is none."""
+    least = inf
+    for choices, regions, reuses in all_selections(profile):
+        outcome = simulate(profile, choices, limits, regions, reuses=reuses)
+        if outcome.excess <= 0:
+            least = min(least, outcome.seconds)
+    return least
+
+
+def without_overlap(profile: StepProfile) -> StepProfile:
+    links = tuple(msgspec.structs.replace(link, overlaps=False) for link in profile.links)
+    return msgspec.structs.replace(profile, links=links)
+
+
+def some_limits(profile: StepProfile, rng: random.Random) -> Limits:
+    plain = simulate(profile, [KEEP] * len(profile.data))
+    peak, saved = plain.peak, max(plain.resident)
+    return Limits(
+        device=peak * rng.uniform(0.3, 1.0) if rng.random() < 0.7 else inf,
+        saved=saved * rng.uniform(0.3, 1.0) if rng.random() < 0.5 else inf,
+        tiers={"host": rng.randint(0, 60) * MIB} if rng.random() < 0.3 else {},
+    )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_plans_are_the_fastest_where_copies_are_waited_for(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = without_overlap(any_profile(rng))
+    limits = some_limits(profile, rng)
+    least = oracle(profile, limits)
+    if least == inf:
+        with pytest.raises(ConfigError, match=r"expected at least|leave no room"):
+            plan_memory(profile, limits)
+    else:
+        assert plan_memory(profile, limits).seconds == pytest.approx(least, rel=1e-4)
+
+
+def test_plans_are_nearly_the_fastest_where_copies_are_hidden() -> None:
+    worst = total = count = 0.0
+    for seed in range(300):
+        rng = random.Random(seed)
+        profile = any_profile(rng)
+        limits = some_limits(profile, rng)
+        least = oracle(profile, limits)
+        if least == inf:
+            with pytest.raises(ConfigError, match=r"expected at least|leave no room"):
+                plan_memory(profile, limits)
+            continue
+        ratio = plan_memory(profile, limits).seconds / least
+        worst, total, count = max(worst, ratio), total + ratio, count + 1
+    assert count > 80
+    assert worst < 1.1
+    assert total / count < 1.003
+
+
+@settings(max_examples=examples(150))
+@given(profile=profiles(most=12))
+def test_what_a_plan_says_is_within_its_limits(profile: StepProfile) -> None:
+    smallest = smallest_budget(profile)
+    plan = plan_memory(profile, Limits(device=smallest))
+    assert plan.peak <= smallest + 1
+    lives = [
+        Lifetime(decision.room, decision.saved, datum_end(profile, decision.saved))
+        for decision in plan.decisions
+        if decision.tier == "host"
+    ]
+    offsets = [decision.offset for decision in plan.decisions if decision.tier == "host"]
+    assert overlap(lives, offsets) is None
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    assert StepProfile.from_json(profile.to_json()) == profile
+    plan.table()
+
+
+def test_what_is_fetched_waits_for_what_is_leaving() -> None:
+    profile = any_profile(random.Random(886), 12)
+    smallest = smallest_budget(profile)
+    assert plan_memory(profile, Limits(device=smallest)).peak <= smallest + 1
+
+
+def datum_end(profile: StepProfile, saved: int) -> int:
+    return next(datum.end for datum in profile.data if datum.saved == saved)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_smallest_budget_is_the_smallest(seed: int) -> None:
+    profile = without_overlap(any_profile(random.Random(seed), most=4))
+    found = smallest_budget(profile)
+    peaks = [
+        simulate(profile, choices, regions=regions, reuses=reuses).peak
+        for choices, regions, reuses in all_selections(profile)
+    ]
+    assert found == pytest.approx(min(peaks), abs=2)
+
+
+def test_a_step_whose_copies_are_hidden() -> None:
+    # 10 MiB take 10.5 ms, and a layer 20: every copy is done before the next datum is saved.
+    profile = stack([10] * 5, seconds=0.02)
+    outcome = simulate(profile, [OFFLOAD] * 3 + [KEEP] * 2)
+    assert outcome.seconds == pytest.approx(0.02 * 11)
+    assert outcome.moved == 60 * MIB
+    assert outcome.peak == 20 * MIB
+    # Each has left at the event after, and comes back one layer ahead of its use.
+    assert outcome.left_by[:3] == (1, 2, 3)
+    assert outcome.fetch_at[:3] == (8, 7, 6)
+
+
+def test_one_link_carries_both_directions() -> None:
+    profile = stack([20] * 4, seconds=0.01)
+    everything = simulate(profile, [OFFLOAD] * 4)
+    # The link has 160 MiB to move, 168 ms of work; the first datum comes 10 ms after the start.
+    # Eight intervals of 10 ms are no cover for that.
+    assert everything.seconds >= 0.01 + 160 * MIB / 1e9
+    apart = stack([20] * 4, seconds=0.01, overlaps=False)
+    waited = simulate(apart, [OFFLOAD] * 4)
+    assert waited.seconds == pytest.approx(0.09 + 160 * MIB / 1e9)
+
+
+def test_the_last_layers_stay() -> None:
+    # What they save is used at once.
+    profile = stack([20] * 8, seconds=0.02)
+    plan = plan_memory(profile, Limits(saved=100 * MIB))
+    away = [d.action is Action.OFFLOAD for d in plan.decisions]
+    assert away[0]
+    assert not away[-1]
+    assert plan.seconds == pytest.approx(plan.plain_seconds)
+
+
+def test_where_the_link_is_slow_modules_run_again() -> None:
+    from lightning_dlres.memory.profile.step_profile import Region
+
+    profile = stack([20] * 6, seconds=0.01, out_rate=1e8, in_rate=1e8)
+    regions = tuple(Region(layer=f"layer{n}", data=(n,), seconds=0.01, entry=n) for n in range(6))
+    profile = msgspec.structs.replace(profile, regions=regions)
+    plan = plan_memory(profile, Limits(saved=60 * MIB))
+    assert plan.recompute
+    assert not any(d.action is Action.OFFLOAD for d in plan.decisions)
+    fast = stack([20] * 6, seconds=0.05, out_rate=1e10, in_rate=1e10)
+    fast = msgspec.structs.replace(fast, regions=regions)
+    assert not plan_memory(fast, Limits(saved=60 * MIB)).recompute
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
+    profile = stack([10] * 4)
+    with pytest.raises(ConfigError, match=r"expected at least 10 MiB \(10485760 bytes\)"):
+        plan_memory(profile, Limits(device=MIB))
+    with pytest.raises(ConfigError, match="saved_budget: got 1 MiB"):
+        plan_memory(profile, Limits(saved=MIB))
+    assert plan_memory(profile, Limits(device=10 * MIB)).peak == 10 * MIB
+
+
+def test_a_plan_says_where_offload_does_not_help() -> None:
+    profile = stack([1, 1])
+    base = tuple(1000 * MIB for _ in profile.base)
+    plan = plan_memory(msgspec.structs.replace(profile, base=base), Limits())
+    assert "offload would not help here" in plan.notes[0]
+    assert "offload would not help here" in plan.table()
+    assert plan.changes_nothing
+
+
+def test_a_full_host_leaves_the_rest_to_the_disk() -> None:
+    profile = stack([10] * 6, overlaps=False)
+    link = profile.links[0]
+    slow = msgspec.structs.replace(link, tier="disk", out_rate=1e8, in_rate=1e8)
+    profile = msgspec.structs.replace(profile, links=(link, slow))
+    plan = plan_memory(profile, Limits(saved=30 * MIB, tiers={"host": 20 * MIB}))
+    assert plan.tiers["host"] <= 20 * MIB
+    assert plan.tiers["disk"] >= 10 * MIB
+    with pytest.raises(ConfigError, match="saved_budget"):
+        plan_memory(profile, replace(Limits(saved=30 * MIB), tiers={"host": 20 * MIB, "disk": 0.0}))
+
+
+def test_text_that_is_no_plan() -> None:
+    with pytest.raises(ConfigError, match="memory plan: cannot be read"):
+        MemoryPlan.from_json("{}")
+    with pytest.raises(ConfigError, match="memory profile: cannot be read"):
+        StepProfile.from_json("[")

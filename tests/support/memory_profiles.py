@@ -1,0 +1,208 @@
+"""Profiles of steps, small enough to try everything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.plan.choices import KEEP, Choice
+from lightning_dlres.memory.profile.step_profile import Datum, Link, Region, Reuse, StepProfile
+
+MIB = 1 << 20
+
+
+def stack(sizes: list[int], seconds: float = 0.01, **link: object) -> StepProfile:
+    """Return a network whose layers save one datum each, used in the reverse order."""
+    count = len(sizes)
+    data = tuple(
+        Datum(
+            nbytes=size * MIB,
+            layer=f"layer{number}",
+            saved=number,
+            gone=number + 1,
+            uses=(2 * count - 1 - number,),
+            end=2 * count - 1 - number,
+        )
+        for number, size in enumerate(sizes)
+    )
+    facts: dict[str, object] = {"tier": "host", "out_rate": 1e9, "in_rate": 1e9, "overlaps": True}
+    return StepProfile(
+        seconds=(seconds,) * (2 * count + 1),
+        base=(0,) * (2 * count + 1),
+        data=data,
+        links=(Link(**{**facts, **link}),),  # type: ignore[arg-type]
+    )
+
+
+@st.composite
+def profiles(draw: st.DrawFn, most: int = 5) -> StepProfile:
+    """Return any small step."""
+    return any_profile(random.Random(draw(st.integers(0, 1 << 30))), most)
+
+
+def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
+    """Return a step with forward and backward, perhaps twice, and data that are used later."""
+    count = rng.randint(1, most)
+    events: list[tuple[int, bool]] = []
+    for group in _groups(rng, list(range(count))):
+        saves = [(number, True) for number in group]
+        uses = [(number, False) for number in reversed(group)]
+        extra = [(number, False) for number in group if rng.random() < 0.2]
+        if rng.random() < 0.3:
+            rng.shuffle(uses)
+        events += saves + uses + extra
+    places: dict[tuple[int, bool], list[int]] = {}
+    for place, event in enumerate(events):
+        places.setdefault(event, []).append(place)
+    data = []
+    for number in range(count):
+        saved, uses = places[number, True][0], tuple(places[number, False])
+        held = rng.random() < 0.15
+        nbytes = rng.randint(1, 40) * MIB
+        packs = rng.random() < 0.5
+        data.append(
+            Datum(
+                nbytes=nbytes,
+                layer=f"layer{number}",
+                saved=saved,
+                gone=len(events) if held else min(saved + rng.choice([1, 1, 1, 2]), len(events)),
+                uses=uses,
+                end=uses[-1],
+                packed=int(nbytes * rng.uniform(0.2, 0.85)) if packs else None,
+                encode_seconds=rng.uniform(0, 0.01) if packs else 0.0,
+                decode_seconds=rng.uniform(0, 0.01) if packs else 0.0,
+            )
+        )
+    links = [
+        Link(
+            tier=tier,
+            out_rate=rng.uniform(1, 20) * 1e9,
+            in_rate=rng.uniform(1, 20) * 1e9,
+            overlaps=tier == "host" and rng.random() < 0.6,
+        )
+        for tier in ("host", "disk")
+        if rng.random() < 0.7
+    ]
+    seconds = tuple(rng.uniform(0, 0.01) for _ in range(len(events) + 1))
+    base = tuple(rng.randint(0, 10) * MIB for _ in range(len(events) + 1))
+    regions = tuple(_regions(rng, data))
+    reuses = tuple(_reuses(rng, data))
+    # Where memory is reused, there is a gradient that needs it.
+    room = [0] * len(base)
+    for reuse in reuses:
+        if reuse.at is not None:
+            for place in range(reuse.at + 1, data[reuse.datum].end + 2):
+                room[place] += data[reuse.datum].nbytes
+    return StepProfile(
+        seconds=seconds,
+        base=tuple(b + r for b, r in zip(base, room, strict=True)),
+        data=tuple(data),
+        links=tuple(links),
+        regions=regions,
+        reuses=reuses,
+    )
+
+
+def _groups(rng: random.Random, numbers: list[int]) -> list[list[int]]:
+    if len(numbers) > 2 and rng.random() < 0.3:
+        middle = rng.randint(1, len(numbers) - 1)
+        return [numbers[:middle], numbers[middle:]]
+    return [numbers]
+
+
+def _regions(rng: random.Random, data: list[Datum]) -> list[Region]:
+    found = []
+    for first, stop in itertools.combinations(range(len(data) + 1), 2):
+        inside = data[first:stop]
+        if rng.random() < 0.25 and inside[-1].saved < min(d.uses[0] for d in inside):
+            found.append(
+                Region(
+                    layer=f"block{first}-{stop}",
+                    data=tuple(range(first, stop)),
+                    seconds=rng.uniform(0.0, 0.02),
+                    entry=inside[0].saved,
+                    inputs=rng.choice([0, 3 * MIB]),
+                    workspace=rng.choice([0, 2 * MIB]),
+                )
+            )
+    return found
+
+
+def _reuses(rng: random.Random, data: list[Datum]) -> list[Reuse]:
+    found = []
+    for number, datum in enumerate(data):
+        if rng.random() > 0.3:
+            continue
+        at = rng.choice(datum.uses)
+        signs = rng.choice([0, datum.nbytes // 32])
+        if datum.gone < datum.uses[0] and signs and rng.random() < 0.5:
+            at_or_never, nbytes = None, 0
+        elif datum.gone <= at:
+            at_or_never, nbytes = at, rng.randint(1, datum.nbytes)
+        else:
+            continue
+        found.append(
+            Reuse(
+                layers=(f"block{number}-{number + 1}.inner",),
+                datum=number,
+                at=at_or_never,
+                nbytes=nbytes,
+                signs=signs,
+                seconds=rng.choice([0.0, rng.uniform(0, 0.005)]),
+            )
+        )
+    return found
+
+
+Combination = tuple[tuple[Choice, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def all_selections(
+    profile: StepProfile, actions: tuple[Action, ...] = tuple(Action)
+) -> Iterator[Combination]:
+    """Yield all that a planner could choose, by brute force: what happens to every datum, which
+    regions run again, and which reuses there are."""
+    for regions in _subsets(len(profile.regions)):
+        for reuses in _subsets(len(profile.reuses)):
+            yield from _with(profile, regions, reuses, actions)
+
+
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    for size in range(count + 1):
+        yield from itertools.combinations(range(count), size)
+
+
+def _with(
+    profile: StepProfile,
+    regions: tuple[int, ...],
+    reuses: tuple[int, ...],
+    actions: tuple[Action, ...],
+) -> Iterator[Combination]:
+    again = [profile.regions[index] for index in regions]
+    inside = [n for region in again for n in region.data]
+    used = [profile.reuses[index] for index in reuses]
+    names = {region.layer for region in again}
+    if len(inside) != len(set(inside)):
+        return
+    for reuse in used:
+        if reuse.datum in inside or any(n.partition(".")[0] in names for n in reuse.layers):
+            return
+    without = {reuse.datum for reuse in used if reuse.at is None}
+    options = []
+    for number, datum in enumerate(profile.data):
+        own = [KEEP]
+        if number not in inside and number not in without and datum.gone < datum.uses[0]:
+            for action in actions:
+                if action in (Action.COMPRESS, Action.BOTH) and datum.packed is None:
+                    continue
+                if action is Action.COMPRESS:
+                    own.append(Choice(action))
+                if action in (Action.OFFLOAD, Action.BOTH):
+                    own += [Choice(action, link.tier) for link in profile.links]
+        options.append(own)
+    for choices in itertools.product(*options):
+        yield choices, regions, reuses
