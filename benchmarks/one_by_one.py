@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dlres.prefetch.storage.nodes import NodeStorage
+from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 
 
 class OneByOne:

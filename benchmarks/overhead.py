@@ -40,7 +40,7 @@ from benchmarks.report import Check, at_least, at_most, conclude, table
 from benchmarks.step_turns import Switch, step_seconds
 from benchmarks.zvc import versions
 from lightning_dlres import ActivationOffload, PrefetchCacheDataModule
-from lightning_dlres.prefetch.samples import Sample
+from lightning_dlres.prefetch.cache.samples import Sample
 
 OFFLOAD_TARGET, PIPELINE_TARGET, FILES_TARGET = 1.01, 1.03, 0.95
 EPOCHS = 3

@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.nodes import Batcher, Loader, ParallelMapper, SamplerWrapper
 
 from benchmarks.one_by_one import OneByOne
-from lightning_dlres.prefetch.engine import PrefetchEngine
-from lightning_dlres.prefetch.index import CacheIndex
-from lightning_dlres.prefetch.kept import KeptSamples
-from lightning_dlres.prefetch.loader import PrefetchLoader
-from lightning_dlres.prefetch.options import host_config
-from lightning_dlres.prefetch.samples import Sample
-from lightning_dlres.prefetch.sequence import shuffled
-from lightning_dlres.prefetch.space import CacheSpace
+from lightning_dlres.prefetch.cache.engine import PrefetchEngine
+from lightning_dlres.prefetch.cache.index import CacheIndex
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.cache.pinned import KeptSamples
+from lightning_dlres.prefetch.cache.samples import Sample
+from lightning_dlres.prefetch.cache.space import CacheSpace
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
+from lightning_dlres.prefetch.order.sequence import shuffled
 
 _MANY = 10_000_000
 _FIRST_BATCHES = 100

@@ -57,14 +57,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lightning_dlres.datamodules import PrefetchCacheDataModule
-    from lightning_dlres.prefetch.node import PrefetchCacheNode
-    from lightning_dlres.prefetch.samples import Sample
+    from lightning_dlres.prefetch.cache.samples import Sample
+    from lightning_dlres.prefetch.loading.node import PrefetchCacheNode
 
 # Imported when they are asked for: they bring Numba, which takes a while and not everybody needs.
 _LAZY = {
     "PrefetchCacheDataModule": "lightning_dlres.datamodules",
-    "PrefetchCacheNode": "lightning_dlres.prefetch.node",
-    "Sample": "lightning_dlres.prefetch.samples",
+    "PrefetchCacheNode": "lightning_dlres.prefetch.loading.node",
+    "Sample": "lightning_dlres.prefetch.cache.samples",
 }
 
 

@@ -109,7 +109,7 @@ def _import() -> None:
     # All of the package, and Lightning, which is the expensive part.
     import tests.parity.harness
     import tests.strategies.fitting  # noqa: F401
-    from lightning_dlres.prefetch import host  # noqa: F401
+    from lightning_dlres.prefetch.cache import host  # noqa: F401
 
     torch.set_num_threads(1)
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1

@@ -21,14 +21,14 @@ from lightning_dlres.core.keys import create_keys, load_keys, load_public_key
 from lightning_dlres.core.light import light_command
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.prefetch.source_options import (
+from lightning_dlres.prefetch.storage.listings import is_url, open_reader
+from lightning_dlres.prefetch.storage.readers import Reader
+from lightning_dlres.prefetch.storage.source_options import (
     load_storage_options,
     parse_extensions,
     parse_storage_options,
 )
-from lightning_dlres.prefetch.storage.listings import is_url, open_reader
-from lightning_dlres.prefetch.storage.put import damaged, put
-from lightning_dlres.prefetch.storage.readers import Reader
+from lightning_dlres.prefetch.storage.writer import damaged, put
 
 _PORT = 5570
 
@@ -72,7 +72,7 @@ def _serve(settings: argparse.Namespace) -> int:
         missing, given = ("--key", "--allow") if settings.key is None else ("--allow", "--key")
         raise ConfigError(f"{missing} must be given beside {given}, got none. Pass both.")
     # Brings sockets, which only this command needs.
-    from lightning_dlres.prefetch.storage.server import StoreNode
+    from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 
     numbers = range(settings.nodes) if settings.node is None else [settings.node]
     reader = _open(settings)

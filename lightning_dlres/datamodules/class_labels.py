@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from lightning.pytorch.strategies import Strategy
 
 from lightning_dlres.core.errors import ConfigError, DlresError
-from lightning_dlres.prefetch.labels import parse_labels
+from lightning_dlres.prefetch.storage.labels import parse_labels
 
 
 class ClassLabels:

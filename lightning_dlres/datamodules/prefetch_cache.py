@@ -31,18 +31,18 @@ from lightning_dlres.datamodules.splits import (
     is_data_set,
 )
 from lightning_dlres.datamodules.stores import SplitStores
-from lightning_dlres.prefetch.loader import PrefetchLoader
-from lightning_dlres.prefetch.messages import HostConfig
-from lightning_dlres.prefetch.options import host_config
-from lightning_dlres.prefetch.sequence import Deal, Tail
-from lightning_dlres.prefetch.source import source_classes
-from lightning_dlres.prefetch.source_options import (
+from lightning_dlres.prefetch.cache.messages import HostConfig
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
+from lightning_dlres.prefetch.loading.workers import Collate, Decode, Workers
+from lightning_dlres.prefetch.order.sequence import Deal, Tail
+from lightning_dlres.prefetch.storage.source import source_classes
+from lightning_dlres.prefetch.storage.source_options import (
     Extensions,
     StorageOptions,
     parse_extensions,
     parse_storage_options,
 )
-from lightning_dlres.prefetch.workers import Collate, Decode, Workers
 
 # What happens to samples that fill no batch of every rank and are not dropped.
 Rest = Literal["pad", "uneven"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from lightning_dlres.prefetch.loader import PrefetchLoader
-from lightning_dlres.prefetch.messages import Metrics
+from lightning_dlres.prefetch.cache.messages import Metrics
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 
 
 class MetricsLog:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.prefetch.options import is_address
+from lightning_dlres.prefetch.cache.options import is_address
 from lightning_dlres.prefetch.storage.listings import is_url
 
 Source = str | Path | Dataset[Any]

@@ -30,9 +30,9 @@ from lightning_dlres.core.locks import (
     remove_owned,
     sweep,
 )
-from lightning_dlres.prefetch.items import ENCODING, encode_item
-from lightning_dlres.prefetch.storage.put import put
-from lightning_dlres.prefetch.table import MANIFEST, SampleTable
+from lightning_dlres.prefetch.loading.items import ENCODING, encode_item
+from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
+from lightning_dlres.prefetch.storage.writer import put
 
 # Samples that are read again, to see whether they are the same.
 _PROBES = 16

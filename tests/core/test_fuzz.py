@@ -19,13 +19,13 @@ import zmq
 from lightning_dlres.core.net import Client
 from lightning_dlres.pipeline.comm import heartbeat
 from lightning_dlres.pipeline.comm.liveness import Watch
-from lightning_dlres.prefetch import messages
-from lightning_dlres.prefetch.loader import PrefetchLoader
-from lightning_dlres.prefetch.options import host_config
-from lightning_dlres.prefetch.storage import protocol
+from lightning_dlres.prefetch.cache import messages
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.storage.listings import open_reader
-from lightning_dlres.prefetch.storage.nodes import NodeStorage
-from lightning_dlres.prefetch.storage.server import StoreNode
+from lightning_dlres.prefetch.storage.nodes import protocol
+from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
+from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 from tests.core.hostile import BANNERS, connect_raw, frame, greet, malformed, resident_bytes
 from tests.waiting import wait_until
 

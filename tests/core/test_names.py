@@ -10,9 +10,9 @@ import pytest
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.keys import create_keys
 from lightning_dlres.core.names import path_part
-from lightning_dlres.prefetch.launch import HostProcess, runtime_directory
-from lightning_dlres.prefetch.node import PrefetchCacheNode
-from lightning_dlres.prefetch.options import host_config
+from lightning_dlres.prefetch.cache.launch import HostProcess, runtime_directory
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.loading.node import PrefetchCacheNode
 
 BAD = {
     *("", ".", "..", "...", "../x", "a/b", "/etc", "a/", "a\0b", "a\nb", "a\n", "a b", "-rf", ".a"),

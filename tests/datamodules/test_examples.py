@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 import lightning_dlres as dlres
 from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.source_files import SourceFilesDataModule
-from lightning_dlres.prefetch.samples import Sample
+from lightning_dlres.prefetch.cache.samples import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 

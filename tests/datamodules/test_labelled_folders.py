@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_dlres as dlres
-from lightning_dlres.prefetch.loader import PrefetchLoader
-from lightning_dlres.prefetch.options import host_config
-from lightning_dlres.prefetch.samples import Sample
-from lightning_dlres.prefetch.sequence import shuffled
-from lightning_dlres.prefetch.storage.put import put
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.cache.samples import Sample
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
+from lightning_dlres.prefetch.order.sequence import shuffled
+from lightning_dlres.prefetch.storage.writer import put
 from tests.datamodules.quiet import trainer
 
 # In the order of bytes, as torchvision sorts them.

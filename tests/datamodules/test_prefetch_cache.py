@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import lightning_dlres as dlres
-from lightning_dlres.prefetch.items import ENCODING, encode_item
-from lightning_dlres.prefetch.loader import PrefetchLoader
-from lightning_dlres.prefetch.options import host_config
-from lightning_dlres.prefetch.pinning import pinned
-from lightning_dlres.prefetch.sequence import shuffled
-from lightning_dlres.prefetch.storage.put import put
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.loading.items import ENCODING, encode_item
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
+from lightning_dlres.prefetch.loading.page_locked import pinned
+from lightning_dlres.prefetch.order.sequence import shuffled
+from lightning_dlres.prefetch.storage.writer import put
 from tests.datamodules.quiet import trainer
 from tests.pool import RankContext, RankPool
 

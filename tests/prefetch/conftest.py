@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 import pytest
 
-from lightning_dlres.prefetch import launch
+from lightning_dlres.prefetch.cache import launch
 from tests.nursery import ADDRESSES, Forked, Nursery
 
 SAMPLES = 97

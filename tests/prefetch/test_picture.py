@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_dlres.prefetch.picture import draw, simulate
-from lightning_dlres.prefetch.space_kernels import HIT, IN_USE, WAITING
+from docs.tools.prefetch_picture import draw, simulate
+from lightning_dlres.prefetch.cache.space_kernels import HIT, IN_USE, WAITING
 
 
 def test_a_history_shows_zone_moves_and_states() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import StorageError
-from lightning_dlres.prefetch.sequence import Positions
-from lightning_dlres.prefetch.table import SampleTable
+from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.storage.manifest import SampleTable
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import StorageError
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply, Storage
+from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader, check
-from lightning_dlres.prefetch.table import SampleTable
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # A read that ends shortly after its deadline says more than that it hangs.

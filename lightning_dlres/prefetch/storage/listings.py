@@ -17,10 +17,10 @@ import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerTimeoutError
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.prefetch.source_options import hide_secrets
+from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.readers import Files, LocalFiles, Reader
+from lightning_dlres.prefetch.storage.source_options import hide_secrets
 from lightning_dlres.prefetch.storage.url_files import UrlFiles, is_web
-from lightning_dlres.prefetch.table import MANIFEST, SampleTable
 
 # Told what has been done.
 Listed = Callable[[str], None]

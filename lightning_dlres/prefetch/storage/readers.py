@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import StorageError
-from lightning_dlres.prefetch.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.local_reads import read_parts, read_whole
-from lightning_dlres.prefetch.table import SampleTable
+from lightning_dlres.prefetch.storage.manifest import SampleTable
 
 _MOST_PREAD = 1 << 30
 # Of these the bytes tell versions of a source apart that has no checksums: so many samples, evenly

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.locks import locked_if_possible
 from lightning_dlres.prefetch.storage.listings import PACKS, pack_names
-from lightning_dlres.prefetch.table import MANIFEST, MOST_PACKS, SampleTable, unfinished
+from lightning_dlres.prefetch.storage.manifest import MANIFEST, MOST_PACKS, SampleTable, unfinished
 
 # Hidden, so that no folder lists it. Its holder writes into the directory.
 _LOCK = ".put.lock"

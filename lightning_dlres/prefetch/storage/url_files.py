@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from lightning_dlres.prefetch.source_options import hide_secrets
 from lightning_dlres.prefetch.storage.readers import Files, Piece
+from lightning_dlres.prefetch.storage.source_options import hide_secrets
 
 _Result = TypeVar("_Result")
 

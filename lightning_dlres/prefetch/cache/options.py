@@ -1,0 +1,252 @@
+"""What a user says about a cache, checked and turned into what its process is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from lightning_dlres.core.checks import finite, flag, instance, whole_number
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.keys import load_keys, load_public_key
+from lightning_dlres.core.units import parse_bytes, parse_seconds
+from lightning_dlres.prefetch.cache.messages import HostConfig
+from lightning_dlres.prefetch.storage.listings import is_url
+from lightning_dlres.prefetch.storage.source import KINDS
+from lightning_dlres.prefetch.storage.source_options import (
+    Extensions,
+    SourceConfig,
+    StorageOptions,
+    parse_extensions,
+    parse_storage_options,
+)
+
+Source = str | Path | Sequence[str]
+_SCHEME = "tcp://"
+_EMBEDDED_NODES = 4
+_LONGEST_TIMEOUT = 20 * 86400.0  # in seconds; ZeroMQ counts milliseconds in 32 bits
+# As many reads at once as four nodes would do.
+_NODE_THREADS, _DIRECT_THREADS = 4, 16
+
+
+def host_config(
+    source: Source,
+    *,
+    storage: str = "auto",
+    nodes: int | None = None,
+    replicas: int = 1,
+    capacity: str | int = "2GiB",
+    prefetch: int = 32,
+    lookahead: str | int | None = None,
+    threshold: float = 0.75,
+    requests_under_way: int = 4,
+    read_threads: int | None = None,
+    pinned: str | int = 0,
+    pinned_directory: str | Path | None = None,
+    timeout: str | float | timedelta = "30s",
+    key: str | Path | None = None,
+    server_key: str | Path | None = None,
+    follow_links: bool = False,
+    extensions: Extensions = None,
+    storage_options: StorageOptions = None,
+    classes: tuple[str, ...] = (),
+    share: int = 1,
+) -> HostConfig:
+    """Return the configuration of a cache over a source.
+
+    Args:
+        source: a folder, a store, a listing, a URL; or the addresses of storage nodes in their
+            order, as a list or with commas ("tcp://10.0.0.1:5555,tcp://10.0.0.2:5555").
+        storage: "direct": each rank reads local files itself, without a cache; "embedded": the
+            cache's process runs storage nodes over the source; "files": it reads the source
+            itself; "nodes": `source` has addresses; "auto": "nodes" for addresses, "files" for a
+            URL, "embedded" where nodes, replicas, pinned or lookahead=0 ask for it, else "direct".
+        nodes: N, where they are not addresses; None: 4 embedded ones, one for files.
+        replicas: on how many nodes each sample is.
+        capacity: bytes of the cache of one host.
+        prefetch: samples of one request, Method C's k.
+        lookahead: bytes that may be asked for ahead of need; None: half of the capacity; 0: nothing
+            is, a miss fetches the sample and the next k - 1 of its list.
+        threshold: the part of the capacity at which eviction starts.
+        requests_under_way: to one node at a time, at most.
+        read_threads: how many requests are read at once, by each embedded node, of files, or by
+            each rank itself; None: 16 for "direct", else 4.
+        pinned: bytes for samples that stay over all epochs.
+        pinned_directory: a directory on a local disk for them; None: memory.
+        timeout: after which a sample that does not come is an error.
+        key, server_key: files of keys, for nodes that use CURVE (see `dlres store keys`).
+        follow_links: whether links in a local folder are followed out of it, too.
+        extensions: endings of file names such as ".jpg", in any case; other files are no samples.
+            None: all files are.
+        storage_options: arguments of fsspec's file system behind a URL, such as keys and
+            endpoints: a mapping of JSON values, or the path of a JSON file with one. No message
+            shows them.
+        classes: the folders that samples may lie in; (): any.
+        share: which part of what the user has given the capacity is: 1/share.
+
+    Raises:
+        ConfigError: a bad value.
+    """
+    instance("storage", storage, (str,), f"one of {', '.join(('auto', *KINDS))}", "'auto'")
+    for name, number in (
+        ("nodes", nodes),
+        ("replicas", replicas),
+        ("prefetch", prefetch),
+        ("requests_under_way", requests_under_way),
+        ("read_threads", read_threads),
+    ):
+        if number is not None or name not in ("nodes", "read_threads"):
+            whole_number(name, number, f"{name}=1")
+    for name, path in (
+        ("pinned_directory", pinned_directory),
+        ("key", key),
+        ("server_key", server_key),
+    ):
+        if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
+            raise ConfigError(got_expected(name, path, "the path of a file or folder", "None"))
+    finite("threshold", threshold, "threshold=0.75", above=True)
+    for name, size in (("capacity", capacity), ("pinned", pinned), ("lookahead", lookahead)):
+        if size is not None or name != "lookahead":
+            instance(name, size, (str, int), "a number of bytes", "a value such as '2GiB'")
+    flag("follow_links", follow_links)
+    endings = parse_extensions(extensions)
+    file_system_options = parse_storage_options(storage_options)
+    addresses = _addresses(source)
+    are_nodes = all(map(is_address, addresses))
+    kind = storage
+    ahead = None if lookahead is None else parse_bytes(lookahead, "lookahead")
+    kept = parse_bytes(pinned, "pinned")
+    # What only a cache can do.
+    cached = nodes is not None or replicas > 1 or ahead == 0 or kept > 0
+    if storage == "auto":
+        is_local = "://" not in addresses[0] or addresses[0].startswith("file://")
+        local = "embedded" if cached else "direct"
+        kind = "nodes" if are_nodes else local if is_local else "files"
+    if kind not in KINDS:
+        known = " or ".join(map(repr, ("auto", *KINDS)))
+        raise ConfigError(got_expected("storage", storage, known, "storage='auto'"))
+    if (kind == "nodes") != are_nodes or (kind != "nodes" and len(addresses) > 1):
+        raise ConfigError(
+            got_expected(
+                f"a source for storage={kind!r}",
+                source,
+                "addresses" if kind == "nodes" else "one folder, store, listing or URL",
+                "'tcp://10.0.0.1:5555'" if kind == "nodes" else "storage='auto'",
+            )
+        )
+    if kind == "nodes" and endings:
+        raise ConfigError(
+            "extensions must be None for the addresses of storage nodes, got "
+            f"{extensions!r}. Serve fewer files: dlres store serve --extensions."
+        )
+    if storage_options is not None and (kind == "nodes" or not is_url(addresses[0])):
+        raise ConfigError(
+            f"storage_options must be None for a source that is no URL, got {addresses[0]!r} "
+            "beside them. Use a URL such as 's3://bucket/train'."
+        )
+    if kind == "nodes" and nodes not in (None, len(addresses)):
+        raise ConfigError(got_expected("nodes", nodes, f"the {len(addresses)} addresses", "None"))
+    if kind == "direct" and cached:
+        raise ConfigError(
+            got_expected(
+                "storage",
+                kind,
+                "'embedded' beside nodes, replicas, pinned or lookahead=0",
+                "'auto'",
+            )
+        )
+    if read_threads is None:
+        read_threads = _DIRECT_THREADS if kind == "direct" else _NODE_THREADS
+    count = len(addresses) if kind == "nodes" else nodes
+    if count is None:
+        count = _EMBEDDED_NODES if kind == "embedded" else 1
+    if not 1 <= replicas <= count:
+        raise ConfigError(
+            got_expected("replicas", replicas, f"1 to the number of nodes, {count}", "replicas=1")
+        )
+    if not 0 < threshold <= 1:
+        raise ConfigError(got_expected("threshold", threshold, "a part of 1", "threshold=0.75"))
+    if (key is None) != (server_key is None):
+        missing, given = ("key", "server_key") if key is None else ("server_key", "key")
+        raise ConfigError(f"{missing} must be given beside {given}, got None. Pass both.")
+    room = parse_bytes(capacity, "capacity")
+    if room < 1 or (ahead or 0) > room:
+        raise ConfigError(
+            got_expected(
+                "lookahead" if ahead else "capacity",
+                lookahead if ahead else capacity,
+                "at most the capacity" if ahead else "at least the largest sample",
+                "'2GiB'",
+            )
+        )
+    if kind != "direct":
+        # The process that keeps the cache gets them as JSON.
+        _require_text("source", *addresses)
+        _require_text("pinned_directory", str(pinned_directory or ""))
+    own = load_keys(Path(key)) if key is not None else None
+    return HostConfig(
+        source=SourceConfig(
+            kind=kind,
+            addresses=addresses,
+            nodes=count,
+            replicas=replicas,
+            threads=read_threads,
+            timeout=_positive(parse_seconds(timeout, "timeout")),
+            public_key=own.public if own else b"",
+            secret_key=own.secret if own else b"",
+            server_key=load_public_key(Path(server_key)) if server_key is not None else b"",
+            follow_links=follow_links,
+            extensions=endings,
+            storage_options=file_system_options,
+            classes=classes,
+        ),
+        capacity=room,
+        prefetch=prefetch,
+        lookahead=ahead,
+        threshold=threshold,
+        depth=requests_under_way,
+        kept=kept,
+        share=share,
+        kept_directory=None if pinned_directory is None else str(pinned_directory),
+    )
+
+
+def _require_text(name: str, *paths: str) -> None:
+    for path in paths:
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{name} must be a path in UTF-8 where a cache reads it, got {path!r}. Rename the "
+                "folder."
+            ) from error
+
+
+def is_address(source: str) -> bool:
+    """Return whether a source is the address of a storage node, or several with commas."""
+    return source.startswith(_SCHEME)
+
+
+def _addresses(source: Source) -> tuple[str, ...]:
+    if isinstance(source, Path):
+        return (str(source.expanduser().absolute()),)
+    if isinstance(source, str):
+        if is_address(source):
+            return tuple(part.strip() for part in source.split(","))
+        if not source:
+            raise ConfigError(got_expected("source", source, "a folder, store or URL", "'data'"))
+        # The cache's process must not depend on where it was started.
+        return (source if "://" in source else str(Path(source).expanduser().absolute()),)
+    parts = source if isinstance(source, (list, tuple)) else ()
+    if not parts or not all(isinstance(part, str) and part for part in parts):
+        raise ConfigError(
+            got_expected("source", source, "a path, a URL or addresses", "'tcp://10.0.0.1:5555'")
+        )
+    return tuple(source)
+
+
+def _positive(seconds: float) -> float:
+    if not 0 < seconds <= _LONGEST_TIMEOUT:
+        rule = "a time above 0 and up to 20 days"
+        raise ConfigError(got_expected("timeout", seconds, rule, "timeout='30s'"))
+    return seconds

@@ -1,0 +1,1 @@
+"""Loading: samples decoded and collated into batches on one rank."""

@@ -1,0 +1,692 @@
+"""The process that keeps a host's cache, and loaders that use it: bytes, order and counts as they
+should be, whoever is killed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dlres.core.errors import (
+    ConfigError,
+    PeerLostError,
+    PeerTimeoutError,
+    StorageError,
+)
+from lightning_dlres.core.locks import LOCK
+from lightning_dlres.prefetch.cache import client
+from lightning_dlres.prefetch.cache.client import CacheClient
+from lightning_dlres.prefetch.cache.launch import HostProcess
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.cache.samples import Sample
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.loading.node import PrefetchCacheNode
+from lightning_dlres.prefetch.order.sequence import shuffled
+from lightning_dlres.prefetch.storage.writer import put
+from tests.prefetch.conftest import SAMPLES, bytes_of
+from tests.prefetch.storage.test_nodes import Nodes
+from tests.support.prefetch_model import predict
+from tests.waiting import wait_until
+
+SIZES = np.array([len(bytes_of(number)) for number in range(SAMPLES)], np.int64)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def number_and_bytes(sample: Sample) -> tuple[int, bytes]:
+    return sample.number, bytes(sample.data)
+
+
+def numbers(sample: Sample) -> int:
+    assert bytes(sample.data) == bytes_of(sample.number)
+    assert sample.key == f"part{sample.number // 50}/sample {sample.number:03d}.bin"
+    return sample.number
+
+
+def loader(
+    stack: ExitStack, source: Any, name: str = "t", ranks: Ranks | None = None, **options: Any
+) -> PrefetchLoader:
+    own = (
+        "batch_size",
+        "shuffle",
+        "seed",
+        "tail",
+        "decode",
+        "collate",
+        "num_workers",
+        "worker_type",
+    )
+    cache = {key: value for key, value in options.items() if key not in own}
+    # These tests are about the cache; without a word a folder is read without one.
+    storage = "embedded" if isinstance(source, Path) else "auto"
+    config = host_config(
+        source, **{"capacity": "16KiB", "prefetch": 8, "storage": storage, **cache}
+    )
+    rest = {"batch_size": 7, "decode": numbers, "tail": "uneven"}
+    rest.update({key: value for key, value in options.items() if key in own})
+    return stack.enter_context(closing(PrefetchLoader(name, config, ranks=ranks, **rest)))
+
+
+def cache_processes(directory: Path = Path("/")) -> list[int]:
+    """Return those whose locks are in a directory; other tests may run beside this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                links = [os.readlink(file) for file in (entry / "fd").iterdir()]
+                files = [Path(link.removesuffix(" (deleted)")) for link in links]
+                if any(f.suffix == LOCK and f.is_relative_to(directory) for f in files):
+                    found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"storage": "embedded"},
+        {"storage": "files", "num_workers": 2},
+        {"storage": "embedded", "num_workers": 2, "worker_type": "process"},
+        {"storage": "files", "lookahead": 0},
+        {"storage": "embedded", "capacity": 400, "num_workers": 1},
+        {"storage": "files", "pinned": "4KiB"},
+        {"storage": "direct"},
+        {"storage": "direct", "num_workers": 2, "lookahead": 1, "read_threads": 3},
+        {"storage": "direct", "num_workers": 2, "worker_type": "process"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_every_sample_once_an_epoch_in_its_order(
+    stack: ExitStack, folder: Path, options: dict[str, Any]
+) -> None:
+    batches = loader(stack, folder, seed=5, **options)
+    for epoch in range(3):
+        found = list(batches)
+        assert len(found) == len(batches) == 14
+        assert torch.cat(found).tolist() == shuffled(SAMPLES, 5, epoch).tolist()
+    metrics = batches.metrics()
+    assert metrics.peak_bytes <= metrics.capacity
+    assert metrics.samples == 3 * SAMPLES
+
+
+def test_without_look_ahead_the_counts_are_the_models(stack: ExitStack, folder: Path) -> None:
+    for capacity in (400, 1500, 4000, 40_000):
+        batches = loader(
+            stack, folder, f"m{capacity}", storage="embedded", lookahead=0, capacity=capacity
+        )
+        for _ in batches:
+            pass
+        found = batches.metrics()
+        expected = predict(
+            shuffled(SAMPLES, 0, 0), SIZES, nodes=4, prefetch=8, capacity=capacity, batch=7
+        )
+        assert (found.hits, found.requests) == (expected.hits, expected.requests)
+        assert found.requested_bytes == expected.requested_bytes == int(SIZES.sum())
+        assert found.samples - found.hits == found.requests
+    assert found.requests == sum(-(-len(range(node, SAMPLES, 4)) // 8) for node in range(4))
+
+
+def test_ranks_share_a_cache_and_each_gets_its_samples(stack: ExitStack, folder: Path) -> None:
+    ranks = [
+        loader(stack, folder, "r", Ranks(rank, 3, (0, 2)), batch_size=4, storage="files")
+        for rank in (0, 2)
+    ]
+    iterators = [iter(batches) for batches in ranks]
+    found: list[list[int]] = [[], []]
+    for _ in range(max(map(len, ranks))):
+        for mine, iterator in zip(found, iterators, strict=True):
+            mine.extend(next(iterator, torch.empty(0)).tolist())
+    order = shuffled(SAMPLES, 0, 0).tolist()
+    assert found == [order[0::3], order[2::3]]
+    assert ranks[0].client.joined.pid == ranks[1].client.joined.pid
+    # What the third rank needs is another host's to fetch.
+    assert ranks[0].metrics().requested_samples >= len(order[0::3]) + len(order[2::3])
+
+
+def test_a_state_goes_on_with_the_very_next_sample(stack: ExitStack, folder: Path) -> None:
+    first = loader(stack, folder, "a", seed=9)
+    list(first)
+    seen, iterator = [], iter(first)
+    for _ in range(4):
+        seen.extend(next(iterator).tolist())
+    state = first.state_dict()
+    assert state == {**state, "epoch": 1, "consumed": 28, "batches": 4, "seed": 9}
+    # Other ranks and another batch: what is left is dealt to them.
+    rest: list[list[int]] = []
+    for rank in range(2):
+        second = loader(stack, folder, f"b{rank}", Ranks(rank, 2, (rank,)), batch_size=5)
+        second.load_state_dict(state)
+        assert len(second) == 4 + 7
+        rest.append([number for batch in second for number in batch.tolist()])
+        # The next epoch is a whole one again.
+        assert len(second) == 10
+        again = second.state_dict()
+        assert (again["epoch"], again["consumed"], again["batches"]) == (2, 0, 0)
+    order = shuffled(SAMPLES, 9, 1).tolist()
+    assert seen == order[:28]
+    assert rest == [order[28::2], order[29::2]]
+
+
+def test_a_state_of_another_data_set_is_refused(
+    stack: ExitStack, folder: Path, tmp_path: Path
+) -> None:
+    state = loader(stack, folder).state_dict()
+    put([b"x"] * SAMPLES, tmp_path)
+    other = loader(stack, tmp_path, "other")
+    with pytest.raises(ConfigError, match="must be of this data set"):
+        other.load_state_dict(state)
+    with pytest.raises(ConfigError, match="version"):
+        other.load_state_dict({})
+
+
+def test_an_epoch_left_early_is_followed_by_the_next(stack: ExitStack, folder: Path) -> None:
+    batches = loader(stack, folder)
+    next(iter(batches))
+    iter(batches)  # only made
+    assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 1).tolist()
+
+
+def test_the_seed_of_a_sample_depends_on_nothing_but_the_epoch(
+    stack: ExitStack, folder: Path
+) -> None:
+    def seeds(sample: Sample) -> Any:
+        return sample.number, sample.seed
+
+    alone = loader(stack, folder, "a", decode=seeds, collate=dict)
+    whole = [{}, {}]
+    for epoch in range(2):
+        for batch in alone:
+            whole[epoch].update(batch)
+    assert whole[0].keys() == whole[1].keys()
+    assert not set(whole[0].values()) & set(whole[1].values())
+    second = loader(
+        stack, folder, "b", Ranks(1, 2, (1,)), decode=seeds, collate=dict, num_workers=2
+    )
+    for batch in second:
+        assert batch.items() <= whole[0].items()
+
+
+def test_a_sample_stays_while_anything_made_of_it_does(stack: ExitStack, folder: Path) -> None:
+    batches = loader(
+        stack, folder, decode=lambda s: s, collate=lambda s: s, capacity="8KiB", batch_size=1
+    )
+    kept: dict[int, Any] = {}
+    for epoch in range(4):
+        for at, (sample,) in enumerate(batches):
+            if epoch == 0 and at in (3, 7, 20):
+                kept[sample.number] = (sample.data, sample.tensor(), sample.array[1:])[at % 3]
+            del sample
+    for number, held in kept.items():
+        expected = bytes_of(number)
+        assert (
+            bytes(held) == expected
+            or bytes(held) == expected[1:]
+            or (isinstance(held, torch.Tensor) and held.numpy().tobytes() == expected)
+        )
+    del held
+    kept.clear()
+    gc.collect()
+
+
+def test_more_than_fits_may_be_held(stack: ExitStack, folder: Path) -> None:
+    batches = loader(
+        stack, folder, decode=lambda s: s, collate=lambda s: s, capacity=500, batch_size=3
+    )
+    # All samples of an epoch at once, in a cache that has room for two or three.
+    held = [sample for batch in batches for sample in batch]
+    assert [bytes(sample.data) for sample in held] == [
+        bytes_of(number) for number in shuffled(SAMPLES, 0, 0).tolist()
+    ]
+    metrics = batches.metrics()
+    assert metrics.peak_bytes <= 500
+    assert metrics.direct_samples > SAMPLES // 2
+
+
+def test_a_rank_that_never_comes_keeps_nobody(stack: ExitStack, folder: Path) -> None:
+    # What is promised to the other one fills the budget after a few samples.
+    batches = loader(stack, folder, ranks=Ranks(0, 2, (0, 1)), capacity=2000, batch_size=2)
+    assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[::2].tolist()
+    assert batches.metrics().direct_samples > 20
+
+
+def test_what_is_held_stays_when_its_loader_has_left(stack: ExitStack, folder: Path) -> None:
+    options = {"decode": lambda s: s, "collate": lambda s: s, "capacity": "8KiB"}
+    first, second = (loader(stack, folder, "left", **options) for _ in range(2))
+    held = [sample for _, batch in zip(range(3), first, strict=False) for sample in batch]
+    first.close()
+    assert first.state_dict()["consumed"] == 21
+    assert first._client is None
+    # The same process goes on with the same memory.
+    for _ in range(4):
+        for batch in second:
+            del batch
+    assert [bytes(sample.data) for sample in held] == [bytes_of(s.number) for s in held]
+    assert second.client.joined.cache_path == first.data_set.cache_path
+
+
+def test_a_loader_that_is_only_forgotten_leaves_too(
+    folder: Path, own_runtime_directory: Path
+) -> None:
+    config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
+    batches = PrefetchLoader("f", config, batch_size=7, decode=numbers)
+    iterator = iter(batches)
+    next(iterator)
+    pid = batches.client.joined.pid
+    # Each knows the other, so that only the garbage collector can tell, in whichever thread.
+    iterator.circle = iterator
+    del batches, iterator
+    collecting = threading.Thread(target=gc.collect)
+    collecting.start()
+    collecting.join(30)
+    wait_until(lambda: pid not in cache_processes(), "the cache's process has ended")
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_with_a_process_that_is_killed_and_not_before(
+    folder: Path, own_runtime_directory: Path, method: str
+) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            multiprocessing.set_start_method(method, force=True)
+            # Else each worker imports torch by itself.
+            multiprocessing.set_forkserver_preload([__name__])
+            config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
+            batches = PrefetchLoader(
+                "w", config, batch_size=7, decode=numbers, num_workers=2, worker_type="process"
+            )
+            assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0).tolist()
+            workers = [process.pid for process in multiprocessing.active_children()]
+            os.write(writer, json.dumps([batches.client.joined.pid, *workers]).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    pids = json.loads(os.read(reader, 1000))
+    os.close(reader)
+    assert len(pids) == 3
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}/fd/0").exists() for pid in pids),
+        "the cache and the workers have ended",
+    )
+
+
+def test_an_iterator_that_is_replaced_says_so(stack: ExitStack, folder: Path) -> None:
+    batches = loader(stack, folder)
+    first = iter(batches)
+    assert next(first).tolist() == shuffled(SAMPLES, 0, 0)[:7].tolist()
+    second = iter(batches)
+    with pytest.raises(ConfigError, match="one at a time"):
+        next(first)
+    assert next(second).tolist() == shuffled(SAMPLES, 0, 1)[:7].tolist()
+
+
+def test_nothing_is_left_out_behind_a_batch_that_failed(stack: ExitStack, folder: Path) -> None:
+    def decode(sample: Sample) -> int:
+        if sample.number == shuffled(SAMPLES, 0, 0)[9] and broken:
+            raise ValueError("no picture")
+        return numbers(sample)
+
+    broken = True
+    batches = loader(stack, folder, decode=decode)
+    iterator = iter(batches)
+    next(iterator)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no picture") as caught:
+            next(iterator)
+        if sys.version_info >= (3, 11):
+            assert "in decoding sample 'part" in caught.value.__notes__[0]
+    state, broken = batches.state_dict(), False
+    batches.load_state_dict(state)
+    assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[7:].tolist()
+
+
+def test_a_batch_counts_when_it_is_handed_over(stack: ExitStack, tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number:02d}").write_bytes(bytes([number] * 10))
+    order = shuffled(40, 0, 0).tolist()
+    batches = loader(stack, tmp_path, batch_size=4, decode=None, prefetch=4, timeout="1s")
+    assert batches.data_set.samples == 40
+    (tmp_path / f"{order[13]:02d}").unlink()
+    found: list[int] = []
+    iterator = (found.extend(sample.number for sample in batch) for batch in batches)
+    with pytest.raises(StorageError, match="No such file"):
+        list(iterator)
+    assert found == order[: len(found)]
+    assert batches.state_dict()["consumed"] == len(found)
+
+
+def test_an_interrupted_iterator_says_so(stack: ExitStack, folder: Path) -> None:
+    def decode(sample: Sample) -> int:
+        raise KeyboardInterrupt
+
+    iterator = iter(loader(stack, folder, decode=decode))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(ConfigError, match="was interrupted"):
+        next(iterator)
+
+
+def test_a_join_that_a_cache_on_its_way_out_has_taken_is_made_again(
+    folder: Path, own_runtime_directory: Path
+) -> None:
+    config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
+    process = HostProcess("j", config)
+    process.ensure(60)
+    pid = cache_processes(own_runtime_directory)
+    assert len(pid) == 1
+    # It has stopped to serve, and connections are still taken.
+    for number in pid:
+        os.kill(number, signal.SIGSTOP)
+    found: list[CacheClient] = []
+    joining = threading.Thread(target=lambda: found.append(CacheClient("j", config)))
+    joining.start()
+    joining.join(1.0)
+    assert not found
+    for number in pid:
+        os.kill(number, signal.SIGKILL)
+    joining.join(60)
+    assert found[0].joined.pid not in pid
+    found[0].close()
+
+
+def test_bytes_cannot_be_written_to(stack: ExitStack, folder: Path) -> None:
+    batches = loader(
+        stack, folder, decode=lambda s: s, collate=lambda s: s, pinned="1MiB", storage="files"
+    )
+    for _ in range(2):
+        for batch in batches:
+            for sample in batch:
+                if len(sample):
+                    with pytest.raises(TypeError):
+                        sample.data[0] = 1
+                    # One's own to change: a copy where others will see the bytes again.
+                    sample.tensor().add_(1)
+                del sample
+            del batch
+    for batch in batches:
+        for sample in batch:
+            assert bytes(sample.data) == bytes_of(sample.number)
+            del sample
+
+
+def test_a_copy_goes_through_the_epoch_by_itself(stack: ExitStack, folder: Path) -> None:
+    batches = loader(stack, folder)
+    other = copy.deepcopy(batches)
+    found = [(one.tolist(), two.tolist()) for one, two in zip(batches, other, strict=True)]
+    assert all(one == two for one, two in found)
+    other.close()
+
+
+def test_memory_and_process_are_gone_when_nobody_is_left(
+    stack: ExitStack, folder: Path, own_runtime_directory: Path
+) -> None:
+    batches = loader(stack, folder)
+    list(batches)
+    pid = batches.client.joined.pid
+    assert pid in cache_processes()
+    batches.close()
+    wait_until(lambda: pid not in cache_processes(), "the cache's process has ended")
+    wait_until(
+        lambda: not list((own_runtime_directory / f"dlres-{os.getuid()}").iterdir()),
+        "files are gone",
+    )
+    # And it can be used again.
+    assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 1).tolist()
+
+
+def test_a_killed_cache_is_named_and_the_next_one_cleans_up(
+    stack: ExitStack, folder: Path, own_runtime_directory: Path
+) -> None:
+    batches = loader(stack, folder, "k")
+    iterator = iter(batches)
+    next(iterator)
+    os.kill(batches.client.joined.pid, signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="has ended"):
+        list(iterator)
+    batches.close()
+    again = loader(stack, folder, "k")
+    assert len(list(again)) == 14
+    os.kill(again.client.joined.pid, signal.SIGKILL)
+    again.close()
+    process = HostProcess("k", host_config(folder, storage="embedded"))
+    wait_until(lambda: not process.runs(), "the system has ended the killed process")
+    list(loader(stack, folder, "other"))
+    assert not (own_runtime_directory / f"dlres-{os.getuid()}" / "k").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"capacity": 300}, "capacity must be at least the largest sample, .* got 300 B"),
+        ({"capacity": "1PiB"}, "which this host has free"),
+        ({"pinned": 100, "pinned_directory": "/nowhere"}, "a file in /nowhere"),
+    ],
+)
+def test_a_cache_that_cannot_be(
+    stack: ExitStack, folder: Path, options: dict[str, Any], words: str
+) -> None:
+    batches = loader(stack, folder, storage="files", **options)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=words):
+            len(batches)
+
+
+@pytest.mark.parametrize(("ending", "is_folder"), [(".lock", True), ("", False), (".log", True)])
+def test_something_else_lies_where_a_cache_has_its_files(
+    stack: ExitStack, folder: Path, own_runtime_directory: Path, ending: str, is_folder: bool
+) -> None:
+    base = own_runtime_directory / f"dlres-{os.getuid()}"
+    base.mkdir(mode=0o700)
+    other = base / f"odd{ending}"
+    other.mkdir() if is_folder else other.write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"must be ones that can be made, got: .*Remove what is"):
+        len(loader(stack, folder, "odd"))
+    assert other.exists()
+
+
+def test_paths_that_the_cache_cannot_be_told(stack: ExitStack, tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
+    odd.mkdir()
+    (odd / "sample").write_bytes(b"x")
+    for options in ({"storage": "files"}, {"storage": "embedded"}):
+        with pytest.raises(ConfigError, match="source must be a path in UTF-8"):
+            loader(stack, odd, **options)
+    # One that the cache's process finds only when it lists the folder.
+    fine = tmp_path / "fine"
+    fine.mkdir()
+    os.symlink(b"nowhere", os.fsencode(fine) + b"/odd\xff")
+    with pytest.raises(ConfigError, match="A sample must be a file that can be read"):
+        len(loader(stack, fine, storage="files", follow_links=True))
+
+
+def test_no_data_set(stack: ExitStack, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Nothing is there"):
+        len(loader(stack, tmp_path / "nothing"))
+
+
+def test_processes_with_other_arguments_are_refused(stack: ExitStack, folder: Path) -> None:
+    list(loader(stack, folder, "same"))
+    with pytest.raises(ConfigError, match="other arguments"):
+        len(loader(stack, folder, "same", capacity="20KiB"))
+
+
+def test_what_pinned_samples_save(stack: ExitStack, folder: Path, tmp_path: Path) -> None:
+    for directory in (None, tmp_path):
+        batches = loader(
+            stack,
+            folder,
+            f"p{directory is None}",
+            storage="files",
+            pinned=10_000,
+            pinned_directory=directory,
+            seed=3,
+        )
+        batches._epochs = 3
+        for _ in range(3):
+            for batch in batches:
+                del batch
+        order = shuffled(SAMPLES, 3, 0)
+        pinned = order[: int((np.cumsum(SIZES[order]) <= 10_000).sum())]
+        expected = 3 * SIZES.sum() - 2 * SIZES[pinned].sum()
+        metrics = batches.metrics()
+        assert metrics.requested_bytes == expected
+        assert metrics.kept_hits == 2 * len(pinned)
+
+
+def test_storage_nodes_die_and_return_while_training(
+    stack: ExitStack, folder: Path, tmp_path: Path
+) -> None:
+    put(folder, tmp_path)
+    nodes = Nodes(tmp_path, 3)
+    stack.callback(lambda: [nodes.kill(node) for node in range(3)])
+    source = ",".join(nodes.endpoints)
+    twice = loader(stack, source, "two", replicas=2, timeout="20s", capacity=2000, prefetch=4)
+    found = []
+    for at, batch in enumerate(twice):
+        found.append(batch)
+        if at == 2:
+            nodes.kill(1)
+        if at == 6:
+            nodes.restart(1)
+            nodes.readers[2].change = lambda found: [b"?" * len(data) for data in found]
+        if at == 10:
+            nodes.readers[2].change = lambda found: found[:-1]
+    assert torch.cat(found).tolist() == shuffled(SAMPLES, 0, 0).tolist()
+    nodes.readers[2].change = None
+    alone = loader(stack, source, "one", timeout="1s", capacity=2000, prefetch=4)
+    iterator = iter(alone)
+    next(iterator)
+    nodes.kill(1)
+    with pytest.raises(
+        StorageError, match=rf"sample 'part.*storage node 1 \({nodes.endpoints[1]}\) within 1 s"
+    ):
+        list(iterator)
+
+
+def test_a_node_for_torchdata(stack: ExitStack, folder: Path) -> None:
+    from torchdata.nodes import Batcher, Loader, Mapper
+
+    node = stack.enter_context(closing(PrefetchCacheNode(folder, capacity="16KiB", seed=2)))
+    batches = Loader(Batcher(Mapper(node, numbers), 10, drop_last=False))
+    for epoch in range(2):
+        found = [number for batch in batches for number in batch]
+        assert found == shuffled(SAMPLES, 2, epoch).tolist()
+    iterator = iter(batches)
+    seen = [*next(iterator), *next(iterator)]
+    state = batches.state_dict()
+    other = stack.enter_context(closing(PrefetchCacheNode(folder, capacity="16KiB", seed=7)))
+    resumed = Loader(Batcher(Mapper(other, numbers), 10, drop_last=False))
+    resumed.load_state_dict(state)
+    seen += [number for batch in resumed for number in batch]
+    assert seen == shuffled(SAMPLES, 2, 2).tolist()
+
+
+def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> None:
+    batches = loader(stack, folder, num_workers=2, read_threads=1, pinned="1KiB")
+
+    def counted() -> tuple[int, int, int, int, int]:
+        pid = batches.client.joined.pid
+        own = Path("/proc/self")
+        mapped = (own / "maps", Path(f"/proc/{pid}/maps"))
+        return (
+            threading.active_count(),
+            len(list((own / "fd").iterdir())),
+            len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            len(list(Path(f"/proc/{pid}/task").iterdir())),
+            # Not the files there: other tests' processes have some.
+            sum(maps.read_text().count("/dev/shm/") for maps in mapped),
+        )
+
+    def resident(pid: int) -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0])
+
+    for _ in range(3):
+        list(batches)
+    gc.collect()
+    pids = (batches.client.joined.pid, os.getpid())
+    before, memory = counted(), [resident(pid) for pid in pids]
+    for _ in range(20):
+        list(batches)
+    gc.collect()
+    # What other tests have left may go meanwhile.
+    after = counted()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    for pid, held in zip(pids, memory, strict=True):
+        assert resident(pid) - held < 2048, "a process has grown by more than 2 MiB"
+    assert batches.client._takes == {}
+    assert not batches.client._questions
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage": "nosuch"}, "storage"),
+        ({"storage": "nodes"}, "addresses"),
+        ({"source": "tcp://a:1", "storage": "files"}, "one folder"),
+        ({"source": "tcp://a:1", "nodes": 2}, "nodes"),
+        ({"nodes": 0}, "nodes"),
+        ({"prefetch": 0}, "prefetch"),
+        ({"replicas": 9}, "replicas"),
+        ({"capacity": "much"}, "capacity"),
+        ({"capacity": 10, "lookahead": 11}, "lookahead"),
+        ({"threshold": 2.0}, "threshold"),
+        ({"timeout": 0}, "timeout"),
+        ({"key": "x"}, "server_key"),
+        ({"source": ""}, "source"),
+        ({"source": []}, "source"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        host_config(**{"source": ".", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "batch"),
+        ({"tail": "cut"}, "tail"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"worker_type": "goblin"}, "worker_type"),
+    ],
+)
+def test_bad_loaders(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PrefetchLoader("x", host_config("."), **options)
+    with pytest.raises(ConfigError, match="ranks"):
+        Ranks(3, 2, (3,))
+
+
+def test_a_cache_that_does_not_answer_is_waited_for_as_long_as_was_said(
+    stack: ExitStack, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_MARGIN", 1.0)
+    batches = loader(stack, folder, timeout=1)
+    iterator = iter(batches)
+    next(iterator)
+    cache = batches.client.joined.pid
+    os.kill(cache, signal.SIGSTOP)
+    stack.callback(os.kill, cache, signal.SIGKILL)
+    with pytest.raises(PeerTimeoutError, match="waited 2 s for samples"):
+        list(iterator)

@@ -1,0 +1,245 @@
+"""The cache space against a dictionary: whatever is stored, used, let go and moved, the bytes are
+right, the capacity is never exceeded, and C10 holds after every pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.prefetch.cache.space import CacheSpace, Move, Used, check_fits
+from lightning_dlres.prefetch.cache.space_kernels import DONE, HIT, IN_USE, WAITING
+from tests.support.examples import examples
+
+POSITIONS = 400
+
+
+def content(number: int, length: int) -> np.ndarray:
+    return ((np.arange(length) * 7 + number * 13) % 251).astype(np.uint8)
+
+
+class SpaceMachine(RuleBasedStateMachine):
+    """Stores, uses, releases and eviction slices in any order, beside a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space: CacheSpace | None = None
+        self.waiting: dict[tuple[int, int], np.ndarray] = {}
+        self.used: list[tuple[Used, list[np.ndarray]]] = []
+        self.following = [0, 0]
+        self.stored_in_pass = 0
+
+    @precondition(lambda self: self.space is None)
+    @rule(capacity=st.integers(1, 3000), threshold=st.floats(0.05, 1.0))
+    def make(self, capacity: int, threshold: float) -> None:
+        self.space = CacheSpace(np.zeros(capacity, np.uint8), POSITIONS, threshold)
+
+    @precondition(lambda self: self.space is not None)
+    @rule(row=st.integers(0, 1), lengths=st.lists(st.integers(0, 200), min_size=1, max_size=12))
+    def store(self, row: int, lengths: list[int]) -> None:
+        first = self.following[row]
+        lengths = lengths[: POSITIONS - first]
+        data = [content(first + i, n) for i, n in enumerate(lengths)]
+        positions = np.arange(first, first + len(lengths), dtype=np.uint32)
+        was_passing = self.space.passing
+        before = self.space.live_bytes
+        stored = self.space.store(
+            row,
+            positions,
+            np.array(lengths, np.int64),
+            np.concatenate(data) if data else np.zeros(0, np.uint8),
+        )
+        self.stored_in_pass += stored if was_passing else 0
+        if not self.used and lengths:
+            # Nothing is in the way: there is room for whatever the capacity leaves.
+            fits = np.cumsum(lengths) <= self.space.capacity - before
+            assert stored == int(fits.sum())
+        for i in range(stored):
+            self.waiting[row, first + i] = data[i]
+        self.following[row] += stored
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted({row for row, _ in self.waiting})))
+        candidates = sorted(p for r, p in self.waiting if r == row)
+        chosen = data.draw(st.lists(st.sampled_from(candidates), unique=True, min_size=1))
+        used = self.space.use(row, np.array(chosen, np.uint32))
+        self.used.append((used, [self.waiting.pop((row, p)) for p in chosen]))
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        which = data.draw(st.integers(0, len(self.used) - 1))
+        used, _ = self.used.pop(which)
+        self.space.release(used)
+        with pytest.raises(KeyError):
+            self.space.release(used)
+
+    @precondition(lambda self: self.space is not None)
+    @rule(most=st.integers(1, 300))
+    def advance(self, most: int) -> None:
+        self.space.advance(most)
+
+    @precondition(lambda self: self.space is not None)
+    @rule()
+    def settle(self) -> None:
+        ended = []
+        self.space.watch = lambda move: ended.append(move is None)
+        self.space.settle()
+        self.space.watch = None
+        states = [int(entry["state"]) for entry in self.space.entries()]
+        before_waiting = states[: states.index(WAITING)] if WAITING in states else states
+        assert HIT not in before_waiting
+        if not self.used:
+            assert self.space.end == self.space.live_bytes
+
+    @precondition(lambda self: self.space is not None)
+    @rule(row=st.integers(0, 1))
+    def clear(self, row: int) -> None:
+        self.space.clear(row)
+        self.waiting = {key: value for key, value in self.waiting.items() if key[0] != row}
+        self.following[row] = 0
+
+    @invariant()
+    def right(self) -> None:
+        if self.space is None:
+            return
+        entries = self.space.entries()
+        ends = 0
+        for entry in entries:
+            assert entry["offset"] >= ends, "samples overlap"
+            ends = int(entry["offset"] + entry["length"])
+        assert ends <= self.space.end <= self.space.peak <= self.space.capacity
+        assert len(entries) == self.space.count
+        alive = [entry for entry in entries if entry["state"] in (WAITING, IN_USE)]
+        assert self.space.live_bytes == sum(int(entry["length"]) for entry in alive)
+        found = {(int(e["row"]), int(e["position"])): e for e in entries if e["state"] == WAITING}
+        assert found.keys() == self.waiting.keys(), "something to be hit was dropped, or stayed"
+        for key, entry in found.items():
+            held = self.space.view(int(entry["offset"]), int(entry["length"]))
+            assert np.array_equal(held, self.waiting[key])
+        for used, contents in self.used:
+            for (_, offset, length), expected in zip(used.tolist(), contents, strict=True):
+                assert np.array_equal(self.space.view(offset, length), expected)
+
+
+SpaceMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
+TestSpace = SpaceMachine.TestCase
+
+
+def filled(capacity: int, lengths: list[int], threshold: float = 1.0) -> CacheSpace:
+    space = CacheSpace(np.zeros(capacity, np.uint8), POSITIONS, threshold)
+    data = np.concatenate([content(i, n) for i, n in enumerate(lengths)])
+    positions = np.arange(len(lengths), dtype=np.uint32)
+    assert space.store(0, positions, np.array(lengths, np.int64), data) == len(lengths)
+    return space
+
+
+def test_neighbours_are_evicted_and_moved_together() -> None:
+    space = filled(100, [10] * 9)
+    space.release(space.use(0, np.array([0, 1, 5], np.uint32)))
+    moves: list[Move | None] = []
+    space.watch = moves.append
+    space.settle()
+    # 2 to 4 go to the start in one move, 6 to 8 behind them in another.
+    assert moves == [None, Move(20, 0, 30), Move(60, 30, 30), None]
+    assert space.evicted == 3
+    assert space.end == 60
+    assert (space.places[0, [0, 1, 5]] == DONE).all()
+
+
+def test_a_store_at_the_threshold_starts_a_pass_that_later_stores_do_not_wait_for() -> None:
+    size = 1 << 20
+    space = CacheSpace(np.zeros(40 * size, np.uint8), POSITIONS, threshold=0.5)
+    lengths = np.full(1, size, np.int64)
+    data = np.ones(size, np.uint8)
+    for position in range(18):
+        space.store(0, np.array([position], np.uint32), lengths, data * position)
+    space.release(space.use(0, np.arange(0, 18, 2, dtype=np.uint32)))
+    assert not space.passing
+    stored_meanwhile = 0
+    for position in range(18, 24):
+        if space.passing:
+            # Behind the zone, while samples of the zone have yet to be moved.
+            end = space.end
+            assert space.store(0, np.array([position], np.uint32), lengths, data * position) == 1
+            assert space.end == end + size or not space.passing
+            stored_meanwhile += 1
+        else:
+            space.store(0, np.array([position], np.uint32), lengths, data * position)
+    assert stored_meanwhile >= 2
+    space.settle()
+    assert space.end == 15 * size
+    waiting = np.array([*range(1, 18, 2), *range(18, 24)], np.uint32)
+    for (_, offset, length), position in zip(space.use(0, waiting), waiting, strict=True):
+        assert (space.view(offset, length) == position).all()
+
+
+def test_what_is_in_use_stays_and_others_go_around_it() -> None:
+    space = filled(100, [10, 10, 10, 30, 10, 10])
+    first = space.use(0, np.array([0, 1], np.uint32))
+    held = space.use(0, np.array([2], np.uint32))
+    space.release(first)
+    space.settle()
+    # 20 bytes are free before what is in use: too few for the 30, which and whose successors
+    # follow it.
+    assert [(int(e["position"]), int(e["offset"])) for e in space.entries()] == [
+        (2, 20),
+        (3, 30),
+        (4, 60),
+        (5, 70),
+    ]
+    space.release(held)
+    space.settle()
+    assert space.end == 50
+
+
+def test_a_gap_before_something_in_use_is_filled() -> None:
+    space = filled(100, [20, 10, 10, 10])
+    first = space.use(0, np.array([0], np.uint32))
+    space.use(0, np.array([1], np.uint32))
+    space.release(first)
+    space.settle()
+    assert [(int(e["position"]), int(e["offset"])) for e in space.entries()] == [
+        (2, 0),
+        (3, 10),
+        (1, 20),
+    ]
+
+
+def test_another_epoch_does_not_touch_what_is_still_in_use() -> None:
+    space = filled(100, [10] * 5)
+    used = space.use(0, np.array([3], np.uint32))
+    space.clear(0)
+    space.settle()
+    assert space.count == 1
+    data = np.concatenate([content(50 + i, 10) for i in range(5)])
+    positions = np.arange(5, dtype=np.uint32)
+    assert space.store(0, positions, np.full(5, 10, np.int64), data) == 5
+    space.release(used)
+    # The same position of the new epoch still waits.
+    assert space.places[0, 3] >= 0
+    space.use(0, positions)
+
+
+def test_bad_values() -> None:
+    for threshold in (0.0, 1.5, -1.0):
+        with pytest.raises(ConfigError, match="threshold"):
+            CacheSpace(np.zeros(10, np.uint8), 1, threshold)
+    with pytest.raises(ConfigError, match=r"largest sample.*'cat\.jpg'"):
+        check_fits(11, 10, "cat.jpg")
+    check_fits(10, 10, "cat.jpg")
+    with pytest.raises(KeyError):
+        filled(100, [10]).use(0, np.array([1], np.uint32))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.data())
+@settings(max_examples=examples(60))
+def test_the_list_grows_with_what_is_stored(lengths: list[int], data: st.DataObject) -> None:
+    space = filled(2000, lengths)
+    assert space.count == len(lengths)
+    assert space.live_bytes == sum(lengths)

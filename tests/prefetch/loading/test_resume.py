@@ -1,0 +1,131 @@
+"""Ranks are killed with SIGKILL at random points, and others go on from the last checkpoint: along
+the checkpoints every sample of every epoch is trained on exactly once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.cache.samples import Sample
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.order.sequence import shuffled
+from tests.pool import RankContext, RankPool
+from tests.prefetch.conftest import SAMPLES, bytes_of
+from tests.waiting import wait_until
+
+EPOCHS = 7
+MOMENTS = ("before", "trained", "waited", "saved")
+
+
+def number_of(sample: Sample) -> int:
+    assert bytes(sample.data) == bytes_of(sample.number)
+    return sample.number
+
+
+def train(
+    context: RankContext, folder: str, work: str, runtime: str, run: int, options: dict[str, Any]
+) -> None:
+    """Train until the end or until this rank is killed: every step notes its samples, and rank 0
+    saves a state after every second one."""
+    os.environ["XDG_RUNTIME_DIR"] = runtime
+    context.init_process_group()
+    world = context.world_size
+    loader = PrefetchLoader(
+        "resume",
+        host_config(folder, storage="files", capacity="8KiB", prefetch=5),
+        ranks=Ranks(context.rank, world, tuple(range(world))),
+        batch_size=options["batch"],
+        num_workers=options["num_workers"],
+        worker_type=options["kind"],
+        tail="uneven",
+        decode=number_of,
+        epochs=EPOCHS,
+    )
+    saved = Path(work, "state.json")
+    if saved.exists():
+        loader.load_state_dict(json.loads(saved.read_text())["state"])
+    step = 0
+
+    def perhaps_die(moment: str) -> None:
+        if (context.rank, step, moment) == (options["victim"], options["step"], options["moment"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    while loader.state_dict()["epoch"] < EPOCHS:
+        epoch = loader.state_dict()["epoch"]
+        iterator = iter(loader)
+        while True:
+            perhaps_die("before")
+            batch = next(iterator, None)
+            numbers = [] if batch is None else batch.tolist()
+            with Path(work, f"journal-{run}-{context.rank}").open("a") as journal:
+                journal.write(json.dumps([step, epoch, numbers]) + "\n")
+            perhaps_die("trained")
+            # A rank may have one batch less: none is done before all are.
+            left = torch.tensor([float(batch is not None)])
+            dist.all_reduce(left)
+            perhaps_die("waited")
+            step += 1
+            if not left.item():
+                break
+            if context.rank == 0 and step % 2 == 0:
+                state = {"run": run, "steps": step, "state": loader.state_dict()}
+                saved.with_suffix(".new").write_text(json.dumps(state))
+                saved.with_suffix(".new").replace(saved)
+            perhaps_die("saved")
+    loader.close()
+
+
+def test_along_the_checkpoints_every_sample_is_trained_once(
+    pool: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    draw = random.Random(7)
+    lineage: list[tuple[int, int]] = []
+    ended = False
+    with tempfile.TemporaryDirectory(prefix="dl") as runtime:
+        kills = 0
+        for run in range(60):
+            world = draw.randint(1, 3)
+            options = {
+                "batch": draw.randint(1, 4),
+                "num_workers": draw.randint(0, 2),
+                "kind": draw.choice(["thread", "thread", "thread", "process"]),
+                "victim": draw.randrange(world),
+                # After the twentieth they may live.
+                "step": draw.randint(0, 9) if kills < 20 else -1,
+                "moment": draw.choice(MOMENTS),
+            }
+            outcomes = pool.run_expecting_errors(
+                train, world, str(folder), str(tmp_path), runtime, run, options, timeout=60
+            )
+            saved = tmp_path / "state.json"
+            reached = json.loads(saved.read_text()) if saved.exists() else None
+            if reached and reached["run"] == run:
+                lineage.append((run, reached["steps"]))
+            died = [outcome for outcome in outcomes if outcome.error_type == "RankDied"]
+            kills += bool(died)
+            if not died:
+                assert all(o.error_type is None for o in outcomes), outcomes
+                lineage = [entry for entry in lineage if entry[0] != run] + [(run, 10**9)]
+                ended = True
+                break
+        assert ended
+        assert kills >= 20
+        wait_until(lambda: not list(Path(runtime).glob("*/*")), "the cache has ended", timeout=30)
+    trained: dict[int, list[int]] = {epoch: [] for epoch in range(EPOCHS)}
+    for run, steps in lineage:
+        for journal in sorted(tmp_path.glob(f"journal-{run}-*")):
+            for line in journal.read_text().splitlines():
+                step, epoch, numbers = json.loads(line)
+                if step < steps:
+                    trained[epoch].extend(numbers)
+    for epoch, numbers in trained.items():
+        assert sorted(numbers) == sorted(shuffled(SAMPLES, 0, epoch).tolist()), f"epoch {epoch}"

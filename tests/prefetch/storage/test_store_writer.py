@@ -1,0 +1,355 @@
+"""A store is whole at any moment while it is written, and nothing damaged, old or hostile is taken
+for one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from lightning_dlres.core.errors import ConfigError, ProtocolError, StorageError
+from lightning_dlres.core.locks import locked
+from lightning_dlres.prefetch.loading.items import encode_item
+from lightning_dlres.prefetch.storage import readers, store_writer
+from lightning_dlres.prefetch.storage.files import read_in_time
+from lightning_dlres.prefetch.storage.listings import open_reader
+from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
+from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
+from lightning_dlres.prefetch.storage.nodes.server import StoreNode
+from lightning_dlres.prefetch.storage.store_writer import StoreWriter
+from lightning_dlres.prefetch.storage.writer import put
+from tests.prefetch.conftest import pack_of
+
+OLD, NEW = [b"one", b"two", b"three"], [b"4", b"five"]
+# Two packs, their directory, the manifest, and the directory again.
+SYNCS = 5
+
+
+def content(store: Path) -> list[bytes]:
+    reader = open_reader(store)
+    return [bytes(data) for data in reader.read(np.arange(len(reader.table), dtype=np.uint32))]
+
+
+def names(store: Path) -> set[str]:
+    return {path.name for path in store.iterdir()}
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
+    """Have one of the calls that bring files to the disk fail."""
+    calls, sync = iter(range(SYNCS)), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if next(calls) == at:
+            raise error
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("at", range(SYNCS))
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_at_any_moment_leaves_a_whole_store(
+    at: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(OLD, tmp_path, packs=3)
+    before = names(tmp_path)
+    with monkeypatch.context() as patched:
+        failing(patched, at, OSError(number, os.strerror(number)))
+        with pytest.raises(ConfigError, match=r"cannot be written: .*Free some room there"):
+            put(NEW, tmp_path, packs=2, overwrite=True)
+    if at == SYNCS - 1:
+        # The new manifest is there.
+        assert content(tmp_path) == NEW
+        assert len(names(tmp_path)) == 3
+    else:
+        assert content(tmp_path) == OLD
+        assert names(tmp_path) == before
+    put(NEW, tmp_path, packs=2, overwrite=True)
+    assert content(tmp_path) == NEW
+    assert len(names(tmp_path)) == 3
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_no_room_for_samples(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store"
+    opened, real = [], Path.open
+
+    def full(path: Path, mode: str) -> BinaryIO:
+        real(path, mode).close()
+        opened.append(real(Path("/dev/full"), "wb"))
+        return opened[-1]  # type: ignore[return-value]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        with pytest.raises(ConfigError, match="No space left on device"):
+            put([b"x" * size] * 3, store)
+    assert opened[0].closed
+    assert names(store) == set()
+
+
+@pytest.mark.parametrize("at", range(SYNCS))
+def test_what_a_killed_put_leaves_is_removed_by_the_next(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(OLD, tmp_path)
+    with monkeypatch.context() as patched:
+        failing(patched, at, KeyboardInterrupt())
+        # A process that is killed cleans nothing up.
+        patched.setattr(StoreWriter, "_clean", lambda _: None)
+        patched.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            put(NEW, tmp_path, packs=2, overwrite=True)
+    assert content(tmp_path) == (NEW if at == SYNCS - 1 else OLD)
+    put(OLD, tmp_path, overwrite=True)
+    assert content(tmp_path) == OLD
+    assert names(tmp_path) == {MANIFEST, pack_of(tmp_path).name}
+
+
+def test_what_is_left_of_a_first_put_is_replaced_only_if_told_to(tmp_path: Path) -> None:
+    put(OLD, tmp_path)
+    (tmp_path / MANIFEST).unlink()
+    (tmp_path / "samples-of-mine.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="a part of a store that was not finished"):
+        put(NEW, tmp_path)
+    assert len(names(tmp_path)) == 2
+    put(NEW, tmp_path, overwrite=True)
+    assert content(tmp_path) == NEW
+    assert names(tmp_path) == {MANIFEST, pack_of(tmp_path).name, "samples-of-mine.bin"}
+
+
+def test_two_writers_of_one_directory(tmp_path: Path) -> None:
+    class During:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, number: int) -> bytes:
+            with pytest.raises(ConfigError, match="no other process"):
+                put(OLD, tmp_path, overwrite=True)
+            return b"x"
+
+    put(During(), tmp_path)
+    assert content(tmp_path) == [b"x"]
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    put(OLD, tmp_path)
+    assert content(tmp_path) == OLD
+    assert len(names(tmp_path)) == 2
+
+
+def test_readers_of_a_store_that_is_replaced_never_mix_the_two(tmp_path: Path) -> None:
+    put(OLD, tmp_path)
+    reading, late = open_reader(tmp_path), open_reader(tmp_path)
+    every = np.arange(3, dtype=np.uint32)
+    reading.read(every)
+    put([b"ONE", b"TWO", b"THREE"], tmp_path, overwrite=True)
+    # The file that is open stays until it is closed.
+    assert reading.read(every) == OLD
+    with pytest.raises(StorageError, match="Is the file still there"):
+        late.read(every)
+
+
+@pytest.mark.parametrize(
+    ("packs", "target", "words"),
+    [
+        (0, "store", "packs must be .*got 0"),
+        (1 << 17, "store", "packs must be"),
+        (1, "file", "can write to"),
+        (1, "file/store", "can write to"),
+    ],
+)
+def test_where_no_store_can_be(packs: int, target: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=words):
+        put(OLD, tmp_path / target, packs=packs)
+
+
+def test_more_packs_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = Path.open, iter(range(9))
+
+    def few(path: Path, mode: str) -> Any:
+        if next(count) == 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, mode)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", few)
+        with pytest.raises(ConfigError, match="Pass fewer packs"):
+            put(OLD, tmp_path, packs=5)
+    assert names(tmp_path) == set()
+
+
+def test_a_store_of_more_packs_than_files_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [bytes([number]) * number for number in range(120)]
+    put(samples, tmp_path, packs=40)
+    monkeypatch.setattr(readers, "_MOST_OPEN", 5)
+    reader = open_reader(tmp_path)
+    open_files, opened, closed = set(), os.open, os.close
+
+    def limited_open(*arguments: Any) -> int:
+        if len(open_files) == 5 + readers._MOST_PASSING:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        open_files.add(opened(*arguments))
+        return max(open_files)
+
+    def counted_close(descriptor: int) -> None:
+        open_files.discard(descriptor)
+        closed(descriptor)
+
+    monkeypatch.setattr(os, "open", limited_open)
+    monkeypatch.setattr(os, "close", counted_close)
+    every = np.arange(len(samples), dtype=np.uint32)
+    for first in range(0, len(samples), 7):
+        numbers = every[first : first + 7]
+        assert reader.read_joined(numbers).tobytes() == b"".join(samples[first : first + 7])
+    assert reader.read_joined(every).tobytes() == b"".join(samples)
+    assert reader.read(every) == samples
+    assert len(open_files) == 5
+    # What opens no more files is told at once, with the limit's name.
+    open_files.update(range(-readers._MOST_PASSING, 0))
+    with pytest.raises(StorageError, match=r"sample '039'.*ulimit -n"):
+        read_in_time(reader, every[39:40], 1e6, threading.Event())
+    monkeypatch.undo()
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    put(OLD, tmp_path, packs=2)
+    data = np.fromfile(tmp_path / MANIFEST, dtype=np.uint8)
+    SampleTable.from_bytes(data, "the manifest")
+    taken = []
+    for bit in range(8 * len(data)):
+        flipped = data.copy()
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            SampleTable.from_bytes(flipped, "the manifest")
+        except ConfigError:
+            continue
+        taken.append(bit)
+    assert not taken
+
+
+def test_a_manifest_of_any_other_length_is_refused(tmp_path: Path) -> None:
+    data = b"".join(put(OLD, tmp_path).to_bytes())
+    for size in range(len(data)):
+        with pytest.raises(ConfigError, match="must be a manifest"):
+            SampleTable.from_bytes(np.frombuffer(data[:size], np.uint8), "the manifest")
+    with pytest.raises(ConfigError, match="must be a manifest"):
+        SampleTable.from_bytes(np.frombuffer(data + b"\0", np.uint8), "the manifest")
+
+
+def test_a_store_of_the_version_before_is_refused_and_replaced(tmp_path: Path) -> None:
+    header = {
+        "format": "dlres-store",
+        "version": 1,
+        "samples": 1,
+        "key_bytes": 1,
+        "packs": 1,
+        "encoding": "raw",
+        "checksums": False,
+    }
+    line = msgspec.json.encode(header).ljust(511) + b"\n"
+    rows = np.array([3], "<i8").tobytes() + bytes(4) + np.array([1], "<i8").tobytes()
+    (tmp_path / MANIFEST).write_bytes(line + rows + b"a")
+    pack = tmp_path / "samples-00000-of-00001.bin"
+    pack.write_bytes(b"abc")
+    with pytest.raises(ConfigError, match=r"version 2, got dlres-store 1.*put"):
+        open_reader(tmp_path)
+    with pytest.raises(ConfigError, match="item 1"):
+        put([b"x", 3], tmp_path, overwrite=True)
+    assert names(tmp_path) == {MANIFEST, pack.name}
+    put(NEW, tmp_path, overwrite=True)
+    assert content(tmp_path) == NEW
+    assert len(names(tmp_path)) == 2
+
+
+def table_of(keys: bytes, ends: list[int], sizes: list[int], **more: Any) -> SampleTable:
+    blob, stops = np.frombuffer(keys, np.uint8), np.array(ends, np.int64)
+    return SampleTable(np.array(sizes, np.int64), None, blob, stops, **more)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (table_of(b"a\xffb", [1, 3], [1, 1]), "no text in UTF-8"),
+        (table_of("é".encode(), [1, 2], [1, 1]), "no text in UTF-8"),
+        (table_of("aé".encode()[:2], [1, 2], [1, 1]), "no text in UTF-8"),
+        (table_of(b"\xed\xa0\x80", [3], [1]), "no text in UTF-8"),
+        (table_of(b"ab", [3, 2], [1, 1]), "contradict"),
+        (table_of(b"ab", [-(1 << 63), 2], [1, 1]), "contradict"),
+        (table_of(b"ab", [1, 2], [1, -1]), "contradict"),
+        (table_of(b"ab", [1, 2], [1 << 62, 1 << 62]), "contradict"),
+        (table_of(b"ab", [1, 2], [1, 1], packs=1 << 40), "no header"),
+        (table_of(b"ab", [1, 2], [1, 1], packs=-1), "no header"),
+        (table_of(b"ab", [1, 2], [1, 1], packs=1, packs_id="../../../etc"), "no header"),
+        (table_of(b"ab", [1, 2], [1, 1], packs=1, packs_id="0123456789ab\n"), "no header"),
+    ],
+)
+def test_a_hostile_table(table: SampleTable, words: str) -> None:
+    data = np.frombuffer(b"".join(table.to_bytes()), np.uint8)
+    with pytest.raises(ConfigError, match=words):
+        SampleTable.from_bytes(data, "a store")
+
+
+def test_keys_at_the_edge_of_what_is_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["", "é", "", "a€", "𝄞", ""]
+    for size in range(1, 12):
+        monkeypatch.setattr("lightning_dlres.prefetch.storage.manifest._SLICE", size)
+        table = SampleTable.build(keys, [1] * len(keys))
+        found = SampleTable.from_bytes(np.frombuffer(b"".join(table.to_bytes()), np.uint8), "x")
+        assert [found.key(number) for number in range(len(keys))] == keys
+
+
+def test_a_hostile_storage_node_is_a_typed_error(folder: Path) -> None:
+    class Hostile:
+        table, contents = table_of(b"a\xff", [1, 2], [1, 1]), ""
+        read: Callable[[Any], list[bytes]]
+
+    with (
+        StoreNode(Hostile()) as node,  # type: ignore[arg-type]
+        pytest.raises(ProtocolError, match=r"storage node 0 .*no text in UTF-8"),
+    ):
+        NodeStorage([node.endpoint], timeout=20)
+
+
+def test_a_lock_is_no_way_to_write_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / store_writer._LOCK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        put(OLD, tmp_path / "store")
+    assert not (tmp_path / "elsewhere").exists()
+    with locked(tmp_path / "own") as lock:
+        assert lock is not None
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({1}, "builtins.set"),
+        (np.array([None]), "dtype object"),
+        ("\udcff", "The string"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "A quantized tensor"),
+        (torch.empty(2, device="meta"), "meta device"),
+    ],
+    ids=["set", "object array", "surrogate", "sparse", "quantized", "meta"],
+)
+def test_items_that_cannot_be_written_are_named(tmp_path: Path, bad: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Item 1 of the data set: .*{words}") as caught:
+        put({0: 0, 1: (0, bad)}, tmp_path / "store", encode=encode_item)
+    assert "rank" not in str(caught.value)
+    assert not list((tmp_path / "store").iterdir())
