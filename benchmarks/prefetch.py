@@ -229,7 +229,9 @@ def _serving(bed: Testbed, source: Path, settings: Settings) -> Iterator[str]:
     """Run a storage node on every storage host."""
     running = []
     # By its path: importing the package would bring torch, which this process does without.
-    light = runpy.run_path(str(ROOT / "lightning_dlres/core/light.py"))["light_command"]
+    light = runpy.run_path(str(ROOT / "lightning_dlres/core/host/lightweight_process.py"))[
+        "light_command"
+    ]
     try:
         for node in range(STORES):
             options = [

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.trace import Scalar, Span, Tracer
+from lightning_dlres.core.wire.decoding import from_json
 
 # Returns the source's object on all ranks; called by all of them.
 Broadcast = Callable[[Any, int], Any]

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_dlres.core.errors import ConfigError, DlresError, StorageError, got_expected
-from lightning_dlres.core.keys import create_keys, load_keys, load_public_key
-from lightning_dlres.core.light import light_command
+from lightning_dlres.core.host.lightweight_process import light_command
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
+from lightning_dlres.core.wire.keys import create_keys, load_keys, load_public_key
 from lightning_dlres.prefetch.storage.listings import is_url, open_reader
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.source_options import (

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.locks import (
+from lightning_dlres.core.host.locks import (
     LOCK,
     locked,
     locked_if_possible,

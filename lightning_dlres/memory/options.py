@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.core.host_memory import available_bytes
+from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.kernels import zvc
 from lightning_dlres.memory.execute.actions import Action

@@ -31,7 +31,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.tree import Tree, map_tensors
+from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.strategies.layer_tensors import LayerTensors
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.stage import Layer
 

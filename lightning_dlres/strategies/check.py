@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.stage.microbatch import cut
 from lightning_dlres.strategies.attributes import changed_lists, drawn_from, not_sent

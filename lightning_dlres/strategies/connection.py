@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_dlres.core.errors import ConfigError, PeerLostError
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm.liveness import Watch
 from lightning_dlres.pipeline.comm.mailbox import Mailbox
 from lightning_dlres.pipeline.comm.objects import (

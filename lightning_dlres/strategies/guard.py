@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.tree import tensors_of
+from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.strategies.layer_tensors import LayerTensors, uses_layer_tensor
 
 # What asks for the shape of things, and not for values.

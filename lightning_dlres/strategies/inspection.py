@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core import rng
-from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.strategies.guard import LayerTensorGuard
 from lightning_dlres.strategies.step import LightningStep, StepContext

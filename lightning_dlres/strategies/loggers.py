@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.tree import Tree, map_tensors
+from lightning_dlres.core.wire.tree import Tree, map_tensors
 
 _RECORDER = "_dlres_recorder"
 

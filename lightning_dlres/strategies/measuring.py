@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_dlres.core import rng
 from lightning_dlres.core._compat import LiveBytes
-from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.profile.cpu_cache import Caches
 from lightning_dlres.pipeline.profile.layer_sizes import Sizes
 from lightning_dlres.pipeline.profile.layer_times import Clock, LayerMeasurement, measure_layers

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres import _compat
-from lightning_dlres.core.tree import Tree, map_tensors
+from lightning_dlres.core.wire.tree import Tree, map_tensors
 
 _ROUNDING = 1e-4
 # Metrics of runs that are over, by id, with their number of updates: hooks such as `on_fit_end`,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.strategies.guard import ForeignWeightGuard
 from lightning_dlres.strategies.layer_tensors import LayerTensors
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError
-from lightning_dlres.core.host_memory import available_bytes
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import format_bytes
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.profile.cluster import (
     MOST_ROUNDS,

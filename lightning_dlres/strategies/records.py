@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.strategies.metrics import MetricStates
 
 _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {

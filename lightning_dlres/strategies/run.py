@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm.mailbox import Mailbox
 from lightning_dlres.pipeline.execute.buffers import BufferSync
 from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups

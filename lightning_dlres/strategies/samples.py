@@ -18,7 +18,7 @@ from lightning_dlres import _compat
 from lightning_dlres.core import rng
 from lightning_dlres.core.checks import finite, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.copies import a_copy
 from lightning_dlres.strategies.one_device import alone

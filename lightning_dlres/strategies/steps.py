@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dlres.core import rng
 from lightning_dlres.core.rng import derive_seed
-from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.execute.training import TrainingStep, TrainResult

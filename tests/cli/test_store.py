@@ -13,7 +13,7 @@ import pytest
 
 from lightning_dlres.cli.main import main
 from lightning_dlres.cli.store import serve_main
-from lightning_dlres.core import light
+from lightning_dlres.core.host import lightweight_process as light
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 
 # What `dlres store serve` goes over into.

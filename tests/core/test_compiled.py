@@ -18,7 +18,7 @@ from numba import float64, int64
 from lightning_dlres.core import compiled as compiled_module
 from lightning_dlres.core.compiled import compiled, in_turn
 from lightning_dlres.core.errors import PeerTimeoutError
-from lightning_dlres.core.light import light_command
+from lightning_dlres.core.host.lightweight_process import light_command
 
 MODULE = """
     import sys

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.keys import create_keys
 from lightning_dlres.core.names import path_part
+from lightning_dlres.core.wire.keys import create_keys
 from lightning_dlres.prefetch.cache.launch import HostProcess, runtime_directory
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.node import PrefetchCacheNode

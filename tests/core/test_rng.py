@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core._compat import numpy_draws_noticed
-from lightning_dlres.core.payload import decode, decode_header, encode
 from lightning_dlres.core.rng import (
     derive_seed,
     forked,
@@ -24,7 +23,8 @@ from lightning_dlres.core.rng import (
     seed_device,
     snapshot,
 )
-from lightning_dlres.core.tree import flatten
+from lightning_dlres.core.wire.payload import decode, decode_header, encode
+from lightning_dlres.core.wire.tree import flatten
 from tests.support.examples import examples
 
 CPU = torch.device("cpu")

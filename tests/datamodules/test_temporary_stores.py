@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import TensorDataset
 
 import lightning_dlres as dlres
-from lightning_dlres.core.locks import locked
+from lightning_dlres.core.host.locks import locked
 from lightning_dlres.datamodules import stores
 from lightning_dlres.datamodules.stores import (
     own_temporary_directory,

@@ -14,7 +14,7 @@ import torch
 
 from lightning_dlres import codecs
 from lightning_dlres.codecs import ZeroValue
-from lightning_dlres.core.light import light_command
+from lightning_dlres.core.host.lightweight_process import light_command
 from lightning_dlres.kernels import zvc
 
 CASES = ["1,1,1", "1,400,0.4", "2,129,1", "4,300,0.4", "4,64,0", "2,31,0.5"]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlres import HeteroPipeStrategy
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.stage.microbatch import cut
 from lightning_dlres.strategies.capture import PipelinedModule, find_pipelined_module
 from tests.pool import RankContext, RankPool

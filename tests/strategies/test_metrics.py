@@ -30,7 +30,7 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import Running
 
-from lightning_dlres.core.tree import Tree, flatten, tensors_of, unflatten
+from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
 from lightning_dlres.strategies.metrics import MetricStates
 
 Batch = tuple[Tensor, ...]

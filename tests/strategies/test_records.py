@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.tree import flatten, unflatten
+from lightning_dlres.core.wire.tree import flatten, unflatten
 from lightning_dlres.strategies.metrics import MetricStates
 from lightning_dlres.strategies.records import LogRecord, merge_parts, recording
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 
-from lightning_dlres.core.slab import aligned
+from lightning_dlres.core.host.slab import aligned
 
 
 class FreeList:

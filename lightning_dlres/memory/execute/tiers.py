@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_dlres.core.slab import Slab
+from lightning_dlres.core.host.slab import Slab
 from lightning_dlres.memory.execute.pool import FreeList
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from lightning_dlres.core.slab import aligned
+from lightning_dlres.core.host.slab import aligned
 from lightning_dlres.memory.execute.actions import Action
 from lightning_dlres.memory.profile.step_profile import Datum, Reuse
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_dlres.core.slab import aligned
+from lightning_dlres.core.host.slab import aligned
 
 
 @dataclass(frozen=True)

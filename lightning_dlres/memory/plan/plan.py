@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import msgspec
 
-from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes, format_seconds
+from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.memory.execute.actions import Action
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_dlres.core.slab import aligned
+from lightning_dlres.core.host.slab import aligned
 from lightning_dlres.memory.execute.copies import Copies
 from lightning_dlres.memory.execute.gpu import Gpu
 from lightning_dlres.memory.execute.tiers import SlabTier

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_dlres.core._compat import profiler_is_on
-from lightning_dlres.core.decoding import from_json
+from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.memory.execute.gpu import Gpu
 
 Held = Callable[[], Iterable[Tensor]]

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lightning_dlres.core.errors import PeerError, ProtocolError
-from lightning_dlres.core.frames import Message
-from lightning_dlres.core.net import Client, Server
-from lightning_dlres.core.refusals import Refusals
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.net import Client, Server
+from lightning_dlres.core.wire.refused_messages import Refusals
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,6 @@ from types import TracebackType
 
 import msgspec
 
-from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import (
     ConfigError,
     PeerLostError,
@@ -39,10 +38,11 @@ from lightning_dlres.core.errors import (
     got_expected,
     text_of,
 )
-from lightning_dlres.core.frames import Message
-from lightning_dlres.core.keys import CurveKeys
-from lightning_dlres.core.net import Client, Limits, Server, is_loopback
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.net import Client, Limits, Server, is_loopback
 from lightning_dlres.pipeline.comm.heartbeat import (
     ABORT,
     GOODBYE,

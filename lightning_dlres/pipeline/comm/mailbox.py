@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dlres.core import payload
 from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire import payload
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm import packing
 from lightning_dlres.pipeline.comm.abandoned_threads import leave_behind
 

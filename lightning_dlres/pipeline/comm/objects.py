@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dlres.core import payload
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire import payload
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm.mailbox import wait_for
 
 Check = Callable[[], None]

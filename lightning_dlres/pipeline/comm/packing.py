@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dlres.core import payload
 from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.wire import payload
 
 FIRST_FRAME_BYTES = 2048
 PACKED_BYTES = 1 << 20  # larger tensors travel on their own, without a copy

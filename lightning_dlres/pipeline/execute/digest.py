@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_dlres.core.payload import as_bytes
-from lightning_dlres.core.tree import Tree, flatten
+from lightning_dlres.core.wire.payload import as_bytes
+from lightning_dlres.core.wire.tree import Tree, flatten
 
 _WHOLE_BYTES = 1 << 20
 _BLOCK_BYTES = 4096

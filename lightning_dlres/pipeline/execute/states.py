@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import recurrent_weights_released
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
 from lightning_dlres.pipeline.execute.partition import (
     ModelLayers,

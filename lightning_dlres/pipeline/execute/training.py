@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import hooks_suspended
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.comm.mailbox import Channel
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.schedule import (

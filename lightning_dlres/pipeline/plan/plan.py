@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from lightning_dlres.core.checks import instance, one_of, whole_number
-from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
+from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Work
 from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES

@@ -12,7 +12,7 @@ from itertools import combinations_with_replacement
 
 import torch
 
-from lightning_dlres.core.tree import Tree
+from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
 from lightning_dlres.pipeline.profile.cpu_cache import Caches
 from lightning_dlres.pipeline.profile.model_profile import Link

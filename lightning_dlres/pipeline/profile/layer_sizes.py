@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import LiveBytes, storage_key, without_storage
-from lightning_dlres.core.tree import Tree, flatten, map_tensors, tensors_of, unflatten
+from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
 from lightning_dlres.pipeline.stage.stage import enter_inplace_safe
 
 Bind = Callable[[int, nn.Module], Callable[[Tree], Tree]]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
-from lightning_dlres.core.tree import Tree, flatten, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.partition import initialise
 from lightning_dlres.pipeline.profile.cpu_cache import COLD_BYTES
 from lightning_dlres.pipeline.profile.layer_sizes import (

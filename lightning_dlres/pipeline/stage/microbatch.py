@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
-from lightning_dlres.core.tree import Tree, flatten, tensors_of, unflatten
+from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
 
 
 def microbatch_sizes(samples: int, microbatches: int) -> list[int]:

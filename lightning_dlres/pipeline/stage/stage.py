@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core.rng import derive_seed, forked, seed_device
-from lightning_dlres.core.tree import Structure, Tree, flatten, unflatten
+from lightning_dlres.core.wire.tree import Structure, Tree, flatten, unflatten
 from lightning_dlres.pipeline.stage.buffer_states import (
     BufferStates,
     snapshot_buffers,

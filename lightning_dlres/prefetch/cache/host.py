@@ -21,10 +21,7 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
-from lightning_dlres.core import shared_memory
 from lightning_dlres.core.compiled import load_all
-from lightning_dlres.core.decoding import from_json
-from lightning_dlres.core.disk import trim
 from lightning_dlres.core.errors import (
     ConfigError,
     DlresError,
@@ -32,10 +29,13 @@ from lightning_dlres.core.errors import (
     ProtocolError,
     text_of,
 )
-from lightning_dlres.core.frames import Message
-from lightning_dlres.core.host_memory import available_bytes
-from lightning_dlres.core.net import Server
+from lightning_dlres.core.host import shared_memory
+from lightning_dlres.core.host.disk import trim
+from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import format_bytes
+from lightning_dlres.core.wire.decoding import from_json
+from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.net import Server
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.epochs import needed

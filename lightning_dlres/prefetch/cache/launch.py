@@ -18,12 +18,12 @@ from typing import IO
 
 import msgspec
 
-from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError, PeerTimeoutError
-from lightning_dlres.core.light import light_command
-from lightning_dlres.core.locks import LOCK, locked, private_directory, sweep
+from lightning_dlres.core.host.lightweight_process import light_command
+from lightning_dlres.core.host.locks import LOCK, locked, private_directory, sweep
 from lightning_dlres.core.names import path_part
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.messages import HostConfig
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightning_dlres.core.checks import finite, flag, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.core.keys import load_keys, load_public_key
 from lightning_dlres.core.units import parse_bytes, parse_seconds
+from lightning_dlres.core.wire.keys import load_keys, load_public_key
 from lightning_dlres.prefetch.cache.messages import HostConfig
 from lightning_dlres.prefetch.storage.listings import is_url
 from lightning_dlres.prefetch.storage.source import KINDS

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dlres.core import shared_memory
+from lightning_dlres.core.host import shared_memory
 from lightning_dlres.prefetch.cache.exchange import CACHED_TIER, DIRECT_TIER, KEPT_TIER
 from lightning_dlres.prefetch.cache.messages import Delivered
 from lightning_dlres.prefetch.order.sequence import mixed

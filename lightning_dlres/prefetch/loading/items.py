@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_dlres.core import payload
 from lightning_dlres.core.errors import ConfigError, ProtocolError
+from lightning_dlres.core.wire import payload
 from lightning_dlres.prefetch.cache.samples import Sample
 
 ENCODING = "tensors"

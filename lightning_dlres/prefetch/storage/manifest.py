@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlres.core.decoding import from_json
 from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES
 
 MANIFEST = "manifest.dlres"

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.core.keys import CurveKeys
+from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply, Storage
 from lightning_dlres.prefetch.storage.files import FileStorage

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.core.locks import locked_if_possible
+from lightning_dlres.core.host.locks import locked_if_possible
 from lightning_dlres.prefetch.storage.listings import PACKS, pack_names
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, MOST_PACKS, SampleTable, unfinished
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_dlres.codecs import ZeroValue
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.slab import Slab, aligned
+from lightning_dlres.core.host.slab import Slab, aligned
 from lightning_dlres.kernels import zvc
 from lightning_dlres.memory.execute.actions import Action
 from lightning_dlres.memory.execute.copies import StreamCopies
@@ -49,7 +49,7 @@ ORDERS: dict[str, Callable[[int], int]] = {
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A GPU that must have been used as CUDA allows when the test ends."""
     made = FakeGpu(ORDERS[request.param], in_step=True)
-    monkeypatch.setattr("lightning_dlres.core.slab._pin", made.pin)
+    monkeypatch.setattr("lightning_dlres.core.host.slab._pin", made.pin)
     yield made
     assert made.faults == []
 
@@ -254,7 +254,7 @@ def test_locked_pages_belong_to_one_slab(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(set(pages).isdisjoint(other) for other in locked)
         locked.append(pages)
 
-    monkeypatch.setattr("lightning_dlres.core.slab._pin", pin)
+    monkeypatch.setattr("lightning_dlres.core.host.slab._pin", pin)
     slabs = [Slab(nbytes, pinned=True) for nbytes in (1, 700, 5000, 3, 3)]
     assert [slab.data.numel() for slab in slabs] == [1, 700, 5000, 3, 3]
     assert len(locked) == 5

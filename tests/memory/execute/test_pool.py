@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.slab import ALIGNMENT, Slab, aligned
+from lightning_dlres.core.host.slab import ALIGNMENT, Slab, aligned
 from lightning_dlres.memory.execute.pool import FreeList
 
 TOTAL = 40 * ALIGNMENT

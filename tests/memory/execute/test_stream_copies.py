@@ -79,7 +79,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
 
 def world(choose: Callable[[int], int], places: int, patch: pytest.MonkeyPatch) -> World:
     gpu = FakeGpu(choose)
-    patch.setattr("lightning_dlres.core.slab._pin", gpu.pin)
+    patch.setattr("lightning_dlres.core.host.slab._pin", gpu.pin)
     return World(gpu, tiers.SlabTier(places * SIZE, None, pinned=True), StreamCopies(gpu))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlres.core.slab import aligned
+from lightning_dlres.core.host.slab import aligned
 from lightning_dlres.memory.plan.placement import Lifetime, least_size, overlap, place
 
 LIVES = st.lists(

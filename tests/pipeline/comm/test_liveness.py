@@ -20,8 +20,8 @@ import pytest
 
 import lightning_dlres.core as core
 from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolError
-from lightning_dlres.core.frames import Message
-from lightning_dlres.core.net import Client, ConnectionEvent, Server
+from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.net import Client, ConnectionEvent, Server
 from lightning_dlres.pipeline.comm import heartbeat, liveness
 from lightning_dlres.pipeline.comm.liveness import Failure, Watch
 from tests.conftest import ScriptHandle, StartScript

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.core.tree import flatten
+from lightning_dlres.core.wire.tree import flatten
 from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox, wait_for
 from tests.pool import RankContext, RankPool
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dlres.core import payload
 from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.wire import payload
 from lightning_dlres.pipeline.comm import packing
 from tests.support.examples import examples
 

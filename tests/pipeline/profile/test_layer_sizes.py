@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core.tree import tensors_of
+from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, measure_layers
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.core.tree import Tree, tensors_of
+from lightning_dlres.core.wire.tree import Tree, tensors_of
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dlres.core.rng import derive_seed, forked
-from lightning_dlres.core.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Gradients, Stage
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from lightning_dlres.core.errors import (
     PeerTimeoutError,
     StorageError,
 )
-from lightning_dlres.core.locks import LOCK
+from lightning_dlres.core.host.locks import LOCK
 from lightning_dlres.prefetch.cache import client
 from lightning_dlres.prefetch.cache.client import CacheClient
 from lightning_dlres.prefetch.cache.launch import HostProcess

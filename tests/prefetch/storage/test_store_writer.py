@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError, StorageError
-from lightning_dlres.core.locks import locked
+from lightning_dlres.core.host.locks import locked
 from lightning_dlres.prefetch.loading.items import encode_item
 from lightning_dlres.prefetch.storage import readers, store_writer
 from lightning_dlres.prefetch.storage.files import read_in_time

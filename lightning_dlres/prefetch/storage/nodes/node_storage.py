@@ -23,10 +23,10 @@ from lightning_dlres.core.errors import (
     StorageError,
     got_expected,
 )
-from lightning_dlres.core.frames import Message
-from lightning_dlres.core.keys import CurveKeys
-from lightning_dlres.core.net import Client
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.net import Client
 from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable

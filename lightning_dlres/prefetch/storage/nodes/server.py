@@ -28,12 +28,12 @@ from lightning_dlres.core.errors import (
     got_expected,
     text_of,
 )
-from lightning_dlres.core.frames import Message
-from lightning_dlres.core.keys import CurveKeys
-from lightning_dlres.core.net import Limits, Server
-from lightning_dlres.core.outbox import Outbox, Patience
-from lightning_dlres.core.service import start_service
+from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import parse_seconds
+from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.net import Limits, Server
+from lightning_dlres.core.wire.outbox import Outbox, Patience
 from lightning_dlres.prefetch.storage.nodes import protocol
 from lightning_dlres.prefetch.storage.readers import Reader
 

@@ -27,7 +27,6 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_dlres.core.connections import Connections
 from lightning_dlres.core.errors import (
     ConfigError,
     PeerLostError,
@@ -35,10 +34,11 @@ from lightning_dlres.core.errors import (
     ProtocolError,
     got_expected,
 )
-from lightning_dlres.core.frames import Buffer, Message, broken, pack, unpack
-from lightning_dlres.core.keys import CurveKeys, check_key
-from lightning_dlres.core.refusals import Refusals
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.connections import Connections
+from lightning_dlres.core.wire.frames import Buffer, Message, broken, pack, unpack
+from lightning_dlres.core.wire.keys import CurveKeys, check_key
+from lightning_dlres.core.wire.refused_messages import Refusals
 
 _ZAP_DOMAIN = "dlres"
 _PORTS = range(1 << 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lightning_dlres.core.service import start_service
+from lightning_dlres.core.host.service import start_service
 
 
 def main() -> None:

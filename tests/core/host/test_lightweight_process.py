@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlres.core.light import light_command
+from lightning_dlres.core.host.lightweight_process import light_command
 
 
 def test_modules_come_from_where_this_process_has_them(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import ConfigError, ProtocolError
-from lightning_dlres.core.tree import Structure, Tree, flatten, unflatten
+from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.core.wire.tree import Structure, Tree, flatten, unflatten
 
 VERSION = 1
 INLINE_BYTES = 4096

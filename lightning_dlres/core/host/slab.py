@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_dlres.core.disk import temporary_file
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.host.disk import temporary_file
 from lightning_dlres.core.units import format_bytes
 
 # Of every piece: what vector instructions and pages of a GPU's copy engine like.

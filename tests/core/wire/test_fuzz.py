@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import zmq
 
-from lightning_dlres.core.net import Client
+from lightning_dlres.core.wire.net import Client
 from lightning_dlres.pipeline.comm import heartbeat
 from lightning_dlres.pipeline.comm.liveness import Watch
 from lightning_dlres.prefetch.cache import messages
@@ -26,7 +26,14 @@ from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.nodes import protocol
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
-from tests.core.hostile import BANNERS, connect_raw, frame, greet, malformed, resident_bytes
+from tests.support.hostile_clients import (
+    BANNERS,
+    connect_raw,
+    frame,
+    greet,
+    malformed,
+    resident_bytes,
+)
 from tests.waiting import wait_until
 
 # Messages for each of the three.

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from lightning_dlres.core.frames import pack
-from lightning_dlres.core.light import light_command
-from lightning_dlres.core.net import Client, Limits, Server
-from lightning_dlres.core.outbox import Outbox, Patience
-from lightning_dlres.core.refusals import Refusals
-from lightning_dlres.core.service import STATUS
-from tests.core.hostile import BANNERS, NULL, connect_raw, frame, greet, is_closed
+from lightning_dlres.core.host.lightweight_process import light_command
+from lightning_dlres.core.host.service import STATUS
+from lightning_dlres.core.wire.frames import pack
+from lightning_dlres.core.wire.net import Client, Limits, Server
+from lightning_dlres.core.wire.outbox import Outbox, Patience
+from lightning_dlres.core.wire.refused_messages import Refusals
+from tests.support.hostile_clients import BANNERS, NULL, connect_raw, frame, greet, is_closed
 from tests.waiting import wait_until
 
 SECONDS = 20.0
@@ -192,12 +192,12 @@ def test_the_log_of_refusals_stays_short() -> None:
 
 def test_a_service_that_dies_ends_its_process() -> None:
     ended = subprocess.run(
-        light_command("tests.core.dying_service:main"),
+        light_command("tests.support.dying_service:main"),
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert ended.returncode == STATUS
     assert "KeyError: 'bug'" in ended.stderr

@@ -19,9 +19,9 @@ from lightning_dlres.core.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
-from lightning_dlres.core.frames import pack, unpack
-from lightning_dlres.core.keys import CurveKeys
-from lightning_dlres.core.net import Client, ConnectionEvent, Server
+from lightning_dlres.core.wire.frames import pack, unpack
+from lightning_dlres.core.wire.keys import CurveKeys
+from lightning_dlres.core.wire.net import Client, ConnectionEvent, Server
 from tests.waiting import wait_until
 
 SECONDS = 20.0

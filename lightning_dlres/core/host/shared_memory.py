@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlres.core.disk import temporary_file
+from lightning_dlres.core.host.disk import temporary_file
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlres.core.host_memory import available_bytes
+from lightning_dlres.core.host.free_memory import available_bytes
 
 MEMINFO = "MemTotal:  2000 kB\nMemFree:  300 kB\nMemAvailable:  1000 kB\n"
 

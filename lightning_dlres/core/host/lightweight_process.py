@@ -22,6 +22,6 @@ _CODE = (
 def light_command(function: str, *arguments: str) -> list[str]:
     """Return the command line that calls a function, such as "lightning_dlres.room.module:main",
     with arguments in `sys.argv[1:]`, and exits with what it returns."""
-    package = str(Path(__file__).resolve().parent.parent)
+    package = str(Path(__file__).resolve().parents[2])
     path = _SEPARATOR.join(sys.path)
     return [sys.executable, "-c", _CODE, path, package, function, *arguments]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError
-from lightning_dlres.core.tree import flatten, map_tensors, tensors_of, unflatten
+from lightning_dlres.core.wire.tree import flatten, map_tensors, tensors_of, unflatten
 from tests.support.examples import examples
 
 HERE = __name__

@@ -13,8 +13,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from lightning_dlres.core.decoding import from_msgpack
 from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.wire.decoding import from_msgpack
 
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")

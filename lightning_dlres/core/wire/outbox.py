@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import zmq
 
 from lightning_dlres.core.errors import PeerError, PeerLostError
-from lightning_dlres.core.frames import Buffer, Message
-from lightning_dlres.core.net import Server
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.frames import Buffer, Message
+from lightning_dlres.core.wire.net import Server
 
 
 @dataclass(frozen=True)

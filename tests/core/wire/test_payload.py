@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_dlres.core import payload
 from lightning_dlres.core.errors import ConfigError, ProtocolError
-from lightning_dlres.core.payload import INLINE_BYTES, decode, decode_header, encode, large_sizes
+from lightning_dlres.core.wire import payload
+from lightning_dlres.core.wire.payload import (
+    INLINE_BYTES,
+    decode,
+    decode_header,
+    encode,
+    large_sizes,
+)
 from tests.support.examples import examples
 
 KEY = ("step", 7)

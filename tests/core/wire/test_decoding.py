@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from lightning_dlres.core.decoding import from_json, from_msgpack
+from lightning_dlres.core.wire.decoding import from_json, from_msgpack
 
 
 @pytest.fixture

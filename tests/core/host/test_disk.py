@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_dlres.core.disk import trim
+from lightning_dlres.core.host.disk import trim
 
 
 def test_a_log_is_cut_off(tmp_path: Path) -> None:

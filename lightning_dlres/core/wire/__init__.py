@@ -1,0 +1,1 @@
+"""Wire: trees of tensors as bytes, framed messages, and the sockets that carry them."""
