@@ -108,7 +108,7 @@ def _import() -> None:
 
     # All of the package, and Lightning, which is the expensive part.
     import tests.parity.harness
-    import tests.strategies.fitting  # noqa: F401
+    import tests.support.training_cases  # noqa: F401
     from lightning_dlres.prefetch.cache import host  # noqa: F401
 
     torch.set_num_threads(1)

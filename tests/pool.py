@@ -69,7 +69,7 @@ class QuickProfiles:
     """Finder of one module, which gets another default when it is imported."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "lightning_dlres.strategies.samples":
+        if name != "lightning_dlres.strategies.hetero_pipe.data.profile_samples":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

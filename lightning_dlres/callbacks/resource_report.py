@@ -29,7 +29,7 @@ from lightning_dlres.pipeline.report.gantt import draw
 from lightning_dlres.pipeline.report.report import RunReport, run_report
 from lightning_dlres.pipeline.report.timeline import WARM_UP_STEPS, measure
 from lightning_dlres.strategies import HeteroPipeStrategy
-from lightning_dlres.strategies.planning import even_step_seconds
+from lightning_dlres.strategies.hetero_pipe.planning import even_step_seconds
 
 REPORT, PICTURE, TRACE = "report.md", "timeline.png", "trace.json"
 MEMORY = "memory.png"

@@ -17,8 +17,8 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.cluster_file import load_cluster
 from lightning_dlres.pipeline.profile.model_profile import Cluster
 from lightning_dlres.strategies import HeteroPipeStrategy
-from lightning_dlres.strategies.planning import measured_plan
-from lightning_dlres.strategies.profiling import profile_here
+from lightning_dlres.strategies.hetero_pipe.planning import measured_plan
+from lightning_dlres.strategies.hetero_pipe.profiling import profile_here
 
 
 def plan(options: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_dlres.strategies.hetero_pipe import HeteroPipeStrategy
+from lightning_dlres.strategies.hetero_pipe.strategy import HeteroPipeStrategy
 
 __all__ = ["HeteroPipeStrategy", "register_strategies"]
 

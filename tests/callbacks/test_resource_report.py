@@ -25,7 +25,7 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies import HeteroPipeStrategy
 from tests.pool import RankContext, RankPool
-from tests.strategies.fitting import QUICK
+from tests.support.training_cases import QUICK
 from tests.zoo import Task, loaders
 
 QUIET: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.strategies import profiling
+from lightning_dlres.strategies.hetero_pipe import profiling
 from tests.cli.test_cli import CONFIG, TINY, assert_trained, run_in
 from tests.conftest import RunScript
 from tests.pool import RankContext, RankOutcome, RankPool

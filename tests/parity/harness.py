@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.pipeline.plan.plan import arrange, even_split
-from lightning_dlres.strategies.capture import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
 from tests.pool import RankContext, RankPool
 from tests.zoo import Task, loaders
 

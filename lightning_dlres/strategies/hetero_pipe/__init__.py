@@ -1,0 +1,1 @@
+"""`Trainer(strategy="dlres_hetero_pipe")`: pipeline and data parallel training."""

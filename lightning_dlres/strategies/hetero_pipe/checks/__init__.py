@@ -1,0 +1,1 @@
+"""Checks that a step gives the same result when it runs in micro-batches."""

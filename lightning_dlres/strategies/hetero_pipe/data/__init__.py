@@ -1,0 +1,1 @@
+"""Loaders: one rank reads the data for all ranks."""

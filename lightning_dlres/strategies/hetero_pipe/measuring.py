@@ -1,0 +1,183 @@
+"""What the user's own layers, loss and optimizer cost on this device (Method E, E1, E5).
+
+Weights, buffers, metrics and logs stay as they were."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dlres.core import rng
+from lightning_dlres.core._compat import LiveBytes
+from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.profile.cpu_cache import Caches
+from lightning_dlres.pipeline.profile.layer_sizes import Sizes
+from lightning_dlres.pipeline.profile.layer_times import Clock, LayerMeasurement, measure_layers
+from lightning_dlres.pipeline.stage.microbatch import samples_in
+from lightning_dlres.strategies.hetero_pipe.data.profile_samples import (
+    ProfileConfig,
+    ProfileSamples,
+)
+from lightning_dlres.strategies.hetero_pipe.optimizers import update_seconds
+from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
+
+
+@dataclass(frozen=True)
+class DeviceMeasurement:
+    """What a run costs on one device.
+
+    Attributes:
+        layers: what each layer costs.
+        loss: seconds of the loss of one micro-batch, forward and backward.
+        loss_bytes: what it needs for a moment.
+        update: seconds that the optimizer takes for a byte of a gradient.
+        border: seconds that a layer takes longer if it is a run of its own, forward and backward.
+        pace: by how much time on the wall exceeds that of the processor.
+    """
+
+    layers: list[LayerMeasurement]
+    loss: float
+    loss_bytes: int
+    update: float
+    border: float
+    pace: float
+
+
+def measure(
+    context: StepContext,
+    samples: ProfileSamples,
+    config: ProfileConfig,
+    layer_context: Callable[[], AbstractContextManager[Any]],
+    optimizers: Sequence[Optimizer],
+    caches: Caches,
+    limit: int | None,
+    slowdown: float | None = None,
+) -> tuple[DeviceMeasurement, Callable[[], None]]:
+    """Return what the layers, the loss and the optimizer cost on this device, and what keeps it
+    busy afterwards.
+
+    Args:
+        context, samples, config, layer_context, optimizers: see `Profiler`.
+        caches: they are cold where training finds them so.
+        limit: bytes that the device has.
+        slowdown: where speeds are emulated, with one rank for each core or not: then processor time
+            counts alone.
+    """
+    clock, runs, losses = Clock(context.device, paced=slowdown is None), [], []
+    slowdown = slowdown or 1.0
+    count = len(samples.inputs)
+    for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
+        layers, output, again = measure_layers(
+            context.pipelined.layers.modules,
+            context.pipelined.bind,
+            inputs,
+            context.device,
+            layer_context,
+            slowdown,
+            -(-config.repeats // count),
+            config.seconds / count,
+            clock,
+            limit,
+        )
+        runs.append(layers)
+        losses.append(_measure_loss(context, batch, output, config.repeats, caches))
+    pace = clock.pace()
+    weights = [p for module in context.pipelined.layers.modules for p in module.parameters()]
+    update = max(
+        (update_seconds(each, weights, clock, config.repeats, caches) for each in optimizers),
+        default=0.0,
+    )
+    borders = [layer.border for layers in runs for layer in layers if layer.border is not None]
+    found = DeviceMeasurement(
+        [_mean(list(alike)) for alike in zip(*runs, strict=True)],
+        statistics.fmean(seconds for seconds, _ in losses) * pace * slowdown,
+        max(nbytes for _, nbytes in losses),
+        update * pace,
+        # Where two times differ by less than their noise.
+        max(statistics.fmean(borders), 0.0) if borders else 0.0,
+        pace,
+    )
+    return found, again
+
+
+def typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
+    """Return the median of every time."""
+    layers = [
+        replace(
+            alike[0],
+            forward=_median(layer.forward for layer in alike),
+            backward=_median(layer.backward for layer in alike),
+        )
+        for alike in zip(*(found.layers for found in rounds), strict=True)
+    ]
+    return DeviceMeasurement(
+        layers,
+        statistics.median(found.loss for found in rounds),
+        max(found.loss_bytes for found in rounds),
+        statistics.median(found.update for found in rounds),
+        statistics.median(found.border for found in rounds),
+        statistics.median(found.pace for found in rounds),
+    )
+
+
+def _measure_loss(
+    context: StepContext, batch: Any, output: Tree, repeats: int, caches: Caches
+) -> tuple[float, int]:
+    """Return the counted seconds of the step from the module's call on, forward and backward, and
+    the bytes that it needs; zeros where user code cannot be run outside of training."""
+    clock, rewind_random_state = Clock(context.device), rng.held(context.device)
+    takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
+    args = (batch, 0) if takes_index else (batch,)
+    leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
+    wanted = [t for t in tensors_of(leaves) if t.requires_grad]
+    wanted += [p for p in context.pipelined.layers.outer() if p.device == context.device]
+    spent, live = [], LiveBytes()
+    try:
+        with torch.enable_grad():
+            for run in range(repeats + 1):
+                step = LightningStep(context, args, untouched=True, trial=True)
+                caches.overwrite()
+                start = clock.now()
+                # Counting bytes takes time: in the run that warms up.
+                with live if run == 0 else nullcontext():
+                    given = map_tensors(Tensor.clone, leaves) if run == 0 else leaves
+                    loss = step.finish(given, None, [samples_in(batch) or 1])
+                    del given
+                    if loss.requires_grad and wanted:
+                        torch.autograd.grad(loss, wanted, allow_unused=True)
+                if run:
+                    spent.append(clock.now() - start)
+                step.undo_metrics()
+    except Exception as error:
+        rank_zero_warn(
+            f"dlres: the loss could not be timed before training ({type(error).__name__}: "
+            f"{error}); the plan counts it as nothing."
+        )
+        return 0.0, 0
+    finally:
+        rewind_random_state()
+    return statistics.fmean(spent), live.peak
+
+
+def _mean(runs: list[LayerMeasurement]) -> LayerMeasurement:
+    return LayerMeasurement(
+        statistics.fmean(run.forward for run in runs),
+        statistics.fmean(run.backward for run in runs),
+        Sizes(*(max(column) for column in zip(*(run.sizes for run in runs), strict=True))),
+    )
+
+
+def _median(seconds: Iterable[float]) -> float:
+    """Return the median; NaN if some are, as of a layer for which there was no room at a time."""
+    found = list(seconds)
+    return math.nan if any(map(math.isnan, found)) else statistics.median(found)

@@ -1,0 +1,196 @@
+"""From a profile to a plan that all ranks share: decided on rank 0, adopted where one was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+from torch import nn
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.plan.cost_model.costs import Workload
+from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_slack
+from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.plan.planner import decide
+from lightning_dlres.pipeline.plan.search.proportional import proportional_split
+from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile
+from lightning_dlres.strategies.hetero_pipe.host_limits import within_hosts
+from lightning_dlres.strategies.hetero_pipe.profiling import RunProfile
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule, is_chain
+
+Machines = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user fixed of the plan.
+
+    Attributes:
+        stages: number of stages; None: whatever is fastest.
+        machines: the ranks of every virtual machine in stage order; None: free.
+        schedule: the schedule to plan for.
+        recompute: "auto", "never" or "always".
+    """
+
+    stages: int | None
+    machines: Machines | None
+    schedule: str
+    recompute: str
+
+
+def require_layers(pipelined: PipelinedModule, stages: int) -> None:
+    """Raise unless every stage can get a layer.
+
+    Raises:
+        ConfigError: fewer layers than stages.
+    """
+    count = len(pipelined.layers.modules)
+    if count < stages:
+        kind = type(pipelined.module).__name__
+        if isinstance(pipelined.module, nn.Sequential) and not is_chain(pipelined.module):
+            kind += ", an nn.Sequential with a forward of its own"
+        raise ConfigError(
+            f"The pipelined module {pipelined.path!r} ({kind}) has {count} "
+            f"layer{'s' if count != 1 else ''}, expected at least one for each of the {stages} "
+            f"stages. Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers "
+            "into one nn.Sequential."
+        )
+
+
+def adopt_plan(given: PipelinePlan, pipelined: PipelinedModule, world_size: int) -> PipelinePlan:
+    """Return a plan that was given, completed with the model's layers.
+
+    Raises:
+        ConfigError: it is for another model or another number of ranks, or breaks a memory limit.
+    """
+    names = pipelined.layers.names
+    if given.world_size != world_size:
+        raise ConfigError(
+            f"plan must be for {world_size} ranks, got one for {given.world_size}. Plan again."
+        )
+    if sum(given.split) != len(names):
+        raise ConfigError(
+            f"plan.split must add up to the {len(names)} layers of {pipelined.path!r}, got "
+            f"{list(given.split)} for {sum(given.split)} layers. Edit the split, or plan again."
+        )
+    known = tuple(layer.name for layer in given.layers)
+    if known and known != names:
+        raise ConfigError(
+            f"plan must be for the model's layers {list(names)}, got one for {list(known)}. Plan "
+            "again."
+        )
+    plan = msgspec.structs.replace(given, layers=given.layers or unmeasured_layers(pipelined))
+    return predicted(plan) if plan.is_measured else plan
+
+
+def predicted(plan: PipelinePlan) -> PipelinePlan:
+    """Return a measured plan with its step times as the simulator finds them, whatever was edited.
+
+    Raises:
+        ConfigError: a stage breaks its memory limit.
+    """
+    workload = plan.workload()
+    for stage in range(plan.stages):
+        peak = workload.peak_bytes(stage, plan.layers_of(stage), plan.recompute)
+        limit = workload.limit(stage)
+        if limit is not None and peak > limit:
+            raise ConfigError(
+                f"plan must keep stage {stage} within its memory limit of {limit} bytes, got "
+                f"{peak}. Give it fewer layers, recompute more of them, or plan again."
+            )
+    return msgspec.structs.replace(
+        plan,
+        predicted_seconds=step_seconds(workload, plan.split, plan.recompute),
+        even_seconds=even_step_seconds(workload),
+    )
+
+
+def for_schedule(plan: PipelinePlan, schedule: str) -> PipelinePlan:
+    """Return the plan as it is under another schedule: the same layers on the same devices.
+
+    Raises:
+        ConfigError: a stage breaks its memory limit under it.
+    """
+    changed = msgspec.structs.replace(plan, schedule=schedule)
+    if schedule == plan.schedule or not plan.is_measured:
+        return changed
+    try:
+        return predicted(changed)
+    except ConfigError as error:
+        raise ConfigError(
+            f"The loss needs schedule {schedule!r}, for which the plan was not made: {error} Use "
+            f"HeteroPipeStrategy(schedule={schedule!r}), so that it is."
+        ) from None
+
+
+def even_step_seconds(workload: Workload) -> float:
+    """Return the step time of what one would do without a profile: equal numbers of layers, devices
+    in the order of ranks, nothing recomputed."""
+    machines = arrange(len(workload.cluster.devices), workload.stages)
+    even = even_split(len(workload.layers), workload.stages)
+    return step_seconds(replace(workload, machines=machines), even)
+
+
+def measured_plan(
+    profile: RunProfile, wishes: Wishes, say: Callable[[str], None] = lambda line: None
+) -> PipelinePlan:
+    """Return the fastest plan for a profile.
+
+    Raises:
+        ConfigError: none fits into memory, or the ranks do not divide into stages.
+    """
+    return within_hosts(
+        lambda cluster: _fastest_plan(profile, cluster, wishes, say),
+        profile.cluster,
+        profile.host_memory,
+    )
+
+
+def _fastest_plan(
+    profile: RunProfile, cluster: Cluster, wishes: Wishes, say: Callable[[str], None]
+) -> PipelinePlan:
+    world = len(cluster.devices)
+    workload = Workload(
+        profile.layers,
+        profile.step,
+        cluster,
+        wishes.machines or arrange(world, world if world <= len(profile.layers) else 1),
+        wishes.schedule,
+        profile.microbatches,
+        wishes.recompute,
+    )
+    decision = decide(workload, wishes.stages, keep_order=wishes.machines is not None, say=say)
+    chosen = with_slack(decision.workload, decision.split, decision.recompute)
+    return predicted(
+        PipelinePlan(
+            machines=chosen.machines,
+            split=decision.split,
+            recompute=decision.recompute,
+            schedule=wishes.schedule,
+            microbatches=profile.microbatches,
+            extra_in_flight=chosen.extra_in_flight,
+            layers=profile.layers,
+            step=profile.step,
+            cluster=cluster,
+        )
+    )
+
+
+def unmeasured_layers(pipelined: PipelinedModule) -> tuple[LayerProfile, ...]:
+    """Return what is known of the layers without running them."""
+    sizes = pipelined.layers.parameter_bytes()
+    return tuple(
+        LayerProfile(name=name, parameter_bytes=size)
+        for name, size in zip(pipelined.layers.names, sizes, strict=True)
+    )
+
+
+def unmeasured_plan(pipelined: PipelinedModule, machines: Machines) -> PipelinePlan:
+    """Split by parameter bytes, as if all devices were alike; where there is nothing to measure
+    with."""
+    layers = unmeasured_layers(pipelined)
+    sizes = [float(layer.parameter_bytes) for layer in layers]
+    split = proportional_split(sizes, [1.0] * len(machines[0]))
+    return PipelinePlan(machines=machines, split=split, layers=layers)

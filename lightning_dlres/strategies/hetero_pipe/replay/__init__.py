@@ -1,0 +1,1 @@
+"""Side effects of a training step, taken back on one rank and applied on all."""

@@ -1,0 +1,1 @@
+"""One training step of the user's LightningModule, cut at the pipelined module."""

@@ -1,0 +1,204 @@
+"""A batch between two checks of the loss whose micro-batches cannot be weighted by samples: it is
+checked itself before its gradients are used, and trained as on a single device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dlres import PipelinePlan, UnsupportedStepError
+from lightning_dlres.strategies.hetero_pipe.step.normalisers import NormaliserRecorder, why_doubtful
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import Case, Classifier, differences_in, fit, none_in
+
+# Steps 0, 1, 2, 4 and 8 are checked in any case.
+SPECIAL = 3
+
+
+class Adds(nn.Module):
+    """A layer with a buffer that a step run twice would change twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.total += x.detach().sum(0)
+        return x
+
+
+class Kinds(Classifier):
+    """Losses that are means over samples in every batch but one."""
+
+    def __init__(self, kind: str, adds: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind = kind
+        second = Adds() if adds else nn.Identity()
+        self.net = nn.Sequential(
+            nn.Linear(16, 12), second, nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 5)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, labels, mask = batch
+        loss = self._loss(self.net(x.mul_(1.5)), labels, mask)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def _loss(self, out: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        if self.kind in ("unlabelled", "unequal"):
+            return F.cross_entropy(out, labels)
+        tokens = F.cross_entropy(out, labels.clamp(min=0), reduction="none")
+        if self.kind == "quotient":
+            return (tokens * mask).sum() / mask.sum()
+        if self.kind == "weights":
+            weights = (mask / mask.sum()).view(-1)
+            return (weights * tokens).sum()
+        if self.kind == "selected":
+            return tokens[mask > 0].mean()
+        if self.kind == "product":
+            return (tokens * mask).sum() * mask.sum().reciprocal()
+        if self.kind == "gradient":
+            # Its gradient is NaN where all of a micro-batch is masked; its value is not.
+            return tokens.mean() + 0 * (out[:, 0] * mask).square().sum().sqrt()
+        if self.kind == "list" and bool((mask == 0).any()):
+            self.observed.append(float(tokens.detach().sum()))
+        if self.kind == "harmless":
+            return tokens.mean() * mask.sum() / mask.sum()
+        late = self.global_step >= SPECIAL
+        if self.kind == "factor":
+            return tokens.mean() + float(late) * out.mean(0).square().sum()
+        if self.kind == "term" and late:
+            return tokens.mean() + out.mean(0).square().sum()
+        if self.kind == "harmless term" and late:
+            return tokens.mean() + out.square().mean()
+        return tokens.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data(kind: str) -> DataLoader[Any]:
+    """Return batches of eight; the special one has no label for its first samples."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(56, 16, generator=generator)
+    labels = torch.randint(5, (56,), generator=generator)
+    mask = torch.ones(56)
+    hidden = slice(8 * SPECIAL, 8 * SPECIAL + (1 if kind in ("unequal", "harmless") else 3))
+    labels[hidden], mask[hidden] = -100, 0.0
+    return DataLoader(TensorDataset(x, labels, mask), batch_size=8)
+
+
+FALL_BACK = (
+    *("unlabelled", "unequal", "quotient", "weights", "selected", "product", "gradient"),
+    *("term", "factor"),
+)
+CUT_ELSEWHERE = PipelinePlan(machines=((0, 1),), split=(4, 1))
+THREE_STAGES = PipelinePlan(machines=((0, 1, 2),), split=(1, 3, 1))
+
+
+def case(kind: str, used: str, adds: bool = True, **options: Any) -> Case:
+    return Case(
+        lambda: Kinds(kind, adds),
+        used=used,
+        data=lambda: data(kind),
+        options=options,
+        trainer={"max_epochs": 1},
+    )
+
+
+TWO_RANKS = {
+    **{kind: case(kind, "gpipe") for kind in (*FALL_BACK, "list")},
+    "mean": case("mean", "1f1b"),
+    "harmless": case("harmless", "1f1b"),
+    "harmless term": case("harmless term", "1f1b"),
+    "cut elsewhere": case(
+        "unlabelled", "gpipe", plan=PipelinePlan(machines=((0, 1),), split=(4, 1))
+    ),
+}
+THREE_RANKS = {"three stages": case("unlabelled", "gpipe", plan=THREE_STAGES)}
+# Buffers are those of the first virtual machine, which sees half of the samples.
+FOUR_RANKS = {kind: case(kind, "gpipe", adds=False) for kind in ("unlabelled", "list")}
+BY_RANKS = {2: TWO_RANKS, 3: THREE_RANKS, 4: FOUR_RANKS}
+
+
+def compare(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, BY_RANKS[context.world_size])
+
+
+@pytest.mark.parametrize("ranks", sorted(BY_RANKS))
+def test_a_doubtful_batch_is_trained_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
+    assert pool.run(compare, ranks) == none_in(BY_RANKS[ranks], ranks)
+
+
+def fit_1f1b(context: RankContext) -> dict[str, str]:
+    messages = {}
+    for kind in FALL_BACK:
+        model = Kinds(kind)
+        with pytest.raises(UnsupportedStepError) as error:
+            fit(context, Case(lambda m=model: m, "1f1b", data=lambda k=kind: data(k)))
+        assert all(bool(p.isfinite().all()) for p in model.parameters() if not p.is_meta)
+        messages[kind] = str(error.value)
+    return messages
+
+
+def test_1f1b_refuses_a_doubtful_batch_before_its_gradients_are_used(pool: RankPool) -> None:
+    for messages in pool.run(fit_1f1b, 2):
+        for kind in FALL_BACK:
+            assert "schedule='1f1b' would not train this model exactly" in messages[kind], kind
+
+
+def normalisers_of(loss: Any, *sizes: int) -> list[list[float]]:
+    rows = []
+    for size in sizes:
+        recorder = NormaliserRecorder()
+        with recorder:
+            loss(torch.ones(size, 3, requires_grad=True), torch.arange(size))
+        rows.append(recorder.values())
+    return rows
+
+
+def record(rows: list[list[float]], loss: float = 1.0) -> dict[str, Any]:
+    return {"losses": torch.full((len(rows),), loss), "normalisers": rows, "finite": [True]}
+
+
+def test_operations_show_another_loss_and_no_other_number_of_samples() -> None:
+    def operations(loss: Any, size: int) -> str:
+        recorder = NormaliserRecorder()
+        with recorder:
+            loss(torch.ones(size, 3, requires_grad=True))
+        return recorder.operations()
+
+    plain = operations(lambda out: out.square().mean(), 3)
+    assert operations(lambda out: out.square().mean(), 8) == plain
+    assert operations(lambda out: out.square().mean() + out.detach().std(), 3) != plain
+    assert operations(lambda out: out.topk(2, 0)[0].square().mean(), 3) != plain
+    by_zero, by_one = (operations(lambda out, f=f: (out * f).sum(), 3) for f in (0.0, 1.0))
+    assert by_zero != by_one
+    assert by_one == operations(lambda out: (out * 2.0).sum(), 3)
+
+
+def test_what_scales_with_samples_or_not_at_all_is_no_sign() -> None:
+    losses = [
+        lambda out, y: F.mse_loss(out, out.detach() + 1) * 0.5,
+        lambda out, y: out.sum() / len(out) + out.mean() / 3,
+        lambda out, y: (out / out.shape[1]).sum(1).mean() * torch.tensor(2.0),
+        lambda out, y: F.cross_entropy(out, y % 3) * (1.0 / len(y)),
+        lambda out, y: F.normalize(out, dim=1).sum(1).mean(),
+    ]
+    for loss in losses:
+        rows = normalisers_of(loss, 3, 3, 2)
+        assert why_doubtful([record(rows[:1]), record(rows[1:])], [3, 3, 2], True) is None
+
+
+def test_values_that_differ_otherwise_are_named() -> None:
+    rows = normalisers_of(lambda out, y: out.sum() / (y > 0).sum(), 3, 3, 2)
+    reason = why_doubtful([record(rows)], [3, 3, 2], True)
+    assert reason == "the loss is normalised by unlike values in the micro-batches (2, 2, 1)"
+    assert "not finite" in str(why_doubtful([record(rows, float("nan"))], [3, 3, 2], True))

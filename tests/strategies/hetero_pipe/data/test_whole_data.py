@@ -1,0 +1,219 @@
+"""Loaders that would read a part of the data on each rank read all of it, or are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, seed_everything
+from torch import Tensor
+from torch.distributed import get_rank, get_world_size
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_dlres import ConfigError, PipelinePlan
+from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import Classifier, trainer_for
+
+Sample = tuple[Tensor, Tensor, int]
+
+
+def sample(index: int) -> Sample:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(16, generator=generator), torch.tensor(index % 5), index
+
+
+class Numbered(Dataset[Sample]):
+    """Samples that tell their number."""
+
+    def __init__(self, indices: Any = range(30)) -> None:
+        self.indices = list(indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Sample:
+        return sample(self.indices[index])
+
+
+class Stream(IterableDataset[Sample]):
+    """Divides its samples by rank and world size, which it asks for when it is read."""
+
+    def __init__(self, place: Callable[[], tuple[int, int]]) -> None:
+        self.place = place
+
+    def __iter__(self) -> Iterator[Sample]:
+        rank, ranks = self.place()
+        return map(sample, range(rank, 30, ranks))
+
+
+class Keeps(Classifier):
+    """Keeps the numbers of all samples that it trains on, and validates and predicts likewise."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.observed += batch[2].tolist()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+        self.observed += batch[2].tolist()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+
+def of_torch() -> tuple[int, int]:
+    # No process group where the run is a plain one.
+    return (get_rank(), get_world_size()) if PLACE != ALONE else ALONE
+
+
+def of_environment() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+# Rank and number of ranks in the run at hand.
+ALONE = (0, 1)
+PLACE = ALONE
+
+
+class Data(LightningDataModule):
+    """Makes its loader in a hook, from what the Trainer says."""
+
+    def __init__(self, by_size: bool) -> None:
+        super().__init__()
+        self.by_size = by_size
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        if self.by_size:
+            return DataLoader(Numbered(), batch_size=8 // self.trainer.world_size)
+        part = range(self.trainer.global_rank, 30, self.trainer.world_size)
+        return DataLoader(Numbered(part), batch_size=8)
+
+
+def sampler(**options: Any) -> DistributedSampler[Any]:
+    rank, ranks = PLACE
+    return DistributedSampler(Numbered(), num_replicas=ranks, rank=rank, **options)
+
+
+def in_hook() -> Any:
+    return Data(by_size=False)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "sampler": lambda: DataLoader(Numbered(), batch_size=8, sampler=sampler()),
+    "in order": lambda: DataLoader(
+        Numbered(), batch_size=8, sampler=sampler(shuffle=False, drop_last=True)
+    ),
+    "batch sampler": lambda: DataLoader(
+        Numbered(), batch_sampler=BatchSampler(sampler(seed=5), 8, drop_last=True)
+    ),
+    "stream, torch": lambda: DataLoader(Stream(of_torch), batch_size=8),
+    "stream, worker": lambda: DataLoader(Stream(of_torch), batch_size=8, num_workers=1),
+    "stream, environment": lambda: DataLoader(Stream(of_environment), batch_size=8),
+    "data module": in_hook,
+    "batch size": lambda: Data(by_size=True),
+}
+
+
+def samples_of(context: RankContext, name: str, piped: bool, stage: str = "fit") -> list[float]:
+    """Return the samples of a run in order."""
+    global PLACE
+    PLACE = (context.rank, context.world_size) if piped else ALONE
+    seed_everything(3, verbose=False)
+    saved = {key: os.environ.get(key) for key in ("RANK", "WORLD_SIZE")}
+    os.environ.update(zip(saved, map(str, PLACE), strict=True))
+    plan = PipelinePlan(machines=((0, 1, 2),), split=(2, 2, 1)) if context.world_size == 3 else None
+    options = {"plan": plan, "stages": 3} if plan is not None else {}
+    try:
+        model, trainer = Keeps(), trainer_for(context if piped else None, **options)
+        data = LOADERS[name]()
+        if stage == "fit":
+            trainer.fit(model, data)
+        else:
+            getattr(trainer, stage)(model, data)
+    finally:
+        for key, value in saved.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+    return model.observed
+
+
+def compare(context: RankContext) -> dict[str, bool]:
+    runs = [(name, "fit") for name in LOADERS]
+    runs += [(name, stage) for name in ("sampler", "stream, torch") for stage in ("validate",)]
+    runs += [("batch sampler", "predict")]
+    expected = {run: samples_of(context, run[0], False, run[1]) for run in runs}
+    found = {run: samples_of(context, run[0], True, run[1]) for run in runs}
+    return {
+        f"{n}, {s}": found[n, s] == expected[n, s] and len(expected[n, s]) >= 24 for n, s in runs
+    }
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
+def test_all_ranks_train_on_all_samples(pool: RankPool, ranks: int) -> None:
+    for found in pool.run(compare, ranks):
+        assert all(found.values()), found
+
+
+def test_the_undo_gives_the_user_the_sampler_back() -> None:
+    own = DistributedSampler(Numbered(), num_replicas=4, rank=3)
+    before, part = dict(vars(own)), list(own)
+    undo = undo_sharding(DataLoader(own.dataset, batch_size=2, sampler=own))
+    assert sorted(own) == list(range(30))
+    assert len(own) == 30
+    undo()
+    assert vars(own) == before
+    assert list(own) == part
+
+
+class Own:
+    """A sampler that counts its samples in its own way."""
+
+    def __init__(self) -> None:
+        self.num_replicas, self.rank, self.num_samples = 2, 0, 7
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_samples))
+
+
+def test_a_sampler_of_another_kind_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"\.sampler .*num_replicas=1, rank=0"):
+        undo_sharding(DataLoader(Numbered(), sampler=Own()))
+
+
+class Divided(Numbered):
+    """Knows its place."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(range(30))
+        self.rank, self.world = rank, ranks
+
+
+def divided_before(context: RankContext) -> list[str]:
+    model, messages = Keeps(), []
+    with pytest.raises(ConfigError) as error:
+        trainer_for(context).fit(
+            model, DataLoader(Divided(context.rank, context.world_size), batch_size=8)
+        )
+    messages.append(str(error.value))
+    part = Numbered(range(context.rank, 30, context.world_size))
+    with pytest.warns(UserWarning, match="rank 0 alone reads") if context.rank == 0 else _nothing():
+        trainer_for(context, max_epochs=1).fit(model, DataLoader(part, batch_size=8))
+    return messages
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: Any) -> None: ...
+
+
+def test_data_that_was_divided_before_is_named(pool: RankPool) -> None:
+    for (message,) in pool.run(divided_before, 2):
+        assert "DataLoader.dataset" in message
+        assert "rank=0, world=2" in message

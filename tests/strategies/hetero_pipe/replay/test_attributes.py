@@ -1,0 +1,123 @@
+"""Counters, running values and lists that a training step keeps on the module are those of plain
+training, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
+from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import QUICK
+from tests.zoo import QUIET, Samples
+
+
+class Counts(LightningModule):
+    """Counts its steps before and after the module's call, and keeps outputs in a list if asked."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.keeps, self.before, self.after, self.smooth = keeps, 0, 0.0, torch.zeros(())
+        self.outputs: list[Tensor] = []
+        self.epochs: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.before += 1
+        loss = F.cross_entropy(self.net(batch[0] / self.before), batch[1])
+        self.after += 0.5
+        self.smooth = 0.9 * self.smooth + 0.1
+        if self.keeps:
+            self.outputs.append(loss.detach())
+        return loss * self.after
+
+    def on_train_epoch_end(self) -> None:
+        if self.keeps:
+            self.epochs.append(float(torch.stack(self.outputs).mean()))
+            self.outputs.clear()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(context: RankContext | None, keeps: bool, schedule: str = "gpipe") -> Any:
+    seed_everything(3, verbose=False)
+    model = Counts(keeps)
+    options: dict[str, Any] = {"strategy": "auto", "devices": 1}
+    if context is not None:
+        strategy = HeteroPipeStrategy(microbatches=3, schedule=schedule, profile=QUICK)  # type: ignore[arg-type]
+        options = {
+            "strategy": strategy,
+            "devices": context.world_size,
+            "plugins": [context.environment],
+        }
+    trainer = Trainer(
+        **options,
+        accelerator="cpu",
+        max_epochs=2,
+        **QUIET,
+    )
+    trainer.fit(model, DataLoader(Samples(False, 32), batch_size=8))
+    return model.before, model.after, float(model.smooth), model.epochs
+
+
+def fit_plainly(context: RankContext, keeps: bool) -> Any:
+    return fit(None, keeps)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "schedule"), [(True, "gpipe"), (False, "gpipe"), (False, "1f1b"), (True, "auto")]
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_equal_plain_training_on_every_rank(
+    pool: RankPool, ranks: int, keeps: bool, schedule: str
+) -> None:
+    ((before, after, smooth, epochs),) = pool.run(fit_plainly, 1, keeps)
+    for found in pool.run(fit, ranks, keeps, schedule):
+        assert found[:2] == (before, after)
+        assert found[2] == pytest.approx(smooth)
+        assert found[3] == pytest.approx(epochs, rel=1e-5)
+
+
+def test_1f1b_refuses_a_list_that_grows(pool: RankPool) -> None:
+    for outcome in pool.run_expecting_errors(fit, 2, True, "1f1b", keep=True):
+        assert outcome.error_type == UnsupportedStepError.__name__
+        assert "self.outputs" in outcome.error_message
+
+
+def state_of(module: LightningModule) -> UserState:
+    return UserState(lambda: [("", module)])
+
+
+def test_lists_stay_the_same_objects() -> None:
+    module = Counts(True)
+    state, alias = state_of(module), module.outputs
+    loan = state.lend()
+    module.outputs.append(torch.ones(()))
+    changes = loan.changes()
+    assert list(changes) == ["outputs"]
+    loan.take_back()
+    assert alias == []
+    state.apply(changes, loan.kept)
+    assert alias is module.outputs
+    assert len(alias) == 1
+
+
+def test_what_a_run_deletes_or_adds_is_undone_before_the_next() -> None:
+    module: Any = Counts(True)
+    module.best, module.last = None, 3
+    for _ in range(2):
+        loan = state_of(module).lend()
+        del module.best, module.last
+        module.added = 1
+        loan.take_back()
+        assert (module.best, module.last) == (None, 3)
+        assert not hasattr(module, "added")

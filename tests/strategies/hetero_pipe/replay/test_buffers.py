@@ -1,0 +1,151 @@
+"""Buffers outside of the pipelined layers: every rank has them, and they are those of a single
+device, however often the step runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dlres import UnsupportedStepError
+from lightning_dlres.strategies.hetero_pipe.replay.buffers import OuterBuffers
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from tests.parity.harness import relative
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import (
+    Case,
+    Classifier,
+    batches,
+    differences_in,
+    fit,
+    none_in,
+    trainer_for,
+)
+
+
+class Norms(Classifier):
+    """Normalises before and after the pipelined module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.BatchNorm1d(16), nn.BatchNorm1d(5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.after(self.net(self.before(batch[0])))
+        loss = F.cross_entropy(out, batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.observed += [float(self.before.running_var.sum()), float(self.after.running_mean[0])]
+
+
+class Centre(Classifier):
+    """Keeps a running centre that is changed in place, a queue that is replaced, and a count that
+    does not go into checkpoints; the loss depends on all of them."""
+
+    def __init__(self, later: bool = False) -> None:
+        super().__init__()
+        self.from_step = 3 if later else 0
+        self.register_buffer("centre", torch.zeros(5))
+        self.register_buffer("queue", torch.zeros(6, 5))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
+        self.centre_too = self.centre
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        scale = 1.0 + 0.1 * self.count
+        loss = F.cross_entropy(out - self.centre + self.queue.mean(0), batch[1]) * scale
+        if batch_idx >= self.from_step:
+            with torch.no_grad():
+                self.centre.lerp_(out.mean(0), 0.1)
+                self.queue = torch.cat([out.mean(0, keepdim=True), self.queue])[:6]
+                self.count += 1
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.observed += [float(self.centre.sum()), float(self.queue.sum()), float(self.count)]
+        assert self.centre_too is self.centre
+
+
+CASES = {
+    "norms, gpipe": Case(Norms, "gpipe", "gpipe"),
+    "norms, auto": Case(Norms, "auto", "gpipe"),
+    "centre, gpipe": Case(Centre, "gpipe", "gpipe"),
+    "centre, auto": Case(Centre, "auto", "gpipe"),
+}
+
+
+TWO_MACHINES = {"centre, auto": CASES["centre, auto"]}
+
+
+def compare(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, CASES if context.world_size == 2 else TWO_MACHINES)
+
+
+def test_equal_to_a_single_device_on_all_ranks(pool: RankPool) -> None:
+    assert pool.run(compare, 2) == none_in(CASES)
+
+
+def test_equal_to_a_single_device_over_two_virtual_machines(pool: RankPool) -> None:
+    assert pool.run(compare, 4) == none_in(TWO_MACHINES, 4)
+
+
+def fit_with_1f1b(context: RankContext) -> list[str]:
+    """Return what 1F1B refuses the models with: at once, and when a later batch shows it."""
+    messages = []
+    for make in (Norms, Centre, lambda: Centre(later=True)):
+        with pytest.raises(UnsupportedStepError) as error:
+            fit(context, Case(make, "1f1b"))
+        messages.append(str(error.value))
+    return messages
+
+
+def test_1f1b_refuses_them_by_name(pool: RankPool) -> None:
+    for messages in pool.run(fit_with_1f1b, 2):
+        for message, name in zip(messages, ("after.", "centre", "centre"), strict=True):
+            assert f"changes the buffer '{name}" in message
+
+
+def test_what_a_run_does_to_buffers_is_undone_before_the_next() -> None:
+    model: Any = Centre()
+    buffers = OuterBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
+    before = buffers.snapshot()
+    for _ in range(2):
+        buffers.lend(before)
+        model.register_buffer("added", torch.ones(2))
+        model.centre += 1
+        assert model.centre_too is not model.centre
+        assert sorted(buffers.changes_since(before)) == ["added", "centre"]
+        buffers.restore(before)
+        assert model.centre is before["centre"]
+        assert float(model.centre.sum()) == 0.0
+        assert model.added is None
+
+
+def save_in_mid_run(context: RankContext, path: str) -> dict[str, Tensor]:
+    """Return the state of a plain run, and save that of a pipeline at the same step."""
+    found = {}
+    for place in (None, context):
+        seed_everything(3, verbose=False)
+        model = Centre()
+        trainer = trainer_for(place, max_steps=3, max_epochs=1)
+        trainer.fit(model, batches())
+        if place is None:
+            found = {name: value.clone() for name, value in model.state_dict().items()}
+        else:
+            trainer.save_checkpoint(path)
+    return found
+
+
+def test_a_checkpoint_has_the_values_of_a_single_device(pool: RankPool, tmp_path: Path) -> None:
+    expected = pool.run(save_in_mid_run, 2, str(tmp_path / "buffers.ckpt"))[0]
+    state = torch.load(tmp_path / "buffers.ckpt", weights_only=False)["state_dict"]
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative(state[name], value) <= 1e-5, name

@@ -1,0 +1,218 @@
+"""What was logged on one rank is logged on all, and parts of a batch add up to the batch."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.wire.tree import flatten, unflatten
+from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts, recording
+from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
+
+
+class Module(LightningModule):
+    """A module that notes what is really logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+        self.logged: list[tuple[Any, ...]] = []
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:  # type: ignore[override]
+        self.logged.append((name, value, args, options))
+
+
+def midrange(values: Tensor) -> Tensor:
+    """A reduce function of the user's own module."""
+    return (values.max() + values.min()) / 2
+
+
+class Tools:
+    @staticmethod
+    def first(values: Tensor) -> Tensor:
+        return values[0]
+
+
+def travel(record: LogRecord, metrics: MetricStates) -> LogRecord:
+    structure, tensors = flatten(record.to_tree(metrics))
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(structure))
+    return LogRecord.from_tree(unflatten(wire, tensors), metrics)
+
+
+# --- Taking down.
+
+
+def test_calls_are_taken_down_and_not_carried_out() -> None:
+    module = Module()
+    with recording(module) as records:
+        module.log("a", 1.0)
+        module.log("b", 2.0, True, False, on_step=True)
+        module.log_dict({"c": 3.0, "d": torch.tensor(4.0)}, prog_bar=True)
+        module.log(name="e", value=module.metric, batch_size=3)
+    assert not module.logged
+    assert [record.name for record in records] == ["a", "b", "c", "d", "e"]
+    assert records[1].options == {"prog_bar": True, "logger": False, "on_step": True}
+    assert records[3].options["prog_bar"] is True
+    assert records[4].value is module.metric
+    module.log("f", 5.0)
+    assert [call[0] for call in module.logged] == ["f"], "logging works again"
+
+
+def test_an_error_ends_the_recording() -> None:
+    module = Module()
+    with pytest.raises(KeyError), recording(module):
+        raise KeyError
+    module.log("a", 1.0)
+    assert module.logged
+
+
+def test_recordings_may_be_nested() -> None:
+    module = Module()
+    with recording(module) as outer:
+        with recording(module) as inner:
+            module.log("a", 1.0)
+        module.log("b", 1.0)
+    assert [r.name for r in inner] == ["a"]
+    assert [r.name for r in outer] == ["b"]
+
+
+def test_replaying_logs_for_real() -> None:
+    module = Module()
+    LogRecord("a", 1.0, {"on_step": True}).replay(module)
+    assert module.logged == [("a", 1.0, (), {"on_step": True})]
+
+
+# --- Travelling.
+
+
+def test_records_travel_as_plain_data() -> None:
+    module = Module()
+    metrics = MetricStates(module)
+    value = torch.tensor(2.0, requires_grad=True) * 1
+    found = travel(LogRecord("a", value, {"prog_bar": True, "batch_size": 4}), metrics)
+    assert (found.name, found.options) == ("a", {"prog_bar": True, "batch_size": 4})
+    assert torch.equal(found.value, value)
+    assert not found.value.requires_grad
+    assert travel(LogRecord("n", np.float32(0.5), {}), metrics).value == 0.5
+    assert travel(LogRecord("m", module.metric, {}), metrics).value is module.metric
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.mean, torch.max, torch.sum, max, sum, np.mean, statistics.mean, midrange, Tools.first],
+    ids=lambda f: f"{f.__module__}.{f.__qualname__}",
+)
+def test_reduce_functions_travel_by_name(function: Any) -> None:
+    found = travel(LogRecord("a", 1.0, {"reduce_fx": function}), MetricStates(Module()))
+    assert found.options["reduce_fx"] is function
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda values: values[0], partial(torch.sum, dim=0), torch.ones(1).max],
+    ids=["lambda", "partial", "method"],
+)
+def test_functions_without_a_name_are_refused(function: Any) -> None:
+    with pytest.raises(UnsupportedStepError, match=r"'my_log'.*top of a module"):
+        LogRecord("my_log", 1.0, {"reduce_fx": function}).to_tree(MetricStates(Module()))
+
+
+def test_a_metric_that_is_no_submodule_is_refused() -> None:
+    with pytest.raises(UnsupportedStepError, match=r"'hidden'.*SumMetric is no submodule"):
+        LogRecord("hidden", SumMetric(), {}).to_tree(MetricStates(Module()))
+
+
+@pytest.mark.parametrize(
+    "path", ["no_such_module:f", "torch:no_such_function", "torch:__version__"]
+)
+def test_a_function_that_is_not_known_here_is_named(path: str) -> None:
+    tree = ["a", ["value", 1.0], {"reduce_fx": ["function", path]}]
+    with pytest.raises(UnsupportedStepError, match=path):
+        LogRecord.from_tree(tree, MetricStates(Module()))
+
+
+# --- Adding up.
+
+
+def merged(values: list[Any], sizes: list[int], **options: Any) -> LogRecord:
+    (record,) = merge_parts([[LogRecord("a", value, options)] for value in values], sizes)
+    return record
+
+
+sizes_and_values = st.lists(st.tuples(st.integers(1, 9), st.floats(-1e3, 1e3)), min_size=1)
+
+
+@given(sizes_and_values)
+def test_a_mean_over_parts_is_the_mean_over_samples(parts: list[tuple[int, float]]) -> None:
+    samples = [value for size, value in parts for _ in range(size)]
+    sizes, values = [size for size, _ in parts], [torch.tensor(value) for _, value in parts]
+    for reduce_fx in ("mean", torch.mean):
+        found = merged(values, sizes, reduce_fx=reduce_fx).value
+        assert float(found) == pytest.approx(statistics.fmean(samples), rel=1e-5, abs=1e-3)
+    assert torch.equal(merged(values, sizes).value, merged(values, sizes, reduce_fx="mean").value)
+
+
+@given(sizes_and_values)
+def test_sums_and_extremes(parts: list[tuple[int, float]]) -> None:
+    sizes, values = [size for size, _ in parts], [value for _, value in parts]
+    for name, expected in (("sum", sum(values)), ("max", max(values)), ("min", min(values))):
+        found = merged(values, sizes, reduce_fx=name).value
+        assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [(torch.max, 9.0), (torch.sum, 14.0), (max, 9.0), (midrange, 5.0)]
+)
+def test_own_functions_get_all_values_at_once(function: Any, expected: float) -> None:
+    assert merged([1.0, 9.0, 4.0], [2, 1, 1], reduce_fx=function).value == expected
+
+
+def test_values_keep_dtype_and_shape() -> None:
+    assert merged([torch.tensor(1.0).double()] * 2, [1, 1]).value.dtype == torch.float64
+    assert merged([torch.tensor(1.0).half()] * 2, [1, 1]).value.dtype == torch.float16
+    assert merged([1, 2], [1, 1]).value == 1.5, "a mean of whole numbers is none"
+    assert merged([torch.tensor([2.0]), torch.tensor([5.0])], [2, 1]).value.tolist() == [3.0]
+
+
+def test_options_stay_and_batch_sizes_add_up() -> None:
+    options = {"on_step": True, "batch_size": 3}
+    record = merged([1.0, 2.0], [2, 1], **options)
+    assert record.options == {"on_step": True, "batch_size": 6}
+    assert options["batch_size"] == 3
+    assert merged([1.0, 2.0], [2, 1], batch_size=None).options == {"batch_size": None}
+
+
+def test_metrics_are_merged_elsewhere() -> None:
+    metric = MeanMetric()
+    assert merged([metric, metric], [1, 1]).value is metric
+
+
+def test_names_keep_their_order_and_a_name_may_be_logged_twice() -> None:
+    part = [LogRecord("b", 1.0, {}), LogRecord("a", 2.0, {}), LogRecord("b", 3.0, {})]
+    assert [(r.name, float(r.value)) for r in merge_parts([part, part], [1, 1])] == [
+        ("b", 1.0),
+        ("a", 2.0),
+        ("b", 3.0),
+    ]
+
+
+def test_a_name_that_some_microbatches_log_counts_there() -> None:
+    parts = [
+        [LogRecord("a", 1.0, {})],
+        [LogRecord("a", 4.0, {}), LogRecord("b", 6.0, {})],
+        [LogRecord("b", 9.0, {}), LogRecord("a", 1.0, {})],
+    ]
+    merged = {record.name: float(record.value) for record in merge_parts(parts, [1, 1, 2])}
+    assert merged == {"a": 1.75, "b": 8.0}

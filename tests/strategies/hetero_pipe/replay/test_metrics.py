@@ -1,0 +1,299 @@
+"""A metric that follows another rank, or is put together from parts, is as if it had seen all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import (
+    CatMetric,
+    MaxMetric,
+    MeanMetric,
+    MeanSquaredError,
+    Metric,
+    MetricCollection,
+    MinMetric,
+    PearsonCorrCoef,
+    SumMetric,
+)
+from torchmetrics.classification import (
+    BinaryAUROC,
+    BinaryAveragePrecision,
+    MulticlassAccuracy,
+    MulticlassF1Score,
+    MulticlassPrecision,
+)
+from torchmetrics.wrappers import Running
+
+from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
+from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
+
+Batch = tuple[Tensor, ...]
+
+
+def classes(step: int, samples: int = 8) -> Batch:
+    g = torch.Generator().manual_seed(step)
+    return torch.rand(samples, 3, generator=g), torch.randint(3, (samples,), generator=g)
+
+
+def scores(step: int, samples: int = 8) -> Batch:
+    g = torch.Generator().manual_seed(step)
+    return torch.rand(samples, generator=g), torch.arange(samples) % 2
+
+
+def values(step: int, samples: int = 8) -> Batch:
+    return scores(step, samples)[:1]
+
+
+def numbers(step: int, samples: int = 8) -> Batch:
+    return scores(step, samples)[0], values(step + 1000, samples)[0]
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
+    "accuracy": (lambda: MulticlassAccuracy(num_classes=3), classes),
+    "mean": (MeanMetric, values),
+    "sum": (SumMetric, values),
+    "squared error": (MeanSquaredError, numbers),
+    "list": (lambda: BinaryAUROC(thresholds=None), scores),
+    "cat": (CatMetric, values),
+    "max": (MaxMetric, values),
+    "min": (MinMetric, values),
+    "pearson": (PearsonCorrCoef, numbers),
+    "collection with groups": (
+        lambda: MetricCollection(
+            [
+                MulticlassAccuracy(num_classes=3),
+                MulticlassPrecision(num_classes=3),
+                MulticlassF1Score(num_classes=3),
+            ]
+        ),
+        classes,
+    ),
+    "collection of lists": (
+        lambda: MetricCollection(
+            {"a": BinaryAUROC(thresholds=None), "b": BinaryAveragePrecision(thresholds=None)}
+        ),
+        scores,
+    ),
+}
+# These cannot be put together from parts of a batch, and say so.
+WHOLE_ONLY = {"max", "min", "pearson"}
+
+
+class Holder(nn.Module):
+    """A module with one metric, or a collection."""
+
+    def __init__(self, metric: nn.Module) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def feed(self, batch: Batch, forward: bool) -> Any:
+        metric: Any = self.metric
+        return metric(*batch) if forward else metric.update(*batch)
+
+
+def travel(tree: Tree) -> Tree:
+    structure, tensors = flatten(tree)
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(structure))
+    return unflatten(wire, [t.clone() for t in tensors])
+
+
+def metrics_in(holder: Holder) -> list[Metric]:
+    metric = holder.metric
+    if isinstance(metric, MetricCollection):
+        return [m for _, m in sorted(metric.items(copy_state=True))]
+    assert isinstance(metric, Metric)
+    return [metric]
+
+
+def assert_alike(found: Holder, expected: Holder) -> None:
+    """State, number of updates, last value and result."""
+    for one, other in zip(metrics_in(found), metrics_in(expected), strict=True):
+        assert one.update_count == other.update_count
+        assert one.metric_state.keys() == other.metric_state.keys()
+        for key, state in other.metric_state.items():
+            mine = one.metric_state[key]
+            if isinstance(state, list):
+                mine, state = (torch.cat([torch.atleast_1d(t) for t in s]) for s in (mine, state))
+            assert torch.allclose(mine, state), key
+        last = [tensors_of(m._forward_cache) for m in (one, other)]
+        assert len(last[0]) == len(last[1])
+        assert all(map(torch.allclose, *last))
+        assert torch.allclose(one.compute(), other.compute())
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "update"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_rank_follows_step_by_step(kind: str, forward: bool) -> None:
+    make, data = KINDS[kind]
+    leader, follower, direct = Holder(make()), Holder(make()), Holder(make())
+    states, following = MetricStates(leader), MetricStates(follower)
+    for step in range(4):
+        before = states.snapshot()
+        if step == 2:
+            for holder in (leader, direct):
+                holder.metric.reset()  # type: ignore[operator]
+        leader.feed(data(step), forward)
+        direct.feed(data(step), forward)
+        following.apply(travel(states.changes_since(before)))
+        assert_alike(follower, direct)
+        assert_alike(leader, direct)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_new_is_nothing_to_send(kind: str) -> None:
+    make, data = KINDS[kind]
+    holder = Holder(make())
+    states = MetricStates(holder)
+    assert states.changes_since(states.snapshot()) == {}
+    holder.feed(data(0), True)
+    assert states.changes_since(states.snapshot()) == {}
+
+
+def test_of_a_growing_list_only_the_new_part_is_sent() -> None:
+    holder = Holder(BinaryAUROC(thresholds=None))
+    states, counts = MetricStates(holder), []
+    for step in range(5):
+        before = states.snapshot()
+        holder.feed(scores(step), False)
+        changes = states.changes_since(before)
+        counts.append(sum(t.numel() for t in tensors_of(changes)))
+    assert counts == [16] * 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_undone_has_not_happened(kind: str) -> None:
+    make, data = KINDS[kind]
+    holder, direct = Holder(make()), Holder(make())
+    states = MetricStates(holder)
+    for step in range(2):
+        holder.feed(data(step), True)
+        direct.feed(data(step), True)
+    with states.preserved():
+        holder.feed(data(7), True)
+        states.reset()
+        holder.feed(data(8), False)
+    assert_alike(holder, direct)
+    with contextlib.suppress(KeyError), states.preserved():
+        holder.feed(data(9), True)
+        raise KeyError
+    assert_alike(holder, direct)
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "update"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WHOLE_ONLY])
+def test_parts_make_the_whole(kind: str, forward: bool) -> None:
+    """Two ranks see two micro-batches each; a third sees none; all end as if with one batch."""
+    make, data = KINDS[kind]
+    workers, idle, direct = [Holder(make()) for _ in range(2)], Holder(make()), Holder(make())
+    for step in range(3):
+        batch, parts = data(step), []
+        for rank, worker in enumerate(workers):
+            states = MetricStates(worker)
+            before = states.snapshot()
+            states.reset()
+            for start in (4 * rank, 4 * rank + 2):
+                worker.feed(tuple(t[start : start + 2] for t in batch), forward)
+            parts.append(travel(states.part()))
+            states.restore(before)
+        for holder in (*workers, idle):
+            MetricStates(holder).merge(parts)
+        direct.feed(batch, forward)
+        for holder in (*workers, idle):
+            assert_alike(holder, direct)
+
+
+def test_merging_parts_of_which_one_is_empty() -> None:
+    holder, other = Holder(MeanMetric()), Holder(MeanMetric())
+    states = MetricStates(holder)
+    states.merge([MetricStates(other).part()])
+    assert holder.metric.update_count == 0
+    other.feed((torch.tensor([1.0, 3.0]),), False)
+    states.merge([{}, MetricStates(other).part()])
+    assert holder.metric.compute() == 2.0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_put_together_is_named(kind: str) -> None:
+    name = MetricStates(Holder(KINDS[kind][0]())).unmergeable()
+    assert (name == "metric") if kind in WHOLE_ONLY else (name is None)
+
+
+def test_names() -> None:
+    holder = Holder(MetricCollection({"a": SumMetric(), "b": MeanMetric()}))
+    states = MetricStates(nn.ModuleDict({"inner": holder, "loose": MaxMetric()}))
+    assert set(states.metrics) == {"inner.metric.a", "inner.metric.b", "loose"}
+    for name, metric in states.metrics.items():
+        assert states.name_of(metric) == name
+    assert states.name_of(MeanMetric()) is None
+
+
+def test_snapshots_are_copies() -> None:
+    holder = Holder(SumMetric())
+    states = MetricStates(holder)
+    before = states.snapshot()
+    holder.feed((torch.ones(3),), True)
+    changes = states.changes_since(before)
+    holder.feed((torch.ones(3),), True)
+    follower = Holder(SumMetric())
+    MetricStates(follower).apply(changes)
+    assert follower.metric.compute() == 3.0  # type: ignore[operator]
+    states.restore(before)
+    holder.feed((torch.ones(1),), True)
+    states.restore(before)
+    assert holder.metric.update_count == 0
+
+
+# --- Changes that go unnoticed.
+
+
+def followed(make: Callable[[], Metric], step: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
+    """Let a metric with one update take a step; return its result and that of its follower."""
+    leader, follower = Holder(make()), Holder(make())
+    for holder in (leader, follower):
+        holder.feed((torch.tensor(1.0),), False)
+    states = MetricStates(leader)
+    before = states.snapshot()
+    step(leader.metric)
+    MetricStates(follower).apply(states.changes_since(before))
+    return leader.metric.compute(), follower.metric.compute()  # type: ignore[operator]
+
+
+def once_anew(metric: Any) -> None:
+    metric.reset()
+    metric.update(5.0)
+
+
+def twice_anew(metric: Any) -> None:
+    metric.reset()
+    metric.update(5.0)
+    metric.update(6.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (MeanMetric, once_anew),
+        (CatMetric, twice_anew),
+        (lambda: Running(MeanMetric(), 2), lambda metric: metric(3.0)),
+    ],
+    ids=["reset and as many updates", "list: reset and more updates", "running, by forward"],
+)
+def test_every_change_is_noticed(make: Callable[[], Metric], step: Callable[[Any], Any]) -> None:
+    found, expected = followed(make, step)
+    assert torch.equal(found, expected)
+
+
+def test_of_a_growing_list_in_a_collection_only_the_new_part_is_sent() -> None:
+    holder = Holder(KINDS["collection of lists"][0]())
+    states, counts = MetricStates(holder), []
+    for step in range(5):
+        before = states.snapshot()
+        holder.feed(scores(step), False)
+        counts.append(sum(t.numel() for t in tensors_of(states.changes_since(before))))
+    assert counts == counts[:1] * 5

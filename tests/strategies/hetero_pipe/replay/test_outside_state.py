@@ -1,0 +1,101 @@
+"""What a training step changes, and no run of it can take back, is named in one line at the start;
+what is taken back is not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.pool import RankContext, RankPool
+from tests.strategies.hetero_pipe.replay.test_user_state import Lively, Watched
+from tests.support.training_cases import Case, fit
+
+STEPS = 0
+MEMORY: dict[str, int] = {"last": 0}
+GENERATOR = np.random.default_rng(5)
+WORD = "cannot be taken back"
+
+
+class Slots:
+    """State without a `__dict__`."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def numbers() -> Iterator[int]:
+    while True:
+        yield from range(3)
+
+
+def counter() -> Callable[[], int]:
+    calls = 0
+
+    def call() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return call
+
+
+class Reaches(Lively):
+    """Changes what is out of reach, beside all that is not."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        super().__init__(growing=False)
+        Path("notes.txt").write_text("a\n" * 999)
+        self.file, self.slots, self.call = open("notes.txt"), Slots(), counter()  # noqa: SIM115
+        self.numbers, self.count = numbers(), itertools.count()
+        self.cycle = itertools.cycle(DataLoader(range(9)))
+        self.large = TensorDataset(torch.zeros(1 << 19))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        global STEPS
+        STEPS += 1
+        MEMORY["last"] += 1
+        type(self).total += 1
+        self.slots.calls += 1
+        self.large.tensors[0][0] += 1
+        GENERATOR.random()
+        self.call(), next(self.numbers), next(self.count), next(self.cycle), self.file.readline()
+        return super().training_step(batch, batch_idx)
+
+
+NAMES = {
+    *("STEPS", "MEMORY['last']", "GENERATOR", "Reaches.total", "self.file", "self.slots.calls"),
+    *("self.call.calls", "self.numbers", "self.count", "self.cycle", "self.large.tensors[0]"),
+}
+
+
+def fit_both(context: RankContext) -> list[str]:
+    """Train one model whose state is taken back, and one whose state is not."""
+    options = {"callbacks": [Watched()], "max_epochs": 1}
+    print("plain", flush=True)
+    fit(context, Case(lambda: Lively(False), trainer=options))
+    print("reaches", flush=True)
+    fit(context, Case(Reaches, trainer=options))
+    return []
+
+
+def test_one_line_names_what_cannot_be_taken_back(pool: RankPool) -> None:
+    outcome = pool.run_expecting_errors(fit_both, 2)[0]
+    assert outcome.error_type is None, outcome.error_message
+    plain, _, reaches = outcome.output.partition("reaches")
+    assert WORD not in plain
+    lines = [line for line in reaches.splitlines() if WORD in line]
+    assert len(lines) == 1, outcome.output
+    (line,) = lines
+    names = line.partition(" changes ")[2].partition(", which cannot")[0].split(", ")
+    assert {name.removeprefix(f"{__name__}.") for name in names} == NAMES

@@ -1,0 +1,98 @@
+"""A training step that changes learning rates, schedulers, loops, data sets or data modules leaves
+what it leaves on a single device, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import Case, Classifier, differences_in, none_in
+from tests.zoo import Samples
+
+
+class Scaled(Samples):
+    """Samples that user code scales."""
+
+    scale = 1.0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x * self.scale, y
+
+
+class Weighted(Sampler[int]):
+    """Draws indices, one at a time, by weights that user code changes."""
+
+    def __init__(self, samples: int) -> None:
+        self.weights, self.counts = torch.ones(samples), np.zeros(samples)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(len(self)):
+            weights = self.weights + torch.from_numpy(self.counts)
+            yield int(torch.multinomial(weights, 1))
+
+
+class Data(LightningDataModule):
+    """Counts steps; the loader of an epoch depends on the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = Scaled(False, 32 - self.steps)
+        return DataLoader(data, batch_size=8, sampler=Weighted(len(data)))
+
+
+class Sets(Classifier):
+    """Changes everything by the loss, after the module's call."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        value = float(loss.detach())
+        self.optimizers().param_groups[0]["momentum"] = min(0.9, value / 4)  # type: ignore[union-attr]
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        self.trainer.train_dataloader.dataset.scale = 1 + value  # type: ignore[union-attr]
+        self.trainer.datamodule.steps += 1  # type: ignore[attr-defined]
+        sampler = self.trainer.train_dataloader.sampler  # type: ignore[union-attr]
+        sampler.weights[batch_idx] += value
+        sampler.counts[-1 - batch_idx] += value
+        if self.global_step == 2:
+            self.trainer.fit_loop.max_epochs = 3
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        sampler = self.trainer.train_dataloader.sampler  # type: ignore[union-attr]
+        self.observed += [*sampler.weights.tolist(), *sampler.counts.tolist()]
+        self.observed += self.lr_schedulers().get_last_lr()  # type: ignore[union-attr]
+        self.observed.append(self.trainer.datamodule.steps)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+
+def compare(context: RankContext) -> dict[str, list[str]]:
+    options = {"reload_dataloaders_every_n_epochs": 1}
+    return differences_in(
+        context, {name: Case(Sets, name, data=Data, trainer=options) for name in SCHEDULES}
+    )
+
+
+SCHEDULES = ("gpipe", "auto")
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_equal_to_a_single_device(pool: RankPool, ranks: int) -> None:
+    assert pool.run(compare, ranks) == none_in(dict.fromkeys(SCHEDULES), ranks)  # type: ignore[arg-type]

@@ -1,0 +1,249 @@
+"""What user code changes in a training step, wherever it keeps it, changes once per step and on
+every rank, with profile and check of the loss before."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import random
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dlres import PipelinePlan
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import Classifier, batches, trainer_for
+
+
+@dataclass
+class Annealer:
+    """Counts its calls, and remembers scales in a nested dict."""
+
+    calls: int = 0
+    memory: dict[str, Any] = field(default_factory=lambda: {"deep": {"scales": {}}})
+
+    def scale(self) -> float:
+        self.calls += 1
+        self.memory["deep"]["scales"][self.calls] = 0.9**self.calls
+        return self.memory["deep"]["scales"][self.calls]
+
+
+class Criterion(nn.Module):
+    """A loss with a counter and a buffer."""
+
+    warmth: Tensor
+
+    def __init__(self, warms: bool = True) -> None:
+        super().__init__()
+        self.calls, self.warms = 0, warms
+        self.register_buffer("warmth", torch.zeros(()))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        if self.warms:
+            self.warmth += 1.0
+        return F.cross_entropy(out * (1 + 1 / self.calls) * (1 + self.warmth / 9), target)
+
+
+class Watched(Callback):
+    """The step writes on it."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+class Notes(Logger):
+    """Keeps calls; only those of rank 0 are looked at."""
+
+    name = version = "notes"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
+
+    def log_text(self, key: str, texts: list[str]) -> None:
+        self.notes.append(f"{key} {texts}")
+
+    def add_scalar(self, tag: str, value: Any) -> None:
+        self.notes.append(f"{tag} {float(value):.4f}")
+
+
+class Lively(Classifier):
+    """Keeps state in many kinds of places; every kind counts in the loss."""
+
+    calls = 0
+
+    def __init__(self, growing: bool) -> None:
+        super().__init__()
+        self._steps, self.annealer, self.criterion = 0, Annealer(), Criterion(growing)
+        self.loose, self.table = [Criterion()], {"sizes": {"last": 0}}
+        self.window: deque[int] = deque([0], maxlen=3)
+        self.counter, self.by_kind = Counter[str](), defaultdict(int)
+        self.array, self.nested = np.zeros(2), (torch.zeros(2), {"t": torch.zeros(1)})
+        self.generator, self.py = torch.Generator().manual_seed(5), random.Random(5)
+        self.rng = np.random.default_rng(5)
+        self.seen: set[int] = set()
+        self.growing = growing
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._steps += 1
+        self.table["sizes"]["last"] += 1
+        self.counter["steps"] += 1
+        self.by_kind["steps"] += 2
+        self.array += 1.0
+        self.nested[1]["t"].add_(1.0)
+        noise = float(torch.rand((), generator=self.generator)) + self.py.random()
+        noise += float(self.rng.random())
+        out = self.net(batch[0])
+        loss = self.criterion(out, batch[1]) * self.annealer.scale() + self.loose[0](out, batch[1])
+        watched = next(c for c in self.trainer.callbacks if isinstance(c, Watched))  # type: ignore[attr-defined]
+        watched.seen += 1
+        if self.trainer.is_global_zero and self.trainer.world_size == 1:
+            self.by_kind["zero"] += 1
+        if self.growing:
+            self.window.append(self._steps)
+            self.seen.add(self._steps)
+            self.table["loss"] = loss.detach()
+            self.annealer.memory["losses"] = [float(loss)]
+            print(f"step {self._steps}: {float(loss):.4f}")
+            self.print(f"printed {self._steps}")
+            logging.getLogger("lively").warning("step %d", self._steps)
+            assert self.logger is not None
+            self.logger.log_text("step", [str(self._steps)])  # type: ignore[attr-defined]
+            self.logger.experiment.add_scalar("loss", loss)  # type: ignore[attr-defined]
+        self.log("loss", loss)
+        return loss * (1 + noise)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        watched = next(c for c in self.trainer.callbacks if isinstance(c, Watched))  # type: ignore[attr-defined]
+        self.observed += [
+            *(self._steps, self.annealer.calls, self.criterion.calls, float(self.criterion.warmth)),
+            *(self.loose[0].calls, float(self.loose[0].warmth), self.table["sizes"]["last"]),
+            *(self.counter["steps"], self.by_kind["steps"], self.by_kind["zero"]),
+            *(float(self.array.sum()), float(self.nested[1]["t"]), watched.seen),
+            *(len(self.annealer.memory["deep"]["scales"]), float(sum(self.window))),
+            float(torch.rand((), generator=self.generator)),
+            *(self.py.random(), float(self.rng.random()), len(self.seen)),
+            *(float(self.table.get("loss", 0.0)), *self.annealer.memory.get("losses", ())),  # type: ignore[arg-type]
+        ]
+
+
+@dataclass
+class Outcome:
+    """What came of a run."""
+
+    schedule: str
+    observed: list[float]
+    weights: list[float]
+    printed: list[str]
+    notes: list[str]
+    logged: int
+
+
+def fit(context: RankContext | None, growing: bool, schedule: str) -> Outcome:
+    seed_everything(3, verbose=False)
+    model, logger, lines = Lively(growing), Notes(), []
+    options: dict[str, Any] = {"plan": None, "stages": context.world_size} if context else {}
+    trainer = trainer_for(
+        context, callbacks=[Watched()], logger=logger, schedule=schedule, **options
+    )
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lively").addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            trainer.fit(model, batches())
+    finally:
+        logging.getLogger("lively").removeHandler(handler)
+    return Outcome(
+        str(getattr(trainer.strategy, "schedule", "")),
+        model.observed,
+        [float(p.detach().double().sum()) for p in model.parameters() if not p.is_meta],
+        [line for line in text.getvalue().splitlines() if line.startswith(("step", "printed"))],
+        logger.notes,
+        len(lines),
+    )
+
+
+def compare(context: RankContext) -> dict[str, tuple[Outcome, Outcome]]:
+    cases = [(False, "auto"), (False, "gpipe"), (True, "auto"), (True, "gpipe")]
+    plain = {growing: fit(None, growing, "auto") for growing in (False, True)}
+    return {f"{g} {schedule}": (plain[g], fit(context, g, schedule)) for g, schedule in cases}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_as_often_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
+    everywhere = pool.run(compare, ranks)
+    for rank, outcomes in enumerate(everywhere):
+        for name, (plain, found) in outcomes.items():
+            assert found.observed == pytest.approx(plain.observed, rel=1e-4), name
+            assert found.weights == pytest.approx(plain.weights, rel=1e-4, abs=1e-5), name
+            assert found.printed == (plain.printed if rank == 0 else []), name
+            # On whichever rank the planner has made the last stage.
+            assert sum(of[name][1].logged for of in everywhere) == plain.logged, name
+            if rank == 0:
+                assert found.notes == plain.notes, name
+            if schedule_of(name) == "auto":
+                assert found.schedule == ("gpipe" if "True" in name else "1f1b")
+
+
+def schedule_of(name: str) -> str:
+    return name.partition(" ")[2]
+
+
+class Prints(Classifier):
+    """Prints before and after the module's call: what it sees of the batch, or its number only."""
+
+    def __init__(self, values: bool) -> None:
+        super().__init__()
+        self.values = values
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        print(f"step {batch_idx}")
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        print(
+            f"step {batch_idx}: {float(loss):.3f}" if self.values else f"step {batch_idx} is over"
+        )
+        return loss
+
+
+def printed_by(context: RankContext | None, values: bool, **options: Any) -> tuple[str, list[str]]:
+    trainer = trainer_for(context, **options)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        trainer.fit(Prints(values), batches())
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("step")]
+    return str(getattr(trainer.strategy, "schedule", "")), lines
+
+
+def print_all(context: RankContext) -> list[Any]:
+    replicas = {"stages": 1, "plan": PipelinePlan(machines=((0,), (1,)), split=(5,))}
+    return [
+        (printed_by(None, values)[1], printed_by(context, values, **options))
+        for values in (True, False)
+        for options in ({}, replicas, {"schedule": "gpipe", **replicas})
+    ]
+
+
+def test_a_step_prints_what_it_prints_on_a_single_device(pool: RankPool) -> None:
+    for rank, outcomes in enumerate(pool.run(print_all, 2)):
+        for plain, (_, found) in outcomes:
+            assert found == (plain if rank == 0 else [])
+        schedules = [schedule for _, (schedule, _) in outcomes]
+        assert schedules == ["gpipe", "gpipe", "gpipe", "1f1b", "1f1b", "gpipe"]

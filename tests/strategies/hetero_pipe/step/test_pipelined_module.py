@@ -1,0 +1,417 @@
+"""The module to pipeline is found or asked for, and misuse of its stand-in is explained."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dlres import HeteroPipeStrategy
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.pipeline.stage.microbatch import cut
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
+    PipelinedModule,
+    find_pipelined_module,
+)
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import QUICK
+from tests.zoo import QUIET
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+def sequential(count: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(linear() for _ in range(count)))
+
+
+class Root(nn.Module):
+    """A module of given children."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+
+
+class Scaled(nn.Module):
+    """A block with further arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor, factor: float = 1.0, shift: Tensor | None = None) -> Tensor:
+        y = self.linear(x) * factor
+        return y if shift is None else y + shift
+
+
+# --- Finding.
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "layers"),
+    [
+        (Root(net=sequential(3)), "net", ["net.0", "net.1", "net.2"]),
+        (Root(embed=linear(), blocks=nn.ModuleList([linear()])), "blocks", ["blocks.0"]),
+        (
+            Root(a=linear(), inner=Root(net=sequential())),
+            "inner.net",
+            ["inner.net.0", "inner.net.1"],
+        ),
+        (Root(net=nn.Sequential(sequential(), linear())), "net", ["net.0", "net.1"]),
+        (Root(net=sequential(), act=nn.Sequential(nn.ReLU())), "net", ["net.0", "net.1"]),
+        (Root(model=Scaled(), loss=nn.CrossEntropyLoss()), "model", ["model"]),
+        (Root(net=sequential(), net2=linear()), "net", ["net.0", "net.1"]),
+    ],
+    ids=["sequential", "list", "deep", "nested", "without parameters", "lone child", "prefix"],
+)
+def test_the_only_candidate_is_found(root: Root, path: str, layers: list[str]) -> None:
+    found = find_pipelined_module(root, None)
+    assert found.path == path
+    assert found.module is root.get_submodule(path)
+    assert list(found.layers.names) == layers
+    assert [root.get_submodule(name) for name in layers] == list(found.layers.modules)
+
+
+def test_names_of_layers_are_those_of_the_user() -> None:
+    named = nn.Sequential()
+    named.add_module("first", linear())
+    named.add_module("last", linear())
+    assert find_pipelined_module(Root(net=named), None).layers.names == ("net.first", "net.last")
+
+
+@pytest.mark.parametrize(
+    ("root", "words"),
+    [
+        (Root(left=sequential(), right=sequential()), r"Root has 2 .* \(left, right\)"),
+        (Root(net=sequential(), blocks=nn.ModuleList([linear()])), r"\(net, blocks\)"),
+        (Root(encoder=linear(), decoder=linear()), r"\(encoder, decoder\)"),
+        (Root(loss=nn.CrossEntropyLoss()), "Root has no module with parameters"),
+        (Root(net=nn.Sequential()), "Root has no module with parameters"),
+    ],
+)
+def test_several_candidates_or_none_are_named(root: Root, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        find_pipelined_module(root, None)
+    assert ("before the named module runs on the first stage" in str(error.value)) == (
+        "has 2" in words or "," in words
+    )
+
+
+def test_a_given_name_decides() -> None:
+    root = Root(left=sequential(), right=nn.ModuleList([Scaled()]), head=linear())
+    assert find_pipelined_module(root, "left").module is root.left
+    assert find_pipelined_module(root, "right.0").layers.names == ("right.0",)
+    assert find_pipelined_module(root, "head").layers.modules == (root.head,)
+
+
+@pytest.mark.parametrize("path", ["nothing", "left.7", "left.0.weight", "left."])
+def test_a_bad_name_is_an_error_with_good_ones(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"got '{path}'.*\['left', 'right'\]"):
+        find_pipelined_module(Root(left=sequential(), right=sequential()), path)
+
+
+def test_an_empty_container_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="got 'net', which is empty"):
+        find_pipelined_module(Root(net=nn.Sequential()), "net")
+
+
+def test_a_layer_that_is_used_twice_is_two_layers() -> None:
+    shared = linear()
+    found = find_pipelined_module(Root(net=nn.Sequential(shared, nn.ReLU(), shared)), None)
+    assert found.layers.names == ("net.0", "net.1", "net.2")
+    assert found.layers.modules[0] is found.layers.modules[2]
+
+
+# --- Stepping in.
+
+
+def through_layers(found: PipelinedModule, tree: Tree) -> Tree:
+    """What the pipeline does with the inputs: one layer after the other."""
+    for index, module in enumerate(found.layers.modules):
+        tree = found.bind(index, module)(tree)
+    return tree
+
+
+def in_list(blocks: Any, x: Tensor, **options: Any) -> Tensor:
+    for block in blocks:
+        x = block(x, **options)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        (sequential(3), lambda net, x: net(x)),
+        (nn.ModuleList([linear(), linear()]), in_list),
+        (
+            nn.ModuleList([Scaled(), Scaled()]),
+            lambda net, x: in_list(net, x, factor=2.0, shift=SHIFT),
+        ),
+        (
+            nn.ModuleList([Scaled(), Scaled()]),
+            lambda net, x: net[1](net[0](x, 2.0, SHIFT), 2.0, SHIFT),
+        ),
+        (nn.ModuleList([Scaled()]), lambda net, x: net[0](x, 3.0)),
+        (Scaled(), lambda net, x: net(x, shift=SHIFT, factor=0.5)),
+        (Scaled(), lambda net, x: net(x=x)),
+    ],
+    ids=[
+        "sequential",
+        "list",
+        "list, names",
+        "list, positions",
+        "list of one",
+        "any",
+        "any, names",
+    ],
+)
+def test_a_call_goes_to_the_handler(module: nn.Module, call: Callable[..., Tensor]) -> None:
+    found, x = find_pipelined_module(Root(net=module), "net"), torch.randn(3, 2)
+    expected, inputs = call(module, x), []
+
+    def handler(tree: Tree) -> Tree:
+        inputs.append(tree)
+        return through_layers(found, tree)
+
+    with found.intercepted(handler):
+        assert torch.equal(call(module, x), expected)
+        assert torch.equal(call(module, x), expected), "in the next step again"
+    assert len(inputs) == 2
+    assert torch.equal(call(module, x), expected)
+    assert len(inputs) == 2, "not outside of the step"
+
+
+SHIFT = torch.ones(2)
+
+
+def test_the_module_is_itself_again_however_the_step_ends() -> None:
+    module = sequential()
+    own = module.__dict__["forward"] = lambda x: x * 0
+    found = find_pipelined_module(Root(net=module), None)
+
+    class Stop(BaseException):
+        pass
+
+    def stop(tree: Tree) -> Tree:
+        raise Stop
+
+    with pytest.raises(Stop), found.intercepted(stop):
+        module(torch.ones(1, 2))
+    assert module.__dict__["forward"] is own
+    with found.intercepted(lambda tree: tree):
+        assert module.__dict__["forward"] is not own
+    assert module.__dict__["forward"] is own
+
+
+def test_hooks_of_the_user_fire() -> None:
+    module, calls = sequential(), []
+    module.register_forward_pre_hook(lambda m, args: calls.append("before"))
+    module.register_forward_hook(lambda m, args, output: calls.append(f"after {output.shape[0]}"))
+    module[1].register_forward_hook(lambda m, args, output: calls.append("layer"))
+    found = find_pipelined_module(Root(net=module), None)
+    with found.intercepted(lambda tree: through_layers(found, tree)):
+        module(torch.ones(3, 2))
+    assert calls == ["before", "layer", "after 3"]
+
+
+@pytest.mark.parametrize("arguments", [(), (1, 2)])
+def test_a_sequential_takes_one_argument(arguments: tuple[int, ...]) -> None:
+    found = find_pipelined_module(Root(net=sequential()), None)
+    with found.intercepted(lambda tree: tree):
+        with pytest.raises(UnsupportedStepError, match=rf"{len(arguments)} positional and 0"):
+            found.module(*arguments)
+        with pytest.raises(UnsupportedStepError, match="1 positional and 1 keyword"):
+            found.module(1, input=2)
+
+
+# --- Misuse of a list.
+
+ALONE = r"output of 'blocks\.0' is used other than as the first argument of 'blocks\.1'"
+TURN = r"'blocks\.\d' was called out of turn"
+OTHER = r"'blocks\.1' was called with other further arguments than 'blocks\.0'"
+X = torch.ones(1, 2)
+
+
+def misuse(step: Callable[[Any], Any]) -> None:
+    root = Root(blocks=nn.ModuleList([Scaled() for _ in range(3)]))
+    found = find_pipelined_module(root, None)
+    with found.intercepted(lambda tree: pytest.fail("the handler was called")):
+        step(root.blocks)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda b: b[0](X) * X, ALONE),
+        (lambda b: X + b[0](X), ALONE),
+        (lambda b: F.relu(b[0](X)), ALONE),
+        (lambda b: nn.Linear(2, 2)(b[0](X)), ALONE),
+        (lambda b: b[0](X).relu(), ALONE),
+        (lambda b: b[0](X).shape, ALONE),
+        (lambda b: torch.cat([b[0](X), X]), "list's output was used in between"),
+        (lambda b: b[1](X), TURN),
+        (lambda b: b[2](b[0](X)), TURN),
+        (lambda b: b[1](b[1](b[0](X))), TURN),
+        (lambda b: b[0](X) and b[1](X), ALONE),
+        (lambda b: b[1](b[0](X), 2.0), OTHER),
+        (lambda b: b[1](b[0](X, shift=SHIFT), shift=SHIFT.clone()), OTHER),
+        (lambda b: b[1](b[0](X, 2.0), factor=2.0), OTHER),
+        (lambda b: b[1](b[0](X, factor=2.0)), OTHER),
+    ],
+)
+def test_misuse_of_a_list_is_explained(step: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(UnsupportedStepError, match=words):
+        misuse(step)
+
+
+def test_an_output_of_an_earlier_run_is_no_input() -> None:
+    def step(blocks: Any) -> None:
+        first = blocks[0](X)
+        blocks[0](X)
+        blocks[1](first)
+
+    with pytest.raises(UnsupportedStepError, match=TURN):
+        misuse(step)
+
+
+def test_a_step_may_begin_anew() -> None:
+    root = Root(blocks=nn.ModuleList([Scaled(), Scaled()]))
+    found, calls = find_pipelined_module(root, None), []
+    with found.intercepted(lambda tree: calls.append(tree)):
+        root.blocks[0](X)
+        root.blocks[1](root.blocks[0](SHIFT))
+    ((first, args, kwargs),) = calls
+    assert first is SHIFT
+    assert (args, kwargs) == ((), {})
+
+
+# --- Misuse that is not explained yet.
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda token: token + 1,
+        lambda token: token * 0.5,
+        operator.neg,
+        operator.itemgetter(0),
+        len,
+        list,
+        float,
+        lambda token: token > 0,
+    ],
+)
+def test_operators_between_the_members_are_explained(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedStepError, match=ALONE):
+        misuse(lambda blocks: use(blocks[0](X)))
+
+
+@pytest.mark.parametrize("use", [bool, lambda token: token == 1, lambda token: token != 1])
+def test_questions_between_the_members_are_explained(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedStepError, match=ALONE):
+        misuse(lambda blocks: use(blocks[0](X)))
+
+
+def test_the_first_argument_by_name() -> None:
+    root = Root(blocks=nn.ModuleList([Scaled(), Scaled()]))
+    found = find_pipelined_module(root, None)
+    with found.intercepted(lambda tree: through_layers(found, tree)):
+        try:
+            root.blocks[1](x=root.blocks[0](x=X))
+        except UnsupportedStepError:
+            return
+
+
+def test_hooks_of_the_members_of_a_list_see_tensors() -> None:
+    root, seen = Root(blocks=nn.ModuleList([linear(), linear()])), []
+    for block in root.blocks:
+        block.register_forward_hook(lambda module, args, output: seen.append(type(output)))
+    found = find_pipelined_module(root, None)
+    with found.intercepted(lambda tree: through_layers(found, tree)):
+        in_list(root.blocks, X)
+    assert set(seen) == {Tensor}
+
+
+def test_an_empty_name_is_no_module() -> None:
+    with pytest.raises(ConfigError):
+        find_pipelined_module(Root(net=sequential()), "")
+
+
+def test_further_arguments_are_the_same_for_all_micro_batches() -> None:
+    root, x = Root(blocks=nn.ModuleList([Scaled(), Scaled()])), torch.randn(2, 2)
+    found = find_pipelined_module(root, None)
+
+    def step() -> Tensor:
+        return root.blocks[1](root.blocks[0](x, 2.0, None), 2.0, None)
+
+    def in_parts(tree: Tree) -> Tree:
+        return torch.cat([through_layers(found, part) for part in cut(tree, [1, 1])])
+
+    expected = step()
+    with found.intercepted(in_parts):
+        assert torch.allclose(step(), expected)
+
+
+# --- Use of the layers outside of the call.
+
+
+class Outside(LightningModule):
+    """Uses a layer's weight after the pipelined module."""
+
+    def __init__(self, second_name: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        table = nn.Embedding(7, 6)
+        if second_name:
+            self.table = table
+        self.net = nn.Sequential(table, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = F.linear(self.net(batch[0]), self.net[0].weight)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[0].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_outside(context: RankContext, second_name: bool) -> list[float]:
+    model, world = Outside(second_name), context.world_size
+    options = HeteroPipeStrategy(module="net", schedule="gpipe", microbatches=2, profile=QUICK)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=options if world > 1 else "auto",
+        plugins=[context.environment] if world > 1 else [],
+        max_epochs=1,
+        **QUIET,
+    )
+    tokens = torch.randint(7, (12, 5), generator=torch.Generator().manual_seed(0))
+    trainer.fit(model, DataLoader(TensorDataset(tokens), batch_size=4))
+    return model.losses
+
+
+@pytest.mark.parametrize("second_name", [False, True])
+def test_use_of_a_weight_of_another_stage_is_exact_or_refused(
+    pool: RankPool, second_name: bool
+) -> None:
+    (expected,) = pool.run(train_outside, 1, second_name)
+    outcomes = pool.run_expecting_errors(train_outside, 2, second_name, keep=True)
+    refused = {"UnsupportedStepError", "ConfigError"} & {o.error_type for o in outcomes}
+    if not refused:
+        for outcome in outcomes:
+            assert outcome.error_type is None, outcome.traceback
+            assert outcome.value == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,82 @@
+"""Ranks that share a host's memory are limited only where they would take more than it has."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import msgspec
+import pytest
+
+from lightning_dlres import PipelinePlan
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.profile.model_profile import (
+    Cluster,
+    Device,
+    LayerProfile,
+    StepProfile,
+)
+from lightning_dlres.strategies.hetero_pipe.host_limits import within_hosts
+
+SIZES = (100, 60, 20, 60)
+LAYERS = tuple(
+    LayerProfile(name=f"layer{i}", parameter_bytes=size, forward=(1.0,), backward=(2.0,))
+    for i, size in enumerate(SIZES)
+)
+CLUSTER = Cluster(kinds=("cpu",), devices=(Device(host="a"), Device(host="a")))
+SPLITS = ((2, 2), (1, 3))
+
+
+def fastest(cluster: Cluster) -> PipelinePlan:
+    """Return the first split that fits."""
+    limits = [device.memory_limit for device in cluster.devices]
+    for split in SPLITS:
+        held = (sum(SIZES[: split[0]]), sum(SIZES[split[0] :]))
+        if all(limit is None or size <= limit for size, limit in zip(held, limits, strict=True)):
+            return PipelinePlan(
+                machines=((0, 1),),
+                split=split,
+                microbatches=4,
+                layers=LAYERS,
+                step=StepProfile(),
+                cluster=cluster,
+            )
+    raise ConfigError("no plan fits")
+
+
+def without_warnings(memory: dict[str, int], cluster: Cluster = CLUSTER) -> PipelinePlan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return within_hosts(fastest, cluster, memory)
+
+
+@pytest.mark.parametrize("memory", [{}, {"b": 1}, {"a": 240}])
+def test_no_limit_where_all_fits_together(memory: dict[str, int]) -> None:
+    # One rank takes 160 of the 240 bytes, and has no half of them.
+    plan = without_warnings(memory)
+    assert plan.split == (2, 2)
+    assert plan.cluster == CLUSTER
+
+
+def test_equal_parts_where_it_does_not() -> None:
+    def by_recomputing(cluster: Cluster) -> PipelinePlan:
+        plan = fastest(CLUSTER)
+        limited = cluster.devices[0].memory_limit is not None
+        return msgspec.structs.replace(plan, recompute=(0, 1) if limited else (), cluster=cluster)
+
+    plan = within_hosts(by_recomputing, CLUSTER, {"a": 239})
+    assert plan.recompute == (0, 1)
+    assert plan.cluster is not None
+    assert [device.memory_limit for device in plan.cluster.devices] == [119, 119]
+
+
+def test_a_warning_where_no_plan_fits() -> None:
+    expected = "takes 240 B of memory on a, which has 100 B for it"
+    with pytest.warns(UserWarning, match=re.escape(expected)):
+        assert within_hosts(fastest, CLUSTER, {"a": 100}).split == (2, 2)
+
+
+def test_limits_of_their_own_count_apart() -> None:
+    devices = (Device(host="a", memory_limit=160), Device(host="a"))
+    cluster = Cluster(kinds=("cpu",), devices=devices)
+    assert without_warnings({"a": 80}, cluster).cluster == cluster

@@ -1,0 +1,243 @@
+"""Modules that are not plain chains, models that are made on the meta device, and calls of the
+module outside of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dlres import ConfigError
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import (
+    Case,
+    Classifier,
+    batches,
+    differences_in,
+    fit,
+    none_in,
+    trainer_for,
+)
+
+
+class Residual(nn.Sequential):
+    """Not the plain chain of its children."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            out = layer(x)
+            x = x + out if out.shape == x.shape else out
+        return x
+
+
+class Named(nn.Sequential):
+    """A plain chain under another name."""
+
+
+class SelfCalling(nn.ModuleList):
+    """A list that applies its own members."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5)]
+
+
+class Kind(Classifier):
+    """A classifier over a container of that kind."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = kind(layers()) if issubclass(kind, nn.ModuleList) else kind(*layers())
+
+
+class WithOwnForward(Classifier):
+    """A plain nn.Sequential, one instance of which was given another forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        chain = self.net
+        chain.forward = lambda x: 2.0 * nn.Sequential(*chain)(x)
+
+
+class Recurrent(nn.Module):
+    """A GRU over the features of a sample, the second of its matrices with a norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4, batch_first=True)
+        nn.utils.parametrizations.weight_norm(self.gru, "weight_hh_l0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x.unflatten(1, (-1, 4)))[0].flatten(1)
+
+
+class WithRecurrent(Classifier):
+    """A classifier with recurrent layers on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        lstm = nn.Sequential(nn.Unflatten(1, (4, 4)), nn.LSTM(4, 5, batch_first=True), LastState())
+        self.net = nn.Sequential(nn.Linear(16, 16), Recurrent(), Recurrent(), nn.Tanh(), lstm)
+
+
+class LastState(nn.Module):
+    """Takes the last state from what an LSTM returns."""
+
+    def forward(self, result: tuple[Tensor, Any]) -> Tensor:
+        return result[0][:, -1]
+
+
+class Complex(nn.Module):
+    """Takes real or complex numbers, and returns complex ones."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.2 * torch.randn(features, features, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.cfloat) @ self.weight
+
+
+class WithComplex(Classifier):
+    """A classifier with complex parameters on both stages, and complex activations between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(16, 5), Complex(5), Complex(5), nn.Identity(), Complex(5)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]).abs(), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+KINDS = {
+    "complex": Case(WithComplex, trainer={"gradient_clip_val": 0.05}),
+    "recurrent": Case(WithRecurrent),
+    "subclass": Case(lambda: Kind(Named)),
+    "list": Case(lambda: Kind(SelfCalling)),
+}
+# One layer, which several virtual machines can train, but not several stages.
+WHOLE: dict[str, Case] = {
+    name: Case(make, options={"stages": 1, "plan": None})
+    for name, make in (("residual", lambda: Kind(Residual)), ("own forward", WithOwnForward))
+}
+
+
+def compare(context: RankContext) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
+    kinds, whole = differences_in(context, KINDS), differences_in(context, WHOLE)
+    messages = []
+    for case in WHOLE.values():
+        with pytest.raises(ConfigError) as error:
+            fit(context, Case(case.make, options={"plan": None}))
+        messages.append(str(error.value))
+    return kinds, whole, messages
+
+
+def test_chains_and_recurrent_layers_are_cut_and_another_forward_is_not(pool: RankPool) -> None:
+    for kinds, whole, messages in pool.run(compare, 2):
+        assert kinds == none_in(KINDS)[0]
+        assert whole == none_in(WHOLE)[0]
+        for message in messages:
+            assert "an nn.Sequential with a forward of its own) has 1 layer" in message
+
+
+class CallsOutside(Classifier):
+    """Calls the module in hooks between steps and at the end of an epoch, also with a batch of
+    another size, and has an example input for summaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(3, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).softmax(-1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.observed.append(float(self(batch[0])[:, 0].sum()))
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.observed.append(float(self(torch.ones(1, 16))[0, 0]))
+
+
+CALLS = {
+    "calls, gpipe": Case(CallsOutside, "gpipe", trainer={"enable_model_summary": True}),
+    "calls": Case(CallsOutside, used="1f1b"),
+}
+
+
+def compare_calls(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, CALLS)
+
+
+def test_calls_outside_of_steps_go_through_the_pipeline(pool: RankPool) -> None:
+    assert pool.run(compare_calls, 2) == none_in(CALLS)
+
+
+class Counted(nn.Linear):
+    """Starts with values that depend on its shape only."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.linspace(-0.5, 0.5, self.weight.numel()).view_as(self.weight))
+            self.bias.zero_()
+
+
+class OnMeta(Classifier):
+    """Makes its network in configure_model, on the meta device if a pipeline will fill it."""
+
+    def __init__(self, meta: bool) -> None:
+        super().__init__()
+        del self.net
+        self.meta = meta
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with torch.device("meta" if self.meta else "cpu"):
+                self.net = nn.Sequential(
+                    Counted(16, 12), nn.Tanh(), Counted(12, 12), nn.Tanh(), Counted(12, 5)
+                )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+
+def evaluate_and_fit(context: RankContext | None, same_trainer: bool) -> list[float]:
+    """Validate, fit, validate and test one model; return the losses."""
+    seed_everything(3, verbose=False)
+    model = OnMeta(meta=context is not None)
+    trainers = [trainer_for(context) for _ in range(1 if same_trainer else 4)]
+    first, second, third, fourth = trainers * (4 if same_trainer else 1)
+    found = [first.validate(model, batches(), verbose=False)[0]["val_loss"]]
+    second.fit(model, batches())
+    found.append(float(second.callback_metrics["loss_epoch"]))
+    found.append(third.validate(model, batches(), verbose=False)[0]["val_loss"])
+    found.append(fourth.test(model, batches(), verbose=False)[0]["val_loss"])
+    return found
+
+
+def evaluate_and_fit_everywhere(context: RankContext) -> list[list[float]]:
+    places = ((None, True), (context, True), (context, False))
+    return [evaluate_and_fit(place, same) for place, same in places]
+
+
+def test_a_model_made_on_meta_is_validated_before_it_is_trained(pool: RankPool) -> None:
+    for plain, same_trainer, other_trainers in pool.run(evaluate_and_fit_everywhere, 2):
+        assert plain[0] > plain[1] > plain[2] == plain[3]
+        assert same_trainer == pytest.approx(plain, rel=1e-5)
+        assert other_trainers == pytest.approx(plain, rel=1e-5)

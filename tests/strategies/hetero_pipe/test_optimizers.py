@@ -1,0 +1,219 @@
+"""Only optimizers whose every parameter moves on its own may step on stages."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.strategies.hetero_pipe.optimizers import (
+    UpdateBytes,
+    require_separable,
+    set_state_device,
+    update_bytes,
+)
+
+SHIPPED = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
+)
+# Evaluates the loss over all parameters.
+OTHERS = {"LBFGS"}
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5, 2))]
+
+
+def accepted(optimizer: Optimizer) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_separable(optimizer)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in OTHERS])
+def test_optimizers_of_torch_are_accepted(name: str) -> None:
+    accepted(getattr(torch.optim, name)(parameters(), lr=0.01))
+
+
+def test_lbfgs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"LBFGS needs a closure.*AdamW"):
+        require_separable(torch.optim.LBFGS(parameters()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adam, {"lr": torch.tensor(0.01), "weight_decay": 0.1}),
+        (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+        (torch.optim.Adam, {"differentiable": False, "betas": (0.5, 0.9)}),
+    ],
+)
+def test_settings_are_part_of_the_trial(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    accepted(kind(parameters(), **{"lr": 0.01, **options}))
+
+
+def test_the_optimizer_itself_is_left_alone() -> None:
+    values = parameters()
+    before = [p.detach().clone() for p in values]
+    optimizer = torch.optim.AdamW(values, lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    accepted(optimizer)
+    assert all(map(torch.equal, values, before))
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["params"] == values
+    assert all(p.grad is None for p in values)
+
+
+class NormalizedSGD(Optimizer):
+    """Divides by the norm over all parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1, enabled: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "enabled": enabled})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients) if group["enabled"] else 1.0
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / norm
+
+
+class GlobalClip(NormalizedSGD):
+    """Clips to a norm over all parameters, as a subclass."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+@pytest.mark.parametrize("kind", [NormalizedSGD, GlobalClip])
+def test_what_computes_over_all_parameters_is_refused(kind: type[Optimizer]) -> None:
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} computes something over all"):
+        require_separable(kind(parameters()))  # type: ignore[call-arg]
+
+
+def test_a_setting_may_make_the_difference() -> None:
+    accepted(NormalizedSGD(parameters(), enabled=False))
+
+
+class NeedsModel(Optimizer):
+    """Cannot be made from parameters alone."""
+
+    def __init__(self, params: Any, model: nn.Module) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
+def test_what_cannot_be_tried_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"NeedsModel treats.*TypeError"):
+        require_separable(NeedsModel(parameters(), nn.Linear(1, 1)))
+
+
+class Shy(Optimizer):
+    """Does not step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        raise ValueError("not today")
+
+
+def test_an_error_of_the_optimizer_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="ValueError: not today"):
+        require_separable(Shy(parameters()))
+
+
+def test_state_moves_and_step_counts_stay() -> None:
+    (p, _), meta = parameters(), torch.device("meta")
+    optimizer = torch.optim.AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    set_state_device(optimizer, meta)
+    state = optimizer.state[p]
+    assert {key: value.device.type for key, value in state.items()} == {
+        "step": "cpu",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
+    same: Tensor = state["exp_avg"]
+    set_state_device(optimizer, meta)
+    assert optimizer.state[p]["exp_avg"] is same
+
+
+# --- What the trial does not see.
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-9])
+def test_a_warm_up_from_zero_hides_nothing(lr: float) -> None:
+    optimizer = NormalizedSGD(parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10) + lr)
+    with pytest.raises(ConfigError):
+        require_separable(optimizer)
+
+
+def test_every_group_is_tried() -> None:
+    one, two = parameters()
+    groups = [{"params": [one], "enabled": False}, {"params": [two], "enabled": True}]
+    with pytest.raises(ConfigError):
+        require_separable(NormalizedSGD(groups))
+
+
+class Noisy(NormalizedSGD):
+    """Adds noise to every step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * (p.grad + torch.randn_like(p))
+
+
+def test_the_trial_leaves_the_generator_alone() -> None:
+    optimizer, before = Noisy(parameters()), torch.get_rng_state()
+    with contextlib.suppress(ConfigError):
+        require_separable(optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.SGD, {}, (0.0, 0.0, 0.0)),
+        (torch.optim.AdamW, {"foreach": False}, (2.0, 1.0, 0.0)),
+        (torch.optim.AdamW, {"foreach": True}, (0.0, 0.0, 1.0)),
+        (torch.optim.AdamW, {"fused": True}, (0.0, 0.0, 0.0)),
+        (torch.optim.SparseAdam, {}, (0.0, 0.0, 0.0)),
+    ],
+)
+def test_bytes_that_a_step_needs_for_a_moment(
+    kind: type[Optimizer], options: dict[str, Any], expected: tuple[float, ...]
+) -> None:
+    optimizer = kind(parameters(), lr=0.01, **options)
+    found = update_bytes(optimizer, torch.device("cpu"))
+    assert (found.own, found.before, found.of_all) == pytest.approx(expected, abs=0.01)
+
+
+def test_bytes_that_a_step_needs_for_parameters_in_order() -> None:
+    adam = UpdateBytes(own=2.0, before=1.0)
+    assert adam.of([]) == 0
+    assert adam.of([10]) == 20
+    assert adam.of([10, 4, 10]) == 24
+    assert adam.of([4, 10, 10]) == 30

@@ -1,0 +1,97 @@
+"""Old gradients go before new ones are computed, where nobody can tell; and a step leaves nothing
+behind that only Python's collector of cycles would find."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from torch.optim import Optimizer
+
+from lightning_dlres.pipeline.execute.training import TrainingStep
+from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
+from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
+from lightning_dlres.strategies.hetero_pipe.zeroing import zeroes_every_step
+from tests.pool import RankContext, RankPool
+from tests.support.training_cases import (
+    Case,
+    Classifier,
+    batches,
+    differences_in,
+    none_in,
+    trainer_for,
+)
+from tests.zoo import QUIET
+
+
+class SeesGradients(Classifier):
+    """Looks at the last step's gradients before they are zeroed. Every rank sees its stage's."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        self.saw = [p.grad is not None for p in self.parameters() if p.device.type != "meta"]
+        self.observed.append(float(any(self.saw)))
+
+
+class NeverZeroes(Classifier):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        if batch_idx == 2:
+            optimizer.zero_grad()
+
+
+class Looks(Callback):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+CASES = {
+    "seen in a hook": Case(SeesGradients),
+    "zeroed now and then": Case(NeverZeroes),
+    "accumulated": Case(Classifier, trainer={"accumulate_grad_batches": 3}),
+}
+
+
+def compare(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, CASES)
+
+
+def test_gradients_are_those_of_a_plain_trainer(pool: RankPool) -> None:
+    assert pool.run(compare, 2) == none_in(CASES)
+
+
+def test_what_looks_at_old_gradients_keeps_them() -> None:
+    assert zeroes_every_step(Trainer(**QUIET), Classifier())
+    assert not zeroes_every_step(Trainer(**QUIET), SeesGradients())
+    assert not zeroes_every_step(Trainer(**QUIET), NeverZeroes())
+    assert not zeroes_every_step(Trainer(**QUIET, callbacks=[Looks()]), Classifier())
+    assert not zeroes_every_step(Trainer(**QUIET, accumulate_grad_batches=2), Classifier())
+
+
+class Leftovers(Callback):
+    """Finds what a step should have taken with it when the next one begins."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        parts = (TrainingStep, GradientBuffer, LightningStep, Stage)
+        names = [type(o).__name__ for o in gc.get_objects() if issubclass(type(o), parts)]
+        names.remove("Stage")  # the one that lives as long as the run
+        self.found.update(names)
+
+
+def leftovers(context: RankContext, schedule: str) -> set[str]:
+    callback = Leftovers()
+    trainer = trainer_for(context, schedule=schedule, callbacks=[callback])
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.fit(Classifier(), batches())
+    finally:
+        gc.enable()
+    return callback.found
+
+
+def test_a_step_leaves_nothing_behind(pool: RankPool) -> None:
+    for schedule in ("gpipe", "1f1b"):
+        assert pool.run(leftovers, 2, schedule) == [set(), set()]
