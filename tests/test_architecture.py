@@ -3,7 +3,7 @@
 Read from the syntax trees, so that a forbidden import is found even inside a function that no test
 calls.
 
-- Top floor (`strategies`, `plugins`, `callbacks`, `datamodules`, `cli`): Lightning only here.
+- Top floor (`strategies`, `plugins`, `callbacks`, `datamodules`, `cli`, `demos`): Lightning only here.
 - Middle rooms never import Lightning, nor each other, but for the exceptions below.
 - Ground floor: imports nothing from above.
 """
@@ -22,7 +22,7 @@ PACKAGE = "lightning_dlres"
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
-TOP = {"strategies", "plugins", "callbacks", "datamodules", "cli"}
+TOP = {"strategies", "plugins", "callbacks", "datamodules", "cli", "demos"}
 MIDDLE = {"pipeline", "memory", "mirror", "paramserver", "gradsync", "prefetch"}
 GROUND = {"codecs", "kernels", "core"}
 MAY_IMPORT_ROOMS = {

@@ -23,10 +23,10 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from rich.console import Console
 
 from lightning_dlres.callbacks import ResourceReport
-from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.progress import StepProgress
-from lightning_dlres.cli.source_text import SourceTextDataModule
 from lightning_dlres.core.tables import render
+from lightning_dlres.demos.byte_gpt import ByteGPT
+from lightning_dlres.demos.source_text import SourceTextDataModule
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_dlres import PipelinePlan
-from lightning_dlres.cli.byte_gpt import ByteGPT
 from lightning_dlres.cli.demo import SPEEDS, demo
+from lightning_dlres.demos.byte_gpt import ByteGPT
 from tests.conftest import StartScript
 
 STORY = [

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import Trainer
 
 import lightning_dlres as dlres
-from lightning_dlres.cli.byte_gpt import ByteGPT
-from lightning_dlres.cli.source_files import SourceFilesDataModule
+from lightning_dlres.demos.byte_gpt import ByteGPT
+from lightning_dlres.demos.source_files import SourceFilesDataModule
 from lightning_dlres.prefetch.cache.samples import Sample
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dlres.cli.source_text import ByteWindows, SourceTextDataModule
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.demos.source_text import ByteWindows, SourceTextDataModule
 
 
 @pytest.fixture

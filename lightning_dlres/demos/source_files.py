@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dlres.cli.source_text import CYCLE, SKIPPED, VALIDATION
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.datamodules import PrefetchCacheDataModule
 from lightning_dlres.datamodules.prefetch_cache import Rest
+from lightning_dlres.demos.source_text import CYCLE, SKIPPED, VALIDATION
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.workers import Workers
 

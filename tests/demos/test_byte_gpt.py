@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_dlres.cli.byte_gpt import ByteGPT
+from lightning_dlres.demos.byte_gpt import ByteGPT
 
 
 def test_a_byte_is_predicted_from_those_before_it() -> None:

@@ -1,0 +1,1 @@
+"""A small byte-level GPT and its data, to try features with; as `lightning.pytorch.demos`."""
