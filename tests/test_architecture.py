@@ -3,7 +3,8 @@
 Read from the syntax trees, so that a forbidden import is found even inside a function that no test
 calls.
 
-- Top floor (`strategies`, `plugins`, `callbacks`, `datamodules`, `cli`, `demos`): Lightning only here.
+- Top floor (`strategies`, `plugins`, `callbacks`, `datamodules`, `cli`, `demos`): the only
+  rooms that import Lightning.
 - Middle rooms never import Lightning, nor each other, but for the exceptions below.
 - Ground floor: imports nothing from above.
 """

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import RunScript
-from tests.pool import RankContext, RankPool
-from tests.pool_environment import as_under_torchrun
+from tests.support.rank_environment import as_under_torchrun
+from tests.support.rank_pool import RankContext, RankPool
+from tests.support.scripts import RunScript
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("**/*.md")])

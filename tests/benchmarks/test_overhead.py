@@ -8,7 +8,7 @@ import json
 import math
 
 from benchmarks import overhead
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 
 
 def printed(context: RankContext) -> list[str]:

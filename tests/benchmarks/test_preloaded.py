@@ -12,7 +12,7 @@ from benchmarks.preloaded import Preloaded
 from benchmarks.ranks import Ranks
 from benchmarks.talk import Talk
 from benchmarks.testbed import Host, HostError, Testbed, reason_unavailable
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.root
 

@@ -25,8 +25,8 @@ from benchmarks.testbed import (
     UnavailableError,
     reason_unavailable,
 )
-from tests.conftest import StartScript
-from tests.waiting import wait_until
+from tests.support.scripts import StartScript
+from tests.support.waiting import wait_until
 
 PORT = "5000"
 BUSY = """

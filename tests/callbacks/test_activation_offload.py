@@ -24,9 +24,9 @@ import lightning_dlres as dlres
 from lightning_dlres.callbacks.offloading import refuse
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.memory.execute.actions import Action
-from tests.callbacks.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
-from tests.pool import RankContext, RankPool
 from tests.support.networks import CASES
+from tests.support.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
+from tests.support.rank_pool import RankContext, RankPool
 
 WAYS: dict[str, dict[str, Any]] = {
     "offload": {"budget": "min", "actions": ["offload"]},

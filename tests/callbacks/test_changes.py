@@ -19,8 +19,8 @@ from lightning_dlres.memory.execute.reuse.dense import Linear
 from lightning_dlres.memory.execute.reuse.formula import Backward
 from lightning_dlres.memory.module_patches import without
 from lightning_dlres.memory.profile.step_profile import Region, Reuse
-from tests.callbacks.offload_tasks import Regression, fit, require_same
 from tests.support.memory_profiles import stack
+from tests.support.offload_tasks import Regression, fit, require_same
 
 
 class Other(nn.Module):

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_dlres as dlres
-from tests.callbacks.offload_tasks import Regression, fit
+from tests.support.models import Block
 from tests.support.networks import UNet
-from tests.zoo import Block
+from tests.support.offload_tasks import Regression, fit
 
 MIB = 1 << 20
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_dlres as dlres
-from tests.callbacks.offload_tasks import Regression, fit
 from tests.callbacks.test_memory_accounting import CASES, MIB, Wide, large_mlp, loader
-from tests.zoo import Block
+from tests.support.models import Block
+from tests.support.offload_tasks import Regression, fit
 
 
 def anonymous_bytes() -> int:

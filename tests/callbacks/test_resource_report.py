@@ -24,9 +24,9 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies import HeteroPipeStrategy
-from tests.pool import RankContext, RankPool
+from tests.support.models import Task, loaders
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
-from tests.zoo import Task, loaders
 
 QUIET: dict[str, Any] = {
     "enable_progress_bar": False,

@@ -14,9 +14,9 @@ import lightning_dlres
 import lightning_dlres_command
 from lightning_dlres.cli.main import COMMANDS, main
 from lightning_dlres.core.errors import ConfigError
-from tests.conftest import RunScript
-from tests.pool import RankContext, RankOutcome, RankPool
-from tests.pool_environment import as_under_torchrun
+from tests.support.rank_environment import as_under_torchrun
+from tests.support.rank_pool import RankContext, RankOutcome, RankPool
+from tests.support.scripts import RunScript
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "configs" / "hetero_pipe.yaml"
 TINY = (

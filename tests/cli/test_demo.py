@@ -10,7 +10,7 @@ import pytest
 from lightning_dlres import PipelinePlan
 from lightning_dlres.cli.demo import SPEEDS, demo
 from lightning_dlres.demos.byte_gpt import ByteGPT
-from tests.conftest import StartScript
+from tests.support.scripts import StartScript
 
 STORY = [
     r"^Three devices train one GPT",

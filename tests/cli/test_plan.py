@@ -12,8 +12,8 @@ from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.strategies.hetero_pipe import profiling
 from tests.cli.test_cli import CONFIG, TINY, assert_trained, run_in
-from tests.conftest import RunScript
-from tests.pool import RankContext, RankOutcome, RankPool
+from tests.support.rank_pool import RankContext, RankOutcome, RankPool
+from tests.support.scripts import RunScript
 
 CLUSTER = """
 kinds:

@@ -19,7 +19,7 @@ from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
-from tests.datamodules.quiet import trainer
+from tests.support.quiet import trainer
 
 # In the order of bytes, as torchvision sorts them.
 CLASSES = ["Zebra", "cat", "ünit"]

@@ -25,8 +25,8 @@ from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.page_locked import pinned
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
-from tests.datamodules.quiet import trainer
-from tests.pool import RankContext, RankPool
+from tests.support.quiet import trainer
+from tests.support.rank_pool import RankContext, RankPool
 
 COUNT = 50
 

@@ -22,7 +22,7 @@ CASES = ["1,1,1", "1,400,0.4", "2,129,1", "4,300,0.4", "4,64,0", "2,31,0.5"]
 
 def test_simulated_bytes_equal_those_of_the_cpu() -> None:
     done = subprocess.run(
-        light_command("tests.kernels.simulated_zvc:main", *CASES),
+        light_command("tests.support.simulated_zvc:main", *CASES),
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
         capture_output=True,
         text=True,

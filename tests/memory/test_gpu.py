@@ -21,8 +21,8 @@ from lightning_dlres.memory.execute.tiers import SlabTier
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import ACTIONS, MemoryOptions
 from tests.memory.execute.test_reuse import LAYERS, Layers, Refusing, engine, require_same, trained
+from tests.support.models import Block
 from tests.support.networks import CASES
-from tests.zoo import Block
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

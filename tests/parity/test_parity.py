@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.harness import (
+from tests.support.parity import (
     Case,
     assert_partitioned,
     assert_same_training,
@@ -17,7 +17,7 @@ from tests.parity.harness import (
     steps_in,
     train_on_rank,
 )
-from tests.pool import RankPool
+from tests.support.rank_pool import RankPool
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "network": ("mlp", "cnn", "gpt", "gpt_list"),

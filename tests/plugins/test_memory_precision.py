@@ -17,9 +17,9 @@ from torch import Tensor
 
 import lightning_dlres as dlres
 from lightning_dlres.core.errors import ConfigError
-from tests.callbacks.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
-from tests.pool import RankContext, RankPool
 from tests.support.networks import CASES
+from tests.support.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
+from tests.support.rank_pool import RankContext, RankPool
 
 KINDS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
@@ -173,7 +173,7 @@ def test_every_hook_of_a_precision_plugin_is_delegated() -> None:
 def test_validation_and_prediction_need_no_plan() -> None:
     from lightning.pytorch import Trainer
 
-    from tests.zoo import QUIET
+    from tests.support.models import QUIET
 
     ours = plugin("bf16-mixed")
     trainer = Trainer(accelerator="cpu", devices=1, plugins=ours, **QUIET)

@@ -7,24 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import pytest
 
 from lightning_dlres.prefetch.cache import launch
-from tests.nursery import ADDRESSES, Forked, Nursery
-
-SAMPLES = 97
-
-
-def bytes_of(number: int) -> bytes:
-    """What file `number` holds: some are empty, some alike, most small."""
-    size = (number * 37) % 400 if number % 11 else 0
-    return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8).tobytes()
-
-
-def pack_of(store: Path, pack: int = 0) -> Path:
-    """The file of a store's pack."""
-    return sorted(store.glob("samples-*-of-*.bin"))[pack]
+from tests.support.cache_processes import ForkedHost
+from tests.support.forkserver import ADDRESSES, Nursery
+from tests.support.sample_files import SAMPLES, bytes_of
 
 
 @pytest.fixture(scope="session")
@@ -47,20 +35,6 @@ def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch)
     with tempfile.TemporaryDirectory(prefix="dl") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         yield Path(short)
-
-
-class ForkedHost:
-    """A forked process, as `subprocess.Popen` shows one to whoever has started it."""
-
-    def __init__(self, process: Forked, stdin: int) -> None:
-        self._process, self.stdin = process, os.fdopen(stdin, "wb")
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
-
-    def poll(self) -> int | None:
-        return self._process.poll()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.zoo import VOCABULARY, gpt, mlp
+from tests.support.models import VOCABULARY, gpt, mlp
 
 
 class UNet(nn.Module):

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
-from tests.parity.harness import relative
-from tests.pool import RankContext
-from tests.zoo import QUIET, Samples
+from tests.support.models import QUIET, Samples
+from tests.support.parity import relative
+from tests.support.rank_pool import RankContext
 
 # Measures no longer than it must: for tests to which the plan does not matter.
 QUICK = ProfileConfig(repeats=1, seconds=0.0)

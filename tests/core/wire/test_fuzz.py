@@ -34,7 +34,7 @@ from tests.support.hostile_clients import (
     malformed,
     resident_bytes,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 # Messages for each of the three.
 COUNTS = [

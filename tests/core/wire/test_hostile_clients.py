@@ -17,7 +17,7 @@ from lightning_dlres.core.wire.net import Client, Limits, Server
 from lightning_dlres.core.wire.outbox import Outbox, Patience
 from lightning_dlres.core.wire.refused_messages import Refusals
 from tests.support.hostile_clients import BANNERS, NULL, connect_raw, frame, greet, is_closed
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 SECONDS = 20.0
 SMALL = Limits(message_bytes=1 << 16, unread_bytes=1 << 20, connections=8, queued=100)

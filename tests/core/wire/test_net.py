@@ -22,7 +22,7 @@ from lightning_dlres.core.errors import (
 from lightning_dlres.core.wire.frames import pack, unpack
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.net import Client, ConnectionEvent, Server
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 SECONDS = 20.0
 # How long a test waits for what must not come.

@@ -24,8 +24,8 @@ from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.net import Client, ConnectionEvent, Server
 from lightning_dlres.pipeline.comm import heartbeat, liveness
 from lightning_dlres.pipeline.comm.liveness import Failure, Watch
-from tests.conftest import ScriptHandle, StartScript
-from tests.waiting import wait_until
+from tests.support.scripts import ScriptHandle, StartScript
+from tests.support.waiting import wait_until
 
 SECONDS = 20.0
 # So long that silence cannot be what a test has noticed.

@@ -20,7 +20,7 @@ from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import flatten
 from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox, wait_for
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 
 SECONDS = 20.0
 LONG = timedelta(days=1)

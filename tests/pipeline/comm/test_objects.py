@@ -14,7 +14,7 @@ from lightning_dlres.pipeline.comm.objects import (
     broadcast_tree,
     gather_numbers,
 )
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 
 SECONDS = 20.0
 

@@ -18,7 +18,7 @@ from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 
 SECONDS = 20.0
 CPU = torch.device("cpu")

@@ -36,10 +36,10 @@ from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
 from lightning_dlres.prefetch.loading.node import PrefetchCacheNode
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
-from tests.prefetch.conftest import SAMPLES, bytes_of
 from tests.prefetch.storage.test_nodes import Nodes
 from tests.support.prefetch_model import predict
-from tests.waiting import wait_until
+from tests.support.sample_files import SAMPLES, bytes_of
+from tests.support.waiting import wait_until
 
 SIZES = np.array([len(bytes_of(number)) for number in range(SAMPLES)], np.int64)
 

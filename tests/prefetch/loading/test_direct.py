@@ -24,7 +24,7 @@ from lightning_dlres.prefetch.order.sequence import mixed, shuffled
 from lightning_dlres.prefetch.storage import files, local_reads
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.writer import put
-from tests.prefetch.conftest import SAMPLES, bytes_of, pack_of
+from tests.support.sample_files import SAMPLES, bytes_of, pack_of
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
 from lightning_dlres.prefetch.order.sequence import shuffled
-from tests.pool import RankContext, RankPool
-from tests.prefetch.conftest import SAMPLES, bytes_of
-from tests.waiting import wait_until
+from tests.support.rank_pool import RankContext, RankPool
+from tests.support.sample_files import SAMPLES, bytes_of
+from tests.support.waiting import wait_until
 
 EPOCHS = 7
 MOMENTS = ("before", "trained", "waited", "saved")

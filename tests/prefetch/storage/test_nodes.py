@@ -25,8 +25,8 @@ from lightning_dlres.prefetch.storage.nodes.node_storage import Identity, NodeSt
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.writer import put
-from tests.prefetch.conftest import SAMPLES, bytes_of
-from tests.waiting import wait_until
+from tests.support.sample_files import SAMPLES, bytes_of
+from tests.support.waiting import wait_until
 
 Change = Callable[[list[bytes]], list[bytes]]
 

@@ -31,9 +31,9 @@ from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.source import open_storage
 from lightning_dlres.prefetch.storage.writer import damaged, put
-from tests.prefetch.conftest import SAMPLES, bytes_of, pack_of
 from tests.support.examples import examples
-from tests.waiting import wait_until
+from tests.support.sample_files import SAMPLES, bytes_of, pack_of
+from tests.support.waiting import wait_until
 
 EVERY = np.arange(SAMPLES, dtype=np.uint32)
 

@@ -26,7 +26,7 @@ from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 from lightning_dlres.prefetch.storage.store_writer import StoreWriter
 from lightning_dlres.prefetch.storage.writer import put
-from tests.prefetch.conftest import pack_of
+from tests.support.sample_files import pack_of
 
 OLD, NEW = [b"one", b"two", b"three"], [b"4", b"five"]
 # Two packs, their directory, the manifest, and the directory again.

@@ -29,7 +29,7 @@ from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 from lightning_dlres.prefetch.storage.readers import Piece, Reader
 from lightning_dlres.prefetch.storage.url_files import UrlFiles, is_concurrent
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 COUNT = 400
 READERS = 4

@@ -14,9 +14,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.pipeline.plan.plan import arrange
-from tests.parity.harness import SPLITS, relative
-from tests.pool import RankContext, RankPool
-from tests.zoo import QUIET, Samples, Task
+from tests.support.models import QUIET, Samples, Task
+from tests.support.parity import SPLITS, relative
+from tests.support.rank_pool import RankContext, RankPool
 
 STEPS, SAVED = 12, 5
 
@@ -150,7 +150,7 @@ from lightning.pytorch import Trainer
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 sys.path.insert(0, sys.argv[2])
-from tests.zoo import Samples, Task
+from tests.support.models import Samples, Task
 
 task = Task("gpt", "adamw", tied=True, metrics=False)
 loader = StatefulDataLoader(Samples(True, 72), batch_size=6, shuffle=True)

@@ -22,9 +22,9 @@ from lightning_dlres import (
     UnsupportedStepError,
 )
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import ForeignWeightGuard
-from tests.pool import RankContext, RankOutcome, RankPool
+from tests.support.models import Samples, mlp
+from tests.support.rank_pool import RankContext, RankOutcome, RankPool
 from tests.support.training_cases import QUICK
-from tests.zoo import Samples, mlp
 
 
 class Simple(LightningModule):

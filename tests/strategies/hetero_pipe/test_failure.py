@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy, PeerLostError, PipelinePlan
-from tests.pool import RankContext, RankPool
-from tests.zoo import Samples, mlp
+from tests.support.models import Samples, mlp
+from tests.support.rank_pool import RankContext, RankPool
 
 
 class Dies(nn.Module):

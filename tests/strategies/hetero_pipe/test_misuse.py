@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_dlres import ConfigError, UnsupportedStepError
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
     Classifier,

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_dlres import ConfigError, HeteroPipeStrategy, UnsupportedStepError
 from lightning_dlres.pipeline.comm import mailbox
-from tests.pool import RankContext, RankPool
+from tests.support.models import Samples
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, batches, trainer_for
-from tests.zoo import Samples
 
 
 class Predicts(Classifier):

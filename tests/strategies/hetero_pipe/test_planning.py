@@ -15,9 +15,9 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan, ProfileConfig
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
-from tests.pool import RankContext, RankPool
+from tests.support.models import QUIET, Task, loaders
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
-from tests.zoo import QUIET, Task, loaders
 
 
 class Losses(Callback):

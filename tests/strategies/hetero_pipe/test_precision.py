@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_dlres import ConfigError, HeteroPipeStrategy, PipelinePlan
-from tests.parity.harness import Case, assert_same_training, relative, run_case, train_on_rank
-from tests.pool import RankContext, RankPool
-from tests.zoo import QUIET, Task, loaders
+from tests.support.models import QUIET, Task, loaders
+from tests.support.parity import Case, assert_same_training, relative, run_case, train_on_rank
+from tests.support.rank_pool import RankContext, RankPool
 
 
 class PlantOverflow(Callback):

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_dlres import HeteroPipeStrategy, PeerLostError
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import a_copy
-from tests.pool import RankContext, RankPool
+from tests.support.models import Samples
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, batches, differences_in
-from tests.zoo import Samples
 
 
 class Once(IterableDataset[Any]):

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlres import PeerLostError
-from tests.pool import RankContext, RankPool
-from tests.pool_environment import PoolEnvironment
+from tests.support.models import Samples
+from tests.support.rank_environment import PoolEnvironment
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, batches, fit, trainer_for
-from tests.zoo import Samples
 
 # What SLURM asks for the last checkpoint with; the pool has a use of its own for SIGUSR1.
 REQUEUE = signal.SIGUSR2

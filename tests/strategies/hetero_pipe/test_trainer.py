@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
-from tests.parity.harness import relative
-from tests.pool import RankContext, RankPool
+from tests.support.models import QUIET, Samples, Task, loaders
+from tests.support.parity import relative
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
-from tests.zoo import QUIET, Samples, Task, loaders
 
 
 def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from lightning_dlres.pipeline.execute.training import TrainingStep
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 from lightning_dlres.strategies.hetero_pipe.zeroing import zeroes_every_step
-from tests.pool import RankContext, RankPool
+from tests.support.models import QUIET
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
     Classifier,
@@ -22,7 +23,6 @@ from tests.support.training_cases import (
     none_in,
     trainer_for,
 )
-from tests.zoo import QUIET
 
 
 class SeesGradients(Classifier):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlres import PipelinePlan, UnsupportedStepError
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import NormaliserRecorder, why_doubtful
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, fit, none_in
 
 # Steps 0, 1, 2, 4 and 8 are checked in any case.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_dlres import PipelinePlan
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, fit
 
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
-from tests.parity.harness import relative
-from tests.pool import RankContext, RankPool
+from tests.support.models import QUIET
+from tests.support.parity import relative
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
-from tests.zoo import QUIET
 
 KINDS = ["padded", "padded_later", "sum", "contrastive", "noise", "perplexity", "unmergeable"]
 

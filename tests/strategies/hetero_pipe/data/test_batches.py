@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy
-from tests.parity.harness import relative
-from tests.pool import RankContext, RankPool
+from tests.support.models import QUIET, Samples
+from tests.support.parity import relative
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
-from tests.zoo import QUIET, Samples
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from lightning_dlres import ConfigError, PipelinePlan
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, trainer_for
 
 Sample = tuple[Tensor, Tensor, int]

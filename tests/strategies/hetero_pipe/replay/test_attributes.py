@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_dlres import HeteroPipeStrategy, UnsupportedStepError
 from lightning_dlres.strategies.hetero_pipe.replay.attributes import UserState
-from tests.pool import RankContext, RankPool
+from tests.support.models import QUIET, Samples
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
-from tests.zoo import QUIET, Samples
 
 
 class Counts(LightningModule):

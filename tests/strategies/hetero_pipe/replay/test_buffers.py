@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from lightning_dlres import UnsupportedStepError
 from lightning_dlres.strategies.hetero_pipe.replay.buffers import OuterBuffers
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
-from tests.parity.harness import relative
-from tests.pool import RankContext, RankPool
+from tests.support.parity import relative
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (
     Case,
     Classifier,

@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dlres import PipelinePlan
 from lightning_dlres.core.errors import ConfigError
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, batches, trainer_for
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.pool import RankContext, RankPool
 from tests.strategies.hetero_pipe.replay.test_user_state import Lively, Watched
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, fit
 
 STEPS = 0

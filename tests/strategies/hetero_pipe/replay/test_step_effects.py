@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric, SumMetric
 
 from lightning_dlres import UnsupportedStepError
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, fit, none_in
 
 

@@ -13,9 +13,9 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from tests.pool import RankContext, RankPool
+from tests.support.models import Samples
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, none_in
-from tests.zoo import Samples
 
 
 class Scaled(Samples):

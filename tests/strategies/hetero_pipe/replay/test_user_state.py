@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dlres import PipelinePlan
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, batches, trainer_for
 
 

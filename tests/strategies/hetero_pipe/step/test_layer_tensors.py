@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dlres import PipelinePlan, UnsupportedStepError
 from lightning_dlres.core.errors import DlresError
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, none_in, trainer_for
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_dlres import PipelinePlan
 from lightning_dlres.pipeline.report.timeline import measure
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
-from tests.pool import RankContext, RankPool
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, batches, trainer_for
 
 

@@ -21,9 +21,9 @@ from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
     PipelinedModule,
     find_pipelined_module,
 )
-from tests.pool import RankContext, RankPool
+from tests.support.models import QUIET
+from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import QUICK
-from tests.zoo import QUIET
 
 
 def linear() -> nn.Linear:

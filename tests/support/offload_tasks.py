@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.support.models import QUIET
 from tests.support.networks import CASES
-from tests.zoo import QUIET
 
 
 class Regression(LightningModule):

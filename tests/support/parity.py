@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.pipeline.plan.plan import arrange, even_split
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
-from tests.pool import RankContext, RankPool
-from tests.zoo import Task, loaders
+from tests.support.models import Task, loaders
+from tests.support.rank_pool import RankContext, RankPool
 
 SPLITS = {
     ("mlp", 2): (3, 5),

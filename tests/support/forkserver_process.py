@@ -1,5 +1,5 @@
 """The process that imports what ranks, and programs of this package, need and then forks them; see
-`tests.nursery`."""
+`tests.support.forkserver`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 
-from tests.nursery import Program
-from tests.rank_process import die_with, serve
+from tests.support.forkserver import Program
+from tests.support.rank_process import die_with, serve
 
 # Of a Python that was not told to import quickly, as this one was.
 _USUAL_THRESHOLDS = 700, 10, 10
@@ -107,7 +107,7 @@ def _import() -> None:
     import torch
 
     # All of the package, and Lightning, which is the expensive part.
-    import tests.parity.harness
+    import tests.support.parity
     import tests.support.training_cases  # noqa: F401
     from lightning_dlres.prefetch.cache import host  # noqa: F401
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import RunScript, ScriptTimeout, StartScript
-from tests.pool import RankContext, RankFailure, RankPool
+from tests.support.rank_pool import RankContext, RankFailure, RankPool
+from tests.support.scripts import RunScript, ScriptTimeout, StartScript
 
 
 def describe(context: RankContext, word: str, mark: str = "") -> tuple[int, int, str, bool]:
@@ -185,7 +185,10 @@ def test_an_error_names_rank_and_traceback(pool: RankPool) -> None:
         pool.run(fail_on_rank_one, 2, keep=True)
     assert failure.value.errors == {1: ("KeyError", "'the reason'")}
     message = str(failure.value)
-    assert "1 of 2 ranks failed in tests.test_pool.fail_on_rank_one: rank 1 (KeyError)" in message
+    assert (
+        "1 of 2 ranks failed in tests.support.test_rank_pool.fail_on_rank_one: rank 1 (KeyError)"
+        in message
+    )
     assert 'raise KeyError("the reason")' in message
     assert "printed by rank 1" in message
     assert pool.run(process_id, 2) == before
@@ -226,7 +229,7 @@ def test_ranks_end_with_their_parent(start_script: StartScript, thread: str) -> 
         """
         import sys, threading
         from pathlib import Path
-        from tests.pool import RankPool
+        from tests.support.rank_pool import RankPool
 
         pool = RankPool(Path.cwd())
         if sys.argv[1] == "main":

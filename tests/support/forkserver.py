@@ -60,7 +60,7 @@ class NurseryProcess:
             listener.bind(str(self.address))
             listener.listen()
             ends = [listener.fileno(), theirs.fileno()]
-            command = [sys.executable, "-m", "tests.nursery_process", *map(str, ends)]
+            command = [sys.executable, "-m", "tests.support.forkserver_process", *map(str, ends)]
             if threading.current_thread() is threading.main_thread():
                 # Linux sends the death signal when the starting *thread* ends, so only for this.
                 command += ["--parent", str(os.getpid())]

@@ -23,12 +23,12 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.nursery import Nursery, NurseryError, NurseryProcess
+from tests.support.forkserver import Nursery, NurseryError, NurseryProcess
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 180.0
 # Ranks of one nursery hash strings alike: neighbours must not, lest they agree by accident.
 NURSERIES = 2

@@ -1,9 +1,9 @@
 """The cluster that the shared rank processes form, told to Lightning.
 
 Lightning asks a cluster environment who it is and whether to start processes itself. The ranks of
-`tests.pool` exist already, and their numbers and port come from the pool rather than from
-environment variables, so that no state of one job can be taken for another's. Where a test is about
-these variables, `as_under_torchrun` sets them, and the pool takes them back after the job.
+`tests.support.rank_pool` exist already. Their numbers and port come from the pool rather than from
+environment variables, so that one job's state cannot be taken for another's. A test of these
+variables sets them with `as_under_torchrun`, and the pool takes them back after the job.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-from tests.pool import RankContext
+from tests.support.rank_pool import RankContext
 
 
 def as_under_torchrun(context: RankContext) -> None:

@@ -1,4 +1,4 @@
-"""The process behind one rank of `tests.pool`, which runs one job after another.
+"""The process behind one rank of `tests.support.rank_pool`, which runs one job after another.
 
 After each job it puts back whatever process-wide state the job may have changed, because the next
 test must find the process as a freshly started one would be.
@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.pool import Clean, Job, Raised, RankContext, Ready, Returned
+from tests.support.rank_pool import Clean, Job, Raised, RankContext, Ready, Returned
 
 PR_SET_PDEATHSIG = 1
 
@@ -52,7 +52,7 @@ def _run(job: Job) -> Returned | Raised:
     import numpy
     import torch
 
-    from tests.pool_environment import PoolEnvironment
+    from tests.support.rank_environment import PoolEnvironment
 
     try:
         os.chdir(job.tmp)
