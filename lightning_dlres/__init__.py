@@ -22,10 +22,10 @@ from lightning_dlres.core.errors import (
 )
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.pipeline.profile.model_profile import Cluster, Device, LayerProfile, Link
 from lightning_dlres.plugins import MemoryPrecision
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
-from lightning_dlres.strategies.hetero_pipe.data.profile_samples import ProfileConfig
 from lightning_dlres.version import __version__
 
 __all__ = [

@@ -25,11 +25,11 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Span, Tracer, write_chrome_trace
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.plan.planning import even_step_seconds
 from lightning_dlres.pipeline.report.gantt import draw
 from lightning_dlres.pipeline.report.report import RunReport, run_report
 from lightning_dlres.pipeline.report.timeline import WARM_UP_STEPS, measure
 from lightning_dlres.strategies import HeteroPipeStrategy
-from lightning_dlres.strategies.hetero_pipe.planning import even_step_seconds
 
 REPORT, PICTURE, TRACE = "report.md", "timeline.png", "trace.json"
 MEMORY = "memory.png"

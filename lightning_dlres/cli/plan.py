@@ -10,15 +10,16 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.plan.planning import measured_plan
 from lightning_dlres.pipeline.profile.cluster_file import load_cluster
 from lightning_dlres.pipeline.profile.model_profile import Cluster
 from lightning_dlres.strategies import HeteroPipeStrategy
-from lightning_dlres.strategies.hetero_pipe.planning import measured_plan
-from lightning_dlres.strategies.hetero_pipe.profiling import profile_here
+from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_here
 
 
 def plan(options: Sequence[str]) -> int:
@@ -118,7 +119,7 @@ class _Planner(Callback):
             self._cluster,
             self._factors,
         )
-        raise _Planned(measured_plan(profile, options.wishes))
+        raise _Planned(measured_plan(profile, options.wishes, rank_zero_warn))
 
 
 def _parser() -> argparse.ArgumentParser:

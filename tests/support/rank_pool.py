@@ -69,7 +69,7 @@ class QuickProfiles:
     """Finder of one module, which gets another default when it is imported."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "lightning_dlres.strategies.hetero_pipe.data.profile_samples":
+        if name != "lightning_dlres.pipeline.profile.config":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

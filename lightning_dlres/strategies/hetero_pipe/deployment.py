@@ -25,6 +25,12 @@ from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm.mailbox import Mailbox
 from lightning_dlres.pipeline.execute.buffers import BufferSync
 from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups
+from lightning_dlres.pipeline.execute.optimizers import (
+    require_dense,
+    require_owned,
+    require_separable,
+    set_state_device,
+)
 from lightning_dlres.pipeline.execute.partition import materialise, partition
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.execute.states import (
@@ -36,34 +42,34 @@ from lightning_dlres.pipeline.execute.states import (
     spread_from_rank_zero,
 )
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.plan.planning import (
+    adopt_plan,
+    for_schedule,
+    measured_plan,
+    unmeasured_layers,
+    unmeasured_plan,
+)
 from lightning_dlres.pipeline.plan.search.grouping import stage_counts
+from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
+from lightning_dlres.pipeline.profile.model_profile import LayerProfile
+from lightning_dlres.pipeline.profile.run_profile import NotMeasured, Profiler, RunProfile
 from lightning_dlres.pipeline.stage.stage import Stage
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import NoCopyError
-from lightning_dlres.strategies.hetero_pipe.data.profile_samples import ProfileSamples, read_samples
-from lightning_dlres.strategies.hetero_pipe.optimizers import (
-    require_dense,
-    require_owned,
-    require_separable,
-    set_state_device,
-)
+from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
 from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
-from lightning_dlres.strategies.hetero_pipe.planning import (
-    adopt_plan,
-    for_schedule,
-    measured_plan,
-    require_layers,
-    unmeasured_plan,
-)
 from lightning_dlres.strategies.hetero_pipe.precision import clipping_over_stages, loss_scale
-from lightning_dlres.strategies.hetero_pipe.profiling import NotMeasured, Profiler, RunProfile
+from lightning_dlres.strategies.hetero_pipe.profiled_model import gradient_copies, profiled_model
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates, never_synchronised
 from lightning_dlres.strategies.hetero_pipe.replay.outside_state import line_about
 from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import gradient_reads_noticed
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
+    find_pipelined_module,
+    require_layers,
+)
 from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
 from lightning_dlres.strategies.hetero_pipe.zeroing import zeroes_every_step
@@ -346,7 +352,9 @@ class PipelineRun:
         world_size = self._connection.world_size
         options = self._options
         if options.plan is not None:
-            return adopt_plan(options.plan, self.pipelined, world_size)
+            return adopt_plan(
+                options.plan, self._unmeasured_layers(), self.pipelined.path, world_size
+            )
         machines = options.machines(world_size)
         fits = previous is not None and _names(previous) == self._layers.names
         stays = not fitting or self.module in _LEFT_PARTITIONED
@@ -359,8 +367,11 @@ class PipelineRun:
             profile = self._profile(trainer, samples)
         if profile is None:
             require_layers(self.pipelined, len(machines[0]))
-            return unmeasured_plan(self.pipelined, machines)
+            return unmeasured_plan(self._unmeasured_layers(), machines)
         return self._decide(profile)
+
+    def _unmeasured_layers(self) -> tuple[LayerProfile, ...]:
+        return unmeasured_layers(self._layers.names, self._layers.parameter_bytes())
 
     def _decide(self, profile: RunProfile) -> PipelinePlan:
         """Plan on rank 0, for all."""
@@ -368,7 +379,10 @@ class PipelineRun:
         told: Tree = [None, None]
         if connection.rank == 0:
             try:
-                told = [measured_plan(profile, self._options.wishes).to_json(), None]
+                told = [
+                    measured_plan(profile, self._options.wishes, rank_zero_warn).to_json(),
+                    None,
+                ]
             except ConfigError as error:
                 told = [None, str(error)]
         text, reason = connection.broadcast(told, 0)
@@ -408,9 +422,12 @@ class PipelineRun:
         rank_zero_info(f"dlres: profiling {count} layers on {connection.world_size} ranks ...")
         limit = options.memory_limit(connection.rank, connection.world_size)
         slowdown = self._slowdown if options.emulate_speed is not None else None
-        profiler = Profiler(self._context, connection, slowdown, limit, self._current_context)
+        model = profiled_model(self._context)
+        profiler = Profiler(
+            model, connection, rank_zero_info, slowdown, limit, self._current_context
+        )
         try:
-            copies = 1 if zeroes_every_step(trainer, self.module) else 2
+            copies = gradient_copies(trainer, self.module)
             return profiler.run(samples, options.profile, self._optimizers, copies)
         except NotMeasured as error:
             self._say_why_by_bytes(str(error))

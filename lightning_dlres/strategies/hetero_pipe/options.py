@@ -11,9 +11,9 @@ from lightning_dlres.core.checks import function, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange
+from lightning_dlres.pipeline.plan.planning import Wishes
 from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
-from lightning_dlres.strategies.hetero_pipe.data.profile_samples import ProfileConfig
-from lightning_dlres.strategies.hetero_pipe.planning import Wishes
+from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch
 
 Machines = tuple[tuple[int, ...], ...]

@@ -31,8 +31,10 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.comm.mailbox import Mailbox
 from lightning_dlres.pipeline.comm.objects import any_rank
+from lightning_dlres.pipeline.execute.optimizers import set_state_device
 from lightning_dlres.pipeline.execute.partition import is_on_meta, resident_parameter_bytes
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.connection import (
     Connection,
     join_process_group,
@@ -44,14 +46,12 @@ from lightning_dlres.strategies.hetero_pipe.data.loaders import (
     is_stateful,
     whole_data,
 )
-from lightning_dlres.strategies.hetero_pipe.data.profile_samples import ProfileConfig
 from lightning_dlres.strategies.hetero_pipe.data.sharding import (
     describe,
     refuse_shards,
     undo_sharding,
 )
 from lightning_dlres.strategies.hetero_pipe.deployment import ContextFactory, PipelineRun
-from lightning_dlres.strategies.hetero_pipe.optimizers import set_state_device
 from lightning_dlres.strategies.hetero_pipe.options import (
     MemoryLimit,
     PipeOptions,

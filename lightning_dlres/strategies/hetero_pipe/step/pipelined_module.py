@@ -184,6 +184,25 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
     return PipelinedModule(path, module, ModelLayers(root, tuple(layers), tuple(layers.values())))
 
 
+def require_layers(pipelined: PipelinedModule, stages: int) -> None:
+    """Raise unless every stage can get a layer.
+
+    Raises:
+        ConfigError: fewer layers than stages.
+    """
+    count = len(pipelined.layers.modules)
+    if count < stages:
+        kind = type(pipelined.module).__name__
+        if isinstance(pipelined.module, nn.Sequential) and not is_chain(pipelined.module):
+            kind += ", an nn.Sequential with a forward of its own"
+        raise ConfigError(
+            f"The pipelined module {pipelined.path!r} ({kind}) has {count} "
+            f"layer{'s' if count != 1 else ''}, expected at least one for each of the {stages} "
+            f"stages. Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers "
+            "into one nn.Sequential."
+        )
+
+
 def _find(root: nn.Module) -> str:
     containers: list[tuple[str, nn.Module]] = [
         (name, m)

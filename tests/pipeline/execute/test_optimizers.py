@@ -13,12 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.strategies.hetero_pipe.optimizers import (
-    UpdateBytes,
-    require_separable,
-    set_state_device,
-    update_bytes,
-)
+from lightning_dlres.pipeline.execute.optimizers import require_separable, set_state_device
+from lightning_dlres.pipeline.profile.optimizer_costs import UpdateBytes, update_bytes
 
 SHIPPED = sorted(
     name

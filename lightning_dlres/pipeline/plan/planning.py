@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-from torch import nn
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_slack
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
+from lightning_dlres.pipeline.plan.host_limits import within_hosts
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
 from lightning_dlres.pipeline.plan.planner import decide
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile
-from lightning_dlres.strategies.hetero_pipe.host_limits import within_hosts
-from lightning_dlres.strategies.hetero_pipe.profiling import RunProfile
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import PipelinedModule, is_chain
+from lightning_dlres.pipeline.profile.run_profile import RunProfile
 
 Machines = tuple[tuple[int, ...], ...]
 
@@ -40,39 +38,28 @@ class Wishes:
     recompute: str
 
 
-def require_layers(pipelined: PipelinedModule, stages: int) -> None:
-    """Raise unless every stage can get a layer.
-
-    Raises:
-        ConfigError: fewer layers than stages.
-    """
-    count = len(pipelined.layers.modules)
-    if count < stages:
-        kind = type(pipelined.module).__name__
-        if isinstance(pipelined.module, nn.Sequential) and not is_chain(pipelined.module):
-            kind += ", an nn.Sequential with a forward of its own"
-        raise ConfigError(
-            f"The pipelined module {pipelined.path!r} ({kind}) has {count} "
-            f"layer{'s' if count != 1 else ''}, expected at least one for each of the {stages} "
-            f"stages. Use devices={count}, HeteroPipeStrategy(stages={count}), or put more layers "
-            "into one nn.Sequential."
-        )
-
-
-def adopt_plan(given: PipelinePlan, pipelined: PipelinedModule, world_size: int) -> PipelinePlan:
+def adopt_plan(
+    given: PipelinePlan, layers: tuple[LayerProfile, ...], path: str, world_size: int
+) -> PipelinePlan:
     """Return a plan that was given, completed with the model's layers.
+
+    Args:
+        given: the plan.
+        layers: the model's layers, measured or not.
+        path: name of the pipelined module.
+        world_size: number of ranks.
 
     Raises:
         ConfigError: it is for another model or another number of ranks, or breaks a memory limit.
     """
-    names = pipelined.layers.names
+    names = tuple(layer.name for layer in layers)
     if given.world_size != world_size:
         raise ConfigError(
             f"plan must be for {world_size} ranks, got one for {given.world_size}. Plan again."
         )
     if sum(given.split) != len(names):
         raise ConfigError(
-            f"plan.split must add up to the {len(names)} layers of {pipelined.path!r}, got "
+            f"plan.split must add up to the {len(names)} layers of {path!r}, got "
             f"{list(given.split)} for {sum(given.split)} layers. Edit the split, or plan again."
         )
     known = tuple(layer.name for layer in given.layers)
@@ -81,7 +68,7 @@ def adopt_plan(given: PipelinePlan, pipelined: PipelinedModule, world_size: int)
             f"plan must be for the model's layers {list(names)}, got one for {list(known)}. Plan "
             "again."
         )
-    plan = msgspec.structs.replace(given, layers=given.layers or unmeasured_layers(pipelined))
+    plan = msgspec.structs.replace(given, layers=given.layers or layers)
     return predicted(plan) if plan.is_measured else plan
 
 
@@ -134,7 +121,10 @@ def even_step_seconds(workload: Workload) -> float:
 
 
 def measured_plan(
-    profile: RunProfile, wishes: Wishes, say: Callable[[str], None] = lambda line: None
+    profile: RunProfile,
+    wishes: Wishes,
+    warn: Callable[[str], None],
+    say: Callable[[str], None] = lambda line: None,
 ) -> PipelinePlan:
     """Return the fastest plan for a profile.
 
@@ -145,6 +135,7 @@ def measured_plan(
         lambda cluster: _fastest_plan(profile, cluster, wishes, say),
         profile.cluster,
         profile.host_memory,
+        warn,
     )
 
 
@@ -178,19 +169,17 @@ def _fastest_plan(
     )
 
 
-def unmeasured_layers(pipelined: PipelinedModule) -> tuple[LayerProfile, ...]:
-    """Return what is known of the layers without running them."""
-    sizes = pipelined.layers.parameter_bytes()
+def unmeasured_layers(names: Sequence[str], sizes: Sequence[int]) -> tuple[LayerProfile, ...]:
+    """Return the profiles of layers that were not run: names and parameter bytes."""
     return tuple(
         LayerProfile(name=name, parameter_bytes=size)
-        for name, size in zip(pipelined.layers.names, sizes, strict=True)
+        for name, size in zip(names, sizes, strict=True)
     )
 
 
-def unmeasured_plan(pipelined: PipelinedModule, machines: Machines) -> PipelinePlan:
+def unmeasured_plan(layers: tuple[LayerProfile, ...], machines: Machines) -> PipelinePlan:
     """Split by parameter bytes, as if all devices were alike; where there is nothing to measure
     with."""
-    layers = unmeasured_layers(pipelined)
     sizes = [float(layer.parameter_bytes) for layer in layers]
     split = proportional_split(sizes, [1.0] * len(machines[0]))
     return PipelinePlan(machines=machines, split=split, layers=layers)

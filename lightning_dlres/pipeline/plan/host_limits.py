@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 import msgspec
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
@@ -15,7 +14,10 @@ from lightning_dlres.pipeline.profile.model_profile import Cluster
 
 
 def within_hosts(
-    make: Callable[[Cluster], PipelinePlan], cluster: Cluster, memory: Mapping[str, int]
+    make: Callable[[Cluster], PipelinePlan],
+    cluster: Cluster,
+    memory: Mapping[str, int],
+    warn: Callable[[str], None],
 ) -> PipelinePlan:
     """Return the plan for a cluster; where the ranks of a host would hold more than it has, the one
     for equal parts of that, and with a warning the first one where there is none.
@@ -24,6 +26,7 @@ def within_hosts(
         make: plans.
         cluster: the devices; those with a limit of their own take no part.
         memory: bytes by host, as far as they are known.
+        warn: shows a warning to the user.
     """
     plan = make(cluster)
     held = _held(plan, cluster)
@@ -42,7 +45,7 @@ def within_hosts(
         return make(msgspec.structs.replace(cluster, devices=devices))
     except ConfigError:
         for host in crowded:
-            rank_zero_warn(
+            warn(
                 f"dlres: the plan takes {format_bytes(held[host])} of memory on {host}, which has "
                 f"{format_bytes(memory[host])} for it, and a part for each rank that is no larger "
                 "than the others' is not enough. The run may swap or be ended. Try more "

@@ -10,13 +10,13 @@ import pytest
 
 from lightning_dlres import PipelinePlan
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.plan.host_limits import within_hosts
 from lightning_dlres.pipeline.profile.model_profile import (
     Cluster,
     Device,
     LayerProfile,
     StepProfile,
 )
-from lightning_dlres.strategies.hetero_pipe.host_limits import within_hosts
 
 SIZES = (100, 60, 20, 60)
 LAYERS = tuple(
@@ -47,7 +47,7 @@ def fastest(cluster: Cluster) -> PipelinePlan:
 def without_warnings(memory: dict[str, int], cluster: Cluster = CLUSTER) -> PipelinePlan:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return within_hosts(fastest, cluster, memory)
+        return within_hosts(fastest, cluster, memory, warnings.warn)
 
 
 @pytest.mark.parametrize("memory", [{}, {"b": 1}, {"a": 240}])
@@ -64,7 +64,7 @@ def test_equal_parts_where_it_does_not() -> None:
         limited = cluster.devices[0].memory_limit is not None
         return msgspec.structs.replace(plan, recompute=(0, 1) if limited else (), cluster=cluster)
 
-    plan = within_hosts(by_recomputing, CLUSTER, {"a": 239})
+    plan = within_hosts(by_recomputing, CLUSTER, {"a": 239}, warnings.warn)
     assert plan.recompute == (0, 1)
     assert plan.cluster is not None
     assert [device.memory_limit for device in plan.cluster.devices] == [119, 119]
@@ -73,7 +73,7 @@ def test_equal_parts_where_it_does_not() -> None:
 def test_a_warning_where_no_plan_fits() -> None:
     expected = "takes 240 B of memory on a, which has 100 B for it"
     with pytest.warns(UserWarning, match=re.escape(expected)):
-        assert within_hosts(fastest, CLUSTER, {"a": 100}).split == (2, 2)
+        assert within_hosts(fastest, CLUSTER, {"a": 100}, warnings.warn).split == (2, 2)
 
 
 def test_limits_of_their_own_count_apart() -> None:

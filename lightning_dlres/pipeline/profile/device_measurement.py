@@ -4,7 +4,6 @@ Weights, buffers, metrics and logs stay as they were."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -13,23 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dlres.core import rng
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
+from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.profile.cpu_cache import Caches
 from lightning_dlres.pipeline.profile.layer_sizes import Sizes
 from lightning_dlres.pipeline.profile.layer_times import Clock, LayerMeasurement, measure_layers
+from lightning_dlres.pipeline.profile.optimizer_costs import update_seconds
+from lightning_dlres.pipeline.profile.profiled_model import ProfiledModel
 from lightning_dlres.pipeline.stage.microbatch import samples_in
-from lightning_dlres.strategies.hetero_pipe.data.profile_samples import (
-    ProfileConfig,
-    ProfileSamples,
-)
-from lightning_dlres.strategies.hetero_pipe.optimizers import update_seconds
-from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class DeviceMeasurement:
 
 
 def measure(
-    context: StepContext,
+    model: ProfiledModel,
     samples: ProfileSamples,
     config: ProfileConfig,
     layer_context: Callable[[], AbstractContextManager[Any]],
@@ -67,21 +62,21 @@ def measure(
     busy afterwards.
 
     Args:
-        context, samples, config, layer_context, optimizers: see `Profiler`.
+        model, samples, config, layer_context, optimizers: see `Profiler`.
         caches: they are cold where training finds them so.
         limit: bytes that the device has.
         slowdown: where speeds are emulated, with one rank for each core or not: then processor time
             counts alone.
     """
-    clock, runs, losses = Clock(context.device, paced=slowdown is None), [], []
+    clock, runs, losses = Clock(model.device, paced=slowdown is None), [], []
     slowdown = slowdown or 1.0
     count = len(samples.inputs)
     for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
         layers, output, again = measure_layers(
-            context.pipelined.layers.modules,
-            context.pipelined.bind,
+            model.modules,
+            model.bind,
             inputs,
-            context.device,
+            model.device,
             layer_context,
             slowdown,
             -(-config.repeats // count),
@@ -90,9 +85,9 @@ def measure(
             limit,
         )
         runs.append(layers)
-        losses.append(_measure_loss(context, batch, output, config.repeats, caches))
+        losses.append(_measure_loss(model, batch, output, config.repeats, caches))
     pace = clock.pace()
-    weights = [p for module in context.pipelined.layers.modules for p in module.parameters()]
+    weights = [p for module in model.modules for p in module.parameters()]
     update = max(
         (update_seconds(each, weights, clock, config.repeats, caches) for each in optimizers),
         default=0.0,
@@ -131,21 +126,19 @@ def typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
 
 
 def _measure_loss(
-    context: StepContext, batch: Any, output: Tree, repeats: int, caches: Caches
+    model: ProfiledModel, batch: Any, output: Tree, repeats: int, caches: Caches
 ) -> tuple[float, int]:
     """Return the counted seconds of the step from the module's call on, forward and backward, and
     the bytes that it needs; zeros where user code cannot be run outside of training."""
-    clock, rewind_random_state = Clock(context.device), rng.held(context.device)
-    takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
-    args = (batch, 0) if takes_index else (batch,)
+    clock, rewind_random_state = Clock(model.device), rng.held(model.device)
     leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
     wanted = [t for t in tensors_of(leaves) if t.requires_grad]
-    wanted += [p for p in context.pipelined.layers.outer() if p.device == context.device]
+    wanted += [p for p in model.outer if p.device == model.device]
     spent, live = [], LiveBytes()
     try:
         with torch.enable_grad():
             for run in range(repeats + 1):
-                step = LightningStep(context, args, untouched=True, trial=True)
+                step = model.start_loss(batch)
                 caches.overwrite()
                 start = clock.now()
                 # Counting bytes takes time: in the run that warms up.
@@ -159,7 +152,7 @@ def _measure_loss(
                     spent.append(clock.now() - start)
                 step.undo_metrics()
     except Exception as error:
-        rank_zero_warn(
+        model.warn(
             f"dlres: the loss could not be timed before training ({type(error).__name__}: "
             f"{error}); the plan counts it as nothing."
         )

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,7 +20,7 @@ from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError
 from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.pipeline.comm.rank_group import RankGroup
 from lightning_dlres.pipeline.profile.cluster import (
     MOST_ROUNDS,
     MOST_SECONDS,
@@ -33,7 +31,9 @@ from lightning_dlres.pipeline.profile.cluster import (
     probe,
     times_of_kinds,
 )
+from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.profile.cpu_cache import Caches
+from lightning_dlres.pipeline.profile.device_measurement import DeviceMeasurement, measure, typical
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, is_lack_of_memory
 from lightning_dlres.pipeline.profile.model_profile import (
     Cluster,
@@ -42,18 +42,8 @@ from lightning_dlres.pipeline.profile.model_profile import (
     Link,
     StepProfile,
 )
-from lightning_dlres.strategies.connection import Connection
-from lightning_dlres.strategies.hetero_pipe.data.profile_samples import (
-    ProfileConfig,
-    ProfileSamples,
-    read_samples,
-)
-from lightning_dlres.strategies.hetero_pipe.measuring import DeviceMeasurement, measure, typical
-from lightning_dlres.strategies.hetero_pipe.optimizers import UpdateBytes, state_ratio, update_bytes
-from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
-from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
-from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch, StepContext
-from lightning_dlres.strategies.hetero_pipe.zeroing import zeroes_every_step
+from lightning_dlres.pipeline.profile.optimizer_costs import UpdateBytes, state_ratio, update_bytes
+from lightning_dlres.pipeline.profile.profiled_model import ProfiledModel
 
 _SHARE_OF_FREE_MEMORY = 0.9
 # All ranks measure at once, as they will train: ranks of one machine share its caches and memory.
@@ -89,8 +79,9 @@ class Profiler:
     """Measures this rank, and puts together what all ranks have measured.
 
     Args:
-        context: what all steps share.
-        connection: the ranks.
+        model: the model to measure, and how it warns.
+        ranks: the ranks of the run.
+        log: shows a line to the user, on rank 0.
         slowdown: factor of an emulated slower device; None where nothing is emulated.
         memory_limit: bytes that this rank's device may hold; None finds it.
         layer_context: entered around every forward (mixed precision).
@@ -98,13 +89,14 @@ class Profiler:
 
     def __init__(
         self,
-        context: StepContext,
-        connection: Connection,
+        model: ProfiledModel,
+        ranks: RankGroup,
+        log: Callable[[str], None],
         slowdown: float | None,
         memory_limit: int | None,
         layer_context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._context, self._connection = context, connection
+        self._model, self._ranks, self._log = model, ranks, log
         self._slowdown, self._memory_limit = slowdown, memory_limit
         self._layer_context = layer_context
 
@@ -124,14 +116,14 @@ class Profiler:
             gradient_copies: see `StepProfile`.
         """
         caches = Caches()
-        device, connection = self._context.device, self._connection
+        device, connection = self._model.device, self._ranks
         ranks = [_RankDevice(*told) for told in self._everywhere(list(self._describe()))]
         room = _room_for(ranks, connection.rank)
         mine = self._measure_at_once(samples, config, optimizers, caches, room)
         layers = mine.layers
         own = [t for layer in layers for t in (layer.forward, layer.backward)]
         found = connection.gather(own)
-        _tell_guesses(found, self._context.pipelined.layers.names)
+        self._log_guesses(found)
         times = completed(found)
         kinds = kinds_of([rank.name for rank in ranks], times)
         of_kinds = times_of_kinds(kinds, times)
@@ -161,7 +153,7 @@ class Profiler:
             gradient_copies=gradient_copies,
         )
         return RunProfile(
-            layer_profiles(self._context.pipelined.layers, layers, of_kinds, moment),
+            layer_profiles(self._model, layers, of_kinds, moment),
             step,
             cluster,
             samples.microbatches,
@@ -176,7 +168,7 @@ class Profiler:
         caches: Caches,
         room: int | None,
     ) -> DeviceMeasurement:
-        connection = self._connection
+        connection = self._ranks
         rounds = min(_ROUNDS, config.repeats)
         share = replace(
             config, repeats=-(-config.repeats // rounds), seconds=config.seconds / rounds
@@ -189,7 +181,7 @@ class Profiler:
             if failure is None:
                 try:
                     mine, load = measure(
-                        self._context,
+                        self._model,
                         samples,
                         share,
                         self._layer_context,
@@ -211,7 +203,7 @@ class Profiler:
     def _explain(self, failure: Exception | None) -> NoReturn:
         """Raise what stopped the measurement; called by all ranks."""
         no_room = failure is None or is_lack_of_memory(failure)
-        only_room = self._connection.all_ranks(no_room)
+        only_room = self._ranks.all_ranks(no_room)
         told = failure is not None and (only_room or not no_room)
         text = f"{type(failure).__name__}: {failure}" if told else None
         first = next(filter(None, self._everywhere(text)))
@@ -224,7 +216,7 @@ class Profiler:
     def _probe(
         self, hosts: list[str], mine: DeviceMeasurement, caches: Caches, config: ProfileConfig
     ) -> tuple[tuple[Link, ...], float]:
-        mailbox = self._connection.mailbox
+        mailbox = self._ranks.mailbox
         size = sorted(layer.sizes.output_bytes for layer in mine.layers)[len(mine.layers) // 2]
         rounds = min(MOST_ROUNDS, 2 * config.repeats)
         long_enough = min(MOST_SECONDS, config.seconds / _PROBES)
@@ -234,24 +226,34 @@ class Profiler:
             if found is not None:
                 message = max(message, found.message * mine.pace)
             told = [found.link.latency, found.link.bytes_per_second] if found is not None else None
-            latency, bandwidth = self._connection.broadcast(told, a)
+            latency, bandwidth = self._ranks.broadcast(told, a)
             links.append(Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth))
         return tuple(links), message
 
+    def _log_guesses(self, seconds: Sequence[Sequence[float]]) -> None:
+        for rank, row in enumerate(seconds):
+            pairs = zip(self._model.names, row[::2], strict=True)
+            without = [name for name, value in pairs if math.isnan(value)]
+            if without:
+                self._log(
+                    f"dlres: rank {rank} has no room to run {', '.join(without)} for one "
+                    "micro-batch: their times there are guessed from those of other ranks."
+                )
+
     def _everywhere(self, mine: Tree) -> list[Any]:
-        connection = self._connection
+        connection = self._ranks
         return [
             connection.broadcast(mine if rank == connection.rank else None, rank)
             for rank in range(connection.world_size)
         ]
 
     def _describe(self) -> _RankDevice:
-        device, limit = self._context.device, self._memory_limit
+        device, limit = self._model.device, self._memory_limit
         is_cuda = device.type == "cuda"
         free = _free_bytes(device)
         if limit is None and is_cuda:
             limit = int((free or 0) * _SHARE_OF_FREE_MEMORY)
-        tensors = chain(self._context.module.parameters(), self._context.module.buffers())
+        tensors = chain(self._model.root.parameters(), self._model.root.buffers())
         held = sum(_bytes(tensor) for tensor in tensors if tensor.device.type == "cpu")
         return _RankDevice(_host(), _device_name(device), is_cuda, limit, free, held)
 
@@ -279,16 +281,6 @@ def _room_for(devices: Sequence[_RankDevice], rank: int) -> int | None:
     return min(limits, default=None)
 
 
-def _tell_guesses(seconds: Sequence[Sequence[float]], names: Sequence[str]) -> None:
-    for rank, row in enumerate(seconds):
-        without = [name for name, value in zip(names, row[::2], strict=True) if math.isnan(value)]
-        if without:
-            rank_zero_info(
-                f"dlres: rank {rank} has no room to run {', '.join(without)} for one micro-batch: "
-                "their times there are guessed from those of other ranks."
-            )
-
-
 def _host_memory(devices: Sequence[_RankDevice]) -> dict[str, int]:
     found = {}
     for host in {device.host for device in devices}:
@@ -301,36 +293,32 @@ def _host_memory(devices: Sequence[_RankDevice]) -> dict[str, int]:
     return found
 
 
-def profile_here(
-    trainer: Trainer,
-    module: LightningModule,
-    path: str | None,
-    split_batch: SplitBatch | None,
+def profile_for_cluster(
+    model: ProfiledModel,
+    samples: ProfileSamples,
     config: ProfileConfig,
-    microbatches: int,
+    layer_context: Callable[[], AbstractContextManager[Any]],
+    optimizers: Sequence[Optimizer],
+    gradient_copies: int,
     cluster: Cluster,
     factors: Sequence[float],
 ) -> RunProfile:
     """Measure in this process alone, for devices that are described.
 
     Args:
-        trainer: one that is about to train `module` on a single device.
-        path: name of the module to pipeline; None finds it.
-        split_batch: the user's way to cut a batch.
-        config: how to measure.
-        microbatches: into how many the batch is cut.
+        model, samples, config, layer_context, optimizers, gradient_copies: see `Profiler`.
         cluster: the devices.
         factors: by how much a layer takes longer on each kind of device than here.
+
+    Raises:
+        ConfigError: If a layer does not fit into this machine's memory.
     """
-    pipelined, device = find_pipelined_module(module, path), trainer.strategy.root_device
-    precision = trainer.precision_plugin.train_step_context
-    context = StepContext(module, pipelined, MetricStates(module), device, precision, split_batch)
-    samples = read_samples(trainer, context, config, microbatches)
+    device = model.device
     free = _free_bytes(device)
     room = None if free is None else int(free * _SHARE_OF_FREE_MEMORY)
-    found, _ = measure(context, samples, config, precision, trainer.optimizers, Caches(), room)
+    found, _ = measure(model, samples, config, layer_context, optimizers, Caches(), room)
     layers = found.layers
-    for name, layer in zip(pipelined.layers.names, layers, strict=True):
+    for name, layer in zip(model.names, layers, strict=True):
         if math.isnan(layer.forward):
             raise ConfigError(
                 f"layer {name!r} cannot be measured here: free memory must be enough to run it "
@@ -338,22 +326,22 @@ def profile_here(
                 "a machine with more memory, or with more micro-batches."
             )
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
-    moment = _update_bytes(trainer.optimizers, device)
+    moment = _update_bytes(optimizers, device)
     step = StepProfile(
         loss=tuple(found.loss * factor for factor in factors),
         loss_bytes=found.loss_bytes,
         update=tuple(found.update * factor for factor in factors),
-        state_bytes_per_parameter_byte=max(map(state_ratio, trainer.optimizers), default=0.0),
+        state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
         update_bytes_per_byte=moment.of_all,
-        gradient_copies=1 if zeroes_every_step(trainer, module) else 2,
+        gradient_copies=gradient_copies,
     )
     return RunProfile(
-        layer_profiles(pipelined.layers, layers, times, moment), step, cluster, samples.microbatches
+        layer_profiles(model, layers, times, moment), step, cluster, samples.microbatches
     )
 
 
 def layer_profiles(
-    layers: ModelLayers,
+    model: ProfiledModel,
     measured: Sequence[LayerMeasurement],
     times: Sequence[Sequence[float]],
     moment: UpdateBytes,
@@ -361,20 +349,20 @@ def layer_profiles(
     """Put together what is known of the layers.
 
     Args:
-        layers: the model.
-        measured: their sizes.
+        model: the model with its layers.
+        measured: the layers' sizes.
         times: for every kind of device the seconds of forward and backward of every layer, in
             turns.
         moment: what the optimizer needs for a moment.
     """
     users: dict[nn.Parameter, int] = {}
-    for module in layers.modules:
+    for module in model.modules:
         for parameter in set(module.parameters()):
             users[parameter] = users.get(parameter, 0) + 1
-    names = {parameter: name for name, parameter in layers.root.named_parameters()}
+    names = {parameter: name for name, parameter in model.root.named_parameters()}
     found = []
     for index, (name, module, layer) in enumerate(
-        zip(layers.names, layers.modules, measured, strict=True)
+        zip(model.names, model.modules, measured, strict=True)
     ):
         own = [p for p in set(module.parameters()) if users[p] == 1]
         shared = [p for p in set(module.parameters()) if users[p] > 1]

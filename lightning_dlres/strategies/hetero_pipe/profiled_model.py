@@ -1,0 +1,91 @@
+"""The user's LightningModule, given to a profile as layers and a loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_dlres.pipeline.profile.config import ProfileConfig
+from lightning_dlres.pipeline.profile.model_profile import Cluster
+from lightning_dlres.pipeline.profile.profiled_model import LossRun, ProfiledModel
+from lightning_dlres.pipeline.profile.run_profile import RunProfile, profile_for_cluster
+from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
+from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.user_step import (
+    LightningStep,
+    SplitBatch,
+    StepContext,
+)
+from lightning_dlres.strategies.hetero_pipe.zeroing import zeroes_every_step
+
+
+def profiled_model(context: StepContext) -> ProfiledModel:
+    """Return the model whose steps share this context, as a profile runs it."""
+    takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
+    layers = context.pipelined.layers
+
+    def start_loss(batch: Any) -> LossRun:
+        args = (batch, 0) if takes_index else (batch,)
+        return LightningStep(context, args, untouched=True, trial=True)
+
+    return ProfiledModel(
+        root=context.module,
+        names=layers.names,
+        modules=layers.modules,
+        bind=context.pipelined.bind,
+        device=context.device,
+        outer=layers.outer(),
+        start_loss=start_loss,
+        warn=rank_zero_warn,
+    )
+
+
+def gradient_copies(trainer: Trainer, module: LightningModule) -> int:
+    """Return how many gradients of a parameter there are at once: the old one stays until Lightning
+    zeroes it, unless the schedule may drop it before."""
+    return 1 if zeroes_every_step(trainer, module) else 2
+
+
+def profile_here(
+    trainer: Trainer,
+    module: LightningModule,
+    path: str | None,
+    split_batch: SplitBatch | None,
+    config: ProfileConfig,
+    microbatches: int,
+    cluster: Cluster,
+    factors: Sequence[float],
+) -> RunProfile:
+    """Measure in this process alone, for devices that are described.
+
+    Args:
+        trainer: one that is about to train `module` on a single device.
+        path: name of the module to pipeline; None finds it.
+        split_batch: the user's way to cut a batch.
+        config: how to measure.
+        microbatches: into how many the batch is cut.
+        cluster: the devices.
+        factors: by how much a layer takes longer on each kind of device than here.
+
+    Raises:
+        ConfigError: If a layer does not fit into this machine's memory.
+    """
+    pipelined, device = find_pipelined_module(module, path), trainer.strategy.root_device
+    precision = trainer.precision_plugin.train_step_context
+    context = StepContext(module, pipelined, MetricStates(module), device, precision, split_batch)
+    samples = read_samples(trainer, context, config, microbatches)
+    return profile_for_cluster(
+        profiled_model(context),
+        samples,
+        config,
+        precision,
+        trainer.optimizers,
+        gradient_copies(trainer, module),
+        cluster,
+        factors,
+    )
