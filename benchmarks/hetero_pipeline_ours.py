@@ -69,7 +69,7 @@ class Turns(Callback):
             held = self.strategy.resident_parameter_bytes
             return {
                 "split": plan.split,
-                "ranks": plan.machines[0],
+                "ranks": plan.replicas[0],
                 "predicted_seconds": plan.predicted_seconds,
                 "text": f"{plan.table()}\n{plan.prediction()}",
                 "json": plan.to_json(),

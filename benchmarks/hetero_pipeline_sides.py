@@ -30,7 +30,7 @@ class Settings:
         matrix: numbers of micro-batches.
         first: steps before anything counts.
         promised: steps right after planning, which are compared with the prediction. The speed of a
-            machine that is shared with others may differ by a fifth some minutes later.
+            replica that is shared with others may differ by a fifth some minutes later.
         counted: steps of a turn that count; one more comes before them.
         starts: how often both sides are started on unequal devices: what differs from process to
             process is noise, too.
@@ -180,8 +180,8 @@ def cores(hosts: int) -> list[list[int]]:
 
 def set_shares(bed: Testbed, shares: Sequence[float]) -> None:
     """Set the CPU shares of the first hosts; the others get no limit."""
-    for number, machine in enumerate(bed.hosts):
-        limit(machine, shares[number] if number < len(shares) else None)
+    for number, replica in enumerate(bed.hosts):
+        limit(replica, shares[number] if number < len(shares) else None)
 
 
 def require_same_losses(ours: Sequence[float], *peers: Sequence[float]) -> None:

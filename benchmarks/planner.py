@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.command import flags
 from benchmarks.report import at_most, conclude, table
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
-from lightning_dlres.pipeline.plan.planner import Decision, decide, start_order, start_split
-from lightning_dlres.pipeline.plan.search.grouping import group, machines_of
+from lightning_dlres.pipeline.plan.planner import PlannerResult, decide, start_order, start_split
+from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of
 from tests.support.pipeline_profiles import large_workload, limited
 
 TARGET_SECONDS = 20.0
@@ -60,8 +60,8 @@ def profile(size: Size, seed: int, room: float | None) -> Workload:
     workload = large_workload(
         random, size.layers, size.stages, size.microbatches, gpt=gpt, slack=SCARCE
     )
-    order = machines_of(start_order(workload, group(workload.cluster, size.stages)))
-    workload = replace(workload, machines=order)
+    order = replicas_of(start_order(workload, group(workload.cluster, size.stages)))
+    workload = replace(workload, replicas=order)
     return workload if room is None else limited(workload, room_for_start(workload, room))
 
 
@@ -71,7 +71,7 @@ def room_for_start(workload: Workload, room: float) -> list[int]:
     for stage, layers in enumerate(layer_ranges(start_split(workload))):
         helps = [i for i in layers if workload.freed_by_recompute(stage, layers, i) > 0]
         least, most = (workload.bound_bytes(stage, layers, again) for again in (helps, ()))
-        limits[workload.machines[0][stage]] = least + round(room * (most - least))
+        limits[workload.replicas[0][stage]] = least + round(room * (most - least))
     return [limits[rank] for rank in sorted(limits)]
 
 
@@ -88,12 +88,12 @@ def measure(size: Size, seed: int, room: float | None) -> dict[str, Any]:
         "over_start": over_start(found),
         "gap": found.gap,
         "split": found.split,
-        "order": found.workload.machines[0],
+        "order": found.workload.replicas[0],
         "recomputed": len(found.recompute),
     }
 
 
-def over_start(found: Decision) -> float | None:
+def over_start(found: PlannerResult) -> float | None:
     """Return the step as a share of that of E4's order with a split in proportion to power; None
     where memory does not hold that."""
     if math.isinf(found.start_seconds):

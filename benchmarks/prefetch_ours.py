@@ -23,7 +23,7 @@ from benchmarks.one_by_one import OneByOne
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.options import host_config
-from lightning_dlres.prefetch.cache.pinned import KeptSamples
+from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.cache.space import CacheSpace
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
@@ -150,7 +150,7 @@ def index(options: argparse.Namespace) -> dict[str, Any]:
     first = CacheIndex.build(shuffled(_MANY, 0, 0), 4)
     seconds = time.monotonic() - start
     space = CacheSpace(np.zeros(64 << 20, dtype=np.uint8), _MANY)
-    engine = PrefetchEngine(sizes, 4, space, KeptSamples(np.zeros(0, dtype=np.uint8), sizes))
+    engine = PrefetchEngine(sizes, 4, space, PinnedSamples(np.zeros(0, dtype=np.uint8), sizes))
     engine.begin(0, first, lambda _: None)
     engine.begin(1, CacheIndex.build(shuffled(_MANY, 0, 1), 4), lambda _: None)
     for take in range(100):

@@ -77,7 +77,7 @@ def plans(measured: str) -> tuple[PipelinePlan, PipelinePlan]:
     its layers."""
     plan = PipelinePlan.from_json(measured)
     split = even_split(len(plan.layers), plan.stages)
-    kept = msgspec.structs.replace(plan, machines=((0, 1),), split=split, recompute=())
+    kept = msgspec.structs.replace(plan, replicas=((0, 1),), split=split, recompute=())
     return kept, msgspec.structs.replace(kept, recompute=tuple(range(split[0])))
 
 

@@ -119,9 +119,9 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
     ),
     "PipelinePlan": (
         dlres.PipelinePlan,
-        {"machines": ((0, 1),), "split": (1, 1)},
+        {"replicas": ((0, 1),), "split": (1, 1)},
         {
-            "machines": set(),
+            "replicas": set(),
             "split": set(),
             "recompute": {"empty list"},
             "schedule": set(),

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.index import CacheIndex
-from lightning_dlres.prefetch.cache.pinned import KeptSamples
+from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.cache.space import CacheSpace, Move
 from lightning_dlres.prefetch.cache.space_kernels import HIT, IN_USE, WAITING
 from lightning_dlres.prefetch.order.sequence import shuffled
@@ -58,7 +58,7 @@ def simulate(
     random = np.random.default_rng(3)
     sizes = random.integers(20, 120, samples)
     space = CacheSpace(np.zeros(capacity, dtype=np.uint8), samples, threshold=0.75)
-    kept = KeptSamples(np.zeros(0, dtype=np.uint8), sizes)
+    kept = PinnedSamples(np.zeros(0, dtype=np.uint8), sizes)
     engine = PrefetchEngine(sizes, nodes, space, kept, prefetch=prefetch, lookahead=capacity // 2)
     history, moves = History(capacity, space.threshold), list[Move]()
     space.watch = lambda move: moves.append(move) if move else None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_dlres._compat import is_compiled
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.side_effects import tensors_in
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import MemoryOptions
@@ -46,7 +46,7 @@ class TrainingSteps:
         self._options, self._trainer, self._what = options, trainer, what
         # The directory is looked at now, not when the first step is over.
         settings = options.on(trainer.strategy.root_device, self._ranks_on_host())
-        if "compress" in options.actions and Action.COMPRESS not in settings.actions:
+        if "compress" in options.actions and MemoryAction.COMPRESS not in settings.actions:
             rank_zero_info(
                 f"{what}: without numba-cuda nothing is compressed on a GPU. Install it: "
                 "pip install 'lightning-dlres[cuda]'."

@@ -158,7 +158,7 @@ class ResourceReport(Callback):
             plan,
             strategy.schedule,
             _even_seconds(plan, strategy.schedule),
-            measure(plan.machines, self._spans, warm_up),
+            measure(plan.replicas, self._spans, warm_up),
             self._gathered.clock_error if self._gathered is not None else 0.0,
             self._planned_schedule,
         )

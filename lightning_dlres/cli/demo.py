@@ -96,7 +96,7 @@ class _Demo:
         plan = self.measure()
         even = msgspec.structs.replace(
             plan,
-            machines=arrange(plan.world_size, plan.stages),
+            replicas=arrange(plan.world_size, plan.stages),
             split=even_split(len(plan.layers), plan.stages),
             recompute=(),
         )
@@ -139,7 +139,7 @@ class _Demo:
                 f"{plan.busy_seconds(stage):.2f} s",
                 f"{even.busy_seconds(even.place(rank)[1]):.2f} s",
             ]
-            for stage, rank in enumerate(plan.machines[0])
+            for stage, rank in enumerate(plan.replicas[0])
         ]
         columns = ["stage", "device", "speed", "measured power"]
         columns += ["layers", "even", "computes per step", "even"]

@@ -35,7 +35,7 @@ from lightning_dlres.prefetch.cache.messages import HostConfig
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.workers import Collate, Decode, Workers
-from lightning_dlres.prefetch.order.sequence import Deal, Tail
+from lightning_dlres.prefetch.order.sequence import ShardSpec, Tail
 from lightning_dlres.prefetch.storage.source import source_classes
 from lightning_dlres.prefetch.storage.source_options import (
     Extensions,
@@ -243,7 +243,7 @@ class PrefetchCacheDataModule(LightningDataModule):
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
-        Deal(0, 0, 1, batch_size)
+        ShardSpec(0, 0, 1, batch_size)
         if batch_size != self.batch_size:
             self._loading["batch_size"] = batch_size
             # The Trainer asks for others; what still goes through these may end.
@@ -423,7 +423,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         Args:
             split: The name of the split.
             of: The name of the loader, by which the split has its source.
-            tail: See `Deal`.
+            tail: See `ShardSpec`.
             shuffle: See `PrefetchLoader`.
         """
         source = self._stores.paths.get(of) or self._splits[split].sources.get(of)

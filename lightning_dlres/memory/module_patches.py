@@ -11,31 +11,31 @@ from torch import nn
 
 from lightning_dlres.memory.execute.bitwise_check import Audit
 from lightning_dlres.memory.execute.calling import Calls
-from lightning_dlres.memory.execute.recompute import running_again
+from lightning_dlres.memory.execute.recompute import patch_recompute
 from lightning_dlres.memory.execute.reuse.function import Owner
-from lightning_dlres.memory.execute.reuse.install import reusing
+from lightning_dlres.memory.execute.reuse.install import patch_reuse
 from lightning_dlres.memory.profile.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
-class Changes:
+class ModulePatches:
     """Names of modules.
 
     Attributes:
-        again: they run again in backward.
+        recompute: they run again in backward.
         reuse: they reuse their inputs' memory, or save signs.
     """
 
-    again: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
     reuse: tuple[str, ...] = ()
 
     @property
     def names(self) -> set[str]:
         """Return all names."""
-        return {*self.again, *self.reuse}
+        return {*self.recompute, *self.reuse}
 
     @contextmanager
-    def made(self, root: nn.Module, owner: Owner, audit: Audit | None) -> Iterator[None]:
+    def applied(self, root: nn.Module, owner: Owner, audit: Audit | None) -> Iterator[None]:
         """Inside of it, the modules below a root are changed.
 
         Args:
@@ -49,13 +49,13 @@ class Changes:
         calls = Calls()
         with (
             calls.followed(),
-            running_again(root, self.again, calls, audit),
-            reusing(root, self.reuse, owner, calls, audit),
+            patch_recompute(root, self.recompute, calls, audit),
+            patch_reuse(root, self.reuse, owner, calls, audit),
         ):
             yield
 
 
-UNCHANGED = Changes()
+UNCHANGED = ModulePatches()
 
 
 def without(profile: StepProfile, names: set[str]) -> StepProfile:

@@ -17,22 +17,22 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.bitwise_check import Audit
 from lightning_dlres.memory.execute.copies import Copies, DirectCopies, StreamCopies
 from lightning_dlres.memory.execute.engine import SavedTensors
 from lightning_dlres.memory.execute.gpu import Gpu, gpu_of
 from lightning_dlres.memory.execute.tiers import GrowingTier, SlabTier
-from lightning_dlres.memory.module_patches import UNCHANGED, Changes, without
-from lightning_dlres.memory.plan.choices import Limits
+from lightning_dlres.memory.module_patches import UNCHANGED, ModulePatches, without
+from lightning_dlres.memory.plan.choices import MemoryLimits
 from lightning_dlres.memory.plan.plan import MemoryPlan
-from lightning_dlres.memory.plan.plan_policy import Follower
+from lightning_dlres.memory.plan.plan_policy import PlanPolicy
 from lightning_dlres.memory.plan.planner import plan_memory, smallest_budget
 from lightning_dlres.memory.profile.layer_record import LayerRecord
 from lightning_dlres.memory.profile.links import measure_copies, measure_link
 from lightning_dlres.memory.profile.meter import AllocatedBytes, Held, Meter, NoBytes, ProfiledBytes
-from lightning_dlres.memory.profile.record import Recorder
-from lightning_dlres.memory.profile.step_profile import Link, StepProfile
+from lightning_dlres.memory.profile.record import ProfilingPolicy
+from lightning_dlres.memory.profile.step_profile import StepProfile, TierLink
 from lightning_dlres.memory.settings import Settings, TierSettings
 from lightning_dlres.memory.shapes import ShapeSteps
 
@@ -107,7 +107,7 @@ class Offloader:
         self._latest: deque[bool] = deque(maxlen=_LATEST)
         self._said: set[str] = set()
         self._taken = 0
-        self._links: tuple[Link, ...] | None = None
+        self._links: tuple[TierLink, ...] | None = None
         self._rate = inf
         self._tiers: dict[str, SlabTier] = {}
         self._copies = {tier.name: self._copies_for(tier) for tier in settings.tiers}
@@ -145,7 +145,7 @@ class Offloader:
         if wanted and not wanted <= {name for name, _ in self._root.named_modules()}:
             # The model has been changed.
             steps.forget()
-        with steps.changes.made(self._root, self._engine, steps.audit):
+        with steps.changes.applied(self._root, self._engine, steps.audit):
             if steps.follower is None or steps.is_measuring:
                 self._note_measured()
                 with self._recorded(steps, stays, held):
@@ -168,7 +168,7 @@ class Offloader:
 
     def _take(self, steps: ShapeSteps, plan: MemoryPlan) -> None:
         """Follow the plan that the user has given, where steps are like it."""
-        steps.given, steps.changes = plan, Changes(plan.recompute, plan.reuse)
+        steps.given, steps.changes = plan, ModulePatches(plan.recompute, plan.reuse)
         if steps.changes != UNCHANGED and self._settings.exact:
             steps.audit = Audit()
         else:
@@ -201,7 +201,7 @@ class Offloader:
 
     @contextmanager
     def _followed(
-        self, steps: ShapeSteps, follower: Follower, stays: Iterable[Tensor]
+        self, steps: ShapeSteps, follower: PlanPolicy, stays: Iterable[Tensor]
     ) -> Iterator[None]:
         ledger, measured = self._engine.ledger, self.measured
         ledger.start_peak()
@@ -248,14 +248,16 @@ class Offloader:
                 settings.reuse and may_change,
             )
         meter = NoBytes() if for_time else self._meter()
-        recorder = Recorder(
+        recorder = ProfilingPolicy(
             self._growing,
             meter,
             self._engine.ledger,
             layers,
             self._gpu,
             not for_time
-            and any(a in self._settings.actions for a in (Action.COMPRESS, Action.BOTH)),
+            and any(
+                a in self._settings.actions for a in (MemoryAction.COMPRESS, MemoryAction.BOTH)
+            ),
         )
         with self._engine.hooks(recorder, stays), recorder.recording(held):
             yield
@@ -274,7 +276,7 @@ class Offloader:
         if profile is not None:
             self._make_plan(steps, profile)
         if steps.is_endless and not steps.has_given_up:
-            steps.give_up()
+            steps.stop_measuring()
             if not steps.plans:
                 self._follow(steps)
             where = "stay on the device" if not self._settings.tiers else "are moved away, slowly"
@@ -296,7 +298,7 @@ class Offloader:
         """Make a plan of a step without changes."""
         settings, may_change = self._settings, not steps.is_fixed and not steps.plans
         plan = self._plan(profile, settings.recompute and may_change, settings.reuse and may_change)
-        steps.changes = Changes(plan.recompute, plan.reuse)
+        steps.changes = ModulePatches(plan.recompute, plan.reuse)
         if steps.changes == UNCHANGED:
             self._finish(steps, plan, profile)
             return
@@ -345,7 +347,7 @@ class Offloader:
             self.plan = plan
             steps.plan_for(plan)
         fallback = self._growing if settings.tiers else None
-        steps.follower = Follower(
+        steps.follower = PlanPolicy(
             steps.plans, self._tiers, self._copies, fallback, self._engine.ledger, self._gpu
         )
 
@@ -354,7 +356,7 @@ class Offloader:
     ) -> tuple[MemoryPlan, StepProfile]:
         """Return the better plan, with its profile: that with changed modules, now that such steps
         were measured, or one without."""
-        found: list[tuple[MemoryPlan, StepProfile, Changes]] = []
+        found: list[tuple[MemoryPlan, StepProfile, ModulePatches]] = []
         refusal: ConfigError | None = None
         for known, changes in ((profile, steps.changes), (first[1], UNCHANGED)):
             try:
@@ -371,7 +373,7 @@ class Offloader:
         before = first[0]
         plan = msgspec.structs.replace(
             plan,
-            recompute=steps.changes.again,
+            recompute=steps.changes.recompute,
             reuse=steps.changes.reuse,
             plain_seconds=before.plain_seconds,
             plain_peak=before.plain_peak,
@@ -394,7 +396,7 @@ class Offloader:
             if self._settings.on_over_budget == "error":
                 raise
             self._warn(f"{error} Training goes on with the smallest that can be met.")
-        limits = Limits(tiers={tier.name: tier.limit for tier in self._settings.tiers})
+        limits = MemoryLimits(tiers={tier.name: tier.limit for tier in self._settings.tiers})
         limits = replace(limits, device=smallest_budget(profile, limits, actions, recompute, reuse))
         return plan_memory(profile, limits, actions, recompute, reuse)
 
@@ -411,20 +413,20 @@ class Offloader:
         recompute: bool,
         reuse: bool,
         first_plan: MemoryPlan | None,
-    ) -> Limits:
+    ) -> MemoryLimits:
         settings = self._settings
         saved = settings.saved_limit
         if saved <= 1:
             plain = first_plan.plain_saved_peak if first_plan else profile.saved_bytes
             saved = int(saved * plain)
         tiers = {tier.name: tier.limit for tier in settings.tiers}
-        limits = Limits(device=inf, saved=saved, tiers=tiers)
+        limits = MemoryLimits(device=inf, saved=saved, tiers=tiers)
         device = settings.device_limit
         if isinstance(device, str):
             device = smallest_budget(profile, limits, settings.actions, recompute, reuse)
         return replace(limits, device=device)
 
-    def _measured_links(self, nbytes: int) -> tuple[Link, ...]:
+    def _measured_links(self, nbytes: int) -> tuple[TierLink, ...]:
         return tuple(
             measure_link(
                 spec.name,

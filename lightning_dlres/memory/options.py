@@ -15,7 +15,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import parse_bytes
 from lightning_dlres.kernels import zvc
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.memory.settings import Settings, TierSettings
 
@@ -107,15 +107,15 @@ class MemoryOptions:
             ConfigError: the directory is not there, or the GPU cannot compress.
         """
         names = self._actions_on(device)
-        actions = [Action.KEEP]
+        actions = [MemoryAction.KEEP]
         if "compress" in names:
-            actions.append(Action.COMPRESS)
+            actions.append(MemoryAction.COMPRESS)
         tiers = self._tiers(device, ranks_on_host) if "offload" in names else ()
         self._require_tiers(tiers)
         if tiers:
-            actions.append(Action.OFFLOAD)
+            actions.append(MemoryAction.OFFLOAD)
             if "compress" in names:
-                actions.append(Action.BOTH)
+                actions.append(MemoryAction.BOTH)
         return Settings(
             device_limit=self._device_limit(device, ranks_on_host),
             saved_limit=inf if self.saved_budget is None else _number(self.saved_budget),

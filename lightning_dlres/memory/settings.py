@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Settings:
     saved_limit: float = inf
     min_bytes: int = 1 << 16
     tiers: tuple[TierSettings, ...] = (TierSettings("host"),)
-    actions: tuple[Action, ...] = tuple(Action)
+    actions: tuple[MemoryAction, ...] = tuple(MemoryAction)
     recompute: bool = True
     reuse: bool = True
     profile_steps: int = 2

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lightning_dlres.memory.execute.bitwise_check import Audit
-from lightning_dlres.memory.module_patches import UNCHANGED, Changes
+from lightning_dlres.memory.module_patches import UNCHANGED, ModulePatches
 from lightning_dlres.memory.plan.plan import MemoryPlan
-from lightning_dlres.memory.plan.plan_policy import Follower
+from lightning_dlres.memory.plan.plan_policy import PlanPolicy
 from lightning_dlres.memory.profile.step_profile import StepProfile
 
 # So many steps are measured for one more plan before nothing more is measured.
@@ -63,13 +63,13 @@ class ShapeSteps:
     is_measuring: bool = True
     has_given_up: bool = False
     is_fixed: bool = False
-    changes: Changes = UNCHANGED
+    changes: ModulePatches = UNCHANGED
     first: tuple[MemoryPlan, StepProfile] | None = None
     audit: Audit | None = None
     exact: set[str] = field(default_factory=set)
     plans: list[MemoryPlan] = field(default_factory=list)
     given: MemoryPlan | None = None
-    follower: Follower | None = None
+    follower: PlanPolicy | None = None
     _profiles: dict[Course, _CourseProfiles] = field(default_factory=dict)
     _measured: int = 0
     _alike: int = 0
@@ -158,7 +158,7 @@ class ShapeSteps:
         else:
             self.is_measuring = not self.has_given_up
 
-    def give_up(self) -> None:
+    def stop_measuring(self) -> None:
         """Measure nothing more."""
         self.has_given_up, self.is_measuring = True, False
         self.changes, self.first, self.audit = UNCHANGED, None, None

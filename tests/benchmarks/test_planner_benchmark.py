@@ -35,5 +35,5 @@ def test_every_figure_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
 def test_in_e4_s_order_nothing_is_exchanged() -> None:
     size = planner.QUICK[1]
     row = planner.measure(size, 3, 0.4)
-    assert row["order"] == planner.profile(size, 3, 0.4).machines[0]
+    assert row["order"] == planner.profile(size, 3, 0.4).replicas[0]
     assert 0 < row["over_start"] <= 1

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import lightning_dlres as dlres
 from lightning_dlres.callbacks.offloading import refuse
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from tests.support.networks import CASES
 from tests.support.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
 from tests.support.rank_pool import RankContext, RankPool
@@ -70,7 +70,7 @@ def test_a_plan_uses_what_it_may() -> None:
         fit(Regression("gpt"), batches("gpt"), callback)
         assert callback.plan is not None
         seen[way] = callback.plan
-    assert any(d.action is Action.OFFLOAD for d in seen["offload"].decisions)
+    assert any(d.action is MemoryAction.OFFLOAD for d in seen["offload"].decisions)
     assert seen["recompute"].recompute
     # Memory that is measured again differs by a little.
     assert seen["all"].peak <= 1.05 * min(seen["offload"].peak, seen["recompute"].peak)

@@ -226,7 +226,7 @@ def fit_again_and_again(
     patch.setattr(resource_report, "draw", lambda panels, places: b"\x89PNG, another one")
     fit_pipeline(context, one, batches=2, max_epochs=2, ckpt_path=str(path / "mid.ckpt"))
     keep("resumed", path / "one")
-    bare = PipelinePlan(machines=((1, 0),), split=(4, 4))
+    bare = PipelinePlan(replicas=((1, 0),), split=(4, 4))
     fit_pipeline(context, one, batches=5, plan=bare)
     keep("unmeasured", path / "one")
     fit_pipeline(context, ResourceReport(path / "two"), Sums("mlp", metrics=False))
@@ -299,7 +299,7 @@ class Fails(Task):
 
 
 def fit_and_fail(context: RankContext, directory: str) -> None:
-    plan = PipelinePlan(machines=((0, 1),), split=(4, 4))
+    plan = PipelinePlan(replicas=((0, 1),), split=(4, 4))
     model = Fails("mlp", metrics=False)
     model.fails = context.rank == 1
     fit_pipeline(context, ResourceReport(directory), model, plan=plan)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.codecs import ZeroValue
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.copies import StreamCopies
 from lightning_dlres.memory.execute.gpu import CudaGpu
-from lightning_dlres.memory.execute.saved import Datum, Ledger, Order
+from lightning_dlres.memory.execute.saved import ByteCounter, Placement, SavedStorage
 from lightning_dlres.memory.execute.spans import span_of
 from lightning_dlres.memory.execute.storages import SeenStorages
 from lightning_dlres.memory.execute.tiers import SlabTier
@@ -103,16 +103,16 @@ def test_compressed_data_free_their_memory() -> None:
         gc.collect()
         return torch.cuda.memory_allocated()
 
-    gpu, ledger = CudaGpu(DEVICE), Ledger()
+    gpu, ledger = CudaGpu(DEVICE), ByteCounter()
     tensor = torch.relu(torch.randn(1 << 22, device=DEVICE) - 1)
     expected = tensor.cpu()
     room = int(ZeroValue().encode(tensor, density=0.0).nbytes * 1.1)
     before = held()
-    datum = Datum(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
-    assert datum.obey(Order(Action.COMPRESS, room=room, gpu=gpu))
+    datum = SavedStorage(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
+    assert datum.place(Placement(MemoryAction.COMPRESS, room=room, gpu=gpu))
     reader = datum.read_by(tensor)
     del tensor
-    datum.settle()
+    datum.wait_offloaded()
     assert before - held() > expected.nbytes - room - (1 << 16)
     assert torch.equal(datum.tensor_for(reader).cpu(), expected)
 

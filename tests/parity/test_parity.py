@@ -33,12 +33,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 def make_case(values: dict[str, Any]) -> Case:
     """Turn one value per factor into a case."""
-    stages, machines = values["layout"]
+    stages, replicas = values["layout"]
     return Case(
         network=values["network"],
         optimizer=values["optimizer"],
         stages=stages,
-        machines=machines,
+        replicas=replicas,
         schedule=values["schedule"],
         accumulate=values["accumulate"],
         clip=values["clip"],
@@ -111,7 +111,7 @@ def test_the_pairwise_choice_covers_all_pairs() -> None:
 def test_dropout_does_not_depend_on_the_plan(pool: RankPool, network: str, schedule: str) -> None:
     one = Case(network=network, stages=1, dropout=0.3, schedule=schedule, shuffle=True, epochs=1)
     (expected,) = pool.run(train_on_rank, 1, one)
-    for stages, machines in [(2, 1), (3, 1), (2, 2)]:
-        case = replace(one, stages=stages, machines=machines)
+    for stages, replicas in [(2, 1), (3, 1), (2, 2)]:
+        case = replace(one, stages=stages, replicas=replicas)
         found = pool.run(train_on_rank, case.world_size, case)
         assert_same_training(found, expected, 1e-5)

@@ -11,10 +11,10 @@ from lightning_dlres.prefetch.cache.exchange import (
     CACHED_TIER,
     DIRECT_TIER,
     KEPT_TIER,
-    Delivery,
+    BatchReply,
     Request,
 )
-from lightning_dlres.prefetch.cache.pinned import KeptSamples
+from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.cache.space import CacheSpace
 
 
@@ -47,7 +47,7 @@ class Bench:
             self.sizes,
             self.nodes,
             self.space,
-            KeptSamples(self.kept_memory, self.sizes),
+            PinnedSamples(self.kept_memory, self.sizes),
             prefetch=self.prefetch,
             lookahead=self.lookahead,
             depth=self.depth,
@@ -67,7 +67,7 @@ class Bench:
         pieces = [content(n, int(self.sizes[n])) for n in request.numbers.tolist()]
         self.engine.arrive(request.ticket, np.concatenate(pieces))
 
-    def read(self, delivery: Delivery) -> list[np.ndarray]:
+    def read(self, delivery: BatchReply) -> list[np.ndarray]:
         """Return what a delivery points to: views, not copies."""
         tiers = {
             CACHED_TIER: self.memory,
@@ -76,7 +76,7 @@ class Bench:
         }
         return [tiers[t][o : o + n] for t, o, n in delivery.places.tolist()]
 
-    def check(self, delivery: Delivery) -> None:
+    def check(self, delivery: BatchReply) -> None:
         """Fail where a delivered sample is not the stored one."""
         for number, data in zip(delivery.numbers.tolist(), self.read(delivery), strict=True):
             assert np.array_equal(data, content(number, int(self.sizes[number])))

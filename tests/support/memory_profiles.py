@@ -8,9 +8,15 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from lightning_dlres.memory.execute.actions import Action
-from lightning_dlres.memory.plan.choices import KEEP, Choice
-from lightning_dlres.memory.profile.step_profile import Datum, Link, Region, Reuse, StepProfile
+from lightning_dlres.memory.execute.actions import MemoryAction
+from lightning_dlres.memory.plan.choices import KEEP, StorageChoice
+from lightning_dlres.memory.profile.step_profile import (
+    Region,
+    Reuse,
+    SavedStorageProfile,
+    StepProfile,
+    TierLink,
+)
 
 MIB = 1 << 20
 
@@ -19,7 +25,7 @@ def stack(sizes: list[int], seconds: float = 0.01, **link: object) -> StepProfil
     """Return a network whose layers save one datum each, used in the reverse order."""
     count = len(sizes)
     data = tuple(
-        Datum(
+        SavedStorageProfile(
             nbytes=size * MIB,
             layer=f"layer{number}",
             saved=number,
@@ -34,7 +40,7 @@ def stack(sizes: list[int], seconds: float = 0.01, **link: object) -> StepProfil
         seconds=(seconds,) * (2 * count + 1),
         base=(0,) * (2 * count + 1),
         data=data,
-        links=(Link(**{**facts, **link}),),  # type: ignore[arg-type]
+        links=(TierLink(**{**facts, **link}),),  # type: ignore[arg-type]
     )
 
 
@@ -65,7 +71,7 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
         nbytes = rng.randint(1, 40) * MIB
         packs = rng.random() < 0.5
         data.append(
-            Datum(
+            SavedStorageProfile(
                 nbytes=nbytes,
                 layer=f"layer{number}",
                 saved=saved,
@@ -78,7 +84,7 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
             )
         )
     links = [
-        Link(
+        TierLink(
             tier=tier,
             out_rate=rng.uniform(1, 20) * 1e9,
             in_rate=rng.uniform(1, 20) * 1e9,
@@ -114,7 +120,7 @@ def _groups(rng: random.Random, numbers: list[int]) -> list[list[int]]:
     return [numbers]
 
 
-def _regions(rng: random.Random, data: list[Datum]) -> list[Region]:
+def _regions(rng: random.Random, data: list[SavedStorageProfile]) -> list[Region]:
     found = []
     for first, stop in itertools.combinations(range(len(data) + 1), 2):
         inside = data[first:stop]
@@ -132,7 +138,7 @@ def _regions(rng: random.Random, data: list[Datum]) -> list[Region]:
     return found
 
 
-def _reuses(rng: random.Random, data: list[Datum]) -> list[Reuse]:
+def _reuses(rng: random.Random, data: list[SavedStorageProfile]) -> list[Reuse]:
     found = []
     for number, datum in enumerate(data):
         if rng.random() > 0.3:
@@ -158,11 +164,11 @@ def _reuses(rng: random.Random, data: list[Datum]) -> list[Reuse]:
     return found
 
 
-Combination = tuple[tuple[Choice, ...], tuple[int, ...], tuple[int, ...]]
+Combination = tuple[tuple[StorageChoice, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def all_selections(
-    profile: StepProfile, actions: tuple[Action, ...] = tuple(Action)
+    profile: StepProfile, actions: tuple[MemoryAction, ...] = tuple(MemoryAction)
 ) -> Iterator[Combination]:
     """Yield all that a planner could choose, by brute force: what happens to every datum, which
     regions run again, and which reuses there are."""
@@ -180,7 +186,7 @@ def _with(
     profile: StepProfile,
     regions: tuple[int, ...],
     reuses: tuple[int, ...],
-    actions: tuple[Action, ...],
+    actions: tuple[MemoryAction, ...],
 ) -> Iterator[Combination]:
     again = [profile.regions[index] for index in regions]
     inside = [n for region in again for n in region.data]
@@ -197,12 +203,12 @@ def _with(
         own = [KEEP]
         if number not in inside and number not in without and datum.gone < datum.uses[0]:
             for action in actions:
-                if action in (Action.COMPRESS, Action.BOTH) and datum.packed is None:
+                if action in (MemoryAction.COMPRESS, MemoryAction.BOTH) and datum.packed is None:
                     continue
-                if action is Action.COMPRESS:
-                    own.append(Choice(action))
-                if action in (Action.OFFLOAD, Action.BOTH):
-                    own += [Choice(action, link.tier) for link in profile.links]
+                if action is MemoryAction.COMPRESS:
+                    own.append(StorageChoice(action))
+                if action in (MemoryAction.OFFLOAD, MemoryAction.BOTH):
+                    own += [StorageChoice(action, link.tier) for link in profile.links]
         options.append(own)
     for choices in itertools.product(*options):
         yield choices, regions, reuses

@@ -35,7 +35,7 @@ class Case:
     network: str = "mlp"
     optimizer: str = "sgd"
     stages: int = 2
-    machines: int = 1
+    replicas: int = 1
     schedule: str = "gpipe"
     accumulate: int = 1
     clip: float = 0.0
@@ -52,12 +52,12 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.stages * self.machines
+        return self.stages * self.replicas
 
     def plain(self) -> Case:
         """Return the case without what a single device knows nothing of; equal ones share one plain
         run."""
-        return replace(self, stages=1, machines=1, schedule="gpipe", microbatches=4)
+        return replace(self, stages=1, replicas=1, schedule="gpipe", microbatches=4)
 
 
 @dataclass
@@ -120,7 +120,7 @@ def run_case(
     dtype = torch.float64 if case.double else torch.float32
     task = Task(case.network, case.optimizer, case.dropout, case.frozen, case.tied)
     # Ten batches an epoch; the last ragged one is a single sample: fewer than micro-batches, and
-    # than virtual machines.
+    # than replicas.
     samples, batch = (8 * 9 + 1, 8) if case.ragged else (12 * 10, 12)
     train, validation = loaders(task, samples, batch, case.shuffle, case.workers, dtype)
     history, residence = History(), Residence()
@@ -174,7 +174,7 @@ def make_strategy(case: Case) -> HeteroPipeStrategy:
     """Return the strategy for a case, with a split that cuts between layers of every kind."""
     layers = {"mlp": 8, "cnn": 11, "gpt": 5, "gpt_list": 3}[case.network]
     split = SPLITS.get((case.network, case.stages)) or even_split(layers, case.stages)
-    plan = PipelinePlan(machines=arrange(case.world_size, case.stages), split=split)
+    plan = PipelinePlan(replicas=arrange(case.world_size, case.stages), split=split)
     return HeteroPipeStrategy(
         plan=plan, microbatches=case.microbatches, schedule=case.schedule, timeout=60
     )  # type: ignore[arg-type]

@@ -18,11 +18,11 @@ from lightning_dlres.pipeline.profile.model_profile import (
     Device,
     LayerProfile,
     Link,
-    StepProfile,
+    StepCosts,
 )
 
 MIB = 1 << 20
-Machines = tuple[tuple[int, ...], ...]
+Replicas = tuple[tuple[int, ...], ...]
 
 
 def plain_layers(
@@ -103,7 +103,7 @@ def small_layers(random: Random, count: int, kinds: int) -> tuple[LayerProfile, 
     return tuple(layers)
 
 
-def small_step(random: Random, kinds: int) -> StepProfile:
+def small_step(random: Random, kinds: int) -> StepCosts:
     """Return what a step of small layers does beside them; often nothing."""
 
     def times() -> tuple[float, ...]:
@@ -111,11 +111,11 @@ def small_step(random: Random, kinds: int) -> StepProfile:
             tuple(random.randint(0, 6) / 2 for _ in range(kinds)) if random.random() < 0.5 else ()
         )
 
-    return StepProfile(
+    return StepCosts(
         loss=times(),
         loss_bytes=random.randint(0, 20),
         message=times(),
-        border=times(),
+        run_overhead_seconds=times(),
         update=times(),
         state_bytes_per_parameter_byte=random.choice([0.0, 0.5, 2.0]),
         update_bytes_per_byte=random.choice([0.0, 0.0, 1.5]),
@@ -126,7 +126,7 @@ def small_workload(
     random: Random,
     *,
     stages: int,
-    machines: int = 1,
+    replicas: int = 1,
     layers: int | None = None,
     recompute: str = "auto",
     schedule: str | None = None,
@@ -134,14 +134,14 @@ def small_workload(
 ) -> Workload:
     """Return a workload that brute force can search; nobody has a memory limit.
 
-    The devices of a stage are alike, and machines with more than one device are hosts' business:
-    ranks are in the machines' order.
+    The devices of a stage are alike, and replicas with more than one device are hosts' business:
+    ranks are in the replicas' order.
     """
     kinds = random.randint(1, stages)
     kind_of = [random.randrange(kinds) for _ in range(stages)]
     devices = tuple(
-        Device(kind=kind, power=1.0 / (1 + kind), host=f"host{machine}")
-        for machine in range(machines)
+        Device(kind=kind, power=1.0 / (1 + kind), host=f"host{replica}")
+        for replica in range(replicas)
         for kind in kind_of
     )
     pairs = list(combinations(range(len(devices)), 2))
@@ -158,7 +158,7 @@ def small_workload(
         small_layers(random, count, kinds),
         small_step(random, kinds),
         Cluster(kinds=tuple("abcdefgh"[:kinds]), devices=devices, links=links),
-        tuple(tuple(range(m * stages, (m + 1) * stages)) for m in range(machines)),
+        tuple(tuple(range(m * stages, (m + 1) * stages)) for m in range(replicas)),
         schedule or random.choice(["gpipe", "1f1b"]),
         random.randint(1, 6),
         recompute,
@@ -271,11 +271,11 @@ def large_workload(
     speeds = [random.uniform(0.25, 1.0) for _ in range(stages)]
     workload = Workload(
         (gpt_layers if gpt else random_layers)(random, layers, speeds),
-        StepProfile(
+        StepCosts(
             loss=tuple(1e-3 / speed for speed in speeds),
             loss_bytes=16 * MIB,
             message=(1e-4,) * stages,
-            border=(1e-4,) * stages,
+            run_overhead_seconds=(1e-4,) * stages,
             update=tuple(5e-12 / speed for speed in speeds),
             state_bytes_per_parameter_byte=2.0,
         ),

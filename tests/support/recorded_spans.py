@@ -17,13 +17,13 @@ def span(name: str, category: str, start: float, end: float, **args: str | int) 
     return Span(name, category, round(start * 1e9), round(end * 1e9), "main", args)
 
 
-def empty(machines: Sequence[Sequence[int]]) -> Spans:
-    return {rank: [] for machine in machines for rank in machine}
+def empty(replicas: Sequence[Sequence[int]]) -> Spans:
+    return {rank: [] for replica in replicas for rank in replica}
 
 
 def add_step(
     spans: Spans,
-    machines: Sequence[Sequence[int]],
+    replicas: Sequence[Sequence[int]],
     timeline: Timeline,
     microbatches: int,
     batch: int,
@@ -33,12 +33,12 @@ def add_step(
     """Add a step that every rank is in from `start` to `end`, in seconds."""
     for found in spans.values():
         found.append(span("step", "step", start, end, batch=batch))
-    add_pass(spans, machines, timeline, microbatches, 2 * batch + 1, start)
+    add_pass(spans, replicas, timeline, microbatches, 2 * batch + 1, start)
 
 
 def add_pass(
     spans: Spans,
-    machines: Sequence[Sequence[int]],
+    replicas: Sequence[Sequence[int]],
     timeline: Timeline,
     microbatches: int,
     number: int,
@@ -46,14 +46,14 @@ def add_pass(
 ) -> None:
     """Add what a timeline holds as the pass `number` through the pipeline."""
     for a in timeline.activities:
-        rank = machines[a.machine][a.stage]
+        rank = replicas[a.replica][a.stage]
         begin, end = start + a.start, start + a.end
-        own = share(microbatches, len(machines), a.machine)
+        own = share(microbatches, len(replicas), a.replica)
         microbatch = own[a.microbatch] if a.microbatch >= 0 else -1
         if a.name == "sync":
             spans[rank].append(span("all-reduce", "sync", begin, end, stages="(0,)", nbytes=1))
         elif a.name in ("activation", "gradient"):
-            peer = machines[a.machine][a.stage + (1 if a.name == "activation" else -1)]
+            peer = replicas[a.replica][a.stage + (1 if a.name == "activation" else -1)]
             key = str((microbatch, number))
             sent = span(f"send {a.name}", "transfer", begin, end, key=key, peer=peer)
             spans[rank].append(sent)
@@ -66,7 +66,7 @@ def add_pass(
 def rounded(timeline: Timeline, start: float = 0.0) -> list[Activity]:
     """Return a timeline's activities in a fixed order, with times that can be compared."""
     found = [
-        Activity(a.name, a.machine, a.stage, a.microbatch, round(a.start, 6), round(a.end, 6))
+        Activity(a.name, a.replica, a.stage, a.microbatch, round(a.start, 6), round(a.end, 6))
         for a in timeline.activities
     ]
-    return sorted(found, key=lambda a: (a.name, a.machine, a.stage, a.microbatch, a.start))
+    return sorted(found, key=lambda a: (a.name, a.replica, a.stage, a.microbatch, a.start))

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.copies import Copies, DirectCopies, Ticket
 from lightning_dlres.memory.execute.engine import SavedTensors
 from lightning_dlres.memory.execute.reuse.function import Owner
-from lightning_dlres.memory.execute.saved import Datum, Order
-from lightning_dlres.memory.execute.spans import Span
+from lightning_dlres.memory.execute.saved import Placement, SavedStorage
+from lightning_dlres.memory.execute.spans import ByteSpan
 from lightning_dlres.memory.execute.tiers import SlabTier
 
 ROOM = 16 << 20
@@ -46,55 +46,55 @@ class _Late:
         self._source = None
 
 
-class Told:
+class ScriptedPolicy:
     """Does what a function says. With late copies, a datum has left when the next one is saved, and
     comes back when the one used before it does."""
 
     def __init__(
-        self, decide: Callable[[int, Tensor], Action], tier: SlabTier, copies: Copies
+        self, decide: Callable[[int, Tensor], MemoryAction], tier: SlabTier, copies: Copies
     ) -> None:
         self._decide, self._tier, self._copies = decide, tier, copies
-        self._order: list[Datum] = []
+        self._order: list[SavedStorage] = []
 
     def start(self) -> None:
         self._order.clear()
 
-    def begin_save(self, tensor: Tensor, span: Span, number: int) -> Order:
-        self.settle(1)
-        return Order(self._decide(number, tensor), self._tier, None, self._copies)
+    def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
+        self.wait_offloaded(1)
+        return Placement(self._decide(number, tensor), self._tier, None, self._copies)
 
-    def end_save(self, datum: Datum, done: bool) -> None:
+    def end_save(self, datum: SavedStorage, done: bool) -> None:
         if self._copies.overlaps:
             self._order.append(datum)
 
-    def save_again(self, datum: Datum, tensor: Tensor) -> None:
+    def save_again(self, datum: SavedStorage, tensor: Tensor) -> None:
         pass
 
-    def begin_use(self, datum: Datum) -> None:
-        self.settle(1)
+    def begin_use(self, datum: SavedStorage) -> None:
+        self.wait_offloaded(1)
 
-    def end_use(self, datum: Datum) -> None:
+    def end_use(self, datum: SavedStorage) -> None:
         if datum in self._order:
             place = self._order.index(datum)
             del self._order[place]
             for other in self._order[max(0, place - 2) : place]:
-                other.settle()
+                other.wait_offloaded()
                 other.fetch()
 
-    def give_up(self, datum: Datum, tensor: Tensor) -> None:
+    def take_ownership(self, datum: SavedStorage, tensor: Tensor) -> None:
         pass
 
-    def settle(self, but_for: int) -> None:
+    def wait_offloaded(self, but_for: int) -> None:
         for datum in self._order[: max(0, len(self._order) - but_for)]:
-            datum.settle()
+            datum.wait_offloaded()
 
 
-class ToldEngine:
-    """See `Told`."""
+class ScriptedEngine:
+    """See `ScriptedPolicy`."""
 
     def __init__(
         self,
-        decide: Callable[[int, Tensor], Action],
+        decide: Callable[[int, Tensor], MemoryAction],
         directory: Path | None = None,
         min_bytes: int = 0,
         room: int = ROOM,
@@ -102,7 +102,9 @@ class ToldEngine:
     ) -> None:
         self.tier = SlabTier(room, directory)
         self._engine = SavedTensors(min_bytes)
-        self._conductor = Told(decide, self.tier, LateCopies() if late else DirectCopies())
+        self._conductor = ScriptedPolicy(
+            decide, self.tier, LateCopies() if late else DirectCopies()
+        )
         self.ledger = self._engine.ledger
 
     def hooks(self, stays: Iterable[Tensor] = ()) -> AbstractContextManager[None]:

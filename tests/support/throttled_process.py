@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from benchmarks.talk import Talk
-from lightning_dlres.pipeline.profile.layer_times import Clock, measure_layers
+from lightning_dlres.pipeline.profile.layer_times import ComputeClock, measure_layers
 
 
 def main(talk: Talk) -> None:
     torch.set_num_threads(1)
     layers, inputs = [nn.Linear(256, 256) for _ in range(4)], torch.randn(64, 256)
     for _ in talk.orders():
-        clock = Clock(torch.device("cpu"))
+        clock = ComputeClock(torch.device("cpu"))
         measure_layers(
             layers,
             lambda _, layer: layer,
@@ -25,4 +25,4 @@ def main(talk: Talk) -> None:
             seconds=0.6,
             clock=clock,
         )
-        talk.say({"pace": clock.pace()})
+        talk.say({"pace": clock.wall_per_cpu_second()})

@@ -104,13 +104,13 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
     chosen = {name: options.pop(name) for name in names if name in options}
     place: dict[str, Any] = {"devices": 1}
     if context is not None:
-        machines = tuple((rank, rank + 1) for rank in range(0, context.world_size, 2))
+        replicas = tuple((rank, rank + 1) for rank in range(0, context.world_size, 2))
         defaults = {
             "stages": 2,
             "microbatches": 3,
             "timeout": 30,
             "profile": QUICK,
-            "plan": PipelinePlan(machines=machines, split=(2, 3)),
+            "plan": PipelinePlan(replicas=replicas, split=(2, 3)),
         }
         place = {
             "strategy": HeteroPipeStrategy(**{**defaults, **chosen}),

@@ -23,7 +23,7 @@ _Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Kind = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first frame: what the second one is, so that damage is noticed before use."""
 
     kind: _Kind
@@ -58,7 +58,7 @@ class Message:
 
 def pack(kind: str, sequence: int, payload: Buffer) -> list[Buffer]:
     """Return the two frames of a message."""
-    header = Header(kind, sequence, zlib.crc32(payload), memoryview(payload).nbytes)
+    header = FrameHeader(kind, sequence, zlib.crc32(payload), memoryview(payload).nbytes)
     return [msgspec.msgpack.encode(header), payload]
 
 
@@ -71,7 +71,7 @@ def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
     if len(frames) != 2:
         raise broken(peer, f"{len(frames)} frames", "a header and a payload")
     try:
-        header = from_msgpack(frames[0], Header)
+        header = from_msgpack(frames[0], FrameHeader)
     except msgspec.MsgspecError as error:
         raise broken(peer, f"an unreadable header ({error})", "a message header") from error
     payload = frames[1]

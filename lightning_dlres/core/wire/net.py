@@ -59,7 +59,7 @@ _TRACKED = MappingProxyType({"copy": False, "track": True})
 
 
 @dataclass(frozen=True)
-class Limits:
+class SocketLimits:
     """What a server bears from its clients.
 
     Attributes:
@@ -271,7 +271,7 @@ class Server(_Endpoint):
         allowed: Collection[bytes] = (),
         allow_any: bool = False,
         insecure: bool = False,
-        limits: Limits | None = None,
+        limits: SocketLimits | None = None,
         monitor: bool = False,
     ) -> None:
         if curve is None and path is None and not (insecure or is_loopback(bind)):
@@ -299,7 +299,7 @@ class Server(_Endpoint):
         super().__init__(zmq.ROUTER, send_timeout=0.0)
         self.refusals = Refusals()
         self._reports_events = monitor
-        limits = limits or Limits()
+        limits = limits or SocketLimits()
         self._connections = Connections(
             limits.connections, limits.unread_bytes, lambda reason: self.refusals.note(reason)
         )

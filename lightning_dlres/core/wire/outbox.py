@@ -21,7 +21,7 @@ from lightning_dlres.core.wire.net import Server
 
 
 @dataclass(frozen=True)
-class Patience:
+class SendPatience:
     """What clients may hold, in bytes, and how fast they must take it in.
 
     Attributes:
@@ -68,10 +68,10 @@ class Outbox:
     def __init__(
         self,
         server: Server,
-        patience: Patience | None = None,
+        patience: SendPatience | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._patience, self._clock = server, patience or Patience(), clock
+        self._server, self._patience, self._clock = server, patience or SendPatience(), clock
         self._held: dict[str, _Held] = {}
         self._total = 0
 

@@ -34,7 +34,7 @@ class TensorHeader(msgspec.Struct, array_like=True, frozen=True):
     requires_grad: bool
 
 
-class Header(msgspec.Struct, array_like=True, frozen=True):
+class PayloadHeader(msgspec.Struct, array_like=True, frozen=True):
     """What travels before the tensors. `key` says which message of the protocol this is."""
 
     version: int
@@ -66,7 +66,7 @@ def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]
             inline += data.cpu().numpy().tobytes()
         else:
             large.append(data)
-    header = Header(VERSION, key, structure, tuple(headers), bytes(inline))
+    header = PayloadHeader(VERSION, key, structure, tuple(headers), bytes(inline))
     try:
         return _ENCODER.encode(header), large
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -76,14 +76,14 @@ def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]
         ) from error
 
 
-def decode_header(data: bytes | bytearray | memoryview, peer: str) -> Header:
+def decode_header(data: bytes | bytearray | memoryview, peer: str) -> PayloadHeader:
     """Return the header.
 
     Raises:
         ProtocolError: the bytes are no header of this version; the message names `peer`.
     """
     try:
-        header = from_msgpack(data, Header)
+        header = from_msgpack(data, PayloadHeader)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
             f"{peer} sent a header that cannot be read ({error}): do all ranks run one version?"
@@ -98,12 +98,12 @@ def decode_header(data: bytes | bytearray | memoryview, peer: str) -> Header:
     return header
 
 
-def large_sizes(header: Header) -> list[int]:
+def large_sizes(header: PayloadHeader) -> list[int]:
     """Return the sizes in bytes of the tensors that follow the header on their own."""
     return [t.nbytes for t in header.tensors if t.nbytes > INLINE_BYTES]
 
 
-def decode(header: Header, large: list[Tensor]) -> Tree:
+def decode(header: PayloadHeader, large: list[Tensor]) -> Tree:
     """Return the tree; `large` are the flat uint8 tensors that followed. `requires_grad` is set as
     it was sent.
 
@@ -117,7 +117,7 @@ def decode(header: Header, large: list[Tensor]) -> Tree:
     return unflatten(header.structure, tensors)
 
 
-def _tensors(header: Header, large: list[Tensor]) -> list[Tensor]:
+def _tensors(header: PayloadHeader, large: list[Tensor]) -> list[Tensor]:
     offset, position, tensors = 0, 0, []
     for entry in header.tensors:
         if entry.nbytes > INLINE_BYTES:

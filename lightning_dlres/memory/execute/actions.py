@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Action(Enum):
+class MemoryAction(Enum):
     """What happens to a datum between its forward and its backward."""
 
     KEEP = "keep"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.kernels.copying import put_away
-from lightning_dlres.memory.execute.gpu import Event, Gpu, Stream
+from lightning_dlres.memory.execute.gpu import Gpu, GpuEvent, Stream
 
 
 class Ticket(Protocol):
@@ -117,7 +117,7 @@ class _Copy:
         done: the point behind the copy.
     """
 
-    def __init__(self, gpu: Gpu, home: Stream, on_gpu: Tensor, in_tier: Tensor, done: Event):
+    def __init__(self, gpu: Gpu, home: Stream, on_gpu: Tensor, in_tier: Tensor, done: GpuEvent):
         self._gpu, self._home, self.done = gpu, home, done
         self._on_gpu: Tensor | None = on_gpu
         self._in_tier = in_tier

@@ -21,18 +21,24 @@ from lightning_dlres.core._compat import (
     storage_key,
     version_of,
 )
-from lightning_dlres.memory.execute.saved import Datum, Ledger, Order, SavedTensor, Untouched
-from lightning_dlres.memory.execute.spans import Span, span_of
+from lightning_dlres.memory.execute.saved import (
+    ByteCounter,
+    Placement,
+    SavedStorage,
+    SavedTensor,
+    Untouched,
+)
+from lightning_dlres.memory.execute.spans import ByteSpan, span_of
 from lightning_dlres.memory.execute.storages import SeenStorage, SeenStorages, has_storage
 
 
-class Conductor(Protocol):
+class OffloadPolicy(Protocol):
     """Says what happens, and is told what has happened."""
 
     def start(self) -> None:
         """A step begins."""
 
-    def begin_save(self, tensor: Tensor, span: Span, number: int) -> Order:
+    def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
         """A datum is new; return what is to happen to it.
 
         Args:
@@ -41,19 +47,19 @@ class Conductor(Protocol):
             number: how many data were saved before it in this step.
         """
 
-    def end_save(self, datum: Datum, done: bool) -> None:
+    def end_save(self, datum: SavedStorage, done: bool) -> None:
         """It has happened, or was not possible."""
 
-    def save_again(self, datum: Datum, tensor: Tensor) -> None:
+    def save_again(self, datum: SavedStorage, tensor: Tensor) -> None:
         """Another tensor over the same data is saved."""
 
-    def begin_use(self, datum: Datum) -> None:
+    def begin_use(self, datum: SavedStorage) -> None:
         """Backward asks for a datum."""
 
-    def end_use(self, datum: Datum) -> None:
+    def end_use(self, datum: SavedStorage) -> None:
         """It is there."""
 
-    def give_up(self, datum: Datum, tensor: Tensor) -> None:
+    def take_ownership(self, datum: SavedStorage, tensor: Tensor) -> None:
         """Its memory is no datum any more, but what a tensor over it is used for."""
 
 
@@ -70,7 +76,7 @@ class SavedTensors:
 
     def __init__(self, min_bytes: int = 1 << 20, device: torch.device | None = None) -> None:
         self._min_bytes, self._device = max(min_bytes, 1), device
-        self.ledger = Ledger()
+        self.ledger = ByteCounter()
         self._count = 0
         self._storages = SeenStorages()
         # Tensors that backward got over memory that others hold, too, by storage. Without this
@@ -80,7 +86,7 @@ class SavedTensors:
         self._asked = threading.local()
 
     @contextmanager
-    def hooks(self, conductor: Conductor, stays: Iterable[Tensor] = ()) -> Iterator[None]:
+    def hooks(self, conductor: OffloadPolicy, stays: Iterable[Tensor] = ()) -> Iterator[None]:
         """Inside of it, a conductor decides about what autograd saves; around one step.
 
         Args:
@@ -107,7 +113,7 @@ class SavedTensors:
                 handle.remove()
             self._shared.clear()
 
-    def _pack(self, tensor: Tensor, conductor: Conductor) -> _Packed:
+    def _pack(self, tensor: Tensor, conductor: OffloadPolicy) -> _Packed:
         storage = self._storage_of(tensor)
         if storage is None or storage.stays:
             return _Packed(Untouched(tensor), None)
@@ -122,8 +128,8 @@ class SavedTensors:
             number = self._count
             self._count += 1
             order = conductor.begin_save(tensor, span, number)
-            datum = Datum(tensor, storage, span, number, self.ledger)
-            done = datum.obey(order)
+            datum = SavedStorage(tensor, storage, span, number, self.ledger)
+            done = datum.place(order)
             storage.add(span, datum)
             conductor.end_save(datum, done)
         return _Packed(datum.read_by(tensor, storage), conductor)
@@ -177,7 +183,7 @@ class SavedTensors:
         finally:
             self._asked.found = before
 
-    def give_up(self, tensor: Tensor, asked: list[Asked]) -> bool:
+    def take_ownership(self, tensor: Tensor, asked: list[Asked]) -> bool:
         """Return whether a tensor's memory is the caller's from now on, to write to: it was saved
         under `hooks`, and by count nobody else can read it any more.
 
@@ -190,8 +196,8 @@ class SavedTensors:
         memory = storage_key(tensor)
         with self._lock:
             for key, saved, conductor in asked:
-                if key == memory and saved.datum.give_up(tensor, saved):
-                    conductor.give_up(saved.datum, tensor)
+                if key == memory and saved.datum.take_ownership(tensor, saved):
+                    conductor.take_ownership(saved.datum, tensor)
                     return True
         return False
 
@@ -209,7 +215,7 @@ class SavedTensors:
 
 
 # The memory that somebody got, for what, and who decides about that.
-Asked = tuple[int, SavedTensor, Conductor]
+Asked = tuple[int, SavedTensor, OffloadPolicy]
 
 
 class _Packed:
@@ -217,7 +223,7 @@ class _Packed:
 
     __slots__ = ("conductor", "saved")
 
-    def __init__(self, saved: SavedTensor | Untouched, conductor: Conductor | None) -> None:
+    def __init__(self, saved: SavedTensor | Untouched, conductor: OffloadPolicy | None) -> None:
         self.saved, self.conductor = saved, conductor
 
 

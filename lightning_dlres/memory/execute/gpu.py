@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class GpuEvent(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
@@ -33,7 +33,7 @@ class Stream(Protocol):
     def wait_stream(self, stream: Any) -> None:
         """Let what comes next in this stream wait for what another one has by now."""
 
-    def record_event(self) -> Event:
+    def record_event(self) -> GpuEvent:
         """Return the point behind what this stream has by now."""
 
 
@@ -63,7 +63,7 @@ class Gpu(Protocol):
         """Return a function that returns a number which this GPU computes in the current stream.
         The host waits for this number only, not for what comes after it."""
 
-    def instant(self) -> Event:
+    def instant(self) -> GpuEvent:
         """Return the point behind what the current stream has by now, with its time."""
 
     def synchronize(self) -> None:
@@ -121,7 +121,7 @@ class CudaGpu:
 
         return read
 
-    def instant(self) -> Event:
+    def instant(self) -> GpuEvent:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

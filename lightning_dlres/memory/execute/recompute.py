@@ -214,7 +214,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def running_again(
+def patch_recompute(
     root: nn.Module,
     names: Iterable[str],
     calls: Calls | None = None,

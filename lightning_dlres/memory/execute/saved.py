@@ -25,20 +25,20 @@ from lightning_dlres.core._compat import (
     without_memory,
 )
 from lightning_dlres.kernels import zvc
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.copies import Copies, DirectCopies, Ticket
 from lightning_dlres.memory.execute.gpu import Gpu
 from lightning_dlres.memory.execute.packing import Packing
-from lightning_dlres.memory.execute.spans import Span, View, view_of
+from lightning_dlres.memory.execute.spans import ByteSpan, View, view_of
 from lightning_dlres.memory.execute.storages import SeenStorage
-from lightning_dlres.memory.execute.tiers import Parcel, Tier
+from lightning_dlres.memory.execute.tiers import Allocation, Tier
 
 _ZERO_VALUE = ZeroValue()
 _DIRECT = DirectCopies()
 
 
 @dataclass(frozen=True)
-class Order:
+class Placement:
     """What is to happen to a datum.
 
     Attributes:
@@ -51,7 +51,7 @@ class Order:
         gpu: what compresses it, into `room`, while the host goes on; None: the CPU, at once.
     """
 
-    action: Action
+    action: MemoryAction
     tier: Tier | None = None
     offset: int | None = None
     copies: Copies = _DIRECT
@@ -59,7 +59,7 @@ class Order:
     gpu: Gpu | None = None
 
 
-class Ledger:
+class ByteCounter:
     """How many bytes of saved data are on the device."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Ledger:
         return end
 
 
-class Datum:
+class SavedStorage:
     """The bytes of a span of a storage.
 
     Args:
@@ -123,7 +123,7 @@ class Datum:
     """
 
     def __init__(
-        self, tensor: Tensor, storage: SeenStorage, span: Span, number: int, ledger: Ledger
+        self, tensor: Tensor, storage: SeenStorage, span: ByteSpan, number: int, ledger: ByteCounter
     ) -> None:
         self._ledger, self._charged = ledger, 0
         self.storage, self.span, self.number, self.uses = storage, span, number, 0
@@ -135,12 +135,12 @@ class Datum:
         # Its bytes on the device, if it is one that moves.
         self._here: Tensor | None = None
         self._encoded: Encoded | None = None
-        self._parcel: Parcel | None = None
+        self._parcel: Allocation | None = None
         self._copies: Copies = _DIRECT
         self._leaving: Ticket | None = None
         self._arriving: tuple[Tensor, Ticket] | None = None
         # Under way on a GPU, and what is to be done if its room is too small.
-        self._packing: tuple[Packing, Order] | None = None
+        self._packing: tuple[Packing, Placement] | None = None
         self._has_left = False
         self._given: list[Tensor] = []
         self._original: MemoryReference | None = None
@@ -183,7 +183,7 @@ class Datum:
         found = [reference() for reference in self._readers]
         return [reader for reader in found if reader is not None]
 
-    def give_up(self, tensor: Tensor, reader: SavedTensor) -> bool:
+    def take_ownership(self, tensor: Tensor, reader: SavedTensor) -> bool:
         """Leave the data's memory to one who asked for them, if nobody else can read it.
 
         Args:
@@ -225,25 +225,25 @@ class Datum:
         own = {id(t): t for t in found if t is not None and storage_key(t) == memory}
         return list(own.values())
 
-    def obey(self, order: Order) -> bool:
+    def place(self, order: Placement) -> bool:
         """Do what is to happen; return whether that was possible."""
-        if order.action is Action.KEEP:
+        if order.action is MemoryAction.KEEP:
             return True
         witness, encoded, self._copies = self.witness, None, order.copies
         here = self.span.of(witness, self.storage.shift)
-        if order.gpu is not None and order.action is not Action.OFFLOAD:
+        if order.gpu is not None and order.action is not MemoryAction.OFFLOAD:
             if not self._pack(here, order, order.gpu):
                 return False
             self._move(here)
             if self._leaving is not None and not order.copies.overlaps:
-                self.settle()
+                self.wait_offloaded()
             return True
-        if order.action is not Action.OFFLOAD:
+        if order.action is not MemoryAction.OFFLOAD:
             encoded = _ZERO_VALUE.encode(_elements(here, self._dtype))
             if encoded.codec == Raw.name:
                 # More than it was: as it is, it is as well off.
                 encoded = None
-        leaves = order.action is not Action.COMPRESS
+        leaves = order.action is not MemoryAction.COMPRESS
         if not leaves and encoded is None:
             return False
         if not leaves and order.tier is not None and order.room is not None:
@@ -266,7 +266,7 @@ class Datum:
         self._encoded = encoded
         self._move(here)
         if self._leaving is None or not order.copies.overlaps:
-            self.settle()
+            self.wait_offloaded()
         return True
 
     def _move(self, here: Tensor) -> None:
@@ -275,14 +275,14 @@ class Datum:
         self._here, self._original = here, storage_reference(witness)
         self._witness = without_memory(witness)
 
-    def _pack(self, here: Tensor, order: Order, gpu: Gpu) -> bool:
+    def _pack(self, here: Tensor, order: Placement, gpu: Gpu) -> bool:
         """Begin to compress, and to send away what comes of it."""
         assert order.room is not None
         elements = _elements(here, self._dtype)
         if elements.element_size() not in zvc.WIDTHS:
             return False
         packing = Packing(gpu, elements, order.room)
-        if order.action is Action.BOTH:
+        if order.action is MemoryAction.BOTH:
             assert order.tier is not None
             self._parcel = order.tier.take(packing.memory.numel(), order.offset)
             if self._parcel is None:
@@ -294,7 +294,7 @@ class Datum:
         self._packing = packing, order
         return True
 
-    def _finish_packing(self, packing: Packing, order: Order) -> None:
+    def _finish_packing(self, packing: Packing, order: Placement) -> None:
         self._encoded = packing.finish()
         if self._encoded is not None:
             if self._parcel is not None:
@@ -311,7 +311,7 @@ class Datum:
             self._leaving = order.copies.out(self._here, self._parcel.data)
             self._encoded = _raw(self._here, self._parcel)
 
-    def settle(self) -> None:
+    def wait_offloaded(self) -> None:
         """Free the memory on the device; what is computed from now on waits until it has left."""
         if self._packing is not None:
             packing, self._packing = self._packing, None
@@ -410,7 +410,7 @@ class SavedTensor:
     Args:
         datum: its data.
         tensor: what is saved.
-        shift: see `Span.of`.
+        shift: see `ByteSpan.of`.
 
     Attributes:
         version: the tensor's when it was saved.
@@ -420,7 +420,7 @@ class SavedTensor:
 
     __slots__ = ("__weakref__", "alias", "datum", "version", "view", "was_used")
 
-    def __init__(self, datum: Datum, tensor: Tensor, shift: int) -> None:
+    def __init__(self, datum: SavedStorage, tensor: Tensor, shift: int) -> None:
         self.datum, self.version, self.was_used = datum, datum.version, False
         self.alias: Tensor | None = None
         self.view: View | None = None
@@ -447,7 +447,7 @@ class Untouched:
         self.version = version_of(self.alias)
 
 
-def _raw(data: Tensor, parcel: Parcel) -> Encoded:
+def _raw(data: Tensor, parcel: Allocation) -> Encoded:
     """Return bytes as they are in a tier."""
     return Encoded(Raw.name, data.dtype, data.shape, data.stride(), parcel.data, data.numel())
 

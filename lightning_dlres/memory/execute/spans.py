@@ -12,7 +12,7 @@ from torch import Tensor
 _MOST = 0.5
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Bytes `start` to `stop` of a storage."""
 
     start: int
@@ -45,7 +45,7 @@ class View(NamedTuple):
     stride: tuple[int, ...]
     start: int
 
-    def on(self, data: Tensor, span: Span) -> Tensor:
+    def on(self, data: Tensor, span: ByteSpan) -> Tensor:
         """Return the tensor over a copy of the span's bytes, uint8[nbytes]."""
         tensor = torch.empty(0, dtype=self.dtype, device=data.device)
         start = (self.start - span.start + data.storage_offset()) // self.dtype.itemsize
@@ -53,19 +53,19 @@ class View(NamedTuple):
 
 
 def view_of(tensor: Tensor, shift: int = 0) -> View:
-    """Return what is not the tensor's storage; see `Span.of`."""
+    """Return what is not the tensor's storage; see `ByteSpan.of`."""
     start = int(tensor.storage_offset()) * tensor.element_size() + shift
     return View(tensor.dtype, tensor.shape, tensor.stride(), start)
 
 
-def span_of(tensor: Tensor, nbytes: int | None = None, shift: int = 0) -> Span:
+def span_of(tensor: Tensor, nbytes: int | None = None, shift: int = 0) -> ByteSpan:
     """Return the bytes that move if the tensor does: all of its storage, or only what it needs
     where that is much less. An expanded tensor needs no more than what it was expanded from.
 
     Args:
-        tensor: see `Span.of`.
+        tensor: see `ByteSpan.of`.
         nbytes: bytes of the storage; None: of the tensor's own.
-        shift: see `Span.of`.
+        shift: see `ByteSpan.of`.
     """
     item = tensor.element_size()
     whole = tensor.untyped_storage().nbytes() if nbytes is None else nbytes
@@ -77,9 +77,9 @@ def span_of(tensor: Tensor, nbytes: int | None = None, shift: int = 0) -> Span:
         )
         needed = (last + 1) * item
     if needed >= _MOST * whole:
-        return Span(0, whole)
+        return ByteSpan(0, whole)
     start = int(tensor.storage_offset()) * item + shift
-    return Span(start, start + needed)
+    return ByteSpan(start, start + needed)
 
 
 @functools.cache

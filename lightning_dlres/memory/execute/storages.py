@@ -18,10 +18,10 @@ from lightning_dlres.core._compat import (
     storage_key,
     storage_reference,
 )
-from lightning_dlres.memory.execute.spans import Span
+from lightning_dlres.memory.execute.spans import ByteSpan
 
 if TYPE_CHECKING:
-    from lightning_dlres.memory.execute.saved import Datum
+    from lightning_dlres.memory.execute.saved import SavedStorage
 
 
 class SeenStorage:
@@ -50,7 +50,7 @@ class SeenStorage:
         self._reference = storage_reference(tensor)
         self.stays, self.shift = stays, shift
         self._is_copy, self._nbytes = original is not None, tensor.untyped_storage().nbytes()
-        self.data: dict[Span, list[weakref.ref[Datum]]] = {}
+        self.data: dict[ByteSpan, list[weakref.ref[SavedStorage]]] = {}
         if original is not None:
             self._nbytes, self.data = original._nbytes, original.data
 
@@ -61,7 +61,7 @@ class SeenStorage:
             self._nbytes = tensor.untyped_storage().nbytes()
         return self._nbytes
 
-    def find(self, tensor: Tensor, span: Span) -> Datum | None:
+    def find(self, tensor: Tensor, span: ByteSpan) -> SavedStorage | None:
         """Return the datum that has a tensor's bytes: they were saved by a tensor with the same
         version counter, and that has not moved since. Tensors over one storage may have a counter
         each (`unsafe_chunk`, `.data`, arrays): a change through one is unseen by the others."""
@@ -71,7 +71,7 @@ class SeenStorage:
                 return datum
         return None
 
-    def add(self, span: Span, datum: Datum) -> None:
+    def add(self, span: ByteSpan, datum: SavedStorage) -> None:
         """Note a new datum."""
         known = self.data.get(span)
         if known is None:

@@ -16,7 +16,7 @@ from lightning_dlres.memory.execute.pool import FreeList
 
 
 @dataclass(eq=False)
-class Parcel:
+class Allocation:
     """A place in a tier, uint8[n]; free again once nobody holds it."""
 
     data: Tensor
@@ -25,7 +25,7 @@ class Parcel:
 class Tier(Protocol):
     """Where there is room for data."""
 
-    def take(self, nbytes: int, offset: int | None = None) -> Parcel | None:
+    def take(self, nbytes: int, offset: int | None = None) -> Allocation | None:
         """Return a place for so many bytes, at this offset if it is free; None if there is
         none."""
 
@@ -59,7 +59,7 @@ class SlabTier:
             self._collect()
             return self._taken
 
-    def take(self, nbytes: int, offset: int | None = None) -> Parcel | None:
+    def take(self, nbytes: int, offset: int | None = None) -> Allocation | None:
         """See `Tier.take`. What an earlier step has left at the offset, and still needs, is never
         written over: then the place is another one."""
         with self._lock:
@@ -70,7 +70,7 @@ class SlabTier:
             if place is None:
                 return None
             self._taken += nbytes
-        parcel = Parcel(self._slab.piece(place, nbytes))
+        parcel = Allocation(self._slab.piece(place, nbytes))
         weakref.finalize(parcel, self._returned.append, (place, nbytes)).atexit = False
         return parcel
 
@@ -91,10 +91,10 @@ class GrowingTier:
     def __init__(self, directory: Path | None = None, pinned: bool = False) -> None:
         self._directory, self._pinned = directory, pinned
 
-    def take(self, nbytes: int, offset: int | None = None) -> Parcel | None:
+    def take(self, nbytes: int, offset: int | None = None) -> Allocation | None:
         """See `Tier.take`.
 
         Raises:
             ConfigError: the disk is full.
         """
-        return Parcel(Slab(nbytes, self._directory, self._pinned).data)
+        return Allocation(Slab(nbytes, self._directory, self._pinned).data)

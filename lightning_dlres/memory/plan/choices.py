@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from math import inf
 
 from lightning_dlres.core.host.slab import aligned
-from lightning_dlres.memory.execute.actions import Action
-from lightning_dlres.memory.profile.step_profile import Datum, Reuse
+from lightning_dlres.memory.execute.actions import MemoryAction
+from lightning_dlres.memory.profile.step_profile import Reuse, SavedStorageProfile
 
 
 @dataclass(frozen=True)
-class Choice:
+class StorageChoice:
     """What happens to a datum, and where it goes."""
 
-    action: Action = Action.KEEP
+    action: MemoryAction = MemoryAction.KEEP
     tier: str | None = None
 
     @property
     def leaves(self) -> bool:
         """Return whether it leaves the device."""
-        return self.action in (Action.OFFLOAD, Action.BOTH)
+        return self.action in (MemoryAction.OFFLOAD, MemoryAction.BOTH)
 
 
-KEEP = Choice()
+KEEP = StorageChoice()
 
 # Compressed data have so much more room than they took in the profile; what does not fit goes
 # where what no plan knows goes.
@@ -33,7 +33,7 @@ SPARE = 1.1
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """How much there may be.
 
     Attributes:
@@ -50,41 +50,43 @@ class Limits:
         return self.tiers.get(tier, inf)
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = MemoryLimits()
 
 
-def away_bytes(datum: Datum, choice: Choice) -> int:
+def away_bytes(datum: SavedStorageProfile, choice: StorageChoice) -> int:
     """Return what a datum takes in its tier."""
     if not choice.leaves:
         return 0
-    return datum.packed or datum.nbytes if choice.action is Action.BOTH else datum.nbytes
+    return datum.packed or datum.nbytes if choice.action is MemoryAction.BOTH else datum.nbytes
 
 
-def room_for(datum: Datum, choice: Choice) -> int:
+def room_for(datum: SavedStorageProfile, choice: StorageChoice) -> int:
     """Return the room that is kept for a datum in its tier."""
-    if choice.action is Action.BOTH:
+    if choice.action is MemoryAction.BOTH:
         return aligned(packed_room(datum))
     return aligned(away_bytes(datum, choice))
 
 
-def packed_room(datum: Datum, spare: float = SPARE) -> int:
+def packed_room(datum: SavedStorageProfile, spare: float = SPARE) -> int:
     """Return the room that is kept for a datum when it is compressed."""
     return min(int((datum.packed or datum.nbytes) * spare), datum.nbytes)
 
 
-def holding(datum: Datum, choice: Choice, spare: float = SPARE) -> Iterator[tuple[int, int, int]]:
+def holding(
+    datum: SavedStorageProfile, choice: StorageChoice, spare: float = SPARE
+) -> Iterator[tuple[int, int, int]]:
     """Yield the intervals, first to last, in which so many bytes of a datum are on the device, if
     the device waits for every copy. Events are those of the intervals before them."""
-    if choice.action is Action.KEEP:
+    if choice.action is MemoryAction.KEEP:
         yield datum.saved + 1, datum.end + 1, datum.nbytes
         return
     yield datum.saved + 1, datum.gone, datum.nbytes
     yield datum.uses[0] + 1, datum.end + 1, datum.nbytes
-    if choice.action is Action.COMPRESS:
+    if choice.action is MemoryAction.COMPRESS:
         yield datum.saved + 1, datum.end + 1, packed_room(datum, spare)
 
 
-def relief(datum: Datum, reuse: Reuse) -> Iterator[tuple[int, int, int]]:
+def relief(datum: SavedStorageProfile, reuse: Reuse) -> Iterator[tuple[int, int, int]]:
     """Yield the intervals, first to last, in which a reuse changes what is on the device, by so
     many bytes."""
     if reuse.signs:

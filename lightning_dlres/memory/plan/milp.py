@@ -16,17 +16,22 @@ import numpy as np
 from highspy import HighsModelStatus, HighsVarType
 from numpy.typing import NDArray
 
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.plan.choices import (
     KEEP,
-    Choice,
-    Limits,
+    MemoryLimits,
+    StorageChoice,
     away_bytes,
     holding,
     relief,
     room_for,
 )
-from lightning_dlres.memory.profile.step_profile import Datum, Region, Reuse, StepProfile
+from lightning_dlres.memory.profile.step_profile import (
+    Region,
+    Reuse,
+    SavedStorageProfile,
+    StepProfile,
+)
 
 # Rows that are added at a time.
 _MOST_NEW_ROWS = 8
@@ -42,33 +47,37 @@ class _Option:
 
     seconds: float
     datum: int | None = None
-    choice: Choice = KEEP
+    choice: StorageChoice = KEEP
     region: int | None = None
     reuse: int | None = None
 
 
-def choices_of(profile: StepProfile, datum: Datum, actions: Sequence[Action]) -> Iterator[Choice]:
+def choices_of(
+    profile: StepProfile, datum: SavedStorageProfile, actions: Sequence[MemoryAction]
+) -> Iterator[StorageChoice]:
     """Yield what can happen to a datum, but for keeping it."""
     if not datum.can_leave:
         return
     packs = datum.packed is not None and datum.packed < datum.nbytes
-    if packs and Action.COMPRESS in actions:
-        yield Choice(Action.COMPRESS)
+    if packs and MemoryAction.COMPRESS in actions:
+        yield StorageChoice(MemoryAction.COMPRESS)
     for link in profile.links:
-        if Action.OFFLOAD in actions:
-            yield Choice(Action.OFFLOAD, link.tier)
-        if packs and Action.BOTH in actions:
-            yield Choice(Action.BOTH, link.tier)
+        if MemoryAction.OFFLOAD in actions:
+            yield StorageChoice(MemoryAction.OFFLOAD, link.tier)
+        if packs and MemoryAction.BOTH in actions:
+            yield StorageChoice(MemoryAction.BOTH, link.tier)
 
 
-def seconds_of(profile: StepProfile, datum: Datum, choice: Choice, shown: float) -> float:
+def seconds_of(
+    profile: StepProfile, datum: SavedStorageProfile, choice: StorageChoice, shown: float
+) -> float:
     """Return what a choice costs.
 
     Args:
         shown: the share of a copy's time that counts where the device computes meanwhile.
     """
     seconds = 0.0
-    if choice.action in (Action.COMPRESS, Action.BOTH):
+    if choice.action in (MemoryAction.COMPRESS, MemoryAction.BOTH):
         seconds += datum.encode_seconds + datum.decode_seconds
     if choice.leaves:
         link = next(link for link in profile.links if link.tier == choice.tier)
@@ -90,7 +99,7 @@ class Selection:
     """A solution: what happens to every datum, which regions run again, and which reuses there
     are."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[StorageChoice, ...]
     regions: tuple[int, ...] = ()
     reuses: tuple[int, ...] = ()
 
@@ -109,7 +118,7 @@ class Program:
     def __init__(
         self,
         profile: StepProfile,
-        actions: Sequence[Action],
+        actions: Sequence[MemoryAction],
         recompute: bool = True,
         shown: float = 1.0,
         reuse: bool = True,
@@ -166,12 +175,12 @@ class Program:
                 load.resident[first:last] += nbytes if first > reuse.at + 1 else 0
         return load
 
-    def select(self, limits: Limits) -> Selection | None:
+    def select(self, limits: MemoryLimits) -> Selection | None:
         """Return the choices that take the least time; None where no choices meet the limits."""
         solved = self._solve(limits, None)
         return self._selection(solved[1]) if solved is not None else None
 
-    def smallest(self, limits: Limits, what: str) -> int | None:
+    def smallest(self, limits: MemoryLimits, what: str) -> int | None:
         """Return the least limit of "device" or "saved" with which the other limits can be met;
         None if there is none."""
         solved = self._solve(limits, what)
@@ -199,7 +208,7 @@ class Program:
         return Selection(tuple(choices), tuple(regions), tuple(reuses))
 
     def _solve(
-        self, limits: Limits, smallest: str | None
+        self, limits: MemoryLimits, smallest: str | None
     ) -> tuple[float, NDArray[np.bool_]] | None:
         """Return the choices, and the least of the limit that is to be made smallest."""
         count = len(self._options)
@@ -244,7 +253,7 @@ class Program:
             solution = np.array(highs.getSolution().col_value)
             chosen, value = solution[:count] > 0.5, float(solution[-1]) * _UNIT
 
-    def _curves(self, limits: Limits) -> list[_Curve]:
+    def _curves(self, limits: MemoryLimits) -> list[_Curve]:
         """Return what is limited over time, as it is if all is kept and as every option changes
         it."""
         events = self._events
@@ -322,7 +331,7 @@ class Program:
         assert option.region is not None
         return self._profile.regions[option.region].data
 
-    def _add_tiers(self, highs: highspy.Highs, limits: Limits) -> None:
+    def _add_tiers(self, highs: highspy.Highs, limits: MemoryLimits) -> None:
         for tier in {link.tier for link in self._profile.links}:
             if limits.of(tier) == inf:
                 continue
@@ -369,8 +378,8 @@ class _Load:
     def __init__(
         self,
         profile: StepProfile,
-        there: Sequence[tuple[Datum, Choice]],
-        instead_of: Sequence[tuple[Datum, Choice]] = (),
+        there: Sequence[tuple[SavedStorageProfile, StorageChoice]],
+        instead_of: Sequence[tuple[SavedStorageProfile, StorageChoice]] = (),
     ) -> None:
         places = len(profile.seconds) + 1
         self.held, self.resident = np.zeros(places), np.zeros(places)

@@ -9,10 +9,10 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.core.wire.decoding import from_json
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class StorageDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to one datum.
 
     Attributes:
@@ -30,7 +30,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     dtype: str
     layer: str
-    action: Action
+    action: MemoryAction
     saved: int
     tier: str | None = None
     offset: int = 0
@@ -62,7 +62,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         notes: what a person should know.
     """
 
-    decisions: tuple[Decision, ...]
+    decisions: tuple[StorageDecision, ...]
     recompute: tuple[str, ...] = ()
     reuse: tuple[str, ...] = ()
     seconds: float
@@ -85,9 +85,9 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     def changes_nothing(self) -> bool:
         """Return whether everything stays as it is."""
         installs = self.recompute or self.reuse
-        return not installs and all(d.action is Action.KEEP for d in self.decisions)
+        return not installs and all(d.action is MemoryAction.KEEP for d in self.decisions)
 
-    def bytes_of(self, action: Action) -> int:
+    def bytes_of(self, action: MemoryAction) -> int:
         """Return the bytes of the data to which this happens."""
         return sum(d.nbytes for d in self.decisions if d.action is action)
 

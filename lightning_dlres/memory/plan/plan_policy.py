@@ -11,20 +11,20 @@ from math import inf
 
 from torch import Tensor
 
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.copies import Copies, DirectCopies
 from lightning_dlres.memory.execute.gpu import Gpu
-from lightning_dlres.memory.execute.saved import Datum, Ledger, Order
-from lightning_dlres.memory.execute.spans import Span, dtype_name
+from lightning_dlres.memory.execute.saved import ByteCounter, Placement, SavedStorage
+from lightning_dlres.memory.execute.spans import ByteSpan, dtype_name
 from lightning_dlres.memory.execute.tiers import Tier
-from lightning_dlres.memory.plan.plan import Decision, MemoryPlan
+from lightning_dlres.memory.plan.plan import MemoryPlan, StorageDecision
 
 _DIRECT = DirectCopies()
-_KEEP = Order(Action.KEEP)
+_KEEP = Placement(MemoryAction.KEEP)
 
 
-class Follower:
-    """A conductor that follows that one of several plans whose data are saved.
+class PlanPolicy:
+    """A policy that follows that one of several plans whose data are saved.
 
     Args:
         plans: for steps like those to come; none: nothing is known of them.
@@ -46,7 +46,7 @@ class Follower:
         tiers: Mapping[str, Tier],
         copies: Mapping[str, Copies],
         fallback: Tier | None = None,
-        ledger: Ledger | None = None,
+        ledger: ByteCounter | None = None,
         gpu: Gpu | None = None,
     ) -> None:
         self._tiers, self._copies, self._fallback = tiers, copies, fallback
@@ -56,10 +56,10 @@ class Follower:
         self._next: dict[int, _Course] = {}
         self.unlike: str | None = None
         self.without_room = 0
-        self._data: dict[int, weakref.ref[Datum]] = {}
-        self._leaving: deque[tuple[int, Datum]] = deque()
+        self._data: dict[int, weakref.ref[SavedStorage]] = {}
+        self._leaving: deque[tuple[int, SavedStorage]] = deque()
         # A GPU compresses them; the originals are planned to go behind the next event.
-        self._packing: deque[tuple[int, Datum]] = deque()
+        self._packing: deque[tuple[int, SavedStorage]] = deque()
         self._wanted: deque[int] = deque()
         self._saved: list[tuple[int, str]] = []
         self._ledger, self._gpu = ledger, gpu
@@ -71,8 +71,8 @@ class Follower:
         return self._course.plan
 
     def start(self) -> None:
-        """See `Conductor`."""
-        self._settle(inf)
+        """See `OffloadPolicy`."""
+        self._wait_offloaded(inf)
         self._data.clear()
         self._saved.clear()
         self.unlike, self.seen = None, []
@@ -84,7 +84,7 @@ class Follower:
 
     def finish(self) -> None:
         """The step is over."""
-        self._settle(inf)
+        self._wait_offloaded(inf)
         if self.unlike is None and len(self._saved) != len(self._course.signature):
             exact = [c for c in self._courses if c.signature == self._saved]
             if exact:
@@ -96,20 +96,20 @@ class Follower:
             self._next[id(self._before)] = self._course
             self._before = self._course
 
-    def begin_save(self, tensor: Tensor, span: Span, number: int) -> Order:
-        """See `Conductor`."""
+    def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
+        """See `OffloadPolicy`."""
         decision = self._known(number, (span.stop - span.start, dtype_name(tensor.dtype)))
         if decision is None:
             if self._fallback is None:
                 return _KEEP
-            return Order(Action.OFFLOAD, self._fallback, None, _DIRECT)
+            return Placement(MemoryAction.OFFLOAD, self._fallback, None, _DIRECT)
         self._free_packed(decision.saved)
-        if decision.action is Action.KEEP:
+        if decision.action is MemoryAction.KEEP:
             return _KEEP
-        if decision.action is Action.COMPRESS:
-            return Order(decision.action, self._fallback, room=decision.room, gpu=self._gpu)
+        if decision.action is MemoryAction.COMPRESS:
+            return Placement(decision.action, self._fallback, room=decision.room, gpu=self._gpu)
         assert decision.tier is not None
-        return Order(
+        return Placement(
             decision.action,
             self._tiers[decision.tier],
             decision.offset,
@@ -118,7 +118,7 @@ class Follower:
             self._gpu,
         )
 
-    def _known(self, number: int, found: tuple[int, str]) -> Decision | None:
+    def _known(self, number: int, found: tuple[int, str]) -> StorageDecision | None:
         """Return what is planned for a datum; None where no plan knows it."""
         self._saved.append(found)
         if self.unlike is not None:
@@ -138,8 +138,8 @@ class Follower:
             self.unlike = f"datum {number}: {text} were saved, {planned} were planned"
         return None
 
-    def end_save(self, datum: Datum, done: bool) -> None:
-        """See `Conductor`."""
+    def end_save(self, datum: SavedStorage, done: bool) -> None:
+        """See `OffloadPolicy`."""
         if not done:
             self.without_room += 1
         if self.unlike is not None:
@@ -148,57 +148,57 @@ class Follower:
         self._data[datum.number] = weakref.ref(datum)
         if decision.left_by is not None:
             self._leaving.append((decision.left_by, datum))
-        elif decision.action is Action.COMPRESS:
+        elif decision.action is MemoryAction.COMPRESS:
             self._packing.append((decision.saved + 1, datum))
-        self._settle(decision.saved)
+        self._wait_offloaded(decision.saved)
         self._fetch(decision.saved)
         self._note()
 
-    def save_again(self, datum: Datum, tensor: Tensor) -> None:
-        """See `Conductor`."""
+    def save_again(self, datum: SavedStorage, tensor: Tensor) -> None:
+        """See `OffloadPolicy`."""
 
-    def begin_use(self, datum: Datum) -> None:
-        """See `Conductor`."""
+    def begin_use(self, datum: SavedStorage) -> None:
+        """See `OffloadPolicy`."""
         if self._packing:
             uses = self._uses_of(datum)
             if uses:
                 self._free_packed(uses[min(datum.uses + 1, len(uses)) - 1])
 
-    def end_use(self, datum: Datum) -> None:
-        """See `Conductor`."""
+    def end_use(self, datum: SavedStorage) -> None:
+        """See `OffloadPolicy`."""
         uses = self._uses_of(datum)
         if not uses:
             return
         place = uses[min(datum.uses, len(uses)) - 1]
-        self._settle(place)
+        self._wait_offloaded(place)
         self._fetch(place)
         self._note()
 
-    def _uses_of(self, datum: Datum) -> tuple[int, ...]:
+    def _uses_of(self, datum: SavedStorage) -> tuple[int, ...]:
         """Return when a datum was planned to be used; nothing for one of an earlier step."""
         known, decisions = self._data.get(datum.number), self._course.decisions
         if known is None or known() is not datum or datum.number >= len(decisions):
             return ()
         return decisions[datum.number].uses
 
-    def give_up(self, datum: Datum, tensor: Tensor) -> None:
-        """See `Conductor`."""
+    def take_ownership(self, datum: SavedStorage, tensor: Tensor) -> None:
+        """See `OffloadPolicy`."""
         self._note()
 
     def _note(self) -> None:
         if self._ledger is not None:
             self.seen.append((time.perf_counter(), self._ledger.now))
 
-    def _settle(self, place: float) -> None:
+    def _wait_offloaded(self, place: float) -> None:
         """Free what must have left by this event."""
         self._free_packed(place)
         while self._leaving and self._leaving[0][0] <= place:
-            self._leaving.popleft()[1].settle()
+            self._leaving.popleft()[1].wait_offloaded()
 
     def _free_packed(self, place: float) -> None:
         """Free the originals of what was compressed before this event, ahead of what it brings."""
         while self._packing and self._packing[0][0] <= place:
-            self._packing.popleft()[1].settle()
+            self._packing.popleft()[1].wait_offloaded()
 
     def _fetch(self, place: int) -> None:
         """Begin to bring back what may come by now."""
@@ -219,7 +219,7 @@ class _Course:
 
     def __init__(self, plan: MemoryPlan | None) -> None:
         self.plan = plan
-        self.decisions: tuple[Decision, ...] = plan.decisions if plan is not None else ()
+        self.decisions: tuple[StorageDecision, ...] = plan.decisions if plan is not None else ()
         self.signature = [(d.nbytes, d.dtype) for d in self.decisions]
         self.order = sorted(
             (number for number, d in enumerate(self.decisions) if d.fetch_at is not None),

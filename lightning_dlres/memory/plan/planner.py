@@ -16,21 +16,21 @@ import msgspec
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.plan.choices import (
     KEEP,
     NO_LIMITS,
     SPARE,
-    Choice,
-    Limits,
+    MemoryLimits,
+    StorageChoice,
     packed_room,
     room_for,
 )
 from lightning_dlres.memory.plan.milp import Program, Selection, choices_of
 from lightning_dlres.memory.plan.placement import Lifetime, overlap, place
-from lightning_dlres.memory.plan.plan import Decision, MemoryPlan
+from lightning_dlres.memory.plan.plan import MemoryPlan, StorageDecision
 from lightning_dlres.memory.plan.simulator import Outcome, simulate
-from lightning_dlres.memory.profile.step_profile import Datum, StepProfile
+from lightning_dlres.memory.profile.step_profile import SavedStorageProfile, StepProfile
 
 # How much of a copy's time is taken to show where the device computes meanwhile.
 _SHOWN = (1.0, 0.3, 0.02)
@@ -45,8 +45,8 @@ _MOST_PLACEMENTS = 6
 
 def plan_memory(
     profile: StepProfile,
-    limits: Limits,
-    actions: Sequence[Action] = tuple(Action),
+    limits: MemoryLimits,
+    actions: Sequence[MemoryAction] = tuple(MemoryAction),
     recompute: bool = True,
     reuse: bool = True,
 ) -> MemoryPlan:
@@ -81,8 +81,8 @@ def plan_memory(
 
 def _fastest(
     profile: StepProfile,
-    limits: Limits,
-    actions: Sequence[Action],
+    limits: MemoryLimits,
+    actions: Sequence[MemoryAction],
     recompute: bool,
     reuse: bool,
 ) -> Selection:
@@ -107,8 +107,8 @@ def _fastest(
 
 def smallest_budget(
     profile: StepProfile,
-    limits: Limits = NO_LIMITS,
-    actions: Sequence[Action] = tuple(Action),
+    limits: MemoryLimits = NO_LIMITS,
+    actions: Sequence[MemoryAction] = tuple(MemoryAction),
     recompute: bool = True,
     reuse: bool = True,
 ) -> int:
@@ -124,20 +124,20 @@ def smallest_budget(
     return found
 
 
-def _fits(profile: StepProfile, selection: Selection, limits: Limits) -> bool:
+def _fits(profile: StepProfile, selection: Selection, limits: MemoryLimits) -> bool:
     return _outcome(profile, selection, limits).excess <= 0
 
 
 def _outcome(
-    profile: StepProfile, selection: Selection, limits: Limits, spare: float = SPARE
+    profile: StepProfile, selection: Selection, limits: MemoryLimits, spare: float = SPARE
 ) -> Outcome:
     return simulate(profile, selection.choices, limits, selection.regions, spare, selection.reuses)
 
 
 def _refusal(
     profile: StepProfile,
-    limits: Limits,
-    actions: Sequence[Action],
+    limits: MemoryLimits,
+    actions: Sequence[MemoryAction],
     recompute: bool,
     reuse: bool,
 ) -> str:
@@ -161,7 +161,7 @@ def _too_small(what: str, got: float, smallest: int | None, of: str) -> str:
 
 
 def _improved(
-    profile: StepProfile, start: Selection, limits: Limits, actions: Sequence[Action]
+    profile: StepProfile, start: Selection, limits: MemoryLimits, actions: Sequence[MemoryAction]
 ) -> Selection:
     """Change single choices, or those of two data, while that makes the step faster."""
     inside = _decided(profile, start)
@@ -187,7 +187,7 @@ def _improved(
 class _Trials:
     """The best choices so far, and how many more may be tried."""
 
-    def __init__(self, profile: StepProfile, start: Selection, limits: Limits) -> None:
+    def __init__(self, profile: StepProfile, start: Selection, limits: MemoryLimits) -> None:
         self._profile, self._start, self._limits = profile, start, limits
         self.choices = list(start.choices)
         self._left = _MOST_EVENTS // len(profile.seconds)
@@ -198,7 +198,7 @@ class _Trials:
         """Return whether nothing more may be tried."""
         return self._left <= 0
 
-    def change(self, changes: dict[int, Choice]) -> bool:
+    def change(self, changes: dict[int, StorageChoice]) -> bool:
         """Change these choices if the step is faster then; return whether it is."""
         changed = list(self.choices)
         for number, choice in changes.items():
@@ -211,7 +211,7 @@ class _Trials:
         self.choices, self._least = changed, seconds
         return True
 
-    def _seconds(self, choices: Sequence[Choice]) -> float:
+    def _seconds(self, choices: Sequence[StorageChoice]) -> float:
         self._left -= 1
         selection = replace(self._start, choices=tuple(choices))
         outcome = _outcome(self._profile, selection, self._limits)
@@ -239,14 +239,14 @@ class _Place:
 
 
 def _written(
-    profile: StepProfile, selection: Selection, limits: Limits, plain: Outcome
+    profile: StepProfile, selection: Selection, limits: MemoryLimits, plain: Outcome
 ) -> MemoryPlan:
     outcome = _outcome(profile, selection, limits, spare=1.0)
     places, tiers = _places(profile, selection.choices)
     inside = _decided(profile, selection)
     reuses = [profile.reuses[index] for index in selection.reuses]
     decisions = tuple(
-        Decision(
+        StorageDecision(
             nbytes=datum.nbytes,
             dtype=datum.dtype,
             layer=datum.layer,
@@ -285,8 +285,8 @@ def _written(
     return msgspec.structs.replace(plan, notes=tuple(_notes(plan, profile)))
 
 
-def _room(datum: Datum, choice: Choice, place: _Place) -> int:
-    return packed_room(datum) if choice.action is Action.COMPRESS else place.room
+def _room(datum: SavedStorageProfile, choice: StorageChoice, place: _Place) -> int:
+    return packed_room(datum) if choice.action is MemoryAction.COMPRESS else place.room
 
 
 def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
@@ -308,7 +308,9 @@ def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
     return notes
 
 
-def _places(profile: StepProfile, choices: Sequence[Choice]) -> tuple[list[_Place], dict[str, int]]:
+def _places(
+    profile: StepProfile, choices: Sequence[StorageChoice]
+) -> tuple[list[_Place], dict[str, int]]:
     """Return where every datum lies in its tier, and the size of each tier's slab."""
     places, sizes = [_Place() for _ in choices], {}
     for link in profile.links:

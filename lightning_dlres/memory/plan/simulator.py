@@ -15,19 +15,19 @@ from math import inf
 
 import numpy as np
 
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.plan.choices import (
     NO_LIMITS,
     SPARE,
-    Choice,
-    Limits,
+    MemoryLimits,
+    StorageChoice,
     away_bytes,
     holding,
     packed_room,
     relief,
     room_for,
 )
-from lightning_dlres.memory.profile.step_profile import Link, Reuse, StepProfile
+from lightning_dlres.memory.profile.step_profile import Reuse, StepProfile, TierLink
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Outcome:
 
 def simulate(
     profile: StepProfile,
-    choices: Sequence[Choice],
-    limits: Limits = NO_LIMITS,
+    choices: Sequence[StorageChoice],
+    limits: MemoryLimits = NO_LIMITS,
     regions: Sequence[int] = (),
     spare: float = SPARE,
     reuses: Sequence[int] = (),
@@ -90,8 +90,8 @@ class _Step:
     def __init__(
         self,
         profile: StepProfile,
-        choices: Sequence[Choice],
-        limits: Limits,
+        choices: Sequence[StorageChoice],
+        limits: MemoryLimits,
         regions: Sequence[int],
         spare: float,
         reuses: Sequence[int],
@@ -156,7 +156,7 @@ class _Step:
         place = datum.uses[-1] if reuse.at is None else reuse.at
         self._wait[place] += reuse.seconds
 
-    def _leaves(self, number: int) -> Link | None:
+    def _leaves(self, number: int) -> TierLink | None:
         """Return the link that a datum takes; None where it stays."""
         choice = self._choices[number]
         if number in self._again or number in self._without or not choice.leaves:
@@ -237,9 +237,9 @@ class _Step:
         link = self._leaves(number)
         self._held += datum.nbytes
         most = self._held
-        if choice.action in (Action.COMPRESS, Action.BOTH):
+        if choice.action in (MemoryAction.COMPRESS, MemoryAction.BOTH):
             self._time += datum.encode_seconds
-        if choice.action is Action.COMPRESS:
+        if choice.action is MemoryAction.COMPRESS:
             packed = packed_room(datum, self._spare)
             self._held += packed
             most = self._held
@@ -275,7 +275,7 @@ class _Step:
             if self._again[number] == event:
                 self._again = {n: (-1 if f == event else f) for n, f in self._again.items()}
             return self._held
-        if number in self._without or choice.action is Action.KEEP or event != datum.uses[0]:
+        if number in self._without or choice.action is MemoryAction.KEEP or event != datum.uses[0]:
             return self._held
         link = self._leaves(number)
         if link is not None:
@@ -295,7 +295,7 @@ class _Step:
                 self._held += datum.nbytes
         else:
             self._held += datum.nbytes
-        if choice.action is not Action.OFFLOAD:
+        if choice.action is not MemoryAction.OFFLOAD:
             self._time += datum.decode_seconds
         self._freed[datum.end + 1] += datum.nbytes
         return self._held
@@ -331,7 +331,7 @@ class _Step:
             number, is_saved = self._at[ahead]
             if is_saved and number not in self._again:
                 datum = self._profile.data[number]
-                packs = self._choices[number].action is Action.COMPRESS
+                packs = self._choices[number].action is MemoryAction.COMPRESS
                 saves = datum.nbytes + (packed_room(datum, self._spare) if packs else 0)
         while self._leaving and (
             self._held + need + self._base[ahead] > self._limits.device

@@ -23,13 +23,13 @@ from lightning_dlres.memory.execute.recompute import comes_back
 from lightning_dlres.memory.execute.side_effects import Traces, tensors_in
 from lightning_dlres.memory.profile.meter import MemoryTrace
 from lightning_dlres.memory.profile.readers import Readers
-from lightning_dlres.memory.profile.step_profile import Datum, Layer, Region, Reuse
+from lightning_dlres.memory.profile.step_profile import Layer, Region, Reuse, SavedStorageProfile
 
 # So many steps of autograd's graph lie at most between a module's input and who made it.
 _MOST_NODES = 64
 
 
-class Clock(Protocol):
+class LayerClock(Protocol):
     """What a recorder tells."""
 
     @property
@@ -129,11 +129,11 @@ class LayerRecord:
         self._known: dict[Any, int] = {}
         self._makers: dict[Any, str] = {}
         self._storage_makers: dict[Any, str] = {}
-        self._clock: Clock | None = None
+        self._clock: LayerClock | None = None
         self._hooked: set[str] = set()
 
     @contextmanager
-    def watching(self, clock: Clock) -> Iterator[None]:
+    def watching(self, clock: LayerClock) -> Iterator[None]:
         """Inside of it, modules are followed."""
         self._clock, handles = clock, []
         # What hooks do would be done again.
@@ -175,7 +175,7 @@ class LayerRecord:
         if self._readers is not None:
             self._readers.note(self._open[-1].name if self._open else "", tensor, number)
 
-    def with_roles(self, data: Sequence[Datum]) -> tuple[Datum, ...]:
+    def with_roles(self, data: Sequence[SavedStorageProfile]) -> tuple[SavedStorageProfile, ...]:
         """Return the data with what is known only once their module has returned."""
         return tuple(
             msgspec.structs.replace(datum, role=self._roles.get(number, datum.role))
@@ -263,7 +263,10 @@ class LayerRecord:
         return tuple(found)
 
     def regions(
-        self, data: Sequence[Datum], marks: Sequence[tuple[int, int]], trace: MemoryTrace
+        self,
+        data: Sequence[SavedStorageProfile],
+        marks: Sequence[tuple[int, int]],
+        trace: MemoryTrace,
     ) -> tuple[Region, ...]:
         """Return the modules that can run again.
 
@@ -311,7 +314,7 @@ class LayerRecord:
                 found[inside] = region
         return tuple(found.values())
 
-    def reuses(self, data: Sequence[Datum], rate: float) -> tuple[Reuse, ...]:
+    def reuses(self, data: Sequence[SavedStorageProfile], rate: float) -> tuple[Reuse, ...]:
         """Return the modules that can do with less memory.
 
         Args:
@@ -320,7 +323,7 @@ class LayerRecord:
         """
         return () if self._readers is None else tuple(self._readers.reuses(data, rate))
 
-    def layers(self, data: Sequence[Datum], trace: MemoryTrace) -> tuple[Layer, ...]:
+    def layers(self, data: Sequence[SavedStorageProfile], trace: MemoryTrace) -> tuple[Layer, ...]:
         """Return the modules without children, in the order in which they ran."""
         found = []
         for name, calls in self._calls.items():

@@ -14,7 +14,7 @@ from lightning_dlres.core.host.slab import aligned
 from lightning_dlres.memory.execute.copies import Copies
 from lightning_dlres.memory.execute.gpu import Gpu
 from lightning_dlres.memory.execute.tiers import SlabTier
-from lightning_dlres.memory.profile.step_profile import Link
+from lightning_dlres.memory.profile.step_profile import TierLink
 
 # A copy of this size at most, and at least: new memory of more than some 32 MiB is asked of the
 # system every time, which takes longer than the copy.
@@ -34,7 +34,7 @@ def measure_link(
     pinned: bool,
     nbytes: int,
     gpu: Gpu | None = None,
-) -> Link:
+) -> TierLink:
     """Return the link to a tier.
 
     Args:
@@ -77,7 +77,7 @@ def measure_link(
     }
     copies.finish()
     latency = min(times[out, _SMALL_BYTES], times[back, _SMALL_BYTES])
-    return Link(
+    return TierLink(
         tier=name,
         out_rate=size / max(times[out, size] - latency, 1e-9),
         in_rate=size / max(times[back, size] - latency, 1e-9),

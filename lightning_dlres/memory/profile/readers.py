@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import storage_reference
 from lightning_dlres.memory.execute.reuse.install import has_own_forward
 from lightning_dlres.memory.execute.reuse.kinds import fit_of, is_relu
-from lightning_dlres.memory.profile.step_profile import Datum, Reuse
+from lightning_dlres.memory.profile.step_profile import Reuse, SavedStorageProfile
 
 # A ReLU's output is read once more for its signs, and they are written.
 _SIGNS_COPIES = 2.0
@@ -78,7 +78,7 @@ class Readers:
             is_input = tensor.nbytes == call.nbytes
         self._of.setdefault(number, []).append(_Reader(name, is_input))
 
-    def reuses(self, data: Sequence[Datum], rate: float) -> Iterator[Reuse]:
+    def reuses(self, data: Sequence[SavedStorageProfile], rate: float) -> Iterator[Reuse]:
         """Yield what could be done.
 
         Args:
@@ -125,7 +125,7 @@ class Readers:
 def _reuse(
     names: list[str],
     number: int,
-    datum: Datum,
+    datum: SavedStorageProfile,
     at: int | None,
     nbytes: int,
     signs: int,
@@ -141,6 +141,6 @@ def _reuse(
     )
 
 
-def _item(datum: Datum) -> int:
+def _item(datum: SavedStorageProfile) -> int:
     dtype: torch.dtype = getattr(torch, datum.dtype)
     return dtype.itemsize

@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_dlres.codecs import Raw, ZeroValue, decode
 from lightning_dlres.codecs.zvc import pays
 from lightning_dlres.kernels import zvc
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.gpu import Gpu
-from lightning_dlres.memory.execute.saved import Datum, Ledger, Order
-from lightning_dlres.memory.execute.spans import Span, dtype_name
+from lightning_dlres.memory.execute.saved import ByteCounter, Placement, SavedStorage
+from lightning_dlres.memory.execute.spans import ByteSpan, dtype_name
 from lightning_dlres.memory.execute.tiers import Tier
 from lightning_dlres.memory.profile import step_profile as profile
 from lightning_dlres.memory.profile.layer_record import LayerRecord
@@ -52,8 +52,8 @@ class _Noted:
     end: int | None = None
 
 
-class Recorder:
-    """A conductor that sends everything away, and notes what it sees.
+class ProfilingPolicy:
+    """A policy that sends everything away, and notes what it sees.
 
     Args:
         tier: where everything goes.
@@ -68,7 +68,7 @@ class Recorder:
         self,
         tier: Tier,
         meter: Meter,
-        ledger: Ledger,
+        ledger: ByteCounter,
         layers: LayerRecord | None,
         gpu: Gpu | None,
         measures_codec: bool = True,
@@ -76,7 +76,7 @@ class Recorder:
         self._tier, self._meter, self._ledger = tier, meter, ledger
         self._layers, self._gpu, self._measures_codec = layers, gpu, measures_codec
         self._data: list[_Noted] = []
-        self._of: weakref.WeakKeyDictionary[Datum, _Noted] = weakref.WeakKeyDictionary()
+        self._of: weakref.WeakKeyDictionary[SavedStorage, _Noted] = weakref.WeakKeyDictionary()
         self._seconds: list[float] = []
         # For every interval the marks at its beginning and its end, and what is there at its
         # beginning that is not the base.
@@ -139,7 +139,7 @@ class Recorder:
         """Note this moment in the meter's trace."""
         return self._meter.mark(ours=False)
 
-    def profile(self, links: Iterable[profile.Link], rate: float = inf) -> StepProfile:
+    def profile(self, links: Iterable[profile.TierLink], rate: float = inf) -> StepProfile:
         """Return what was measured.
 
         Args:
@@ -148,7 +148,7 @@ class Recorder:
         """
         last = len(self._seconds) - 1
         data = tuple(
-            profile.Datum(
+            profile.SavedStorageProfile(
                 nbytes=noted.nbytes,
                 dtype=dtype_name(noted.tensor_dtype),
                 shape=noted.shape,
@@ -198,10 +198,10 @@ class Recorder:
         return max(most, trace.peak(began, ended) - held - released)
 
     def start(self) -> None:
-        """See `Conductor`."""
+        """See `OffloadPolicy`."""
 
-    def begin_save(self, tensor: Tensor, span: Span, number: int) -> Order:
-        """See `Conductor`."""
+    def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
+        """See `OffloadPolicy`."""
         self._enter()
         packed, encode_seconds, decode_seconds = self._try_codec(span.of(tensor), tensor.dtype)
         layer, role = "", "internal"
@@ -224,17 +224,17 @@ class Recorder:
         self._lingering += span.nbytes
         storage = tensor.untyped_storage()
         weakref.finalize(storage, self._gone, noted).atexit = False
-        return Order(Action.OFFLOAD, self._tier)
+        return Placement(MemoryAction.OFFLOAD, self._tier)
 
-    def end_save(self, datum: Datum, done: bool) -> None:
-        """See `Conductor`."""
+    def end_save(self, datum: SavedStorage, done: bool) -> None:
+        """See `OffloadPolicy`."""
         noted = self._data[-1]
         self._of[datum] = noted
         weakref.finalize(datum, self._ended, noted).atexit = False
         self._resume()
 
-    def save_again(self, datum: Datum, tensor: Tensor) -> None:
-        """See `Conductor`."""
+    def save_again(self, datum: SavedStorage, tensor: Tensor) -> None:
+        """See `OffloadPolicy`."""
         self._marks += 1
         noted = self._of.get(datum)
         if noted is not None:
@@ -242,21 +242,21 @@ class Recorder:
         if self._layers is not None:
             self._layers.saving_again(tensor, datum.number)
 
-    def begin_use(self, datum: Datum) -> None:
-        """See `Conductor`."""
+    def begin_use(self, datum: SavedStorage) -> None:
+        """See `OffloadPolicy`."""
         if self._is_open:
             self._enter()
             noted = self._of.get(datum)
             if noted is not None:
                 noted.uses.append(len(self._seconds) - 1)
 
-    def end_use(self, datum: Datum) -> None:
-        """See `Conductor`."""
+    def end_use(self, datum: SavedStorage) -> None:
+        """See `OffloadPolicy`."""
         if self._is_open:
             self._resume()
 
-    def give_up(self, datum: Datum, tensor: Tensor) -> None:
-        """See `Conductor`."""
+    def take_ownership(self, datum: SavedStorage, tensor: Tensor) -> None:
+        """See `OffloadPolicy`."""
         noted = self._of.get(datum)
         if noted is not None:
             noted.given_up = tensor.data_ptr()

@@ -14,7 +14,7 @@ from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.core.wire.decoding import from_json
 
 
-class Datum(msgspec.Struct, frozen=True, kw_only=True):
+class SavedStorageProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that autograd saves, for all tensors that are views of it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Datum(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.uses) and self.gone < self.uses[0]
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class TierLink(msgspec.Struct, frozen=True, kw_only=True):
     """The way to a tier, which carries what leaves and what comes back, one after another.
 
     Attributes:
@@ -156,8 +156,8 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: tuple[float, ...]
     base: tuple[int, ...]
-    data: tuple[Datum, ...]
-    links: tuple[Link, ...] = ()
+    data: tuple[SavedStorageProfile, ...]
+    links: tuple[TierLink, ...] = ()
     regions: tuple[Region, ...] = ()
     reuses: tuple[Reuse, ...] = ()
     layers: tuple[Layer, ...] = ()

@@ -34,7 +34,7 @@ _KINDS = frozenset((HEARTBEAT, ABORT, GOODBYE, CONFIRM))
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """Why the run cannot go on: the rank at fault, and a sentence that names it."""
 
     origin: int
@@ -94,14 +94,14 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Patience:
+class HeartbeatPatience:
     """When silence becomes a failure, in seconds."""
 
     deadline: float
     interval: float
 
     @classmethod
-    def of(cls, deadline: float) -> Patience:
+    def of(cls, deadline: float) -> HeartbeatPatience:
         return cls(deadline, min(deadline / 10, 1.0))
 
     def complaint(self, line: Line, name: str, now: float, trust_cut: bool) -> str | None:
@@ -147,7 +147,7 @@ class Side(abc.ABC):
         self.close = endpoint.close
 
     @abc.abstractmethod
-    def take(self, message: Message, now: float) -> Failure | None:
+    def take(self, message: Message, now: float) -> RankFailure | None:
         """Act on a message; return the failure that it tells of."""
 
     @abc.abstractmethod
@@ -159,24 +159,24 @@ class Side(abc.ABC):
         """Send what is due once an interval."""
 
     @abc.abstractmethod
-    def relay(self, failure: Failure) -> None:
+    def relay(self, failure: RankFailure) -> None:
         """Pass on a failure that is new to this side."""
 
-    def trusts_cuts(self, patience: Patience, now: float) -> bool:
+    def trusts_cuts(self, patience: HeartbeatPatience, now: float) -> bool:
         """Return whether a closed connection can be told from one that was opened anew."""
         return True
 
-    def judge(self, patience: Patience, now: float) -> Failure | None:
+    def judge(self, patience: HeartbeatPatience, now: float) -> RankFailure | None:
         """Return the failure that silence and lost connections show."""
         trust_cut = self.trusts_cuts(patience, now)
         for line in self.lines:
             complaint = patience.complaint(line, self.names[line.rank], now, trust_cut)
             if complaint:
                 line.lost = True
-                return Failure(line.rank, complaint)
+                return RankFailure(line.rank, complaint)
         return None
 
-    def tell(self, kind: str, failure: Failure | None = None) -> None:
+    def tell(self, kind: str, failure: RankFailure | None = None) -> None:
         """Send everyone a note, until each has confirmed it."""
         note = self._note() if failure is None else self._note(failure.origin, failure.message)
         for line in self.lines:
@@ -219,7 +219,7 @@ class Hub(Side):
         self._speakers: dict[int, int] = {}
         self._unknown: dict[int, float] = {}
 
-    def take(self, message: Message, now: float) -> Failure | None:
+    def take(self, message: Message, now: float) -> RankFailure | None:
         note = self._read(message, range(1, len(self.names)))
         line = self.lines[note.sender - 1]
         line.listen(now)
@@ -234,7 +234,7 @@ class Hub(Side):
         else:
             line.left = line.left or message.kind == GOODBYE
             self._send(line, CONFIRM, self._note(confirms=message.kind))
-        return Failure(note.sender, note.reason) if message.kind == ABORT else None
+        return RankFailure(note.sender, note.reason) if message.kind == ABORT else None
 
     def connections(self, now: float) -> None:
         for event in self._server.connection_events():
@@ -251,12 +251,12 @@ class Hub(Side):
     def beat(self) -> None:
         """Do nothing: the hub answers heartbeats."""
 
-    def trusts_cuts(self, patience: Patience, now: float) -> bool:
+    def trusts_cuts(self, patience: HeartbeatPatience, now: float) -> bool:
         # A connection that has not spoken yet may be a rank that is back, but busy; for as long as
         # a rank may be silent. A stranger that connects and says nothing is trusted no longer.
         return all(now - since > patience.deadline for since in self._unknown.values())
 
-    def relay(self, failure: Failure) -> None:
+    def relay(self, failure: RankFailure) -> None:
         self.tell(ABORT, failure)
 
     def _send(self, line: Line, kind: str, note: Note) -> None:
@@ -273,7 +273,7 @@ class Member(Side):
         super().__init__(rank, client, [self._hub], invitation)
         self._client = client
 
-    def take(self, message: Message, now: float) -> Failure | None:
+    def take(self, message: Message, now: float) -> RankFailure | None:
         note = self._read(message, (0,))
         self._hub.listen(now)
         if message.kind == CONFIRM:
@@ -281,7 +281,7 @@ class Member(Side):
         elif message.kind != HEARTBEAT:
             self._hub.left = self._hub.left or message.kind == GOODBYE
             self._send(self._hub, CONFIRM, self._note(confirms=message.kind))
-        return Failure(note.origin, note.reason) if message.kind == ABORT else None
+        return RankFailure(note.origin, note.reason) if message.kind == ABORT else None
 
     def connections(self, now: float) -> None:
         for event in self._client.connection_events():
@@ -291,7 +291,7 @@ class Member(Side):
         self._send(self._hub, HEARTBEAT, self._note())
         self._settle(self._hub)
 
-    def relay(self, failure: Failure) -> None:
+    def relay(self, failure: RankFailure) -> None:
         """Do nothing: members learn of failures from the hub, or of the hub's own."""
 
     def _send(self, line: Line, kind: str, note: Note) -> None:

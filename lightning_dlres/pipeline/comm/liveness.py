@@ -1,4 +1,4 @@
-"""Failure detection for a group of ranks, so that no rank waits for one that is gone.
+"""RankFailure detection for a group of ranks, so that no rank waits for one that is gone.
 
 A collective cannot tell a slow peer from a dead one: gloo and NCCL wait for minutes, and then name
 nobody. A `Watch` runs beside the training in a thread of its own. Rank 0 is the hub of a star; each
@@ -42,20 +42,20 @@ from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.net import Client, Limits, Server, is_loopback
+from lightning_dlres.core.wire.net import Client, Server, SocketLimits, is_loopback
 from lightning_dlres.pipeline.comm.heartbeat import (
     ABORT,
     GOODBYE,
-    Failure,
+    HeartbeatPatience,
     Hub,
     Invitation,
     Member,
-    Patience,
+    RankFailure,
     Side,
     identity,
 )
 
-__all__ = ["Failure", "Watch"]
+__all__ = ["RankFailure", "Watch"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 FLUSH_SECONDS = 1.0
 # Of the text of a failure, which may hold a whole log.
 _LONGEST_TEXT = 64 << 10
-_LIMITS = Limits(message_bytes=1 << 20, unread_bytes=64 << 20, connections=4096, queued=1000)
+_LIMITS = SocketLimits(message_bytes=1 << 20, unread_bytes=64 << 20, connections=4096, queued=1000)
 
 
 class Watch:
@@ -79,7 +79,7 @@ class Watch:
         self,
         side: Side,
         invitation: bytes,
-        patience: Patience,
+        patience: HeartbeatPatience,
         grace: float,
         report: Callable[[str], None] | None,
         kill: Callable[[], None] | None,
@@ -95,8 +95,8 @@ class Watch:
         self._report = report or _to_stderr
         self._kill = kill or _exit
         self._parent = parent
-        self._failure: Failure | None = None
-        self._announcement: Failure | None = None
+        self._failure: RankFailure | None = None
+        self._announcement: RankFailure | None = None
         self._known = False
         self._delivered = threading.Event()
         self._closing = threading.Event()
@@ -153,7 +153,7 @@ class Watch:
             client_secret=client_keys.secret if client_keys else b"",
         )
         encoded = msgspec.msgpack.encode(invitation)
-        patience = Patience.of(deadline)
+        patience = HeartbeatPatience.of(deadline)
         return cls(Hub(server, invitation), encoded, patience, grace, report, kill, None)
 
     @classmethod
@@ -203,14 +203,17 @@ class Watch:
             monitor=True,
         )
         # The hub counts on heartbeats at its own pace, whatever this rank's patience.
-        patience = Patience(
-            own, min(Patience.of(own).interval, Patience.of(invited.deadline).interval)
+        patience = HeartbeatPatience(
+            own,
+            min(
+                HeartbeatPatience.of(own).interval, HeartbeatPatience.of(invited.deadline).interval
+            ),
         )
         side = Member(rank, client, invited)
         return cls(side, invitation, patience, grace, report, kill, watch_parent)
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> RankFailure | None:
         """The first failure of another rank, as this rank learned it; it outlives `close`."""
         return self._failure
 
@@ -249,7 +252,7 @@ class Watch:
         """
         if self._failure is None and self._announcement is None and not self._closing.is_set():
             text = text_of(f"{self.names[self.rank]} gave up: {message}")[:_LONGEST_TEXT]
-            self._announcement = Failure(self.rank, text)
+            self._announcement = RankFailure(self.rank, text)
             self._side.interrupt()
             self._delivered.wait(FLUSH_SECONDS)
 
@@ -283,7 +286,7 @@ class Watch:
             # A broken watch must not pass for a healthy run.
             _log.exception("the watch broke")
             broken = f"the watch of {self.names[self.rank]} broke: {error!r}"
-            self._learn(Failure(self.rank, broken))
+            self._learn(RankFailure(self.rank, broken))
             if not self._closing.wait(self._grace):
                 self._end()
         finally:
@@ -335,7 +338,7 @@ class Watch:
             return
         if failure is not None and failure.origin == self.rank:
             given_up = f"the other ranks gave up on this one: {failure.message}"
-            failure = Failure(self.rank, given_up)
+            failure = RankFailure(self.rank, given_up)
         if failure is not None:
             self._fail(failure)
 
@@ -361,21 +364,21 @@ class Watch:
         if failure is not None:
             self._fail(failure)
 
-    def _orphaned(self) -> Failure | None:
+    def _orphaned(self) -> RankFailure | None:
         hub = self._side.lines[0] if self._parent is not None else None
         if hub is None or hub.left or os.getppid() == self._parent:
             return None
         hub.lost = True
-        return Failure(0, f"{self.names[0]} is gone: this process has lost its parent")
+        return RankFailure(0, f"{self.names[0]} is gone: this process has lost its parent")
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: RankFailure) -> None:
         """Take in the first failure; later ones follow from it and are dropped."""
         if not self._known:
             self._known = True
             self._learn(failure)
             self._side.relay(failure)
 
-    def _learn(self, failure: Failure) -> None:
+    def _learn(self, failure: RankFailure) -> None:
         """Say it first: whoever sees the failure may end the process at once."""
         if self._closing.is_set():
             return

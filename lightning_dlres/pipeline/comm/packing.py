@@ -65,7 +65,7 @@ def sizes(frame: Tensor) -> tuple[int, int]:
     return end, header
 
 
-def header_of(packed: Tensor, size: int, peer: str) -> payload.Header:
+def header_of(packed: Tensor, size: int, peer: str) -> payload.PayloadHeader:
     """Return the header of a message whose frames have come.
 
     Raises:
@@ -74,7 +74,9 @@ def header_of(packed: Tensor, size: int, peer: str) -> payload.Header:
     return payload.decode_header(packed.numpy()[_PREFIX.size : _PREFIX.size + size].data, peer)
 
 
-def packed_tensors(packed: Tensor, end: int, size: int, header: payload.Header) -> list[Tensor]:
+def packed_tensors(
+    packed: Tensor, end: int, size: int, header: payload.PayloadHeader
+) -> list[Tensor]:
     """Return the large tensors that are in the frames; none if these travel on their own.
 
     They are copies: what shares a frame would keep all of it alive, would be saved with all of it,

@@ -1,5 +1,5 @@
-"""Buffers of a stage (running statistics and the like) kept alike on all virtual machines: those of
-the first VM count."""
+"""Buffers of a stage (running statistics and the like) kept alike on all replicas: those of
+the first replica count."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_dlres.pipeline.comm.mailbox import wait_for
 
 
 class BufferSync:
-    """Sends the first VM's buffers to the same stage of the others, as DistributedDataParallel does
-    from its first rank.
+    """Sends the first replica's buffers to the same stage of the others, as
+    DistributedDataParallel does from its first rank.
 
     Args:
         tensors: returns the stage's buffers, and the parameters that forward changes, in one order
             on all replicas. A layer may replace a buffer at any time.
-        group: the ranks of this stage over all VMs; None if there is only one VM.
-        source: global rank of the stage in the first VM.
+        group: the ranks of this stage over all replicas; None if there is only one replica.
+        source: global rank of the stage in the first replica.
         timeout, check: deadline in seconds, and what to call while waiting.
     """
 
@@ -42,7 +42,7 @@ class BufferSync:
             some = [b for b in buffers if b.dtype == dtype]
             flat = torch.cat([b.detach().reshape(-1) for b in some])
             work = dist.broadcast(flat, self._source, group=self._group, async_op=True)
-            wait_for(work, "the buffers of the first virtual machine", self._timeout, self._check)
+            wait_for(work, "the buffers of the first replica", self._timeout, self._check)
             with torch.no_grad():
                 for buffer, value in zip(some, flat.split([b.numel() for b in some]), strict=True):
                     buffer.copy_(value.view(buffer.shape))

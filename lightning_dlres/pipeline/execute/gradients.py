@@ -1,7 +1,7 @@
 """Gradients summed over the ranks that hold the same parameter (E3, E7): the same stage of every
-VM, and tied parameters.
+replica, and tied parameters.
 
-The loss is that of the global batch, so the sum over VMs is the gradient; no division is needed.
+The loss is that of the global batch, so the sum over replicas is the gradient, undivided.
 The gradients of a stage's own layers go out in buckets as soon as backward has passed the layer,
 while the layers below still compute; parameters with several holders follow when the stage is done.
 """
@@ -36,7 +36,7 @@ def make_groups(
     """
     groups = {}
     for stages in sorted(set(owners.values()) | {(stage,) for stage in range(plan.stages)}):
-        ranks = sorted(machine[stage] for machine in plan.machines for stage in stages)
+        ranks = sorted(replica[stage] for replica in plan.replicas for stage in stages)
         if len(ranks) > 1:
             group = dist.new_group(ranks, timeout=timeout)
             if isinstance(group, dist.ProcessGroup):
@@ -62,7 +62,7 @@ class GradientSync:
 
     Args:
         layer_parameters: trainable parameters of every layer of this stage, by position.
-        outer: trainable parameters outside of the layers.
+        non_pipelined: trainable parameters outside of the layers.
         owners: the stages that hold each parameter.
         groups: see `make_groups`.
         stage: this stage.
@@ -73,7 +73,7 @@ class GradientSync:
     def __init__(
         self,
         layer_parameters: Sequence[Sequence[nn.Parameter]],
-        outer: Sequence[nn.Parameter],
+        non_pipelined: Sequence[nn.Parameter],
         owners: Owners,
         groups: Groups,
         stage: int,
@@ -93,7 +93,7 @@ class GradientSync:
         )
         # Every holder must meet the others in one order: that of the parameters in the whole model,
         # which all ranks know.
-        mine = set(lowest) | set(outer)
+        mine = set(lowest) | set(non_pipelined)
         shared = [p for p in owners if p in mine and p not in own and owners[p] in groups]
         self._shared = [
             _Bucket(key, 0, [p for p in shared if owners[p] == key and p.dtype == dtype])
@@ -121,7 +121,7 @@ class GradientSync:
         for bucket, data, work in self._pending:
             wait_for(
                 work,
-                f"the gradients of stages {list(bucket.stages)} from all virtual machines",
+                f"the gradients of stages {list(bucket.stages)} from all replicas",
                 self._timeout,
                 self._check,
             )
@@ -174,8 +174,8 @@ def _pack(bucket: _Bucket, buffer: GradientBuffer) -> Tensor:
     """Return the gradients in one vector, followed by one number per parameter: 1 where there is a
     gradient here.
 
-    Holders without a gradient (a VM without a micro-batch, an unused parameter) add zero; where
-    nobody has one, there is none afterwards either, as in plain training.
+    Holders without a gradient (a replica without a micro-batch, an unused parameter) add zero. If
+    no holder has one, there is none afterwards either, as in plain training.
     """
     # Taken out of the buffer: what is on its way shall not be held twice.
     found = [buffer.pop(p) for p in bucket.parameters]

@@ -79,8 +79,8 @@ def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None
     if isinstance(optimizer, SparseAdam) and any(p in summed for p in parameters):
         raise ConfigError(
             f"{type(optimizer).__name__} takes sparse gradients only, and gradients that are "
-            "summed over several ranks are dense: those of several virtual machines, and of "
-            "parameters outside of the layers. Use one virtual machine with the embedding among "
+            "summed over several ranks are dense: those of several replicas, and of "
+            "parameters outside of the layers. Use one replica with the embedding among "
             "the layers, or Adam."
         )
 

@@ -1,7 +1,7 @@
-"""Deploying a model over stages (Method D, D1): who owns which parameter, and foreign ones without
+"""Deploying a model over stages (Method D, D1): who owns which parameter, and remote ones without
 storage.
 
-A foreign parameter becomes a meta tensor *in place*: the Parameter object stays the same, so it
+A remote parameter becomes a meta tensor *in place*: the Parameter object stays the same, so it
 keeps its index in the optimizer, its name in the state dict and its place in user code, and costs
 no memory.
 """
@@ -21,8 +21,8 @@ from lightning_dlres.core.rng import derive_seed, forked
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.remote_parameters import (
     class_of_own,
-    foreign_buffer,
-    mark_foreign,
+    mark_remote,
+    remote_buffer,
 )
 
 Owners = dict[nn.Parameter, tuple[int, ...]]
@@ -69,7 +69,7 @@ class ModelLayers:
             found[name] = layers.get(above)
         return found
 
-    def outer_modules(self) -> Iterator[tuple[str, nn.Module]]:
+    def non_pipelined_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules outside of the layers, each once, with a name; layers are not walked
         through, so that this costs little in every micro-batch."""
         waiting = [("", self.root)]
@@ -122,7 +122,7 @@ class ModelLayers:
             [p for p in self.modules[layer].parameters() if p.requires_grad] for layer in layers
         ]
 
-    def outer(self) -> list[nn.Parameter]:
+    def non_pipelined_parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters that the steps use outside of the layers."""
         named = self.root.named_parameters(remove_duplicate=False)
         outside = dict.fromkeys(p for name, p in named if self.layer_of(name) is None)
@@ -183,14 +183,14 @@ def _partition(
         if stage not in held_by:
             if not parameter.is_meta:
                 replace_storage(parameter, torch.empty_like(parameter, device="meta"))
-            mark_foreign(parameter)
+            mark_remote(parameter)
         elif not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)
     for module, stages in stages_of.items():
         held = stage in stages
         for name, buffer in list(module.named_buffers(recurse=False)):
             if not held:
-                setattr(module, name, foreign_buffer(buffer))
+                setattr(module, name, remote_buffer(buffer))
             elif buffer.device != device and not buffer.is_meta:
                 setattr(module, name, buffer.to(device))
 
@@ -200,7 +200,7 @@ def _drop_computed(module: nn.Module) -> None:
     whose graph would keep these from being moved. Where the module runs, they are computed anew."""
     for name, value in list(vars(module).items()):
         if isinstance(value, Tensor) and value.grad_fn is not None:
-            setattr(module, name, foreign_buffer(value))
+            setattr(module, name, remote_buffer(value))
 
 
 def materialise(
@@ -222,9 +222,9 @@ def materialise(
     mine = [(layer, layers.modules[layer]) for layer in plan.layers_of(stage)]
     names = {id(module): name for name, module in layers.root.named_modules()}
     within = {id(m) for layer in layers.modules for m in layer.modules()}
-    outer = [m for m in layers.root.modules() if id(m) not in within]
+    non_pipelined = [m for m in layers.root.modules() if id(m) not in within]
     for layer, modules in [
-        (-1, outer),
+        (-1, non_pipelined),
         *((index, list(module.modules())) for index, module in mine),
     ]:
         with forked(device):

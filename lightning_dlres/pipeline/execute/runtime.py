@@ -31,9 +31,9 @@ class Runtime:
         plan: who is where.
         rank: this rank.
         stage: this stage's layers.
-        outer: trainable parameters that user code uses outside of the layers.
+        non_pipelined: trainable parameters that user code uses outside of the layers.
         sync: sums gradients over their holders.
-        buffers: keeps the stage's buffers alike over VMs.
+        buffers: keeps the stage's buffers alike over replicas.
         mailbox: messages.
         tracer: gets a span for every action.
         microbatches: into how many the global batch is cut; fewer if it has fewer samples.
@@ -46,7 +46,7 @@ class Runtime:
         plan: PipelinePlan,
         rank: int,
         stage: Stage,
-        outer: Sequence[nn.Parameter],
+        non_pipelined: Sequence[nn.Parameter],
         sync: GradientSync,
         buffers: BufferSync,
         mailbox: Mailbox,
@@ -55,9 +55,14 @@ class Runtime:
         slowdown: float = 1.0,
     ) -> None:
         self.plan, self.rank, self.tracer, self.microbatches = plan, rank, tracer, microbatches
-        self.machine, self.stage_index = plan.place(rank)
-        self._ranks = plan.machines[self.machine]
-        self.stage, self.outer, self.sync, self.buffers = stage, list(outer), sync, buffers
+        self.replica, self.stage_index = plan.place(rank)
+        self._ranks = plan.replicas[self.replica]
+        self.stage, self.non_pipelined, self.sync, self.buffers = (
+            stage,
+            list(non_pipelined),
+            sync,
+            buffers,
+        )
         self._mailbox, self._slowdown = mailbox, slowdown
         self._count = 0
 
@@ -74,13 +79,13 @@ class Runtime:
     def train_only(
         self,
         trainable: Sequence[Sequence[nn.Parameter]],
-        outer: Sequence[nn.Parameter],
+        non_pipelined: Sequence[nn.Parameter],
         sync: GradientSync,
     ) -> None:
         """From now on, train these parameters of every layer of the stage, and these outside of the
         layers; other parameters were frozen or unfrozen."""
         self.stage.set_parameters(trainable)
-        self.outer, self.sync = list(outer), sync
+        self.non_pipelined, self.sync = list(non_pipelined), sync
 
     def forward(
         self,
@@ -98,7 +103,7 @@ class Runtime:
             stages only (else None).
         """
         sizes = self.announce(inputs if self.is_first else None, batch_digest, place)
-        own = share(len(sizes), len(self.plan.machines), self.machine)
+        own = share(len(sizes), len(self.plan.replicas), self.replica)
         parts = cut(map_tensors(Tensor.detach, inputs), sizes) if self.is_first else []
         outputs = []
         for microbatch in own:
@@ -120,7 +125,7 @@ class Runtime:
         """Tell all ranks how the batch is cut; every rank compares its batch, and the place in the
         user's code, with those of the announcing rank."""
         self._count += 1
-        announcer = self.plan.machines[0][0]
+        announcer = self.plan.replicas[0][0]
         message = None
         if self.rank == announcer:
             samples = samples_in(inputs) or 1
@@ -180,22 +185,22 @@ class Runtime:
             time.sleep(computed * (self._slowdown - 1.0))
 
     def last_ranks(self, sizes: Sequence[int]) -> list[int]:
-        """Return the last stage's rank of every VM that has a micro-batch."""
-        machines = self.plan.machines
+        """Return the last stage's rank of every replica that has a micro-batch."""
+        replicas = self.plan.replicas
         return [
-            m[-1] for index, m in enumerate(machines) if share(len(sizes), len(machines), index)
+            m[-1] for index, m in enumerate(replicas) if share(len(sizes), len(replicas), index)
         ]
 
     def machine_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Return the number of samples of every VM that has a micro-batch."""
-        machines = len(self.plan.machines)
+        """Return the number of samples of every replica that has a micro-batch."""
+        replicas = len(self.plan.replicas)
         counts = [
-            sum(sizes[m] for m in share(len(sizes), machines, index)) for index in range(machines)
+            sum(sizes[m] for m in share(len(sizes), replicas, index)) for index in range(replicas)
         ]
         return [count for count in counts if count]
 
     def exchange_outputs(self, output: Tree, sizes: Sequence[int]) -> list[Tree]:
-        """Last stages: return every VM's output, in order; this rank's own is passed through
+        """Last stages: return every replica's output, in order; this rank's own is passed through
         untouched."""
         ranks = self.last_ranks(sizes)
         for peer in ranks:

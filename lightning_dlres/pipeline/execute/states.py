@@ -31,7 +31,7 @@ def gather_model_state(
     local one.
 
     Args:
-        state: the local state dict; foreign entries are meta tensors.
+        state: the local state dict; remote entries are meta tensors.
     """
     home = {key: _home(layers.layer_of(key), plan) for key in state}
     mine = {key: _on_cpu(value) for key, value in state.items() if home[key] == mailbox.rank}
@@ -55,7 +55,7 @@ def gather_optimizer_state(
         state: the local optimizer's `state_dict()`.
         parameters: the optimizer's parameters, by index.
     """
-    home = [plan.machines[0][owners[p][0]] for p in parameters]
+    home = [plan.replicas[0][owners[p][0]] for p in parameters]
     mine = {
         i: _on_cpu_tree(entry) for i, entry in state["state"].items() if home[i] == mailbox.rank
     }
@@ -100,7 +100,7 @@ def align_holders(
     """Make parameters with several holders equal to the first holder's; for models that were
     materialised piece by piece."""
     for name, parameter in layers.root.named_parameters():
-        ranks = [machine[stage] for machine in plan.machines for stage in owners[parameter]]
+        ranks = [replica[stage] for replica in plan.replicas for stage in owners[parameter]]
         if len(ranks) > 1 and mailbox.rank in ranks:
             if mailbox.rank == ranks[0]:
                 for rank in ranks[1:]:
@@ -119,7 +119,7 @@ def make_whole(layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox:
 
 
 def _make_whole(layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox) -> None:
-    holders = plan.machines[0]
+    holders = plan.replicas[0]
     home: dict[nn.Module, int] = {}
     for index, layer in enumerate(layers.modules):
         for module in layer.modules():
@@ -151,7 +151,7 @@ def _make_whole(layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox
 
 
 def _home(layer: int | None, plan: PipelinePlan) -> int:
-    return 0 if layer is None else plan.machines[0][plan.stage_of(layer)]
+    return 0 if layer is None else plan.replicas[0][plan.stage_of(layer)]
 
 
 def _to_rank_zero(mine: Tree, sources: list[int], mailbox: Mailbox, what: str) -> list[Tree]:

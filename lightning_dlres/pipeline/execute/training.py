@@ -55,8 +55,8 @@ class TrainResult:
 
     Attributes:
         gradients: sum over the batch for every parameter held here, multiplied by the loss scale.
-        records: what the last stages recorded: of the first VM only under GPipe, of every VM that
-            had a micro-batch under 1F1B.
+        records: records of the last stages: of the first replica only under GPipe, of every
+            replica that had a micro-batch under 1F1B.
         sizes: samples of every micro-batch.
     """
 
@@ -101,7 +101,7 @@ class TrainingStep:
                 and peer.
         """
         try:
-            with hooks_suspended([*self.stage.parameters, *self.runtime.outer]):
+            with hooks_suspended([*self.stage.parameters, *self.runtime.non_pipelined]):
                 return self._run(batch_digest)
         except BaseException:
             self.stage.forget()
@@ -111,7 +111,7 @@ class TrainingStep:
         runtime, plan = self.runtime, self.runtime.plan
         whole = self.user.module_inputs() if runtime.is_first else None
         self.sizes = runtime.announce(whole, batch_digest)
-        self.own = share(len(self.sizes), len(plan.machines), runtime.machine)
+        self.own = share(len(self.sizes), len(plan.replicas), runtime.replica)
         if runtime.is_first:
             parts = cut(whole, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
@@ -179,7 +179,7 @@ class TrainingStep:
         trees = [self.outputs.pop(m) for m in self.own]
         leaves = [tensors_of(tree) for tree in trees]
         output = join([_entered(tree) for tree in trees], sizes)
-        if len(self.runtime.plan.machines) > 1:
+        if len(self.runtime.plan.replicas) > 1:
             output = join(
                 self.runtime.exchange_outputs(output, self.sizes),
                 self.runtime.machine_sizes(self.sizes),
@@ -187,10 +187,10 @@ class TrainingStep:
         with self.runtime.computing("loss", ALL_MICROBATCHES):
             loss = self.user.finish(output, None, self.sizes)
             del output  # a copy of all outputs, which the loss may not need any more
-            # Every VM's last stage computes the same loss over the same batch: what lies outside of
-            # the layers counts once.
-            outer = self.runtime.outer if self.runtime.machine == 0 else []
-            self.take_gradients(loss, leaves, outer, self.scale)
+            # Every replica's last stage computes the same loss over the same batch: parameters
+            # outside of the layers count once.
+            non_pipelined = self.runtime.non_pipelined if self.runtime.replica == 0 else []
+            self.take_gradients(loss, leaves, non_pipelined, self.scale)
         self.finish_loss()
 
     def loss_of_part(self, m: int) -> None:
@@ -200,7 +200,7 @@ class TrainingStep:
             loss = self.user.finish(_entered(tree), m, self.sizes)
             weight = self.sizes[m] / sum(self.sizes)
             self.take_gradients(
-                loss, [tensors_of(tree)], self.runtime.outer, self.scale * weight, [m]
+                loss, [tensors_of(tree)], self.runtime.non_pipelined, self.scale * weight, [m]
             )
         if m == self.own[-1]:
             self.finish_loss()
@@ -213,19 +213,19 @@ class TrainingStep:
         self,
         loss: Tensor,
         leaves: list[list[Tensor]],
-        outer: Sequence[nn.Parameter],
+        non_pipelined: Sequence[nn.Parameter],
         scale: float,
         microbatches: Sequence[int] | None = None,
     ) -> None:
         wanted = [leaf for part in leaves for leaf in part if leaf.requires_grad]
         results: Iterator[Tensor | None] = iter([None] * len(wanted))
-        if loss.requires_grad and (wanted or outer):
+        if loss.requires_grad and (wanted or non_pipelined):
             # The gradient of scale * loss, which need not be computed for that. In half precision
             # the scale may be infinite, as that gradient would be: a product is, `full` raises.
             start = torch.ones_like(loss).mul_(scale)
-            found = torch.autograd.grad(loss, [*wanted, *outer], start, allow_unused=True)
+            found = torch.autograd.grad(loss, [*wanted, *non_pipelined], start, allow_unused=True)
             results = iter(found)
-            for parameter, gradient in zip(outer, found[len(wanted) :], strict=True):
+            for parameter, gradient in zip(non_pipelined, found[len(wanted) :], strict=True):
                 if gradient is not None:
                     self.buffer.add(parameter, gradient)
         for m, part in zip(microbatches or self.own, leaves, strict=True):
@@ -260,12 +260,14 @@ class TrainingStep:
 
     def backward_into_step(self) -> None:
         """First stage: go on through what the step did before the module's call."""
-        outer = self.runtime.outer
-        if not self.input_gradients or not outer:
+        non_pipelined = self.runtime.non_pipelined
+        if not self.input_gradients or not non_pipelined:
             return
         tensors, gradients = zip(*self.input_gradients, strict=True)
         for parameter, gradient in zip(
-            outer, torch.autograd.grad(tensors, outer, gradients, allow_unused=True), strict=True
+            non_pipelined,
+            torch.autograd.grad(tensors, non_pipelined, gradients, allow_unused=True),
+            strict=True,
         ):
             if gradient is not None:
                 self.buffer.add(parameter, gradient)

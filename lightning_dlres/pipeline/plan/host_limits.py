@@ -57,8 +57,8 @@ def within_hosts(
 def _held(plan: PipelinePlan, cluster: Cluster) -> Counter[str]:
     """Return the planned peaks of each host's ranks without a limit of their own, added up."""
     workload, found = plan.workload(), Counter[str]()
-    for machine in plan.machines:
-        for stage, rank in enumerate(machine):
+    for replica in plan.replicas:
+        for stage, rank in enumerate(replica):
             device = cluster.devices[rank]
             if device.memory_limit is None:
                 layers = plan.layers_of(stage)

@@ -1,4 +1,4 @@
-"""The plan of a pipeline: which rank is which stage of which VM, and which layers each stage holds.
+"""The plan of a pipeline: the rank of each stage of each replica, and the layers of each stage.
 
 A plan is plain data: it prints as a table, round-trips through JSON, and can be edited and given
     back.
@@ -18,14 +18,14 @@ from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Work
 from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
-from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepProfile
+from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepCosts
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A split of `layers` over stages, on `machines`, with the profile that it was made from.
+    """A split of `layers` over stages, on `replicas`, with the profile that it was made from.
 
     Attributes:
-        machines: one tuple of ranks per virtual machine, in stage order.
+        replicas: one tuple of ranks per replica, in stage order.
         split: number of consecutive layers of each stage.
         recompute: indices of the layers that are computed again before their backward instead of
             keeping what they save for it.
@@ -40,25 +40,25 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         even_seconds: that of the even split in the order of ranks, without recomputation.
     """
 
-    machines: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[int, ...], ...]
     split: tuple[int, ...]
     recompute: tuple[int, ...] = ()
     schedule: str = "1f1b"
     microbatches: int = 0
     extra_in_flight: int = 0
     layers: tuple[LayerProfile, ...] = ()
-    step: StepProfile = StepProfile()
+    step: StepCosts = StepCosts()
     cluster: Cluster | None = None
     predicted_seconds: float | None = None
     even_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("machines", "split", "recompute", "layers"):
+        for name in ("replicas", "split", "recompute", "layers"):
             instance(name, getattr(self, name), (tuple, list), "a tuple", f"{name}=()")
-        for machine in self.machines:
-            instance("machines", machine, (tuple, list), "tuples of ranks", "machines=((0, 1),)")
-            for rank in machine:
-                whole_number("machines", rank, "machines=((0, 1),)", least=0)
+        for replica in self.replicas:
+            instance("replicas", replica, (tuple, list), "tuples of ranks", "replicas=((0, 1),)")
+            for rank in replica:
+                whole_number("replicas", rank, "replicas=((0, 1),)", least=0)
         for number in self.split:
             whole_number("split", number, "split=(1, 1)", least=0)
         for number in self.recompute:
@@ -66,21 +66,21 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         one_of("schedule", self.schedule, SCHEDULES, "schedule='1f1b'")
         whole_number("microbatches", self.microbatches, "microbatches=0", least=0)
         whole_number("extra_in_flight", self.extra_in_flight, "extra_in_flight=0", least=0)
-        ranks = sorted(rank for machine in self.machines for rank in machine)
+        ranks = sorted(rank for replica in self.replicas for rank in replica)
         if not self.split or min(self.split) < 1:
             raise ConfigError(
                 f"split must be at least one layer for every stage, got {list(self.split)}. Use "
                 "fewer stages."
             )
-        if not self.machines or any(len(machine) != len(self.split) for machine in self.machines):
+        if not self.replicas or any(len(replica) != len(self.split) for replica in self.replicas):
             raise ConfigError(
-                f"machines must be one rank per stage of split, {list(self.split)}, in every "
-                f"virtual machine, got {[list(m) for m in self.machines]}. Use machines=((0, 1),) "
+                f"replicas must be one rank per stage of split, {list(self.split)}, in every "
+                f"replica, got {[list(m) for m in self.replicas]}. Use replicas=((0, 1),) "
                 "for two stages."
             )
         if ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"machines must be each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
+                f"replicas must be each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
                 "Number the ranks from 0 on."
             )
         if self.layers and sum(self.split) != len(self.layers):
@@ -102,22 +102,21 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stages(self) -> int:
-        """Number of stages of every virtual machine."""
+        """Number of stages of every replica."""
         return len(self.split)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self.machines) * len(self.split)
+        return len(self.replicas) * len(self.split)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return (virtual machine, stage) of a rank."""
-        for machine, ranks in enumerate(self.machines):
+        """Return (replica, stage) of a rank."""
+        for replica, ranks in enumerate(self.replicas):
             if rank in ranks:
-                return machine, ranks.index(rank)
+                return replica, ranks.index(rank)
         raise ConfigError(
-            f"plan: rank {rank} is in none of the virtual machines "
-            f"{[list(m) for m in self.machines]}."
+            f"plan: rank {rank} is in none of the replicas {[list(m) for m in self.replicas]}."
         )
 
     def layers_of(self, stage: int) -> range:
@@ -154,7 +153,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             self.layers,
             self.step,
             self.cluster,
-            self.machines,
+            self.replicas,
             self.schedule,
             self.microbatches,
             extra_in_flight=self.extra_in_flight,
@@ -162,10 +161,10 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def rank_name(self, rank: int) -> str:
         """Return what a rank is called in messages."""
-        machine, stage = self.place(rank)
+        replica, stage = self.place(rank)
         return (
-            f"stage {stage} of VM {machine} (rank {rank})"
-            if len(self.machines) > 1
+            f"stage {stage} of replica {replica} (rank {rank})"
+            if len(self.replicas) > 1
             else f"stage {stage} (rank {rank})"
         )
 
@@ -176,7 +175,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         for stage in range(self.stages):
             layers = self.layers_of(stage)
             profiles = self.layers[layers.start : layers.stop]
-            ranks = [machine[stage] for machine in self.machines]
+            ranks = [replica[stage] for replica in self.replicas]
             power = ", ".join(f"{self.powers[rank]:.2f}" for rank in ranks) if self.powers else "-"
             ends = dict.fromkeys(profile.name for profile in (*profiles[:1], *profiles[-1:]))
             again = sum(index in layers for index in set(self.recompute))
@@ -224,8 +223,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         """
         workload = self.workload()
         found = []
-        for machine, share in enumerate(workload.shares):
-            cost = workload.stage_cost(machine, stage, self.layers_of(stage), self.recompute)
+        for replica, share in enumerate(workload.shares):
+            cost = workload.stage_cost(replica, stage, self.layers_of(stage), self.recompute)
             once = self.schedule == "gpipe"
             found.append(
                 sum(
@@ -278,10 +277,10 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrange(world_size: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return virtual machines of `stages` consecutive ranks each.
+    """Return replicas of `stages` consecutive ranks each.
 
     Raises:
-        ConfigError: the ranks do not divide into machines of this many stages.
+        ConfigError: the ranks do not divide into replicas of this many stages.
     """
     if stages < 1 or world_size % stages:
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]

@@ -22,12 +22,12 @@ from lightning_dlres.pipeline.plan.search.grouping import (
     Slots,
     distinct_orders,
     group,
-    machines_of,
     order_by_ratio,
+    replicas_of,
     slot_power,
     stage_counts,
 )
-from lightning_dlres.pipeline.plan.search.milp import GAP, Choice, SplitProgram
+from lightning_dlres.pipeline.plan.search.milp import GAP, SplitChoice, SplitProgram
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 
 # More orders than this are not tried one by one: two devices in E4's order are exchanged while that
@@ -36,12 +36,12 @@ _MOST_ORDERS = 200
 
 
 @dataclass(frozen=True)
-class Decision:
+class PlannerResult:
     """What the planner decided.
 
     Attributes:
         workload: the devices in the order that was chosen.
-        split, recompute: see `Choice`.
+        split, recompute: see `SplitChoice`.
         seconds: of the step, in the simulator.
         start_seconds: of E4's order with a split in proportion to power, in the simulator; infinite
             where memory does not hold it.
@@ -61,13 +61,13 @@ def decide(
     stages: int | None = None,
     keep_order: bool = False,
     say: Callable[[str], None] = lambda line: None,
-) -> Decision:
+) -> PlannerResult:
     """Return the fastest plan.
 
     Args:
-        workload: what to run; its machines are the ones to be used if `keep_order` is set, else
+        workload: what to run; its replicas are the ones to be used if `keep_order` is set, else
             only the cluster counts.
-        stages: number of stages of a machine; None: whatever is fastest of `stage_counts`.
+        stages: number of stages of a replica; None: whatever is fastest of `stage_counts`.
         keep_order: search only splits.
         say: gets a line about what is going on.
 
@@ -76,7 +76,7 @@ def decide(
             numbers do not divide.
     """
     if keep_order:
-        return _require(_search(workload, [workload.machines]), [workload])
+        return _require(_search(workload, [workload.replicas]), [workload])
     world, layers = len(workload.cluster.devices), len(workload.layers)
     counts = (
         [stages]
@@ -89,22 +89,22 @@ def decide(
             f"{min(stage_counts(world))}, one for every stage of the shortest pipeline. Use fewer "
             "ranks, or stages=1."
         )
-    best: Decision | None = None
+    best: PlannerResult | None = None
     tried = []
     for count in counts:
         slots = group(workload.cluster, count)
         first = start_order(workload, slots)
-        variant = replace(workload, machines=machines_of(first))
+        variant = replace(workload, replicas=replicas_of(first))
         tried.append(variant)
         orders = list(islice(distinct_orders(workload.cluster, first), _MOST_ORDERS + 1))
-        arranged = [machines_of(order) for order in orders]
+        arranged = [replicas_of(order) for order in orders]
         if len(orders) <= _MOST_ORDERS:
             found = _search(variant, arranged, best)
         else:
             # Where memory limits differ, another order may fit where E4's does not.
             found = _search(variant, arranged[:1])
             if found is None and (fitting := fitting_order(variant, first)) is not None:
-                found = _search(variant, [machines_of(fitting)])
+                found = _search(variant, [replicas_of(fitting)])
                 found = replace(found, start_seconds=inf) if found is not None else None
             found = _exchange(found) if found is not None else None
         if found is not None:
@@ -125,20 +125,20 @@ def start_split(workload: Workload) -> tuple[int, ...]:
     """Return the split in proportion to power (E2)."""
     fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
     work = [layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers]
-    slots = list(zip(*workload.machines, strict=True))
+    slots = list(zip(*workload.replicas, strict=True))
     return proportional_split(work, [slot_power(workload.cluster, slot) for slot in slots])
 
 
 def _search(
     workload: Workload,
     orders: Sequence[tuple[tuple[int, ...], ...]],
-    known: Decision | None = None,
-) -> Decision | None:
+    known: PlannerResult | None = None,
+) -> PlannerResult | None:
     """Return the best plan over some orders, the first of which is E4's."""
-    programs = [SplitProgram(replace(workload, machines=machines)) for machines in orders]
+    programs = [SplitProgram(replace(workload, replicas=replicas)) for replicas in orders]
     start_seconds, best = inf, None
     limit = known.seconds if known is not None else inf
-    found: Choice | None = None
+    found: SplitChoice | None = None
     start = programs[0].evaluate(_stops(start_split(programs[0].workload)))
     if start is not None:
         start_seconds = start.seconds
@@ -158,10 +158,12 @@ def _search(
     if not all(program.in_time for program in programs):
         least = min(program.segments.root_bound for program in programs)
         gap = max(GAP, 1 - least / found.seconds)
-    return Decision(best.workload, found.split, found.recompute, found.seconds, start_seconds, gap)
+    return PlannerResult(
+        best.workload, found.split, found.recompute, found.seconds, start_seconds, gap
+    )
 
 
-def _solve(program: SplitProgram, target: float) -> Choice | None:
+def _solve(program: SplitProgram, target: float) -> SplitChoice | None:
     """Return the fastest plan below the target, to within the gap: the better the plan that is
     known before, the fewer segments are left to the program."""
     best = None
@@ -174,23 +176,23 @@ def _solve(program: SplitProgram, target: float) -> Choice | None:
     return best if found is None else program.improve(_stops(found.split), found)
 
 
-def _exchange(start: Decision) -> Decision:
+def _exchange(start: PlannerResult) -> PlannerResult:
     best = start
     improved = True
     while improved:
         improved = False
-        slots = tuple(zip(*best.workload.machines, strict=True))
+        slots = tuple(zip(*best.workload.replicas, strict=True))
         for one, other in combinations(range(len(slots)), 2):
             moved = [*slots]
             moved[one], moved[other] = moved[other], moved[one]
-            found = _search(best.workload, [machines_of(tuple(moved))], best)
+            found = _search(best.workload, [replicas_of(tuple(moved))], best)
             if found is not None:
                 best, improved = replace(found, start_seconds=start.start_seconds), True
                 break
     return best
 
 
-def _require(found: Decision | None, tried: Sequence[Workload]) -> Decision:
+def _require(found: PlannerResult | None, tried: Sequence[Workload]) -> PlannerResult:
     if found is not None:
         return found
     least = min(smallest_limit(workload) for workload in tried)

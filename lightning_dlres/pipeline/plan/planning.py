@@ -9,7 +9,7 @@ import msgspec
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
-from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_slack
+from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_extra_in_flight
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 from lightning_dlres.pipeline.plan.host_limits import within_hosts
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
@@ -18,22 +18,22 @@ from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile
 from lightning_dlres.pipeline.profile.run_profile import RunProfile
 
-Machines = tuple[tuple[int, ...], ...]
+Replicas = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanConstraints:
     """What the user fixed of the plan.
 
     Attributes:
         stages: number of stages; None: whatever is fastest.
-        machines: the ranks of every virtual machine in stage order; None: free.
+        replicas: the ranks of every replica in stage order; None: free.
         schedule: the schedule to plan for.
         recompute: "auto", "never" or "always".
     """
 
     stages: int | None
-    machines: Machines | None
+    replicas: Replicas | None
     schedule: str
     recompute: str
 
@@ -115,14 +115,14 @@ def for_schedule(plan: PipelinePlan, schedule: str) -> PipelinePlan:
 def even_step_seconds(workload: Workload) -> float:
     """Return the step time of what one would do without a profile: equal numbers of layers, devices
     in the order of ranks, nothing recomputed."""
-    machines = arrange(len(workload.cluster.devices), workload.stages)
+    replicas = arrange(len(workload.cluster.devices), workload.stages)
     even = even_split(len(workload.layers), workload.stages)
-    return step_seconds(replace(workload, machines=machines), even)
+    return step_seconds(replace(workload, replicas=replicas), even)
 
 
 def measured_plan(
     profile: RunProfile,
-    wishes: Wishes,
+    wishes: PlanConstraints,
     warn: Callable[[str], None],
     say: Callable[[str], None] = lambda line: None,
 ) -> PipelinePlan:
@@ -140,23 +140,23 @@ def measured_plan(
 
 
 def _fastest_plan(
-    profile: RunProfile, cluster: Cluster, wishes: Wishes, say: Callable[[str], None]
+    profile: RunProfile, cluster: Cluster, wishes: PlanConstraints, say: Callable[[str], None]
 ) -> PipelinePlan:
     world = len(cluster.devices)
     workload = Workload(
         profile.layers,
         profile.step,
         cluster,
-        wishes.machines or arrange(world, world if world <= len(profile.layers) else 1),
+        wishes.replicas or arrange(world, world if world <= len(profile.layers) else 1),
         wishes.schedule,
         profile.microbatches,
         wishes.recompute,
     )
-    decision = decide(workload, wishes.stages, keep_order=wishes.machines is not None, say=say)
-    chosen = with_slack(decision.workload, decision.split, decision.recompute)
+    decision = decide(workload, wishes.stages, keep_order=wishes.replicas is not None, say=say)
+    chosen = with_extra_in_flight(decision.workload, decision.split, decision.recompute)
     return predicted(
         PipelinePlan(
-            machines=chosen.machines,
+            replicas=chosen.replicas,
             split=decision.split,
             recompute=decision.recompute,
             schedule=wishes.schedule,
@@ -177,9 +177,9 @@ def unmeasured_layers(names: Sequence[str], sizes: Sequence[int]) -> tuple[Layer
     )
 
 
-def unmeasured_plan(layers: tuple[LayerProfile, ...], machines: Machines) -> PipelinePlan:
+def unmeasured_plan(layers: tuple[LayerProfile, ...], replicas: Replicas) -> PipelinePlan:
     """Split by parameter bytes, as if all devices were alike; where there is nothing to measure
     with."""
     sizes = [float(layer.parameter_bytes) for layer in layers]
-    split = proportional_split(sizes, [1.0] * len(machines[0]))
-    return PipelinePlan(machines=machines, split=split, layers=layers)
+    split = proportional_split(sizes, [1.0] * len(replicas[0]))
+    return PipelinePlan(replicas=replicas, split=split, layers=layers)

@@ -14,7 +14,7 @@ import torch
 
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
-from lightning_dlres.pipeline.profile.cpu_cache import Caches
+from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 from lightning_dlres.pipeline.profile.model_profile import Link
 
 # Two devices are of one kind if their times differ by no more than noise does.
@@ -138,7 +138,7 @@ def probe(
     a: int,
     b: int,
     nbytes: int,
-    caches: Caches,
+    caches: CpuCacheFlusher,
     rounds: int = MOST_ROUNDS,
     long_enough: float = MOST_SECONDS,
 ) -> Probe | None:

@@ -9,7 +9,7 @@ import torch
 COLD_BYTES = 32 << 20
 
 
-class Caches:
+class CpuCacheFlusher:
     """The caches of the CPU, and as much memory as it takes to fill them."""
 
     def __init__(self) -> None:

@@ -19,9 +19,13 @@ from lightning_dlres.core import rng
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
-from lightning_dlres.pipeline.profile.cpu_cache import Caches
+from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 from lightning_dlres.pipeline.profile.layer_sizes import Sizes
-from lightning_dlres.pipeline.profile.layer_times import Clock, LayerMeasurement, measure_layers
+from lightning_dlres.pipeline.profile.layer_times import (
+    ComputeClock,
+    LayerMeasurement,
+    measure_layers,
+)
 from lightning_dlres.pipeline.profile.optimizer_costs import update_seconds
 from lightning_dlres.pipeline.profile.profiled_model import ProfiledModel
 from lightning_dlres.pipeline.stage.microbatch import samples_in
@@ -36,16 +40,17 @@ class DeviceMeasurement:
         loss: seconds of the loss of one micro-batch, forward and backward.
         loss_bytes: what it needs for a moment.
         update: seconds that the optimizer takes for a byte of a gradient.
-        border: seconds that a layer takes longer if it is a run of its own, forward and backward.
-        pace: by how much time on the wall exceeds that of the processor.
+        run_overhead_seconds: extra seconds of a layer that is a run of its own, forward and
+            backward.
+        wall_per_cpu_second: ratio of wall time to processor time.
     """
 
     layers: list[LayerMeasurement]
     loss: float
     loss_bytes: int
     update: float
-    border: float
-    pace: float
+    run_overhead_seconds: float
+    wall_per_cpu_second: float
 
 
 def measure(
@@ -54,7 +59,7 @@ def measure(
     config: ProfileConfig,
     layer_context: Callable[[], AbstractContextManager[Any]],
     optimizers: Sequence[Optimizer],
-    caches: Caches,
+    caches: CpuCacheFlusher,
     limit: int | None,
     slowdown: float | None = None,
 ) -> tuple[DeviceMeasurement, Callable[[], None]]:
@@ -68,7 +73,7 @@ def measure(
         slowdown: where speeds are emulated, with one rank for each core or not: then processor time
             counts alone.
     """
-    clock, runs, losses = Clock(model.device, paced=slowdown is None), [], []
+    clock, runs, losses = ComputeClock(model.device, stretched=slowdown is None), [], []
     slowdown = slowdown or 1.0
     count = len(samples.inputs)
     for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
@@ -86,21 +91,26 @@ def measure(
         )
         runs.append(layers)
         losses.append(_measure_loss(model, batch, output, config.repeats, caches))
-    pace = clock.pace()
+    wall_per_cpu_second = clock.wall_per_cpu_second()
     weights = [p for module in model.modules for p in module.parameters()]
     update = max(
         (update_seconds(each, weights, clock, config.repeats, caches) for each in optimizers),
         default=0.0,
     )
-    borders = [layer.border for layers in runs for layer in layers if layer.border is not None]
+    run_overheads = [
+        layer.run_overhead_seconds
+        for layers in runs
+        for layer in layers
+        if layer.run_overhead_seconds is not None
+    ]
     found = DeviceMeasurement(
         [_mean(list(alike)) for alike in zip(*runs, strict=True)],
-        statistics.fmean(seconds for seconds, _ in losses) * pace * slowdown,
+        statistics.fmean(seconds for seconds, _ in losses) * wall_per_cpu_second * slowdown,
         max(nbytes for _, nbytes in losses),
-        update * pace,
+        update * wall_per_cpu_second,
         # Where two times differ by less than their noise.
-        max(statistics.fmean(borders), 0.0) if borders else 0.0,
-        pace,
+        max(statistics.fmean(run_overheads), 0.0) if run_overheads else 0.0,
+        wall_per_cpu_second,
     )
     return found, again
 
@@ -120,20 +130,20 @@ def typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
         statistics.median(found.loss for found in rounds),
         max(found.loss_bytes for found in rounds),
         statistics.median(found.update for found in rounds),
-        statistics.median(found.border for found in rounds),
-        statistics.median(found.pace for found in rounds),
+        statistics.median(found.run_overhead_seconds for found in rounds),
+        statistics.median(found.wall_per_cpu_second for found in rounds),
     )
 
 
 def _measure_loss(
-    model: ProfiledModel, batch: Any, output: Tree, repeats: int, caches: Caches
+    model: ProfiledModel, batch: Any, output: Tree, repeats: int, caches: CpuCacheFlusher
 ) -> tuple[float, int]:
     """Return the counted seconds of the step from the module's call on, forward and backward, and
     the bytes that it needs; zeros where user code cannot be run outside of training."""
-    clock, rewind_random_state = Clock(model.device), rng.held(model.device)
+    clock, rewind_random_state = ComputeClock(model.device), rng.held(model.device)
     leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
     wanted = [t for t in tensors_of(leaves) if t.requires_grad]
-    wanted += [p for p in model.outer if p.device == model.device]
+    wanted += [p for p in model.non_pipelined if p.device == model.device]
     spent, live = [], LiveBytes()
     try:
         with torch.enable_grad():

@@ -54,7 +54,7 @@ class LayerCall:
     context: Context
 
 
-class SavedTensors:
+class SavedTensorBytes:
     """What autograd keeps for the backward of a layer."""
 
     def __init__(self) -> None:
@@ -96,16 +96,16 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
     Raises:
         Exception: of any kind, where the layer asks for values, which there are not.
     """
-    device, saved, live = call.device, SavedTensors(), LiveBytes()
+    device, saved, live = call.device, SavedTensorBytes(), LiveBytes()
     made: dict[int, Any] = {}
     with without_storage() as mode:
         for tensor in (*call.module.parameters(), *call.module.buffers()):
             made[id(tensor)] = _of_its_kind(tensor, _empty_like(tensor, device))
     # Outside: plain tensors that a layer holds are copied with their values.
-    replica = copy.deepcopy(call.module, made).train()
-    held = [*replica.parameters(), *replica.buffers()]
+    module_copy = copy.deepcopy(call.module, made).train()
+    held = [*module_copy.parameters(), *module_copy.buffers()]
     with mode:
-        weights = [p for p in replica.parameters() if p.requires_grad]
+        weights = [p for p in module_copy.parameters() if p.requires_grad]
         given = map_tensors(
             lambda t: _empty_like(t, device).requires_grad_(t.requires_grad), call.inputs
         )
@@ -115,7 +115,7 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
             with saved.recorded(), call.context():
                 safe = iter(enter_inplace_safe(wanted) if wanted else ())
                 leaves = [next(safe) if t.requires_grad else t for t in entered]
-                output = call.bind(call.index, replica)(unflatten(structure, leaves))
+                output = call.bind(call.index, module_copy)(unflatten(structure, leaves))
             kept, left = live.now, tensors_of(output)
             flowing = [(t, torch.ones_like(t)) for t in left if t.requires_grad]
             gradients: tuple[Tensor | None, ...] = ()

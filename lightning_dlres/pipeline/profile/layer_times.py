@@ -6,8 +6,8 @@ buffers and random state stay as they were, and no device needs room for more th
 for which there is no room either, the sizes are found without running it. Layers that are alike are
 measured once: on several copies if they are small, since a single one would find its weights in the
 cache, and those of a whole stage are not there. Copies that fit behind each other are measured as
-one run of a stage, and each as a run of its own: the difference is what a border between two runs
-costs."""
+one run of a stage, and each as a run of its own: the difference is the overhead of
+a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_dlres.pipeline.profile.layer_sizes import (
     Bind,
     Context,
     LayerCall,
-    SavedTensors,
+    SavedTensorBytes,
     Sizes,
     bytes_of,
     sizes_without_storage,
@@ -52,13 +52,13 @@ _AMPLE = 32
 @dataclass(frozen=True)
 class LayerMeasurement:
     """One layer on one device, under one micro-batch. The seconds are NaN where there is no room
-    for the layer. `border` is what it takes longer, forward and backward, as a run of its own; None
-    where it was not run otherwise."""
+    for the layer. `run_overhead_seconds` is its extra time, forward and backward, as a run of its
+    own; None where it was not measured in both ways."""
 
     forward: float
     backward: float
     sizes: Sizes
-    border: float | None = None
+    run_overhead_seconds: float | None = None
 
 
 def measure_layers(
@@ -70,7 +70,7 @@ def measure_layers(
     slowdown: float = 1.0,
     repeats: int = 5,
     seconds: float = 0.0,
-    clock: Clock | None = None,
+    clock: ComputeClock | None = None,
     limit: int | None = None,
 ) -> tuple[list[LayerMeasurement], Tree, Callable[[], None]]:
     """Measure every layer on this device.
@@ -94,7 +94,7 @@ def measure_layers(
         of layer once more, to keep the device as busy as in training.
     """
     kinds: dict[Any, _Kind] = {}
-    order, clock = [], clock or Clock(device)
+    order, clock = [], clock or ComputeClock(device)
     activation = map_tensors(lambda t: t.to(device), inputs)
     with torch.enable_grad(), forked(device):
         for index, module in enumerate(modules):
@@ -116,13 +116,13 @@ def measure_layers(
                 if not is_lack_of_memory(error):
                     raise
                 kind.fits = False
-    pace = clock.pace() * slowdown
+    wall_per_cpu_second = clock.wall_per_cpu_second() * slowdown
     fitting = [kind for kind in order if kind.fits]
     costliest = max(
         fitting, key=lambda kind: (kind.forward + kind.backward) * order.count(kind), default=None
     )
     load = _Load(costliest.call if costliest else None)
-    return [kind.measurement(pace) for kind in order], activation, load
+    return [kind.measurement(wall_per_cpu_second) for kind in order], activation, load
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class _Kind:
     held_bytes: int = 0
     forward: float = math.nan
     backward: float = math.nan
-    border: float | None = None
+    run_overhead_seconds: float | None = None
 
     @property
     def fits_behind_itself(self) -> bool:
@@ -149,9 +149,18 @@ class _Kind:
         # Numbers that are no floats mean something: another layer's need not be valid here.
         return given == returned and all(t.is_floating_point() for t in tensors_of(self.output))
 
-    def measurement(self, pace: float) -> LayerMeasurement:
-        border = None if self.border is None else self.border * pace
-        return LayerMeasurement(self.forward * pace, self.backward * pace, self.sizes, border)
+    def measurement(self, wall_per_cpu_second: float) -> LayerMeasurement:
+        run_overhead_seconds = (
+            None
+            if self.run_overhead_seconds is None
+            else self.run_overhead_seconds * wall_per_cpu_second
+        )
+        return LayerMeasurement(
+            self.forward * wall_per_cpu_second,
+            self.backward * wall_per_cpu_second,
+            self.sizes,
+            run_overhead_seconds,
+        )
 
 
 def _sized(call: LayerCall, limit: int | None) -> _Kind:
@@ -183,15 +192,15 @@ def is_lack_of_memory(error: Exception) -> bool:
     )
 
 
-class Clock:
+class ComputeClock:
     """Seconds of computing. On a CPU that is shared or throttled, a short run may see no pause at
     all and a long one several: processor time is measured for each layer, and stretched by how much
-    longer all took together, if `paced`. Linux lets a throttled process pause when it asks for its
-    processor time, that is, between what is measured; so this takes a clock of its own."""
+    longer all took together, if `stretched`. Linux pauses a throttled process when it asks for
+    its processor time, that is, between measurements; so this needs a clock of its own."""
 
-    def __init__(self, device: torch.device, paced: bool = True) -> None:
+    def __init__(self, device: torch.device, stretched: bool = True) -> None:
         self.device = device
-        self._paced = paced
+        self._stretched = stretched
         self._by_processor = device.type == "cpu" and torch.get_num_threads() == 1
         self._wall = self._busy = 0.0
 
@@ -211,9 +220,9 @@ class Clock:
             self._wall += time.perf_counter() - wall
             self._busy += time.process_time() - busy
 
-    def pace(self) -> float:
+    def wall_per_cpu_second(self) -> float:
         """Return by how much the counted seconds must be stretched."""
-        known = self._paced and self._by_processor and self._busy > 0
+        known = self._stretched and self._by_processor and self._busy > 0
         return max(self._wall / self._busy, 1.0) if known else 1.0
 
 
@@ -222,7 +231,7 @@ class _Runner:
     does."""
 
     def __init__(self, call: LayerCall, copies: Sequence[nn.Module] | None = None) -> None:
-        copies = copies or [_replica(call.module, call.device)]
+        copies = copies or [_module_copy(call.module, call.device)]
         parameters = [[p for p in each.parameters() if p.requires_grad] for each in copies]
         bound = [call.bind(call.index, each) for each in copies]
         self._stage = Stage(bound, parameters, call.index, call.device, call.context)
@@ -230,7 +239,7 @@ class _Runner:
         self._inputs = call.inputs
         self._buffer = GradientBuffer()
 
-    def forward(self, clock: Clock) -> float:
+    def forward(self, clock: ComputeClock) -> float:
         """Run the layer forward; return the seconds."""
         inputs = map_tensors(_copy, self._inputs)
         begin = clock.now()
@@ -239,7 +248,7 @@ class _Runner:
         self._gradients = _ones(output)
         return spent
 
-    def backward(self, clock: Clock) -> float:
+    def backward(self, clock: ComputeClock) -> float:
         """Run it backward, adding to the gradients of before; return the seconds."""
         begin = clock.now()
         self._stage.backward(0, self._gradients, self._buffer)
@@ -248,7 +257,7 @@ class _Runner:
     def sizes(self) -> tuple[Tree, Sizes, int]:
         """Run once, and return the output, detached; the sizes; and what a copy of the layer takes
         while it is measured."""
-        saved, live = SavedTensors(), LiveBytes()
+        saved, live = SavedTensorBytes(), LiveBytes()
         inputs = map_tensors(_copy, self._inputs)
         with live:
             with saved.recorded():
@@ -275,38 +284,40 @@ class _Load:
         if self._call is None:
             return
         device = self._call.device
-        clock = Clock(device)
+        clock = ComputeClock(device)
         with torch.enable_grad(), forked(device):
             self._runner = self._runner or _Runner(self._call)
             self._runner.forward(clock)
             self._runner.backward(clock)
 
 
-def _time(kind: _Kind, copies: int, clock: Clock, repeats: int, seconds: float) -> None:
+def _time(kind: _Kind, copies: int, clock: ComputeClock, repeats: int, seconds: float) -> None:
     """Measure a kind of layer on so many copies: as one run, as in a stage, if they fit behind each
     other; then each as a run of its own."""
-    replicas = [_replica(kind.call.module, kind.call.device) for _ in range(copies)]
-    alone = [_Runner(kind.call, [replica]) for replica in replicas]
+    module_copies = [_module_copy(kind.call.module, kind.call.device) for _ in range(copies)]
+    alone = [_Runner(kind.call, [module_copy]) for module_copy in module_copies]
     if copies == 1 or not kind.fits_behind_itself:
         kind.forward, kind.backward = _rounds(alone, clock, repeats, seconds)
         return
-    run = [_Runner(kind.call, replicas)]
+    run = [_Runner(kind.call, module_copies)]
     forward, backward = _rounds(run, clock, repeats, seconds / 2)
     kind.forward, kind.backward = forward / copies, backward / copies
-    kind.border = sum(_rounds(alone, clock, repeats, seconds / 2)) - kind.forward - kind.backward
+    kind.run_overhead_seconds = (
+        sum(_rounds(alone, clock, repeats, seconds / 2)) - kind.forward - kind.backward
+    )
 
 
 def _rounds(
-    runners: Sequence[_Runner], clock: Clock, repeats: int, seconds: float
+    runners: Sequence[_Runner], clock: ComputeClock, repeats: int, seconds: float
 ) -> tuple[float, float]:
     """Return the mean seconds forward and backward of what runs one after the other, first all
     forward and then all backward, as the layers of a stage do."""
 
-    def turn(counting: Clock) -> tuple[list[float], list[float]]:
+    def turn(counting: ComputeClock) -> tuple[list[float], list[float]]:
         there = [runner.forward(counting) for runner in runners]
         return there, [runner.backward(counting) for runner in reversed(runners)]
 
-    turn(Clock(clock.device))  # to warm up
+    turn(ComputeClock(clock.device))  # to warm up
     forward, backward, start = list[float](), list[float](), time.perf_counter()
     with clock.pacing():
         while len(forward) < repeats or time.perf_counter() - start < seconds:
@@ -332,12 +343,12 @@ def _likeness(module: nn.Module, inputs: Tree) -> Any:
     return made, held, given
 
 
-def _replica(module: nn.Module, device: torch.device) -> nn.Module:
-    replica = copy.deepcopy(module)
+def _module_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    module_copy = copy.deepcopy(module)
     with forked(device):
-        for name, child in replica.named_modules():
+        for name, child in module_copy.named_modules():
             initialise(child, device, name)
-    return replica.to(device).train()
+    return module_copy.to(device).train()
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -67,15 +67,15 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
         return self.parameter_bytes + sum(self.shared.values())
 
 
-class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What a step does beside the layers.
 
     Attributes:
         loss: seconds of the loss of one micro-batch, forward and backward, on each kind.
         loss_bytes: what the loss of one micro-batch needs for a moment, with a copy of the output.
         message: seconds that one message takes from a stage's computing, on each kind.
-        border: seconds that a layer takes longer as a run of its own, forward and backward, than as
-            one of several in a run, on each kind. Layers' times are those within a run.
+        run_overhead_seconds: extra seconds, forward and backward, of a layer that is a run of its
+            own, on each kind. Layers' own times are those within a longer run.
         update: seconds that the optimizer takes for every byte of a gradient, on each kind.
         state_bytes_per_parameter_byte: size of the optimizer's state.
         update_bytes_per_byte: what an optimizer that takes all parameters at once needs for a
@@ -87,7 +87,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     loss: tuple[float, ...] = ()
     loss_bytes: int = 0
     message: tuple[float, ...] = ()
-    border: tuple[float, ...] = ()
+    run_overhead_seconds: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     state_bytes_per_parameter_byte: float = 0.0
     update_bytes_per_byte: float = 0.0

@@ -15,8 +15,8 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
-from lightning_dlres.pipeline.profile.cpu_cache import Caches
-from lightning_dlres.pipeline.profile.layer_times import Clock
+from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
+from lightning_dlres.pipeline.profile.layer_times import ComputeClock
 from lightning_dlres.pipeline.profile.optimizer_trials import TRIAL_RATE, stepped, trial_options
 
 _TRIAL_BYTES = 16 << 20
@@ -45,9 +45,9 @@ def state_ratio(optimizer: Optimizer) -> float:
 def update_seconds(
     optimizer: Optimizer,
     parameters: Sequence[nn.Parameter],
-    clock: Clock,
+    clock: ComputeClock,
     repeats: int,
-    caches: Caches,
+    caches: CpuCacheFlusher,
 ) -> float:
     """Return the counted seconds that a step takes for every byte of a gradient; 0 where a trial
     fails.

@@ -33,7 +33,7 @@ class ProfiledModel:
         modules: the layers, in the order in which they are applied.
         bind: returns the function that runs a given module as the layer of this index.
         device: where the layers run.
-        outer: trainable parameters outside of the layers.
+        non_pipelined: trainable parameters outside of the layers.
         start_loss: returns the run of the loss over a batch; it may raise what user code raises.
         warn: shows a warning to the user, on rank 0.
     """
@@ -43,6 +43,6 @@ class ProfiledModel:
     modules: tuple[nn.Module, ...]
     bind: Callable[[int, nn.Module], Layer]
     device: torch.device
-    outer: Sequence[nn.Parameter]
+    non_pipelined: Sequence[nn.Parameter]
     start_loss: Callable[[Any], LossRun]
     warn: Callable[[str], None]

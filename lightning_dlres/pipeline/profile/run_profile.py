@@ -32,7 +32,7 @@ from lightning_dlres.pipeline.profile.cluster import (
     times_of_kinds,
 )
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
-from lightning_dlres.pipeline.profile.cpu_cache import Caches
+from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 from lightning_dlres.pipeline.profile.device_measurement import DeviceMeasurement, measure, typical
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, is_lack_of_memory
 from lightning_dlres.pipeline.profile.model_profile import (
@@ -40,7 +40,7 @@ from lightning_dlres.pipeline.profile.model_profile import (
     Device,
     LayerProfile,
     Link,
-    StepProfile,
+    StepCosts,
 )
 from lightning_dlres.pipeline.profile.optimizer_costs import UpdateBytes, state_ratio, update_bytes
 from lightning_dlres.pipeline.profile.profiled_model import ProfiledModel
@@ -53,7 +53,7 @@ _ROUNDS = 5
 _PROBES = 60
 
 
-class NotMeasured(DlresError):
+class ProfilingError(DlresError):
     """Some rank had no memory to run the layers; raised on all."""
 
 
@@ -69,7 +69,7 @@ class RunProfile:
     """
 
     layers: tuple[LayerProfile, ...]
-    step: StepProfile
+    step: StepCosts
     cluster: Cluster
     microbatches: int
     host_memory: dict[str, int] = field(default_factory=dict)
@@ -113,9 +113,9 @@ class Profiler:
             samples: the same on all ranks.
             config: see there.
             optimizers: the run's, for the size of their state and their time.
-            gradient_copies: see `StepProfile`.
+            gradient_copies: see `StepCosts`.
         """
-        caches = Caches()
+        caches = CpuCacheFlusher()
         device, connection = self._model.device, self._ranks
         ranks = [_RankDevice(*told) for told in self._everywhere(list(self._describe()))]
         room = _room_for(ranks, connection.rank)
@@ -130,9 +130,11 @@ class Profiler:
         powers = powers_of(of_kinds)
         links, message = self._probe([rank.host for rank in ranks], mine, caches, config)
         others = times_of_kinds(
-            kinds, connection.gather([mine.loss, mine.update, message, mine.border])
+            kinds, connection.gather([mine.loss, mine.update, message, mine.run_overhead_seconds])
         )
-        losses, updates, messages, borders = (tuple(column) for column in zip(*others, strict=True))
+        losses, updates, messages, run_overheads = (
+            tuple(column) for column in zip(*others, strict=True)
+        )
         cluster = Cluster(
             kinds=tuple(_kind_names(kinds, [rank.name for rank in ranks], powers)),
             devices=tuple(
@@ -142,11 +144,11 @@ class Profiler:
             links=links,
         )
         moment = _update_bytes(optimizers, device)
-        step = StepProfile(
+        step = StepCosts(
             loss=losses,
             loss_bytes=mine.loss_bytes,
             message=messages,
-            border=borders,
+            run_overhead_seconds=run_overheads,
             update=updates,
             state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
             update_bytes_per_byte=moment.of_all,
@@ -165,7 +167,7 @@ class Profiler:
         samples: ProfileSamples,
         config: ProfileConfig,
         optimizers: Sequence[Optimizer],
-        caches: Caches,
+        caches: CpuCacheFlusher,
         room: int | None,
     ) -> DeviceMeasurement:
         connection = self._ranks
@@ -208,13 +210,17 @@ class Profiler:
         text = f"{type(failure).__name__}: {failure}" if told else None
         first = next(filter(None, self._everywhere(text)))
         if only_room:
-            raise NotMeasured(first)
+            raise ProfilingError(first)
         if failure is not None and not no_room:
             raise failure
         raise PeerLostError(f"Another rank raised while the layers were profiled: {first}")
 
     def _probe(
-        self, hosts: list[str], mine: DeviceMeasurement, caches: Caches, config: ProfileConfig
+        self,
+        hosts: list[str],
+        mine: DeviceMeasurement,
+        caches: CpuCacheFlusher,
+        config: ProfileConfig,
     ) -> tuple[tuple[Link, ...], float]:
         mailbox = self._ranks.mailbox
         size = sorted(layer.sizes.output_bytes for layer in mine.layers)[len(mine.layers) // 2]
@@ -224,7 +230,7 @@ class Profiler:
         for a, b in pairs_to_measure(hosts):
             found = probe(mailbox, a, b, size, caches, rounds, long_enough)
             if found is not None:
-                message = max(message, found.message * mine.pace)
+                message = max(message, found.message * mine.wall_per_cpu_second)
             told = [found.link.latency, found.link.bytes_per_second] if found is not None else None
             latency, bandwidth = self._ranks.broadcast(told, a)
             links.append(Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth))
@@ -316,7 +322,7 @@ def profile_for_cluster(
     device = model.device
     free = _free_bytes(device)
     room = None if free is None else int(free * _SHARE_OF_FREE_MEMORY)
-    found, _ = measure(model, samples, config, layer_context, optimizers, Caches(), room)
+    found, _ = measure(model, samples, config, layer_context, optimizers, CpuCacheFlusher(), room)
     layers = found.layers
     for name, layer in zip(model.names, layers, strict=True):
         if math.isnan(layer.forward):
@@ -327,7 +333,7 @@ def profile_for_cluster(
             )
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
     moment = _update_bytes(optimizers, device)
-    step = StepProfile(
+    step = StepCosts(
         loss=tuple(found.loss * factor for factor in factors),
         loss_bytes=found.loss_bytes,
         update=tuple(found.update * factor for factor in factors),

@@ -53,7 +53,7 @@ def draw(panels: Sequence[Panel], places: Places) -> bytes:
 
     Args:
         panels: from top to bottom.
-        places: what each row is called, by (machine, stage); one row for each, in this order.
+        places: what each row is called, by (replica, stage); one row for each, in this order.
     """
     # Takes a good part of a second, which only those shall wait for who draw.
     import matplotlib
@@ -121,9 +121,9 @@ class _Drawing:
                 if found:
                     self._bars(name, row, found)
         self._numbers()
-        machines = [machine for machine, _ in self.row]
-        for row in range(1, len(machines)):
-            if machines[row] != machines[row - 1]:
+        replicas = [replica for replica, _ in self.row]
+        for row in range(1, len(replicas)):
+            if replicas[row] != replicas[row - 1]:
                 axes.axhline(row, color="#999999", lw=0.8)
         axes.axvline(timeline.step_seconds, color="#222222", lw=1.2)
         axes.set_title(self.panel.title, loc="left", fontsize=10, fontweight="bold", pad=5)
@@ -194,8 +194,8 @@ class _Drawing:
         """Write beside every row for which share of the step it computes."""
         timeline = self.panel.timeline
         across: Any = self.axes.get_yaxis_transform()
-        for (machine, stage), row in self.row.items():
-            share = timeline.busy_seconds[machine][stage] / (timeline.step_seconds or 1.0)
+        for (replica, stage), row in self.row.items():
+            share = timeline.busy_seconds[replica][stage] / (timeline.step_seconds or 1.0)
             middle = row + self.bar[0] + self.bar[1] / 2
             self.axes.text(
                 1.008, middle, f"{share:.0%}", transform=across, fontsize=8, va="center_baseline"
@@ -237,7 +237,7 @@ def _names(panels: Sequence[Panel]) -> set[str]:
 
 
 def _place(activity: Activity) -> tuple[int, int]:
-    return activity.machine, activity.stage
+    return activity.replica, activity.stage
 
 
 def _horizon(timeline: Timeline) -> float:

@@ -74,12 +74,12 @@ class RunReport:
     def places(self) -> Places:
         """Return what each row of the picture is called."""
         plan, found = self.plan, {}
-        for machine, ranks in enumerate(plan.machines):
+        for replica, ranks in enumerate(plan.replicas):
             for stage, rank in enumerate(ranks):
-                vm = f"VM {machine} · " if len(plan.machines) > 1 else ""
+                prefix = f"replica {replica} · " if len(plan.replicas) > 1 else ""
                 kind = _kind(plan, rank)
                 short = kind if len(kind) <= _LONGEST_KIND else f"{kind[: _LONGEST_KIND - 1]}…"
-                found[machine, stage] = f"{vm}stage {stage} · rank {rank}\n{short}".rstrip()
+                found[replica, stage] = f"{prefix}stage {stage} · rank {rank}\n{short}".rstrip()
         return found
 
     def panels(self) -> list[Panel]:
@@ -195,16 +195,16 @@ class RunReport:
         busy = self.predicted.busy_seconds if self.predicted is not None else None
         took = self.measured.busy_seconds if self.measured is not None else None
         workload = plan.workload() if plan.is_measured else None
-        for machine, ranks in enumerate(plan.machines):
+        for replica, ranks in enumerate(plan.replicas):
             for stage, rank in enumerate(ranks):
-                promised = busy[machine][stage] if busy is not None else None
-                reached = took[machine][stage] if took is not None else None
+                promised = busy[replica][stage] if busy is not None else None
+                reached = took[replica][stage] if took is not None else None
                 ratio = reached / promised if reached is not None and promised else None
                 peak = self.predicted.peak_bytes[stage] if self.predicted is not None else None
                 limit = workload.limit(stage) if workload is not None else None
                 rows.append(
                     [
-                        machine,
+                        replica,
                         stage,
                         rank,
                         _kind(plan, rank) or "-",
@@ -215,7 +215,15 @@ class RunReport:
                         "-" if limit is None else format_bytes(limit),
                     ]
                 )
-        columns = ["VM", "stage", "rank", "device", "busy, predicted", "busy, measured", "ratio"]
+        columns = [
+            "replica",
+            "stage",
+            "rank",
+            "device",
+            "busy, predicted",
+            "busy, measured",
+            "ratio",
+        ]
         return render("", [*columns, "peak memory, planned", "memory limit"], rows)
 
     def _cluster(self) -> list[str]:

@@ -47,8 +47,8 @@ class MeasuredStep:
 
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches of all machines together."""
-        found = {(a.machine, a.microbatch) for a in self.timeline.activities if a.name == "forward"}
+        """Number of micro-batches of all replicas together."""
+        found = {(a.replica, a.microbatch) for a in self.timeline.activities if a.name == "forward"}
         return len(found)
 
 
@@ -84,20 +84,20 @@ class Measurement:
 
     @property
     def busy_seconds(self) -> tuple[tuple[float, ...], ...]:
-        """For every machine, the median time that each stage computes in a step."""
+        """For every replica, the median time that each stage computes in a step."""
         of_steps = [step.timeline.busy_seconds for step in self.counted]
         return tuple(
             tuple(
-                statistics.median(busy[machine][stage] for busy in of_steps)
-                for stage in range(len(of_steps[0][machine]))
+                statistics.median(busy[replica][stage] for busy in of_steps)
+                for stage in range(len(of_steps[0][replica]))
             )
-            for machine in range(len(of_steps[0]))
+            for replica in range(len(of_steps[0]))
         )
 
     @property
     def bubble(self) -> float:
         """Share of the step in which a stage does not compute; mean over stages."""
-        stages = [busy for machine in self.busy_seconds for busy in machine]
+        stages = [busy for replica in self.busy_seconds for busy in replica]
         return 1.0 - sum(stages) / (len(stages) * self.step_seconds) if self.step_seconds else 0.0
 
     @property
@@ -108,19 +108,19 @@ class Measurement:
 
 
 def measure(
-    machines: Sequence[Sequence[int]],
+    replicas: Sequence[Sequence[int]],
     spans: Mapping[int, Sequence[Span]],
     warm_up: int = WARM_UP_STEPS,
 ) -> Measurement | None:
     """Return what the spans say of the steps; None where no step is there as a whole.
 
     Args:
-        machines: ranks of every virtual machine, in stage order.
+        replicas: ranks of every replica, in stage order.
         spans: those of every rank, by rank, on one clock.
         warm_up: how many steps at the beginning shall not count. All count where there are no
             others.
     """
-    steps = measured_steps(machines, spans)
+    steps = measured_steps(replicas, spans)
     if not steps:
         return None
     # The schedule may have changed on the way; the last one counts.
@@ -139,12 +139,12 @@ def measure(
 
 
 def measured_steps(
-    machines: Sequence[Sequence[int]], spans: Mapping[int, Sequence[Span]]
+    replicas: Sequence[Sequence[int]], spans: Mapping[int, Sequence[Span]]
 ) -> tuple[MeasuredStep, ...]:
     """Return the steps that every rank has recorded, in order."""
     ranks = {
-        rank: _Rank(machine, stage, spans.get(rank, ()))
-        for machine, members in enumerate(machines)
+        rank: _Rank(replica, stage, spans.get(rank, ()))
+        for replica, members in enumerate(replicas)
         for stage, rank in enumerate(members)
     }
     everywhere = set[int].intersection(*(set(rank.steps) for rank in ranks.values()))
@@ -158,7 +158,7 @@ def measured_steps(
             interval = (starts[index + 1] - starts[index]) / 1e9
         else:
             interval = None
-        found.append(_step(batch, starts[index], interval, machines, ranks, moves))
+        found.append(_step(batch, starts[index], interval, replicas, ranks, moves))
     return tuple(found)
 
 
@@ -172,8 +172,8 @@ def pipeline_seconds(timeline: Timeline) -> float:
 class _Rank:
     """The spans of one rank, sorted by step."""
 
-    def __init__(self, machine: int, stage: int, spans: Sequence[Span]) -> None:
-        self.machine, self.stage = machine, stage
+    def __init__(self, replica: int, stage: int, spans: Sequence[Span]) -> None:
+        self.replica, self.stage = replica, stage
         whole = [s for s in spans if s.category == "step" and "error" not in s.args]
         self.steps = {int(str(s.args["batch"])): s for s in whole if "batch" in s.args}
         self._batches = sorted(self.steps, key=lambda batch: self.steps[batch].start_ns)
@@ -232,7 +232,7 @@ class _Move:
     """A message under way."""
 
     what: str
-    machine: int
+    replica: int
     stage: int
     microbatch: int
     start_ns: int
@@ -261,7 +261,7 @@ def _transfers(ranks: Mapping[int, _Rank]) -> dict[int, list[_Move]]:
                     continue
                 arrival = pairs.get(id(send), send)
                 end = max(send.end_ns, arrival.end_ns)
-                move = _Move(what, sender.machine, sender.stage, int(key[1]), send.start_ns, end)
+                move = _Move(what, sender.replica, sender.stage, int(key[1]), send.start_ns, end)
                 found.setdefault(batch_of[int(key[2])], []).append(move)
     return found
 
@@ -283,29 +283,29 @@ def _step(
     batch: int,
     start_ns: int,
     interval: float | None,
-    machines: Sequence[Sequence[int]],
+    replicas: Sequence[Sequence[int]],
     ranks: Mapping[int, _Rank],
     moves: Mapping[int, Sequence[_Move]],
 ) -> MeasuredStep:
-    # The spans count micro-batches over all machines; the simulator counts those of each machine.
-    shares: list[set[int]] = [set() for _ in machines]
+    # The spans count micro-batches over all replicas; the simulator counts those of each replica.
+    shares: list[set[int]] = [set() for _ in replicas]
     for rank in ranks.values():
-        shares[rank.machine] |= {m for _, m in rank.computed.get(batch, {})}
+        shares[rank.replica] |= {m for _, m in rank.computed.get(batch, {})}
     local = [
         {m: index for index, m in enumerate(sorted(share - {ALL_MICROBATCHES}))} for share in shares
     ]
 
-    def activity(name: str, machine: int, stage: int, m: int, start: int, end: int) -> Activity:
-        own = local[machine].get(m, ALL_MICROBATCHES)
+    def activity(name: str, replica: int, stage: int, m: int, start: int, end: int) -> Activity:
+        own = local[replica].get(m, ALL_MICROBATCHES)
         seconds = (start - start_ns) / 1e9, (end - start_ns) / 1e9
-        return Activity(name, machine, stage, own, *seconds)
+        return Activity(name, replica, stage, own, *seconds)
 
     activities = [
-        activity(m.what, m.machine, m.stage, m.microbatch, m.start_ns, m.end_ns)
+        activity(m.what, m.replica, m.stage, m.microbatch, m.start_ns, m.end_ns)
         for m in moves.get(batch, ())
     ]
     for rank in ranks.values():
-        place = rank.machine, rank.stage
+        place = rank.replica, rank.stage
         activities += [
             activity(name, *place, m, span.start_ns, span.end_ns)
             for (name, m), span in rank.computed.get(batch, {}).items()
@@ -315,16 +315,16 @@ def _step(
             for span in rank.synced.get(batch, [])
         ]
     last_end = max(rank.steps[batch].end_ns for rank in ranks.values())
-    busy = [[0.0] * len(members) for members in machines]
+    busy = [[0.0] * len(members) for members in replicas]
     for a in activities:
         if a.name in COMPUTING:
-            busy[a.machine][a.stage] += a.end - a.start
+            busy[a.replica][a.stage] += a.end - a.start
     return MeasuredStep(
         batch,
         Timeline(
             activities=tuple(sorted(activities, key=lambda a: a.start)),
             step_seconds=interval if interval is not None else (last_end - start_ns) / 1e9,
-            busy_seconds=tuple(tuple(machine) for machine in busy),
+            busy_seconds=tuple(tuple(replica) for replica in busy),
             peak_bytes=(),
         ),
         interval,

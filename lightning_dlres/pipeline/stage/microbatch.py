@@ -3,7 +3,7 @@
 The batch is global: sizes differ by at most one sample, so a ragged last batch, and a batch with
     fewer samples than there
 are micro-batches, need no special case. Micro-batch m is the same samples whatever the number of
-stages or VMs.
+stages or replicas.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def microbatch_sizes(samples: int, microbatches: int) -> list[int]:
 
 
 def share(count: int, parts: int, part: int) -> range:
-    """Return which of `count` micro-batches the VM `part` of `parts` works on: contiguous, as even
-    as can be."""
+    """Return the micro-batches of replica `part` of `parts`, out of `count`: contiguous, and split
+    as evenly as possible."""
     first = [p * (count // parts) + min(p, count % parts) for p in range(parts + 1)]
     return range(first[part], first[part + 1])
 

@@ -25,7 +25,7 @@ _ASKED_FOR_VALUES = re.compile("meta (tensor|device)")
 
 
 class ForeignTensor(Tensor):
-    """A buffer of another stage, or what was made of a foreign tensor."""
+    """A buffer of another stage, or what was made of a remote tensor."""
 
     @classmethod
     def __torch_function__(
@@ -49,7 +49,7 @@ class ForeignParameter(nn.Parameter):
 
 
 class _NoticedGradient:
-    """Takes the place of the constant that is a foreign parameter's gradient, and tells that it is
+    """Takes the place of the constant that is a remote parameter's gradient, and tells that it is
     read."""
 
     def __init__(self, notice: Callable[[], None]) -> None:
@@ -60,12 +60,12 @@ class _NoticedGradient:
 
 
 def notice_gradient_reads(notice: Callable[[], None] | None) -> None:
-    """Have a function called when a foreign parameter's gradient is read; None: have none."""
+    """Have a function called when a remote parameter's gradient is read; None: have none."""
     ForeignParameter.grad = None if notice is None else _NoticedGradient(notice)
 
 
-def mark_foreign(parameter: nn.Parameter) -> None:
-    """Make a parameter without storage a foreign one; a class of the user's own stays."""
+def mark_remote(parameter: nn.Parameter) -> None:
+    """Make a parameter without storage a remote one; a class of the user's own stays."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ForeignParameter
 
@@ -75,7 +75,7 @@ def class_of_own(parameter: nn.Parameter) -> type:
     return nn.Parameter if isinstance(parameter, ForeignParameter) else type(parameter)
 
 
-def foreign_buffer(buffer: Tensor) -> Tensor:
+def remote_buffer(buffer: Tensor) -> Tensor:
     """Return a buffer without storage that is watched."""
     meta = buffer.detach().to("meta")
     return meta.as_subclass(ForeignTensor) if type(meta) is Tensor else meta
@@ -99,7 +99,7 @@ def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _only_writes(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the operation changes nothing but a foreign tensor."""
+    """Whether the operation changes nothing but a remote tensor."""
     in_place = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
 

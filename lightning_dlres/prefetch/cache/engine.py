@@ -22,14 +22,14 @@ from lightning_dlres.prefetch.cache.exchange import (
     CACHED_TIER,
     DIRECT_TIER,
     KEPT_TIER,
+    BatchFailure,
+    BatchReply,
     Counts,
-    Delivery,
-    Failure,
     Request,
 )
 from lightning_dlres.prefetch.cache.index import CacheIndex, extend, missing
-from lightning_dlres.prefetch.cache.pending_writes import Landings
-from lightning_dlres.prefetch.cache.pinned import KeptSamples
+from lightning_dlres.prefetch.cache.pending_writes import PendingWrites
+from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.cache.space import Bytes, CacheSpace, Lengths, Used
 from lightning_dlres.prefetch.cache.space_kernels import ASKED, BROKEN, DONE, KEPT, UNASKED
 from lightning_dlres.prefetch.order.sequence import Positions
@@ -49,7 +49,7 @@ class _Epoch:
 
 
 @dataclass(eq=False)
-class _Take:
+class _BatchRequest:
     """A wish that is not delivered yet; `ready` has what waits for it outside of the cache."""
 
     client: str
@@ -65,12 +65,12 @@ class _Take:
 
 
 @dataclass(eq=False)
-class _Asked:
+class PendingFetch:
     """A request under way; with `take`, its samples that this take misses go to it directly."""
 
     epoch: _Epoch
     positions: Positions
-    take: _Take | None
+    take: _BatchRequest | None
     node: int
 
 
@@ -97,7 +97,7 @@ class PrefetchEngine:
         sizes: NDArray[np.int64],
         nodes: int,
         space: CacheSpace,
-        kept: KeptSamples,
+        kept: PinnedSamples,
         *,
         prefetch: int = 32,
         lookahead: int | None = None,
@@ -117,14 +117,14 @@ class PrefetchEngine:
         self._epochs: list[_Epoch] = []
         self._next_index: Callable[[int], CacheIndex | None] = _no_more
         self._promised = 0
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, PendingFetch] = {}
         self._under_way = np.zeros(nodes, dtype=np.int64)
         self._tickets = 0
         self._outgoing: deque[Request] = deque()
-        self._deliveries: deque[Delivery] = deque()
-        self._failures: list[Failure] = []
-        self._takes: deque[_Take] = deque()
-        self._landings = Landings(space)
+        self._deliveries: deque[BatchReply] = deque()
+        self._failures: list[BatchFailure] = []
+        self._takes: deque[_BatchRequest] = deque()
+        self._landings = PendingWrites(space)
         self._leases: dict[tuple[str, int], tuple[_Epoch, Used]] = {}
         self._beside: dict[tuple[str, int], int] = {}
 
@@ -190,7 +190,7 @@ class PrefetchEngine:
             places = self._space.places[epoch.row]
             kept = int((places[positions] == KEPT).sum())
             self.counts.hits += len(positions) - kept - missing(places, positions)
-        self._takes.append(_Take(client, take, epoch, positions))
+        self._takes.append(_BatchRequest(client, take, epoch, positions))
         epoch.taken += len(positions)
         self._pump()
 
@@ -248,10 +248,10 @@ class PrefetchEngine:
             self._space.places[asked.epoch.row, asked.positions] = state
             waiting = [take for take in self._takes if self._waits_for(take, asked)]
             self._drop(waiting)
-            self._failures += [Failure(take.client, take.take, error) for take in waiting]
+            self._failures += [BatchFailure(take.client, take.take, error) for take in waiting]
         self._pump()
 
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[BatchFailure]:
         """Return the takes that have failed, each once."""
         found, self._failures = self._failures, []
         return found
@@ -282,7 +282,7 @@ class PrefetchEngine:
         self._outgoing.clear()
         return found
 
-    def deliveries(self) -> list[Delivery]:
+    def deliveries(self) -> list[BatchReply]:
         """Return what can be handed to those who asked, each once. It is held until `release`."""
         found = list(self._deliveries)
         self._deliveries.clear()
@@ -310,7 +310,7 @@ class PrefetchEngine:
         self._landings.drop(epoch.row)
         self._promised = self._count_promised()
 
-    def _drop(self, takes: list[_Take]) -> None:
+    def _drop(self, takes: list[_BatchRequest]) -> None:
         for take in takes:
             self._takes.remove(take)
             if take.used:
@@ -318,7 +318,7 @@ class PrefetchEngine:
                 self._space.release(np.array(list(take.used.values()), dtype=np.int64))
                 self._landings.room_was_made()
 
-    def _waits_for(self, take: _Take, asked: _Asked) -> bool:
+    def _waits_for(self, take: _BatchRequest, asked: PendingFetch) -> bool:
         if asked.take is not None or not self._budget:
             return take is asked.take
         # It has waited for as long as the storage has tried: another try would take as long again.
@@ -358,10 +358,10 @@ class PrefetchEngine:
                     waiting.add(take.client)
             self._look_ahead()
 
-    def _serve(self, take: _Take) -> bool:
+    def _serve(self, take: _BatchRequest) -> bool:
         return self._serve_ahead(take) if self._budget else self._serve_on_miss(take)
 
-    def _serve_ahead(self, take: _Take) -> bool:
+    def _serve_ahead(self, take: _BatchRequest) -> bool:
         """Deliver a take if all of it is there: nothing is held while something is waited for."""
         places = self._space.places[take.epoch.row]
         positions = take.positions
@@ -375,7 +375,7 @@ class PrefetchEngine:
         self._deliver(take, rows)
         return True
 
-    def _serve_on_miss(self, take: _Take) -> bool:
+    def _serve_on_miss(self, take: _BatchRequest) -> bool:
         """Go through a take one sample after the other, up to a miss that is on its way (C4)."""
         row, index = take.epoch.row, take.epoch.index
         while take.through < len(take.positions):
@@ -404,7 +404,7 @@ class PrefetchEngine:
         fits = np.cumsum(self._sizes[index.numbers[run[1:]]]) <= room
         return run[: 1 + int(fits.sum())]
 
-    def _deliver(self, take: _Take, used: dict[int, NDArray[np.int64]]) -> None:
+    def _deliver(self, take: _BatchRequest, used: dict[int, NDArray[np.int64]]) -> None:
         numbers = take.epoch.index.numbers[take.positions]
         places = np.empty((len(numbers), 3), dtype=np.int64)
         places[:, 2] = self._sizes[numbers]
@@ -426,7 +426,7 @@ class PrefetchEngine:
         self._leases[take.client, take.take] = (take.epoch, entries)
         self._beside[take.client, take.take] = take.beside
         done = np.concatenate(direct) if direct else np.empty(0, dtype=np.uint8)
-        self._deliveries.append(Delivery(take.client, take.take, numbers, places, done))
+        self._deliveries.append(BatchReply(take.client, take.take, numbers, places, done))
         counts = self.counts
         counts.samples += len(numbers)
         counts.taken_bytes += int(places[:, 2].sum())
@@ -434,7 +434,12 @@ class PrefetchEngine:
         counts.direct_samples += len(direct)
 
     def _hand_over(
-        self, take: _Take, epoch: _Epoch, positions: Positions, lengths: Lengths, data: Bytes
+        self,
+        take: _BatchRequest,
+        epoch: _Epoch,
+        positions: Positions,
+        lengths: Lengths,
+        data: Bytes,
     ) -> tuple[Positions, Lengths, Bytes]:
         """Give a take those samples of a reply that were asked for on its behalf; return the
         rest."""
@@ -444,7 +449,12 @@ class PrefetchEngine:
         return positions[count:], lengths[count:], data[behind:]
 
     def _give(
-        self, take: _Take, epoch: _Epoch, positions: Positions, lengths: Lengths, data: Bytes
+        self,
+        take: _BatchRequest,
+        epoch: _Epoch,
+        positions: Positions,
+        lengths: Lengths,
+        data: Bytes,
     ) -> None:
         ends = np.cumsum(lengths).tolist()
         places = self._space.places[epoch.row]
@@ -454,7 +464,7 @@ class PrefetchEngine:
             if self._budget and position < epoch.reach:
                 self._promised -= length
 
-    def _from_landings(self, take: _Take, only: int | None = None) -> bool:
+    def _from_landings(self, take: _BatchRequest, only: int | None = None) -> bool:
         """Give a take what it lacks of samples that have come and have no room."""
         wanted = take.positions if only is None else np.array([only], dtype=np.uint32)
         found = self._landings.take_out(take.epoch.row, wanted)
@@ -494,7 +504,7 @@ class PrefetchEngine:
                 return
             self._ask(epoch, run, None)
 
-    def _ask_directly(self, take: _Take, positions: Positions) -> None:
+    def _ask_directly(self, take: _BatchRequest, positions: Positions) -> None:
         """Ask for samples that go to a take and not into the cache."""
         nodes = take.epoch.index.numbers[positions] % self._nodes
         for node in np.unique(nodes).tolist():
@@ -502,12 +512,12 @@ class PrefetchEngine:
             for at in range(0, len(mine), self._prefetch):
                 self._ask(take.epoch, mine[at : at + self._prefetch], take)
 
-    def _ask(self, epoch: _Epoch, positions: Positions, take: _Take | None) -> None:
+    def _ask(self, epoch: _Epoch, positions: Positions, take: _BatchRequest | None) -> None:
         self._space.places[epoch.row, positions] = ASKED
         numbers = epoch.index.numbers[positions]
         node = int(numbers[0]) % self._nodes
         ticket, self._tickets = self._tickets, self._tickets + 1
-        self._asked[ticket] = _Asked(epoch, positions, take, node)
+        self._asked[ticket] = PendingFetch(epoch, positions, take, node)
         self._under_way[node] += 1
         self._outgoing.append(Request(ticket, node, numbers))
         counts = self.counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_dlres.prefetch.cache.messages import Begin
-from lightning_dlres.prefetch.order.sequence import Deal, Positions, shuffled
+from lightning_dlres.prefetch.order.sequence import Positions, ShardSpec, shuffled
 
 
 def needed(samples: int, begin: Begin) -> Positions:
@@ -15,5 +15,5 @@ def needed(samples: int, begin: Begin) -> Positions:
         if begin.shuffle
         else np.arange(samples, dtype=np.uint32)
     )
-    deal = Deal(samples, begin.consumed, begin.ranks, begin.batch, begin.tail)
+    deal = ShardSpec(samples, begin.consumed, begin.ranks, begin.batch, begin.tail)
     return deal.numbers(order, begin.local_ranks)

@@ -24,7 +24,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Delivery:
+class BatchReply:
     """Samples that were taken, in order.
 
     `places` is int64[n, 3]: tier, offset and length of each. A sample that is `DIRECT_TIER` is not
@@ -39,7 +39,7 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class Failure:
+class BatchFailure:
     """A take that cannot be delivered."""
 
     client: str

@@ -39,11 +39,11 @@ from lightning_dlres.core.wire.net import Server
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.epochs import needed
-from lightning_dlres.prefetch.cache.exchange import Delivery
+from lightning_dlres.prefetch.cache.exchange import BatchReply
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.launch import PROGRESS, failure_path
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
-from lightning_dlres.prefetch.cache.pinned import KeptSamples
+from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.cache.space import CacheSpace, check_fits
 from lightning_dlres.prefetch.storage.base import Storage
 from lightning_dlres.prefetch.storage.source import open_storage
@@ -87,7 +87,7 @@ class CacheHost:
         # What is compiled takes no arrays that are mapped from a file and not to be written to.
         sizes = np.array(table.sizes)
         self._space = CacheSpace(self._cache.data, len(table), config.threshold)
-        self._kept = KeptSamples(self._kept_memory.data, sizes)
+        self._kept = PinnedSamples(self._kept_memory.data, sizes)
         self._engine = PrefetchEngine(
             sizes,
             storage.nodes,
@@ -170,7 +170,7 @@ class CacheHost:
             self._refuse(failure.client, failure.take, failure.error)
         self._engine.work()
 
-    def _pack(self, delivery: Delivery) -> bytes:
+    def _pack(self, delivery: BatchReply) -> bytes:
         table = self._storage.table
         keys = [table.key(number).encode() for number in delivery.numbers.tolist()]
         ends = np.cumsum([len(key) for key in keys], dtype=np.int64)

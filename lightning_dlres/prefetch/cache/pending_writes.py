@@ -12,14 +12,14 @@ from lightning_dlres.prefetch.order.sequence import Positions
 
 
 @dataclass(eq=False)
-class _Landing:
+class _PendingWrite:
     row: int
     positions: Positions
     lengths: Lengths
     data: Bytes
 
 
-class Landings:
+class PendingWrites:
     """A queue before the cache space.
 
     Args:
@@ -28,7 +28,7 @@ class Landings:
 
     def __init__(self, space: CacheSpace) -> None:
         self._space = space
-        self._queue: deque[_Landing] = deque()
+        self._queue: deque[_PendingWrite] = deque()
         # Whether storing was tried in vain since something was let go.
         self._is_full = False
 
@@ -40,7 +40,7 @@ class Landings:
     def add(self, row: int, positions: Positions, lengths: Lengths, data: Bytes) -> None:
         """Line up samples; arguments as for `CacheSpace.store`."""
         if len(positions):
-            self._queue.append(_Landing(row, positions, lengths, data))
+            self._queue.append(_PendingWrite(row, positions, lengths, data))
 
     def room_was_made(self) -> None:
         """Try again with the next `land`."""
@@ -56,7 +56,7 @@ class Landings:
             if stored < len(landing.positions):
                 data = landing.data[int(landing.lengths[:stored].sum()) :]
                 self._queue.appendleft(
-                    _Landing(
+                    _PendingWrite(
                         landing.row, landing.positions[stored:], landing.lengths[stored:], data
                     )
                 )

@@ -18,7 +18,7 @@ from lightning_dlres.prefetch.cache.space import Bytes
 from lightning_dlres.prefetch.order.sequence import Positions
 
 
-class KeptSamples:
+class PinnedSamples:
     """A region of memory, or of a file, that holds samples by number.
 
     Args:

@@ -123,7 +123,7 @@ class CacheSpace:
         self._grow(len(positions))
         stored = self._append(row, positions, lengths, data)
         if stored < len(positions):
-            self.settle()
+            self.compact_fully()
             rest = data[int(lengths[:stored].sum()) :]
             stored += self._append(row, positions[stored:], lengths[stored:], rest)
         if not self.passing and self.end >= self.threshold * self.capacity:
@@ -172,7 +172,7 @@ class CacheSpace:
                 self.watch(None)
         return self.passing
 
-    def settle(self) -> None:
+    def compact_fully(self) -> None:
         """Evict and move all that can be."""
         while self.advance(self.capacity):
             pass

@@ -29,7 +29,7 @@ from lightning_dlres.prefetch.loading.workers import (
     DecodePool,
     Workers,
 )
-from lightning_dlres.prefetch.order.sequence import Deal, Positions, Tail, mixed
+from lightning_dlres.prefetch.order.sequence import Positions, ShardSpec, Tail, mixed
 
 _VERSION = 1
 
@@ -65,7 +65,7 @@ class PrefetchLoader:
         batch_size: samples of a batch of this rank.
         shuffle: whether every epoch has an order of its own; else it is that of the data set.
         seed: of the orders.
-        tail: see `Deal`.
+        tail: see `ShardSpec`.
         decode, collate: see `BatchMaker`.
         num_workers, worker_type, pin_memory: see `DecodePool`.
         epoch: the number of the first.
@@ -114,7 +114,7 @@ class PrefetchLoader:
         flag("shuffle", shuffle)
         function("decode", decode)
         function("collate", collate)
-        Deal(0, 0, self._ranks.ranks, batch_size, tail)
+        ShardSpec(0, 0, self._ranks.ranks, batch_size, tail)
         DecodePool(BatchMaker(decode, collate, "raw"), num_workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
         self._seed, self._epochs = seed, epochs
@@ -290,9 +290,9 @@ class PrefetchLoader:
         self._start = self._before = self._yielded = 0
         self._finished = False
 
-    def _deal(self, consumed: int) -> Deal:
+    def _deal(self, consumed: int) -> ShardSpec:
         samples = self.data_set.samples
-        return Deal(samples, consumed, self._ranks.ranks, self._unit, self._tail)
+        return ShardSpec(samples, consumed, self._ranks.ranks, self._unit, self._tail)
 
     def _start_epoch(self) -> int:
         return self.client.begin(

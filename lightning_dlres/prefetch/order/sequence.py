@@ -36,7 +36,7 @@ def shuffled(count: int, seed: int, epoch: int) -> Positions:
 
 
 @dataclass(frozen=True)
-class Deal:
+class ShardSpec:
     """How what is left of an epoch is dealt to ranks: one sample to each in turn.
 
     So the first n batches of all ranks are always the next n * ranks * batch samples of the epoch,

@@ -53,7 +53,7 @@ from lightning_dlres.pipeline.plan.search.grouping import stage_counts
 from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
 from lightning_dlres.pipeline.profile.model_profile import LayerProfile
-from lightning_dlres.pipeline.profile.run_profile import NotMeasured, Profiler, RunProfile
+from lightning_dlres.pipeline.profile.run_profile import Profiler, ProfilingError, RunProfile
 from lightning_dlres.pipeline.stage.stage import Stage
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
@@ -80,7 +80,7 @@ _LEFT_PARTITIONED: WeakSet[nn.Module] = WeakSet()
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
-class PipelineRun:
+class Deployment:
     """One run's model on this rank, from the strategy's setup on. The model's place is kept after
     the run's end, for a checkpoint that is saved later.
 
@@ -154,13 +154,13 @@ class PipelineRun:
             ConfigError: one computes over all parameters, has others than the model's or takes
                 sparse gradients where there are none, or a gradient scaler would find none.
         """
-        machines = len(self.plan.machines)
-        summed = {p for p, stages in self.owners.items() if machines * len(stages) > 1}
+        replicas = len(self.plan.replicas)
+        summed = {p for p, stages in self.owners.items() if replicas * len(stages) > 1}
         for optimizer in optimizers:
             require_owned(optimizer, self.owners, type(self.module).__name__)
             require_dense(optimizer, summed)
             require_separable(optimizer)
-            # Adagrad makes state for every parameter at once; foreign ones have none.
+            # Adagrad makes state for every parameter at once; remote ones have none.
             for parameter in [p for p in optimizer.state if p.is_meta]:
                 del optimizer.state[parameter]
             set_state_device(optimizer, self._device)
@@ -179,7 +179,10 @@ class PipelineRun:
             return PlainSteps(self.module, self._current_context, self._tracer)
         indices = plan.layers_of(self.stage)
         modules = [self._layers.modules[index] for index in indices]
-        trainable, outer = self._layers.trainable(indices), self._layers.outer()
+        trainable, non_pipelined = (
+            self._layers.trainable(indices),
+            self._layers.non_pipelined_parameters(),
+        )
         self._trainable = self._which_train()
         groups = make_groups(plan, self.owners, timedelta(seconds=options.timeout))
         for group in groups.values():
@@ -191,34 +194,34 @@ class PipelineRun:
             self._device,
             self._current_context,
             {p: modules[p] for p, layer in enumerate(indices) if layer in plan.recompute},
-            by_layer=len(plan.machines) > 1,
+            by_layer=len(plan.replicas) > 1,
         )
         waiting = (options.timeout, connection.check)
 
         def make_sync(
-            trainable: list[list[nn.Parameter]], outer: list[nn.Parameter]
+            trainable: list[list[nn.Parameter]], non_pipelined: list[nn.Parameter]
         ) -> GradientSync:
             return GradientSync(
-                trainable, outer, self.owners, groups, self.stage, *waiting, self._tracer
+                trainable, non_pipelined, self.owners, groups, self.stage, *waiting, self._tracer
             )
 
         self._make_sync = make_sync
         written = self._written_in_forward
-        replicas = groups.get((self.stage,)) if len(plan.machines) > 1 else None
+        replica_group = groups.get((self.stage,)) if len(plan.replicas) > 1 else None
 
         def changed_in_forward() -> list[Tensor]:
             buffers = [buffer for module in modules for buffer in module.buffers()]
             return buffers + [p for some in modules for p in some.parameters() if p in written]
 
         buffer_sync = BufferSync(
-            changed_in_forward, replicas, plan.machines[0][self.stage], *waiting
+            changed_in_forward, replica_group, plan.replicas[0][self.stage], *waiting
         )
         runtime = Runtime(
             plan,
             connection.rank,
             stage,
-            outer,
-            make_sync(trainable, outer),
+            non_pipelined,
+            make_sync(trainable, non_pipelined),
             buffer_sync,
             connection.mailbox,
             self._tracer,
@@ -260,8 +263,8 @@ class PipelineRun:
             return
         self._trainable = trainable
         of_layers = self._layers.trainable(self.plan.layers_of(self.stage))
-        outer = self._layers.outer()
-        runtime.train_only(of_layers, outer, self._make_sync(of_layers, outer))
+        non_pipelined = self._layers.non_pipelined_parameters()
+        runtime.train_only(of_layers, non_pipelined, self._make_sync(of_layers, non_pipelined))
 
     def _which_train(self) -> list[bool]:
         return [p.requires_grad for p, stages in self.owners.items() if self.stage in stages]
@@ -355,19 +358,19 @@ class PipelineRun:
             return adopt_plan(
                 options.plan, self._unmeasured_layers(), self.pipelined.path, world_size
             )
-        machines = options.machines(world_size)
+        replicas = options.replicas(world_size)
         fits = previous is not None and _names(previous) == self._layers.names
         stays = not fitting or self.module in _LEFT_PARTITIONED
         if previous is not None and fits and (previous.is_measured or stays):
             return previous
         profile = None
         if samples is not None and world_size > 1:
-            stages = len(machines[0]) if options.fixed_machines else options.stages
+            stages = len(replicas[0]) if options.fixed_replicas else options.stages
             require_layers(self.pipelined, stages or stage_counts(world_size)[0])
             profile = self._profile(trainer, samples)
         if profile is None:
-            require_layers(self.pipelined, len(machines[0]))
-            return unmeasured_plan(self._unmeasured_layers(), machines)
+            require_layers(self.pipelined, len(replicas[0]))
+            return unmeasured_plan(self._unmeasured_layers(), replicas)
         return self._decide(profile)
 
     def _unmeasured_layers(self) -> tuple[LayerProfile, ...]:
@@ -429,7 +432,7 @@ class PipelineRun:
         try:
             copies = gradient_copies(trainer, self.module)
             return profiler.run(samples, options.profile, self._optimizers, copies)
-        except NotMeasured as error:
+        except ProfilingError as error:
             self._say_why_by_bytes(str(error))
             return None
 
@@ -472,9 +475,9 @@ class PipelineRun:
         return self.step_context()
 
     def _sum_over_stages(self, value: float) -> float:
-        # Added up in one order everywhere, so that all virtual machines clip by the same bits.
+        # Added up in one order everywhere, so that all replicas clip by the same bits.
         found = self._connection.gather([value])
-        return sum(found[rank][0] for rank in self.plan.machines[0])
+        return sum(found[rank][0] for rank in self.plan.replicas[0])
 
 
 def _names(plan: PipelinePlan) -> tuple[str, ...]:

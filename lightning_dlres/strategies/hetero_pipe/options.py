@@ -11,12 +11,12 @@ from lightning_dlres.core.checks import function, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange
-from lightning_dlres.pipeline.plan.planning import Wishes
+from lightning_dlres.pipeline.plan.planning import PlanConstraints
 from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch
 
-Machines = tuple[tuple[int, ...], ...]
+Replicas = tuple[tuple[int, ...], ...]
 Schedule = Literal["auto", "gpipe", "1f1b"]
 Recompute = Literal["auto", "never", "always"]
 RECOMPUTE = ("auto", "never", "always")
@@ -55,7 +55,7 @@ class PipeOptions:
         if module is not None:
             instance("module", module, (str,), "the name of a module", "module=None")
         self.module = module
-        self.device_map = _machines(device_map)
+        self.device_map = _replicas(device_map)
         if plan is not None:
             kinds = (PipelinePlan, str, Path)
             instance("plan", plan, kinds, "a PipelinePlan or the path of one", "plan=None")
@@ -86,24 +86,24 @@ class PipeOptions:
             and all(wish is None for wish in wishes)
         )
 
-    def machines(self, world_size: int) -> Machines:
-        """Return the ranks of every virtual machine, in stage order.
+    def replicas(self, world_size: int) -> Replicas:
+        """Return the ranks of every replica, in stage order.
 
         Raises:
             ConfigError: they do not fit the number of ranks.
         """
-        machines = self._machines(world_size)
-        if sum(len(machine) for machine in machines) != world_size:
+        replicas = self._replicas(world_size)
+        if sum(len(replica) for replica in replicas) != world_size:
             raise ConfigError(
-                f"plan must place each of the {world_size} ranks, got virtual machines "
-                f"{[list(m) for m in machines]}. Plan again, or change devices."
+                f"plan must place each of the {world_size} ranks, got replicas "
+                f"{[list(m) for m in replicas]}. Plan again, or change devices."
             )
-        return machines
+        return replicas
 
     def rank_names(self, world_size: int) -> list[str]:
         """Return what each rank is called in messages."""
-        machines = self.machines(world_size)
-        placed = PipelinePlan(machines=machines, split=(1,) * len(machines[0]))
+        replicas = self.replicas(world_size)
+        placed = PipelinePlan(replicas=replicas, split=(1,) * len(replicas[0]))
         return [placed.rank_name(rank) for rank in range(world_size)]
 
     def slowdown(self, rank: int, world_size: int) -> float:
@@ -138,43 +138,43 @@ class PipeOptions:
         return limits
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> PlanConstraints:
         """What is fixed of the plan."""
         schedule = "gpipe" if self.schedule == "gpipe" else "1f1b"
-        return Wishes(self.stages, self.fixed_machines, schedule, self.recompute)
+        return PlanConstraints(self.stages, self.fixed_replicas, schedule, self.recompute)
 
     @property
-    def fixed_machines(self) -> Machines | None:
-        """The ranks of every virtual machine in stage order, where the user fixed them."""
-        return self.plan.machines if self.plan is not None else self.device_map
+    def fixed_replicas(self) -> Replicas | None:
+        """The ranks of every replica in stage order, where the user fixed them."""
+        return self.plan.replicas if self.plan is not None else self.device_map
 
-    def _machines(self, world_size: int) -> Machines:
+    def _replicas(self, world_size: int) -> Replicas:
         if self.plan is not None:
-            return self.plan.machines
+            return self.plan.replicas
         if self.device_map is None:
             return arrange(world_size, self.stages or world_size)
-        ranks = sorted(rank for machine in self.device_map for rank in machine)
-        lengths = {len(machine) for machine in self.device_map}
+        ranks = sorted(rank for replica in self.device_map for rank in replica)
+        lengths = {len(replica) for replica in self.device_map}
         if ranks != list(range(world_size)) or len(lengths) != 1:
             raise ConfigError(
-                f"device_map must name each rank from 0 to {world_size - 1} once, in virtual "
-                f"machines of equal length, got {[list(m) for m in self.device_map]}. Use "
+                f"device_map must name each rank from 0 to {world_size - 1} once, in "
+                f"replicas of equal length, got {[list(m) for m in self.device_map]}. Use "
                 f"device_map={[list(range(world_size))]}."
             )
         return self.device_map
 
 
-def _machines(device_map: object) -> Machines | None:
+def _replicas(device_map: object) -> Replicas | None:
     if device_map is None:
         return None
     rows = device_map if isinstance(device_map, (list, tuple)) else ()
-    machines = tuple(tuple(row) if isinstance(row, (list, tuple)) else () for row in rows)
-    ranks = [rank for machine in machines for rank in machine]
+    replicas = tuple(tuple(row) if isinstance(row, (list, tuple)) else () for row in rows)
+    ranks = [rank for replica in replicas for rank in replica]
     whole = all(type(rank) is int for rank in ranks) and sorted(ranks) == list(range(len(ranks)))
-    if not ranks or not whole or len({len(machine) for machine in machines}) != 1:
+    if not ranks or not whole or len({len(replica) for replica in replicas}) != 1:
         rule = "lists of equal length with each rank, from 0 on, once"
         raise ConfigError(got_expected("device_map", device_map, rule, "[[0, 1]] for two devices"))
-    return machines
+    return replicas
 
 
 def _count(name: str, value: object) -> int | None:

@@ -39,7 +39,7 @@ def profiled_model(context: StepContext) -> ProfiledModel:
         modules=layers.modules,
         bind=context.pipelined.bind,
         device=context.device,
-        outer=layers.outer(),
+        non_pipelined=layers.non_pipelined_parameters(),
         start_loss=start_loss,
         warn=rank_zero_warn,
     )

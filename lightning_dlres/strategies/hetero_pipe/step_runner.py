@@ -32,7 +32,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.attributes import not_sent
 from lightning_dlres.strategies.hetero_pipe.replay.loggers import LoggerCall
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import why_doubtful
-from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import ForeignWeightGuard
+from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
 _EVALUATION = 1
@@ -95,7 +95,7 @@ class StepRunner:
             self._check(args, seed, fingerprint)
         self._steps += 1
         if self._zeroes():
-            for parameter in (*self.runtime.stage.parameters, *self.runtime.outer):
+            for parameter in (*self.runtime.stage.parameters, *self.runtime.non_pipelined):
                 parameter.grad = None
         # The check may have changed the schedule.
         by_parts = by_parts and self.schedule == "1f1b"
@@ -116,7 +116,7 @@ class StepRunner:
         intercepted = self.context.pipelined.intercepted(
             lambda inputs: self.forward(inputs, fingerprint)
         )
-        with self.context.precision(), ForeignWeightGuard(self.context.leftovers), intercepted:
+        with self.context.precision(), PipelinedWeightGuard(self.context.leftovers), intercepted:
             return hook(*args)
 
     def forward(self, inputs: Tree, fingerprint: int | None = None) -> Tree:
@@ -207,11 +207,11 @@ class StepRunner:
             changed = [i for i, (now, value) in enumerate(pairs) if not torch.equal(now, value)]
             for now, value in pairs:
                 now.copy_(value)
-        # Those of several virtual machines are made alike in every step.
-        self.changing = list(range(len(saved))) if len(runtime.plan.machines) > 1 else changed
+        # Those of several replicas are made alike in every step.
+        self.changing = list(range(len(saved))) if len(runtime.plan.replicas) > 1 else changed
         rewind_random_state()
         reason = None
-        source = runtime.plan.machines[0][-1]
+        source = runtime.plan.replicas[0][-1]
         if runtime.rank == source:
             sizes = microbatch_sizes(samples_in(output) or 1, runtime.microbatches)
             reason = (

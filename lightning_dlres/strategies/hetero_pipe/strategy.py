@@ -51,7 +51,7 @@ from lightning_dlres.strategies.hetero_pipe.data.sharding import (
     refuse_shards,
     undo_sharding,
 )
-from lightning_dlres.strategies.hetero_pipe.deployment import ContextFactory, PipelineRun
+from lightning_dlres.strategies.hetero_pipe.deployment import ContextFactory, Deployment
 from lightning_dlres.strategies.hetero_pipe.options import (
     MemoryLimit,
     PipeOptions,
@@ -71,8 +71,8 @@ from lightning_dlres.strategies.signals import DeferredSignals
 
 
 class HeteroPipeStrategy(ParallelStrategy):
-    """Trains one model over several devices of unlike speed: pipeline parallel inside a *virtual
-    machine* of one device per stage, data parallel between virtual machines.
+    """Trains one model over several devices of unlike speed: pipeline parallel inside a
+    *replica* of one device per stage, data parallel between replicas.
 
     The loader's batch is the optimizer's batch, whatever the plan: it is cut into micro-batches,
     and results are those of single-device training. One rank reads the data for all. Each rank
@@ -80,9 +80,9 @@ class HeteroPipeStrategy(ParallelStrategy):
     single-device Lightning checkpoints.
 
     Args:
-        stages: Number of stages of a virtual machine; must divide the number of devices. "auto":
-            whatever is fastest in the simulator, two or more on several devices; one virtual
-            machine of all devices where nothing is measured. 1 is data parallel training.
+        stages: Number of stages of a replica; must divide the number of devices. "auto":
+            whatever is fastest in the simulator, two or more on several devices; one
+            replica of all devices where nothing is measured. 1 is data parallel training.
         microbatches: Into how many parts the batch is cut; a smaller batch is cut into single
             samples. "auto": four per device; one device does not cut the batch. What is random in
             the layers (dropout) depends on this number, and on nothing else of the plan.
@@ -91,7 +91,7 @@ class HeteroPipeStrategy(ParallelStrategy):
             batches and refused where it is not exact. "auto": 1f1b where it is exact, else gpipe.
         module: Name of the module to cut into stages: an `nn.Sequential`, or an `nn.ModuleList`
             whose members are called one after the other. None finds it.
-        device_map: For every virtual machine its ranks in stage order. None: consecutive ranks.
+        device_map: For every replica its ranks in stage order. None: consecutive ranks.
         plan: A `PipelinePlan`, or the path of one written as JSON, as it was or edited; nothing is
             measured then.
         split_batch: Called with (batch, sizes), returns the batch cut into parts of these sizes;
@@ -176,7 +176,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._connection: Connection | None = None
         self._signals: DeferredSignals | None = None
-        self._run: PipelineRun | None = None
+        self._run: Deployment | None = None
         self._runner: StepRunner | PlainSteps | None = None
         self._born_on_meta: bool | None = None
         self._used_schedule: str = schedule
@@ -314,7 +314,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         if not self._options.cuts_nothing(self.world_size):
             refuse_dataloader_iter(trainer, module)
         self.model = self.precision_plugin.convert_module(module)
-        run = PipelineRun(
+        run = Deployment(
             self._options,
             module,
             self.precision_plugin,

@@ -13,14 +13,14 @@ import zmq
 from lightning_dlres.core.host.lightweight_process import light_command
 from lightning_dlres.core.host.service import STATUS
 from lightning_dlres.core.wire.frames import pack
-from lightning_dlres.core.wire.net import Client, Limits, Server
-from lightning_dlres.core.wire.outbox import Outbox, Patience
+from lightning_dlres.core.wire.net import Client, Server, SocketLimits
+from lightning_dlres.core.wire.outbox import Outbox, SendPatience
 from lightning_dlres.core.wire.refused_messages import Refusals
 from tests.support.hostile_clients import BANNERS, NULL, connect_raw, frame, greet, is_closed
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0
-SMALL = Limits(message_bytes=1 << 16, unread_bytes=1 << 20, connections=8, queued=100)
+SMALL = SocketLimits(message_bytes=1 << 16, unread_bytes=1 << 20, connections=8, queued=100)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def stack():  # type: ignore[no-untyped-def]
         yield opened
 
 
-def serve(stack: ExitStack, limits: Limits = SMALL, **options: object) -> Server:
+def serve(stack: ExitStack, limits: SocketLimits = SMALL, **options: object) -> Server:
     return stack.enter_context(closing(Server(limits=limits, **options)))  # type: ignore[arg-type]
 
 
@@ -137,7 +137,7 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(stack: ExitStack) -> N
     raw.sendall(frame(header, more=True) + frame(payload))
     request = server.expect(SECONDS, "a request")
     now = [0.0]
-    outbox = Outbox(server, Patience(1 << 20, 2 << 20, 10.0, 1000), clock=lambda: now[0])
+    outbox = Outbox(server, SendPatience(1 << 20, 2 << 20, 10.0, 1000), clock=lambda: now[0])
     reply, sent = bytes(1 << 19), 0
     while outbox.reserve(request, len(reply)):
         outbox.reply(request, len(reply), "data", reply)

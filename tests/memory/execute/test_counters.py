@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_dlres.core._compat import shares_counter
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from tests.support.examples import examples
-from tests.support.scripted_policy import ToldEngine
+from tests.support.scripted_policy import ScriptedEngine
 
-ACTIONS = [*Action, None]  # None: each in turns
+ACTIONS = [*MemoryAction, None]  # None: each in turns
 Hooks = Callable[[], AbstractContextManager[None]]
 Step = Callable[[], tuple[Tensor, list[Tensor]]]
 
 
-def told(action: Action | None, late: bool) -> ToldEngine:
-    every = list(Action)
-    return ToldEngine(
+def told(action: MemoryAction | None, late: bool) -> ScriptedEngine:
+    every = list(MemoryAction)
+    return ScriptedEngine(
         lambda number, _: action or every[number % len(every)], late=late, room=1 << 16
     )
 
@@ -45,7 +45,7 @@ def outcome(step: Step, hooks: Hooks) -> list[Tensor] | None:
         raise
 
 
-def require_parity(step: Step, engine: ToldEngine) -> list[Tensor] | None:
+def require_parity(step: Step, engine: ScriptedEngine) -> list[Tensor] | None:
     plain, ours = outcome(step, nullcontext), outcome(step, engine.hooks)
     assert (plain is None) == (ours is None)
     for expected, found in zip(plain or (), ours or (), strict=True):
@@ -215,7 +215,7 @@ CASES: dict[str, Step] = {
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_plain_training(
-    name: str, action: Action | None, late: bool
+    name: str, action: MemoryAction | None, late: bool
 ) -> None:
     require_parity(CASES[name], told(action, late))
 
@@ -285,7 +285,7 @@ def program(steps: list[tuple[str, int, tuple[int, int]]]) -> tuple[Tensor, list
 @settings(max_examples=examples(120))
 @given(STEPS, st.sampled_from(ACTIONS), st.booleans())
 def test_any_order_of_saves_and_changes(
-    steps: list[tuple[str, int, tuple[int, int]]], action: Action | None, late: bool
+    steps: list[tuple[str, int, tuple[int, int]]], action: MemoryAction | None, late: bool
 ) -> None:
     require_parity(lambda: program(steps), told(action, late))
 

@@ -12,20 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from tests.support.networks import CASES
-from tests.support.scripted_policy import ToldEngine
+from tests.support.scripted_policy import ScriptedEngine
 
-ACTIONS = [*Action, None]  # None: each in turns
+ACTIONS = [*MemoryAction, None]  # None: each in turns
 
 
-def engine(action: Action | None, directory: Path | None = None, late: bool = False) -> ToldEngine:
-    every = list(Action)
-    return ToldEngine(lambda number, _: action or every[number % len(every)], directory, late=late)
+def engine(
+    action: MemoryAction | None, directory: Path | None = None, late: bool = False
+) -> ScriptedEngine:
+    every = list(MemoryAction)
+    return ScriptedEngine(
+        lambda number, _: action or every[number % len(every)], directory, late=late
+    )
 
 
 @pytest.fixture(params=[(a, late) for a in ACTIONS for late in (False, True)], ids=str)
-def saved(request: pytest.FixtureRequest) -> Iterator[ToldEngine]:
+def saved(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
     """An engine that must have let go of everything when the test ends."""
     action, late = request.param
     found = engine(action, late=late)
@@ -39,7 +43,7 @@ def saved(request: pytest.FixtureRequest) -> Iterator[ToldEngine]:
 Step = Callable[[Callable[[], AbstractContextManager[None]]], list[Tensor]]
 
 
-def require_parity(saved: ToldEngine, step: Step, *stays: nn.Module) -> None:
+def require_parity(saved: ScriptedEngine, step: Step, *stays: nn.Module) -> None:
     """Run a step plainly, and under the engine; compare what it returns, bit for bit."""
 
     def hooks() -> AbstractContextManager[None]:
@@ -64,7 +68,7 @@ def gradients(*modules: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_plain_training(saved: ToldEngine, name: str) -> None:
+def test_gradients_are_those_of_plain_training(saved: ScriptedEngine, name: str) -> None:
     net = CASES[name].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -80,7 +84,7 @@ def test_gradients_are_those_of_plain_training(saved: ToldEngine, name: str) -> 
 
 
 def test_a_file_holds_data_too(tmp_path: Path) -> None:
-    saved, net = engine(Action.BOTH, tmp_path), CASES["cnn"].make()
+    saved, net = engine(MemoryAction.BOTH, tmp_path), CASES["cnn"].make()
     assert list(tmp_path.iterdir()) == []
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -92,7 +96,7 @@ def test_a_file_holds_data_too(tmp_path: Path) -> None:
     require_parity(saved, step, net)
 
 
-def test_views_transposes_and_expands(saved: ToldEngine) -> None:
+def test_views_transposes_and_expands(saved: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.randn(6, 8, requires_grad=True)
         with hooks():
@@ -108,7 +112,7 @@ def test_views_transposes_and_expands(saved: ToldEngine) -> None:
 
 
 def test_an_expanded_tensor_takes_no_more_than_what_it_is_made_of() -> None:
-    saved = engine(Action.OFFLOAD)
+    saved = engine(MemoryAction.OFFLOAD)
     row = torch.randn(1, 256, requires_grad=True)
     with saved.hooks():
         out = row.exp().expand(1000, 256).sin()
@@ -117,7 +121,7 @@ def test_an_expanded_tensor_takes_no_more_than_what_it_is_made_of() -> None:
 
 
 def test_a_small_part_of_a_large_storage_moves_alone() -> None:
-    saved = engine(Action.OFFLOAD)
+    saved = engine(MemoryAction.OFFLOAD)
     x = torch.randn(100, 100, requires_grad=True)
     with saved.hooks([x]):
         out = (x + 1)[7].sin()
@@ -128,7 +132,7 @@ def test_a_small_part_of_a_large_storage_moves_alone() -> None:
 
 
 def test_what_is_saved_twice_moves_once() -> None:
-    saved = engine(Action.OFFLOAD)
+    saved = engine(MemoryAction.OFFLOAD)
     x = torch.randn(64, 64, requires_grad=True)
     with saved.hooks([x]):
         y = x + 1
@@ -138,7 +142,7 @@ def test_what_is_saved_twice_moves_once() -> None:
     z.sum().backward()
 
 
-def test_a_change_in_place_after_saving_is_an_error(saved: ToldEngine) -> None:
+def test_a_change_in_place_after_saving_is_an_error(saved: ScriptedEngine) -> None:
     x = torch.randn(5, requires_grad=True)
     for change in (lambda y: y.add_(1), lambda y: y[:2].zero_(), lambda y: y.detach().mul_(2)):
         with saved.hooks():
@@ -150,7 +154,7 @@ def test_a_change_in_place_after_saving_is_an_error(saved: ToldEngine) -> None:
         del y, z
 
 
-def test_a_change_in_place_before_saving_again_moves_again(saved: ToldEngine) -> None:
+def test_a_change_in_place_before_saving_again_moves_again(saved: ScriptedEngine) -> None:
     x = torch.randn(5, requires_grad=True)
     with saved.hooks():
         y = x * 1
@@ -164,7 +168,7 @@ def test_a_change_in_place_before_saving_again_moves_again(saved: ToldEngine) ->
         first.sum().backward()
 
 
-def test_a_changed_parameter_is_an_error(saved: ToldEngine) -> None:
+def test_a_changed_parameter_is_an_error(saved: ScriptedEngine) -> None:
     layer = nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)
     with saved.hooks(layer.parameters()):
@@ -176,7 +180,7 @@ def test_a_changed_parameter_is_an_error(saved: ToldEngine) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_nested_checkpoints(saved: ToldEngine, reentrant: bool) -> None:
+def test_nested_checkpoints(saved: ScriptedEngine, reentrant: bool) -> None:
     inner, outer = CASES["mlp"].make(), nn.Linear(16, 16)
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -195,7 +199,7 @@ def test_nested_checkpoints(saved: ToldEngine, reentrant: bool) -> None:
     require_parity(saved, step, inner, outer)
 
 
-def test_double_backward(saved: ToldEngine) -> None:
+def test_double_backward(saved: ScriptedEngine) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -209,7 +213,7 @@ def test_double_backward(saved: ToldEngine) -> None:
     require_parity(saved, step, net)
 
 
-def test_backward_twice(saved: ToldEngine) -> None:
+def test_backward_twice(saved: ScriptedEngine) -> None:
     net = CASES["cnn"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -222,7 +226,7 @@ def test_backward_twice(saved: ToldEngine) -> None:
     require_parity(saved, step, net)
 
 
-def test_two_optimizers_as_in_a_gan(saved: ToldEngine) -> None:
+def test_two_optimizers_as_in_a_gan(saved: ScriptedEngine) -> None:
     maker, judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 1))
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -239,7 +243,7 @@ def test_two_optimizers_as_in_a_gan(saved: ToldEngine) -> None:
     require_parity(saved, step, maker, judge)
 
 
-def test_several_forwards_before_backward(saved: ToldEngine) -> None:
+def test_several_forwards_before_backward(saved: ScriptedEngine) -> None:
     net = CASES["gpt"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -254,7 +258,7 @@ def test_several_forwards_before_backward(saved: ToldEngine) -> None:
     require_parity(saved, step, net)
 
 
-def test_no_grad_and_inference_in_between(saved: ToldEngine) -> None:
+def test_no_grad_and_inference_in_between(saved: ScriptedEngine) -> None:
     net = CASES["unet"].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -274,7 +278,7 @@ def test_no_grad_and_inference_in_between(saved: ToldEngine) -> None:
     require_parity(saved, step, net)
 
 
-def test_a_step_after_one_that_failed(saved: ToldEngine) -> None:
+def test_a_step_after_one_that_failed(saved: ScriptedEngine) -> None:
     net = CASES["mlp"].make()
 
     def fails() -> None:
@@ -296,7 +300,7 @@ def test_a_step_after_one_that_failed(saved: ToldEngine) -> None:
     require_parity(saved, step, net)
 
 
-def test_compiled_models(saved: ToldEngine) -> None:
+def test_compiled_models(saved: ScriptedEngine) -> None:
     net = CASES["cnn"].make()
     compiled = torch.compile(net, backend="aot_eager")
 
@@ -309,7 +313,7 @@ def test_compiled_models(saved: ToldEngine) -> None:
     require_parity(saved, step, net)
 
 
-def test_complex_numbers_and_unusual_tensors(saved: ToldEngine) -> None:
+def test_complex_numbers_and_unusual_tensors(saved: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.randn(4, 6, requires_grad=True)
         with hooks():
@@ -325,7 +329,7 @@ def test_complex_numbers_and_unusual_tensors(saved: ToldEngine) -> None:
 
 
 def test_freed_memory_is_not_taken_for_what_it_was() -> None:
-    saved = engine(Action.OFFLOAD)
+    saved = engine(MemoryAction.OFFLOAD)
     x = torch.randn(1000, requires_grad=True)
     expected = torch.zeros(1000)
     with saved.hooks([x]):
@@ -340,7 +344,7 @@ def test_freed_memory_is_not_taken_for_what_it_was() -> None:
 
 
 def test_where_the_tier_is_full_data_stay() -> None:
-    saved = ToldEngine(lambda *_: Action.OFFLOAD, room=1024)
+    saved = ScriptedEngine(lambda *_: MemoryAction.OFFLOAD, room=1024)
     x = torch.randn(200, requires_grad=True)
     with saved.hooks([x]):
         out = (x + 1).sin().exp().cos().sum()
@@ -354,7 +358,7 @@ def test_where_the_tier_is_full_data_stay() -> None:
     assert torch.equal(plain, x.grad)
 
 
-def test_zeros_without_memory_stay(saved: ToldEngine) -> None:
+def test_zeros_without_memory_stay(saved: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         x = torch.ones(40, requires_grad=True)
         with hooks():
@@ -366,7 +370,7 @@ def test_zeros_without_memory_stay(saved: ToldEngine) -> None:
     require_parity(saved, step)
 
 
-def test_memory_that_is_freed_meanwhile_and_filled_again(saved: ToldEngine) -> None:
+def test_memory_that_is_freed_meanwhile_and_filled_again(saved: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         # What FSDP does with the parameters of a layer.
         x, weight = torch.randn(500, requires_grad=True), torch.randn(500)
@@ -386,7 +390,7 @@ def test_memory_that_is_freed_meanwhile_and_filled_again(saved: ToldEngine) -> N
 
 def test_small_tensors_and_parameters_stay() -> None:
     seen = []
-    saved = ToldEngine(lambda _, t: seen.append(t.numel()) or Action.KEEP, min_bytes=1000)
+    saved = ScriptedEngine(lambda _, t: seen.append(t.numel()) or MemoryAction.KEEP, min_bytes=1000)
     layer = nn.Linear(100, 100)
     with saved.hooks(layer.parameters()):
         layer(torch.randn(2, 100, requires_grad=True)).sin().exp()

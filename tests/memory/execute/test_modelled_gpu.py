@@ -19,10 +19,10 @@ from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.slab import Slab, aligned
 from lightning_dlres.kernels import zvc
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.copies import StreamCopies
 from lightning_dlres.memory.execute.engine import SavedTensors
-from lightning_dlres.memory.execute.saved import Datum, Ledger, Order
+from lightning_dlres.memory.execute.saved import ByteCounter, Placement, SavedStorage
 from lightning_dlres.memory.execute.spans import span_of
 from lightning_dlres.memory.execute.storages import SeenStorages
 from lightning_dlres.memory.execute.tiers import SlabTier
@@ -54,12 +54,12 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert made.faults == []
 
 
-def settings(*actions: Action) -> Settings:
+def settings(*actions: MemoryAction) -> Settings:
     return Settings(
         device_limit="min",
         min_bytes=1,
         tiers=(TierSettings("host"),),
-        actions=(Action.KEEP, *actions),
+        actions=(MemoryAction.KEEP, *actions),
         recompute=False,
         reuse=False,
     )
@@ -91,10 +91,10 @@ def train(
 
 
 WAYS = {
-    "offload": (Action.OFFLOAD,),
-    "compress": (Action.COMPRESS,),
-    "both": (Action.BOTH,),
-    "all": (Action.OFFLOAD, Action.BOTH, Action.COMPRESS),
+    "offload": (MemoryAction.OFFLOAD,),
+    "compress": (MemoryAction.COMPRESS,),
+    "both": (MemoryAction.BOTH,),
+    "all": (MemoryAction.OFFLOAD, MemoryAction.BOTH, MemoryAction.COMPRESS),
 }
 
 
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_plain_training(name: str, way: str, gpu: FakeGpu
     ours, offloader = train(name, settings(*WAYS[way]), gpu)
     assert offloader is not None
     assert offloader.plan is not None
-    assert {d.action for d in offloader.plan.decisions} != {Action.KEEP}
+    assert {d.action for d in offloader.plan.decisions} != {MemoryAction.KEEP}
     assert offloader.measured.unlike == []
     assert offloader.measured.steps > 0
     for expected, found in zip(plain, ours, strict=True):
@@ -132,7 +132,9 @@ def test_planned_steps_leave_the_host_and_its_counters_alone(gpu: FakeGpu) -> No
     assert (gpu.waits, gpu.resets) == (waits, resets)
     assert offloader.measured.device_peak == 107
     assert offloader.plan is not None
-    packed = sum(d.action in (Action.COMPRESS, Action.BOTH) for d in offloader.plan.decisions)
+    packed = sum(
+        d.action in (MemoryAction.COMPRESS, MemoryAction.BOTH) for d in offloader.plan.decisions
+    )
     assert gpu.reads - reads == 3 * packed > 0
 
 
@@ -140,7 +142,7 @@ def test_what_was_compressed_goes_before_the_next_is_saved(gpu: FakeGpu) -> None
     _, offloader = train("cnn", settings(*WAYS["compress"]), gpu, steps=2)
     assert offloader is not None
     assert offloader.plan is not None
-    packed = sum(d.action is Action.COMPRESS for d in offloader.plan.decisions)
+    packed = sum(d.action is MemoryAction.COMPRESS for d in offloader.plan.decisions)
     assert packed > 1
     net, x = offloader._root, CASES["cnn"].batch()
     stays, reads = [*net.parameters(), *net.buffers()], gpu.reads
@@ -155,28 +157,28 @@ def sparse(count: int = 1 << 14) -> Tensor:
     return torch.relu(torch.randn(count))
 
 
-def datum_of(tensor: Tensor, ledger: Ledger) -> Datum:
-    return Datum(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
+def datum_of(tensor: Tensor, ledger: ByteCounter) -> SavedStorage:
+    return SavedStorage(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
 
 
-def restored(datum: Datum, tensor: Tensor) -> Tensor:
+def restored(datum: SavedStorage, tensor: Tensor) -> Tensor:
     return datum.tensor_for(datum.read_by(tensor, datum.storage)).clone()
 
 
 def test_compressed_data_hold_what_is_planned_and_are_counted_late(gpu: FakeGpu) -> None:
-    ledger = Ledger()
+    ledger = ByteCounter()
     with LiveBytes() as live:
         tensor = sparse()
         expected, room = tensor.clone().numpy(), int(ZeroValue().encode(tensor).nbytes * 1.1)
         datum = datum_of(tensor, ledger)
-        assert datum.obey(Order(Action.COMPRESS, room=room, gpu=gpu))
+        assert datum.place(Placement(MemoryAction.COMPRESS, room=room, gpu=gpu))
         # The host goes on, and the original is there until the count is.
         assert gpu.reads == 0
         gc.collect()
         before = live.now
         reader = datum.read_by(tensor, datum.storage)
         del tensor
-        datum.settle()
+        datum.wait_offloaded()
         assert gpu.reads == 1
         gc.collect()
         assert before - live.now == expected.nbytes
@@ -184,18 +186,18 @@ def test_compressed_data_hold_what_is_planned_and_are_counted_late(gpu: FakeGpu)
         assert (datum.tensor_for(reader).numpy() == expected).all()
 
 
-@pytest.mark.parametrize("action", [Action.COMPRESS, Action.BOTH])
+@pytest.mark.parametrize("action", [MemoryAction.COMPRESS, MemoryAction.BOTH])
 @pytest.mark.parametrize("has_room", [True, False])
 def test_data_that_take_more_than_planned_are_whole(
-    gpu: FakeGpu, action: Action, has_room: bool
+    gpu: FakeGpu, action: MemoryAction, has_room: bool
 ) -> None:
-    tensor, ledger = sparse(), Ledger()
+    tensor, ledger = sparse(), ByteCounter()
     room = ZeroValue().encode(tensor).nbytes - 64
     tier = SlabTier(tensor.nbytes * 2 if has_room else aligned(room + 8), None, pinned=True)
     copies = StreamCopies(gpu)
     datum = datum_of(tensor, ledger)
-    assert datum.obey(Order(action, tier, None, copies, room, gpu))
-    datum.settle()
+    assert datum.place(Placement(action, tier, None, copies, room, gpu))
+    datum.wait_offloaded()
     assert datum.is_away == has_room
     assert ledger.now == (0 if has_room else tensor.nbytes)
     expected = tensor.clone()
@@ -236,11 +238,11 @@ def test_measuring_takes_little_of_a_gpu(gpu: FakeGpu) -> None:
 
 def test_a_gpu_without_numba_cuda_does_not_compress(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
-    assert Action.COMPRESS in MemoryOptions("min").on(device).actions
+    assert MemoryAction.COMPRESS in MemoryOptions("min").on(device).actions
     monkeypatch.setattr(zvc, "runs_on_gpus", lambda: False)
-    assert Action.COMPRESS not in MemoryOptions("min").on(device).actions
-    assert Action.BOTH not in MemoryOptions("min").on(device).actions
-    assert Action.COMPRESS in MemoryOptions("min").on(CPU).actions
+    assert MemoryAction.COMPRESS not in MemoryOptions("min").on(device).actions
+    assert MemoryAction.BOTH not in MemoryOptions("min").on(device).actions
+    assert MemoryAction.COMPRESS in MemoryOptions("min").on(CPU).actions
     with pytest.raises(ConfigError, match="pip install 'lightning-dlres"):
         MemoryOptions("min", actions=["compress", "offload"]).on(device)
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from lightning_dlres.memory.execute.bitwise_check import Audit
-from lightning_dlres.memory.execute.recompute import running_again
+from lightning_dlres.memory.execute.recompute import patch_recompute
 
 
 class Identities(nn.Module):
@@ -44,7 +44,7 @@ def test_an_argument_that_is_given_twice_is_one_tensor_again() -> None:
 
     expected = gradients()
     # Hooks give back another tensor each time, as those of a plan do.
-    with running_again(root, ["block"]), saved_tensors_hooks(Tensor.detach, Tensor.detach):
+    with patch_recompute(root, ["block"]), saved_tensors_hooks(Tensor.detach, Tensor.detach):
         found = gradients()
     assert root["block"].seen == [(True, False)] * 3
     assert len(found) == len(expected) > 0
@@ -118,7 +118,7 @@ def gradients_of(way: Way, *audits: Audit, again: bool) -> list[Tensor]:
 
     if again:
         hooks: Any = saved_tensors_hooks(Tensor.detach, Tensor.detach)
-        with running_again(root, ["1"], audit=audits[0] if audits else None), hooks:
+        with patch_recompute(root, ["1"], audit=audits[0] if audits else None), hooks:
             run()
     else:
         run()
@@ -165,7 +165,7 @@ def test_an_audit_leaves_nothing_behind() -> None:
 
     root = nn.Sequential(nn.Linear(4, 4), SavesOutput())
     audit = Audit()
-    with running_again(root, ["1"], audit=audit):
+    with patch_recompute(root, ["1"], audit=audit):
         root(torch.randn(2, 4)).sum().backward()
     gc.collect()
     assert not audit.unlike({"1"}) | audit.unseen({"1"})

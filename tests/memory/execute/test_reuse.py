@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_dlres.memory.execute.actions import Action
+from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.calling import Calls
 from lightning_dlres.memory.execute.reuse.activations import _mask, signs_of
-from lightning_dlres.memory.execute.reuse.install import InPlace, reusing
+from lightning_dlres.memory.execute.reuse.install import InPlace, patch_reuse
 from lightning_dlres.memory.execute.reuse.kinds import fit_of
 from tests.support.examples import examples
-from tests.support.scripted_policy import ToldEngine
+from tests.support.scripted_policy import ScriptedEngine
 
-ACTIONS = [*Action, None]  # None: each in turns
+ACTIONS = [*MemoryAction, None]  # None: each in turns
 
 
-def engine(action: Action | None = Action.KEEP, late: bool = False) -> ToldEngine:
-    every = list(Action)
-    return ToldEngine(lambda number, _: action or every[number % len(every)], late=late)
+def engine(action: MemoryAction | None = MemoryAction.KEEP, late: bool = False) -> ScriptedEngine:
+    every = list(MemoryAction)
+    return ScriptedEngine(lambda number, _: action or every[number % len(every)], late=late)
 
 
 class Layers(nn.Sequential):
@@ -83,11 +83,11 @@ def require_same(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
 class Watching:
     """An owner that notes what was given up."""
 
-    def __init__(self, told: ToldEngine) -> None:
+    def __init__(self, told: ScriptedEngine) -> None:
         self._owner, self.asking, self.given_up = told.owner, told.owner.asking, 0
 
-    def give_up(self, tensor: Tensor, asked: list[Any]) -> bool:
-        found = self._owner.give_up(tensor, asked)
+    def take_ownership(self, tensor: Tensor, asked: list[Any]) -> bool:
+        found = self._owner.take_ownership(tensor, asked)
         self.given_up += found
         return found
 
@@ -99,15 +99,15 @@ def names_of(net: nn.Module) -> list[str]:
 class Refusing(Watching):
     """One that gives nothing up."""
 
-    def give_up(self, tensor: Tensor, asked: list[Any]) -> bool:
+    def take_ownership(self, tensor: Tensor, asked: list[Any]) -> bool:
         return False
 
 
 def trained(
     net: nn.Module,
     shape: tuple[int, ...],
-    told: ToldEngine | None,
-    owner_of: Callable[[ToldEngine], Watching] = Watching,
+    told: ScriptedEngine | None,
+    owner_of: Callable[[ScriptedEngine], Watching] = Watching,
 ) -> tuple[list[Tensor], int]:
     """Return what a step yields, and how often memory was reused."""
     torch.manual_seed(3)
@@ -116,7 +116,7 @@ def trained(
     if told is None:
         return gradients(net, x, net(x).square().sum()), 0
     owner = owner_of(told)
-    with told.hooks([*net.parameters(), *net.buffers()]), reusing(net, names_of(net), owner):
+    with told.hooks([*net.parameters(), *net.buffers()]), patch_reuse(net, names_of(net), owner):
         loss = net(x).square().sum()
     return gradients(net, x, loss), owner.given_up
 
@@ -125,7 +125,7 @@ def trained(
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_those_of_memory_of_their_own(
-    name: str, action: Action | None, late: bool
+    name: str, action: MemoryAction | None, late: bool
 ) -> None:
     make, shape = LAYERS[name]
     torch.manual_seed(1)
@@ -175,7 +175,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", NETS)
-def test_layers_behind_each_other(name: str, action: Action | None) -> None:
+def test_layers_behind_each_other(name: str, action: MemoryAction | None) -> None:
     make, shape, count = NETS[name]
     torch.manual_seed(1)
     net = make()
@@ -234,7 +234,7 @@ HOW = {
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("how", HOW)
-def test_memory_that_somebody_still_reads_stays(how: str, action: Action | None) -> None:
+def test_memory_that_somebody_still_reads_stays(how: str, action: MemoryAction | None) -> None:
     torch.manual_seed(1)
     net = Reader(how)
     torch.manual_seed(3)
@@ -242,7 +242,7 @@ def test_memory_that_somebody_still_reads_stays(how: str, action: Action | None)
     plain = gradients(net, x, net(x).square().sum())
     told = engine(action)
     owner = Watching(told)
-    with told.hooks(net.parameters()), reusing(net, ["linear"], owner):
+    with told.hooks(net.parameters()), patch_reuse(net, ["linear"], owner):
         loss = net(x).square().sum()
     before = None if net.kept is None else _bytes_of(net.kept)
     require_same(plain, gradients(net, x, loss))
@@ -272,7 +272,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_the_last_of_several_readers_may_have_it(action: Action | None) -> None:
+def test_the_last_of_several_readers_may_have_it(action: MemoryAction | None) -> None:
     net = Attention()
     plain, _ = trained(net, (2, 5, 6), None)
     found, given_up = trained(net, (2, 5, 6), engine(action))
@@ -287,8 +287,8 @@ def deep() -> nn.Module:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_graph_that_is_kept_keeps_its_data(action: Action | None) -> None:
-    def step(told: ToldEngine | None) -> tuple[list[Tensor], int]:
+def test_a_graph_that_is_kept_keeps_its_data(action: MemoryAction | None) -> None:
+    def step(told: ScriptedEngine | None) -> tuple[list[Tensor], int]:
         torch.manual_seed(3)
         net = deep()
         x = torch.randn(5, 6, requires_grad=True)
@@ -297,7 +297,7 @@ def test_a_graph_that_is_kept_keeps_its_data(action: Action | None) -> None:
             loss.backward(retain_graph=True)
             return gradients(net, x, loss), count
         owner = Watching(told)
-        with told.hooks(net.parameters()), reusing(net, names_of(net), owner):
+        with told.hooks(net.parameters()), patch_reuse(net, names_of(net), owner):
             loss = net(x).square().sum()
         loss.backward(retain_graph=True)
         assert owner.given_up == 0
@@ -309,7 +309,7 @@ def test_a_graph_that_is_kept_keeps_its_data(action: Action | None) -> None:
 def test_a_second_backward_is_an_error_that_names_the_cause() -> None:
     net, told = Reader("later"), engine()
     x = torch.randn(5, 6, requires_grad=True)
-    with told.hooks(net.parameters()), reusing(net, ["linear"], told.owner):
+    with told.hooks(net.parameters()), patch_reuse(net, ["linear"], told.owner):
         loss = net(x).square().sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -317,13 +317,15 @@ def test_a_second_backward_is_an_error_that_names_the_cause() -> None:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_double_backward(action: Action | None) -> None:
+def test_double_backward(action: MemoryAction | None) -> None:
     layers = {name: make for name, (make, _) in LAYERS.items()}
     for name, make in layers.items():
         torch.manual_seed(1)
         net, shape = Layers(make()).double(), LAYERS[name][1]
 
-        def step(told: ToldEngine | None, net: nn.Module = net, shape: Any = shape) -> list[Tensor]:
+        def step(
+            told: ScriptedEngine | None, net: nn.Module = net, shape: Any = shape
+        ) -> list[Tensor]:
             torch.manual_seed(3)
             own = copy.deepcopy(net)
             x = torch.randn(shape, requires_grad=True, dtype=torch.float64)
@@ -336,7 +338,7 @@ def test_double_backward(action: Action | None) -> None:
             if told is None:
                 return gradients(own, x, loss())
             stays = [*own.parameters(), *own.buffers()]
-            with told.hooks(stays), reusing(own, names_of(own), told.owner):
+            with told.hooks(stays), patch_reuse(own, names_of(own), told.owner):
                 found = loss()
             return gradients(own, x, found)
 
@@ -365,7 +367,7 @@ def test_modules_stay_what_they_are() -> None:
     net[0].register_forward_hook(lambda *_: calls.append("forward"))
     net[0].register_full_backward_hook(lambda *_: calls.append("backward"))
     x = torch.randn(5, 6, requires_grad=True)
-    with told.hooks(net.parameters()), reusing(net, names_of(net), told.owner):
+    with told.hooks(net.parameters()), patch_reuse(net, names_of(net), told.owner):
         assert list(net.state_dict()) == keys
         assert [type(m) for m in net.modules()] == kinds
         net(x).sum().backward()
@@ -377,7 +379,7 @@ def test_modules_stay_what_they_are() -> None:
 
 def test_a_copy_knows_nobodys_memory() -> None:
     net, told = deep(), engine()
-    with told.hooks(net.parameters()), reusing(net, names_of(net), told.owner):
+    with told.hooks(net.parameters()), patch_reuse(net, names_of(net), told.owner):
         other = copy.deepcopy(net)
     own = [m for m in other.modules() if "forward" in vars(m)]
     assert own
@@ -483,7 +485,7 @@ def test_no_gradient_is_not_a_gradient_of_zeros() -> None:
     net = block(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
     x = torch.randn(5, 6, requires_grad=True)
     told = engine()
-    with told.hooks(net.parameters()), reusing(net, names_of(net), told.owner):
+    with told.hooks(net.parameters()), patch_reuse(net, names_of(net), told.owner):
         loss = Stops.apply(net(x)).sum() + x.sum()
     loss.backward()
     assert all(p.grad is None for p in net.parameters())
@@ -492,7 +494,11 @@ def test_no_gradient_is_not_a_gradient_of_zeros() -> None:
 def test_a_shallow_copy_computes_with_its_own_weights() -> None:
     net, told, calls = nn.Linear(6, 4), engine(), Calls()
     root, x = nn.Sequential(net), torch.randn(5, 6, requires_grad=True)
-    with told.hooks(net.parameters()), calls.followed(), reusing(root, ["0"], told.owner, calls):
+    with (
+        told.hooks(net.parameters()),
+        calls.followed(),
+        patch_reuse(root, ["0"], told.owner, calls),
+    ):
         other = copy.copy(net)
         other._parameters = {"weight": nn.Parameter(torch.zeros(4, 6)), "bias": None}
         assert torch.equal(other(x * 1.0), torch.zeros(5, 4))
@@ -504,7 +510,7 @@ def test_memory_of_an_array_is_not_written_to() -> None:
     array = np.ones((5, 6), np.float32)
     position = nn.Parameter(torch.ones(6))
     owner = Watching(told)
-    with told.hooks(net.parameters()), reusing(nn.Sequential(net), ["0"], owner):
+    with told.hooks(net.parameters()), patch_reuse(nn.Sequential(net), ["0"], owner):
         x = torch.from_numpy(array)
         x += position
         loss = net(x).sum()
@@ -517,7 +523,7 @@ def test_memory_of_an_array_is_not_written_to() -> None:
 def test_memory_that_another_process_shares_is_not_written_to() -> None:
     net, told = nn.Linear(6, 4), engine()
     owner = Watching(told)
-    with told.hooks(net.parameters()), reusing(nn.Sequential(net), ["0"], owner):
+    with told.hooks(net.parameters()), patch_reuse(nn.Sequential(net), ["0"], owner):
         x = torch.randn(5, 6, requires_grad=True) * 1.0
         x.detach().share_memory_()
         loss = net(x).sum()
@@ -544,7 +550,7 @@ def test_gradients_in_another_layout_are_computed_as_they_would_be() -> None:
         if told is None:
             net(inner).sum().backward()
         else:
-            with told.hooks(net.parameters()), reusing(net, ["act", "head"], told.owner):
+            with told.hooks(net.parameters()), patch_reuse(net, ["act", "head"], told.owner):
                 loss = net(inner).sum()
             loss.backward()
     assert strides[0] == strides[1]
@@ -560,6 +566,6 @@ def test_many_gradients_at_once() -> None:
         return found
 
     plain, told = step(), engine()
-    with told.hooks(net.parameters()), reusing(net, names_of(net), told.owner):
+    with told.hooks(net.parameters()), patch_reuse(net, names_of(net), told.owner):
         found = step()
     torch.testing.assert_close(found, plain)

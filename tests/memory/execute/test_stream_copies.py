@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dlres.memory.execute import tiers
 from lightning_dlres.memory.execute.copies import StreamCopies, Ticket
-from lightning_dlres.memory.execute.tiers import Parcel, SlabTier
+from lightning_dlres.memory.execute.tiers import Allocation, SlabTier
 from tests.support.examples import examples
 from tests.support.fake_gpu import FakeGpu, FakeStream, latest, soonest
 
@@ -30,7 +30,7 @@ class Sent:
     """Bytes that all have one value, on the GPU, in a tier, or on the way."""
 
     value: int
-    parcel: Parcel
+    parcel: Allocation
     here: Tensor | None
     leaving: Ticket | None
     arriving: tuple[Tensor, Ticket] | None = None
@@ -94,7 +94,7 @@ class Program:
     def run(self, steps: int) -> None:
         gpu = self.world.gpu
         home = gpu.current_stream()
-        actions = [self.send, self.settle, self.fetch, self.use, self.forget, self.compute]
+        actions = [self.send, self.wait_offloaded, self.fetch, self.use, self.forget, self.compute]
         for number in range(steps):
             action = self.chance.choice(actions)
             if action is self.use and self.chance.random() < 0.3:
@@ -120,7 +120,7 @@ class Program:
         if sent is not None:
             self.known.append(sent)
 
-    def settle(self, number: int) -> None:
+    def wait_offloaded(self, number: int) -> None:
         for sent in self._some():
             if sent.leaving is not None:
                 sent.leaving.wait()

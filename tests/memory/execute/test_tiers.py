@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lightning_dlres.memory.execute.pool import FreeList
-from lightning_dlres.memory.execute.saved import Ledger
-from lightning_dlres.memory.execute.tiers import Parcel, SlabTier
+from lightning_dlres.memory.execute.saved import ByteCounter
+from lightning_dlres.memory.execute.tiers import Allocation, SlabTier
 
 
-def put(tier: SlabTier, data: torch.Tensor, offset: int | None = None) -> Parcel | None:
+def put(tier: SlabTier, data: torch.Tensor, offset: int | None = None) -> Allocation | None:
     parcel = tier.take(data.numel(), offset)
     if parcel is not None:
         parcel.data.copy_(data)
@@ -68,7 +68,7 @@ def test_the_garbage_collector_may_give_back_while_something_is_put(
 
 
 def test_a_ledger_knows_the_most_that_was_there() -> None:
-    ledger = Ledger()
+    ledger = ByteCounter()
     for change in (10, 5, -12, 4):
         ledger.add(change)
     ledger.drop(7)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.memory.execute.actions import Action
-from lightning_dlres.memory.plan.choices import KEEP, Choice, Limits
+from lightning_dlres.memory.execute.actions import MemoryAction
+from lightning_dlres.memory.plan.choices import KEEP, MemoryLimits, StorageChoice
 from lightning_dlres.memory.plan.placement import Lifetime, overlap
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.memory.plan.planner import plan_memory, smallest_budget
@@ -21,10 +21,10 @@ from lightning_dlres.memory.profile.step_profile import StepProfile
 from tests.support.examples import examples
 from tests.support.memory_profiles import MIB, all_selections, any_profile, profiles, stack
 
-OFFLOAD = Choice(Action.OFFLOAD, "host")
+OFFLOAD = StorageChoice(MemoryAction.OFFLOAD, "host")
 
 
-def oracle(profile: StepProfile, limits: Limits) -> float:
+def oracle(profile: StepProfile, limits: MemoryLimits) -> float:
     """Return the time of the fastest step within the limits; infinite if there is none."""
     least = inf
     for choices, regions, reuses in all_selections(profile):
@@ -39,10 +39,10 @@ def without_overlap(profile: StepProfile) -> StepProfile:
     return msgspec.structs.replace(profile, links=links)
 
 
-def some_limits(profile: StepProfile, rng: random.Random) -> Limits:
+def some_limits(profile: StepProfile, rng: random.Random) -> MemoryLimits:
     plain = simulate(profile, [KEEP] * len(profile.data))
     peak, saved = plain.peak, max(plain.resident)
-    return Limits(
+    return MemoryLimits(
         device=peak * rng.uniform(0.3, 1.0) if rng.random() < 0.7 else inf,
         saved=saved * rng.uniform(0.3, 1.0) if rng.random() < 0.5 else inf,
         tiers={"host": rng.randint(0, 60) * MIB} if rng.random() < 0.3 else {},
@@ -84,7 +84,7 @@ def test_plans_are_nearly_the_fastest_where_copies_are_hidden() -> None:
 @given(profile=profiles(most=12))
 def test_what_a_plan_says_is_within_its_limits(profile: StepProfile) -> None:
     smallest = smallest_budget(profile)
-    plan = plan_memory(profile, Limits(device=smallest))
+    plan = plan_memory(profile, MemoryLimits(device=smallest))
     assert plan.peak <= smallest + 1
     lives = [
         Lifetime(decision.room, decision.saved, datum_end(profile, decision.saved))
@@ -101,7 +101,7 @@ def test_what_a_plan_says_is_within_its_limits(profile: StepProfile) -> None:
 def test_what_is_fetched_waits_for_what_is_leaving() -> None:
     profile = any_profile(random.Random(886), 12)
     smallest = smallest_budget(profile)
-    assert plan_memory(profile, Limits(device=smallest)).peak <= smallest + 1
+    assert plan_memory(profile, MemoryLimits(device=smallest)).peak <= smallest + 1
 
 
 def datum_end(profile: StepProfile, saved: int) -> int:
@@ -145,8 +145,8 @@ def test_one_link_carries_both_directions() -> None:
 def test_the_last_layers_stay() -> None:
     # What they save is used at once.
     profile = stack([20] * 8, seconds=0.02)
-    plan = plan_memory(profile, Limits(saved=100 * MIB))
-    away = [d.action is Action.OFFLOAD for d in plan.decisions]
+    plan = plan_memory(profile, MemoryLimits(saved=100 * MIB))
+    away = [d.action is MemoryAction.OFFLOAD for d in plan.decisions]
     assert away[0]
     assert not away[-1]
     assert plan.seconds == pytest.approx(plan.plain_seconds)
@@ -158,27 +158,27 @@ def test_where_the_link_is_slow_modules_run_again() -> None:
     profile = stack([20] * 6, seconds=0.01, out_rate=1e8, in_rate=1e8)
     regions = tuple(Region(layer=f"layer{n}", data=(n,), seconds=0.01, entry=n) for n in range(6))
     profile = msgspec.structs.replace(profile, regions=regions)
-    plan = plan_memory(profile, Limits(saved=60 * MIB))
+    plan = plan_memory(profile, MemoryLimits(saved=60 * MIB))
     assert plan.recompute
-    assert not any(d.action is Action.OFFLOAD for d in plan.decisions)
+    assert not any(d.action is MemoryAction.OFFLOAD for d in plan.decisions)
     fast = stack([20] * 6, seconds=0.05, out_rate=1e10, in_rate=1e10)
     fast = msgspec.structs.replace(fast, regions=regions)
-    assert not plan_memory(fast, Limits(saved=60 * MIB)).recompute
+    assert not plan_memory(fast, MemoryLimits(saved=60 * MIB)).recompute
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
     profile = stack([10] * 4)
     with pytest.raises(ConfigError, match=r"expected at least 10 MiB \(10485760 bytes\)"):
-        plan_memory(profile, Limits(device=MIB))
+        plan_memory(profile, MemoryLimits(device=MIB))
     with pytest.raises(ConfigError, match="saved_budget: got 1 MiB"):
-        plan_memory(profile, Limits(saved=MIB))
-    assert plan_memory(profile, Limits(device=10 * MIB)).peak == 10 * MIB
+        plan_memory(profile, MemoryLimits(saved=MIB))
+    assert plan_memory(profile, MemoryLimits(device=10 * MIB)).peak == 10 * MIB
 
 
 def test_a_plan_says_where_offload_does_not_help() -> None:
     profile = stack([1, 1])
     base = tuple(1000 * MIB for _ in profile.base)
-    plan = plan_memory(msgspec.structs.replace(profile, base=base), Limits())
+    plan = plan_memory(msgspec.structs.replace(profile, base=base), MemoryLimits())
     assert "offload would not help here" in plan.notes[0]
     assert "offload would not help here" in plan.table()
     assert plan.changes_nothing
@@ -189,11 +189,13 @@ def test_a_full_host_leaves_the_rest_to_the_disk() -> None:
     link = profile.links[0]
     slow = msgspec.structs.replace(link, tier="disk", out_rate=1e8, in_rate=1e8)
     profile = msgspec.structs.replace(profile, links=(link, slow))
-    plan = plan_memory(profile, Limits(saved=30 * MIB, tiers={"host": 20 * MIB}))
+    plan = plan_memory(profile, MemoryLimits(saved=30 * MIB, tiers={"host": 20 * MIB}))
     assert plan.tiers["host"] <= 20 * MIB
     assert plan.tiers["disk"] >= 10 * MIB
     with pytest.raises(ConfigError, match="saved_budget"):
-        plan_memory(profile, replace(Limits(saved=30 * MIB), tiers={"host": 20 * MIB, "disk": 0.0}))
+        plan_memory(
+            profile, replace(MemoryLimits(saved=30 * MIB), tiers={"host": 20 * MIB, "disk": 0.0})
+        )
 
 
 def test_text_that_is_no_plan() -> None:

@@ -23,14 +23,14 @@ from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolErro
 from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.net import Client, ConnectionEvent, Server
 from lightning_dlres.pipeline.comm import heartbeat, liveness
-from lightning_dlres.pipeline.comm.liveness import Failure, Watch
+from lightning_dlres.pipeline.comm.liveness import RankFailure, Watch
 from tests.support.scripts import ScriptHandle, StartScript
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0
 # So long that silence cannot be what a test has noticed.
 NEVER = 120.0
-NAMES = [f"stage {rank} of VM 0 (rank {rank})" for rank in range(3)]
+NAMES = [f"stage {rank} of replica 0 (rank {rank})" for rank in range(3)]
 PACKAGE = os.path.dirname(os.path.dirname(core.__file__))
 
 RANK = f"""
@@ -110,7 +110,7 @@ def start_rank(
     return script, bytes.fromhex(script.wait_for_line(r"^invitation (\w+)", SECONDS)[1])
 
 
-def failure_of(watch: Watch) -> Failure:
+def failure_of(watch: Watch) -> RankFailure:
     assert watch.failed.wait(SECONDS), f"{watch.names[watch.rank]} has noticed nothing"
     assert watch.failure is not None
     with pytest.raises(PeerLostError) as raised:
@@ -125,7 +125,7 @@ def test_what_one_rank_announces_all_others_learn(group: Group, speaker: int) ->
     watches[speaker].announce("CUDA out of memory")
     message = f"{NAMES[speaker]} gave up: CUDA out of memory"
     for rank in {0, 1, 2} - {speaker}:
-        assert failure_of(watches[rank]) == Failure(speaker, message)
+        assert failure_of(watches[rank]) == RankFailure(speaker, message)
         assert group.reports[rank] == [message]
     watches[speaker].close()
     assert watches[speaker].failure is None
@@ -174,7 +174,7 @@ def test_only_the_first_failure_counts(group: Group) -> None:
 
 
 def test_a_failure_is_reported_before_anyone_can_see_it(group: Group) -> None:
-    seen: list[tuple[bool, Failure | None]] = []
+    seen: list[tuple[bool, RankFailure | None]] = []
 
     def report(message: str) -> None:
         seen.append((hub.failed.is_set(), hub.failure))
@@ -317,7 +317,7 @@ def test_bad_arguments(group: Group) -> None:
 
 # --- The rules of patience, on a clock of their own.
 
-PATIENCE = heartbeat.Patience.of(10.0)
+PATIENCE = heartbeat.HeartbeatPatience.of(10.0)
 
 
 def complaint(line: heartbeat.Line, now: float, trust_cut: bool = True) -> str:
@@ -407,7 +407,7 @@ def test_a_killed_rank_is_noticed_before_the_deadline_and_a_stopped_one_is_not_b
     wait_until(lambda: all(line.joined for line in hub._side.lines), "both ranks have joined")
     os.kill(stopped.pid, signal.SIGSTOP)
     os.kill(killed.pid, signal.SIGKILL)
-    assert failure_of(hub) == Failure(
+    assert failure_of(hub) == RankFailure(
         2, f"{NAMES[2]} is gone: its connection closed without a goodbye (killed or crashed)"
     )
 
@@ -420,7 +420,7 @@ def test_a_stopped_rank_is_noticed_and_ends_when_it_wakes(
     wait_until(lambda: all(line.joined for line in hub._side.lines), "the rank has joined")
     os.kill(stopped.pid, signal.SIGSTOP)
     message = f"{NAMES[1]} has not been heard of for 2 s: it was killed or hangs"
-    assert failure_of(hub) == Failure(1, message)
+    assert failure_of(hub) == RankFailure(1, message)
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.wait(SECONDS) == 1
     assert f"dlres: the other ranks gave up on this one: {message}" in stopped.output()
@@ -445,7 +445,7 @@ def test_when_rank_0_is_stopped_the_others_notice(group: Group, start_script: St
     joined = member._side.lines[0].heard
     wait_until(lambda: member._side.lines[0].heard > joined, "the hub has answered")
     os.kill(host.pid, signal.SIGSTOP)
-    assert failure_of(member) == Failure(
+    assert failure_of(member) == RankFailure(
         0, f"{NAMES[0]} has not been heard of for 1 s: it was killed or hangs"
     )
 

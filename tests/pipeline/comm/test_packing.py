@@ -28,7 +28,7 @@ class Receiver:
     def __init__(self) -> None:
         self.frame = packing.FIRST_FRAME_BYTES
 
-    def take(self, transfers: list[Tensor]) -> tuple[payload.Header, list[Tensor]] | None:
+    def take(self, transfers: list[Tensor]) -> tuple[payload.PayloadHeader, list[Tensor]] | None:
         def read(size: int) -> Tensor:
             transfer = transfers.pop(0)
             assert transfer.numel() == size

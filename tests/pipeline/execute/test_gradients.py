@@ -22,7 +22,7 @@ from tests.support.rank_pool import RankContext, RankPool
 
 SECONDS = 20.0
 CPU = torch.device("cpu")
-Machines = tuple[tuple[int, ...], ...]
+Replicas = tuple[tuple[int, ...], ...]
 
 
 class Model(nn.Module):
@@ -56,9 +56,17 @@ def make_sync(
     own = layers.trainable(plan.layers_of(stage))
     groups = make_groups(plan, owners, timedelta(seconds=SECONDS))
     sync = GradientSync(
-        own, layers.outer(), owners, groups, stage, SECONDS, lambda: None, tracer, bucket_bytes
+        own,
+        layers.non_pipelined_parameters(),
+        owners,
+        groups,
+        stage,
+        SECONDS,
+        lambda: None,
+        tracer,
+        bucket_bytes,
     )
-    held = list(dict.fromkeys([p for ps in own for p in ps] + layers.outer()))
+    held = list(dict.fromkeys([p for ps in own for p in ps] + layers.non_pipelined_parameters()))
     return sync, held, tracer
 
 
@@ -69,10 +77,10 @@ def gradient(parameter: nn.Parameter, name: str, rank: int) -> Tensor:
 
 
 def sums(
-    context: RankContext, machines: Machines, split: tuple[int, ...], bucket_bytes: int, skip: Any
+    context: RankContext, replicas: Replicas, split: tuple[int, ...], bucket_bytes: int, skip: Any
 ) -> dict[str, Tensor | None]:
     model = Model()
-    plan = PipelinePlan(machines=machines, split=split)
+    plan = PipelinePlan(replicas=replicas, split=split)
     sync, held, _ = make_sync(context, model, plan, bucket_bytes)
     names = {p: name for name, p in model.named_parameters()}
     found: dict[str, Tensor | None] = {}
@@ -100,14 +108,14 @@ def expected_sum(
 
 def assert_sums(
     pool: RankPool,
-    machines: Machines,
+    replicas: Replicas,
     split: tuple[int, ...],
     bucket_bytes: int = 4 << 20,
     skip: frozenset[tuple[int, str]] = frozenset(),
     leave_out: str = "",
 ) -> None:
-    world = sum(map(len, machines))
-    results = pool.run(sums, world, machines, split, bucket_bytes, skip)
+    world = sum(map(len, replicas))
+    results = pool.run(sums, world, replicas, split, bucket_bytes, skip)
     for name in {name for result in results for name in result} - {leave_out}:
         holders = [rank for rank in range(world) if name in results[rank]]
         expected = expected_sum(name, holders, skip)
@@ -119,7 +127,7 @@ def assert_sums(
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 4 << 20])
-def test_machines_sum_their_gradients(pool: RankPool, bucket_bytes: int) -> None:
+def test_replicas_sum_their_gradients(pool: RankPool, bucket_bytes: int) -> None:
     assert_sums(pool, ((0,), (1,)), (4,), bucket_bytes, leave_out="outer")
 
 
@@ -129,11 +137,11 @@ def test_stages_sum_what_they_share(pool: RankPool) -> None:
     assert_sums(pool, ((0, 1, 2),), (1, 2, 1))
 
 
-def test_machines_and_stages(pool: RankPool) -> None:
+def test_replicas_and_stages(pool: RankPool) -> None:
     assert_sums(pool, arrange(4, 2), (1, 3), bucket_bytes=40)
 
 
-def test_machines_of_one_stage_sum_what_lies_outside_of_the_layers(pool: RankPool) -> None:
+def test_replicas_of_one_stage_sum_what_lies_outside_of_the_layers(pool: RankPool) -> None:
     assert_sums(pool, ((0,), (1,)), (4,))
 
 
@@ -144,7 +152,7 @@ def test_machines_of_one_stage_sum_what_lies_outside_of_the_layers(pool: RankPoo
         {(0, "net.1.weight"), (1, "net.1.weight"), (0, "outer"), (1, "outer")},
         {(1, f"net.{i}.{n}") for i in range(4) for n in ("weight", "bias")} | {(1, "outer")},
     ],
-    ids=["on one rank", "on all ranks", "a machine without a micro-batch"],
+    ids=["on one rank", "on all ranks", "a replica without a micro-batch"],
 )
 def test_gradients_that_are_missing(pool: RankPool, skip: set[tuple[int, str]]) -> None:
     assert_sums(pool, ((0,), (1,)), (4,), 40, frozenset(skip), leave_out="outer")
@@ -153,7 +161,7 @@ def test_gradients_that_are_missing(pool: RankPool, skip: set[tuple[int, str]]) 
 
 def alone(context: RankContext) -> None:
     model = Model()
-    sync, held, tracer = make_sync(context, model, PipelinePlan(machines=((0,),), split=(4,)))
+    sync, held, tracer = make_sync(context, model, PipelinePlan(replicas=((0,),), split=(4,)))
     buffer = GradientBuffer()
     sent = {p: torch.ones_like(p) for p in held}
     for p, g in sent.items():
@@ -175,7 +183,7 @@ def overlap(context: RankContext) -> dict[int, tuple[int, int, int]]:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 32)]
     model = nn.ModuleDict({"net": nn.Sequential(*layers)})
-    plan = PipelinePlan(machines=((0,), (1,)), split=(3,))
+    plan = PipelinePlan(replicas=((0,), (1,)), split=(3,))
     context.init_process_group()
     known = ModelLayers(model, ("net.0", "net.1", "net.2"), tuple(layers))
     owners, tracer = known.owners(plan), Tracer()
@@ -225,7 +233,7 @@ def test_upper_layers_are_sent_while_lower_ones_compute(pool: RankPool) -> None:
 def stale(context: RankContext) -> bool:
     """A parameter without a gradient in this step must not keep that of the last one."""
     model = Model(tied=False)
-    plan = PipelinePlan(machines=((0,), (1,)), split=(4,))
+    plan = PipelinePlan(replicas=((0,), (1,)), split=(4,))
     sync, held, _ = make_sync(context, model, plan)
     first, second = GradientBuffer(), GradientBuffer()
     for p in held:
@@ -241,7 +249,7 @@ def test_steps_do_not_mix(pool: RankPool) -> None:
 
 def make_all_groups(context: RankContext) -> list[tuple[tuple[int, ...], list[int]]]:
     context.init_process_group()
-    plan = PipelinePlan(machines=arrange(4, 2), split=(1, 3))
+    plan = PipelinePlan(replicas=arrange(4, 2), split=(1, 3))
     owners = layers_of(Model()).owners(plan)
     groups = make_groups(plan, owners, timedelta(seconds=SECONDS))
     return [(stages, dist.get_process_group_ranks(group)) for stages, group in groups.items()]

@@ -67,7 +67,7 @@ def layers_of(root: nn.Module, prefix: str = "net") -> ModelLayers:
 
 
 def plan_of(*split: int) -> PipelinePlan:
-    return PipelinePlan(machines=(tuple(range(len(split))),), split=split)
+    return PipelinePlan(replicas=(tuple(range(len(split))),), split=split)
 
 
 def deploy(model: nn.Module, split: tuple[int, ...], stage: int) -> ModelLayers:
@@ -93,7 +93,7 @@ def test_who_owns_what() -> None:
     assert list(owners) == list(model.parameters()), "in an order that all ranks know"
     assert layers.trainable(range(2)) == [list(model.net[0].parameters()), [model.net[1].weight]]
     assert layers.trainable([2]) == [[]]
-    assert layers.outer() == list(model.head.parameters())
+    assert layers.non_pipelined_parameters() == list(model.head.parameters())
     assert layers.parameter_bytes() == [80, 16, 32, 16], "the tied weight counts once"
 
 
@@ -370,4 +370,4 @@ def test_a_layer_with_a_name_of_its_own_outside_is_held_by_all() -> None:
     model = Tied()
     layers = deploy(model, (1, 2), 1)
     assert not model.embed.weight.is_meta
-    assert layers.outer() == [model.embed.weight]
+    assert layers.non_pipelined_parameters() == [model.embed.weight]

@@ -15,7 +15,7 @@ from lightning_dlres.pipeline.profile.model_profile import (
     Cluster,
     Device,
     LayerProfile,
-    StepProfile,
+    StepCosts,
 )
 
 SIZES = (100, 60, 20, 60)
@@ -34,11 +34,11 @@ def fastest(cluster: Cluster) -> PipelinePlan:
         held = (sum(SIZES[: split[0]]), sum(SIZES[split[0] :]))
         if all(limit is None or size <= limit for size, limit in zip(held, limits, strict=True)):
             return PipelinePlan(
-                machines=((0, 1),),
+                replicas=((0, 1),),
                 split=split,
                 microbatches=4,
                 layers=LAYERS,
-                step=StepProfile(),
+                step=StepCosts(),
                 cluster=cluster,
             )
     raise ConfigError("no plan fits")

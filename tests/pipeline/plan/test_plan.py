@@ -18,7 +18,7 @@ from lightning_dlres.pipeline.profile.model_profile import (
     Cluster,
     Device,
     LayerProfile,
-    StepProfile,
+    StepCosts,
 )
 
 
@@ -37,7 +37,7 @@ def devices(*powers: float) -> tuple[Device, ...]:
 
 
 PLAN = PipelinePlan(
-    machines=((0, 2), (1, 3)),
+    replicas=((0, 2), (1, 3)),
     split=(2, 1),
     recompute=(1,),
     microbatches=4,
@@ -51,7 +51,7 @@ def plans(draw: st.DrawFn) -> PipelinePlan:
     split = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     world = draw(st.integers(1, 3)) * len(split)
     ranks = draw(st.permutations(range(world)))
-    machines = tuple(
+    replicas = tuple(
         tuple(ranks[first : first + len(split)]) for first in range(0, world, len(split))
     )
     profile = st.builds(
@@ -74,13 +74,13 @@ def plans(draw: st.DrawFn) -> PipelinePlan:
     )
     found = draw(st.one_of(st.none(), st.lists(device, min_size=world, max_size=world)))
     return PipelinePlan(
-        machines=machines,
+        replicas=replicas,
         split=tuple(split),
         recompute=tuple(draw(st.sets(st.integers(0, sum(split) - 1)))),
         schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
         microbatches=draw(st.integers(0, 4)),
         layers=tuple(layers),
-        step=StepProfile(loss=(0.5,), state_bytes_per_parameter_byte=2.0),
+        step=StepCosts(loss=(0.5,), state_bytes_per_parameter_byte=2.0),
         cluster=Cluster(kinds=("cpu",), devices=tuple(found)) if found is not None else None,
     )
 
@@ -95,9 +95,9 @@ def test_json_brings_back_the_same_plan(plan: PipelinePlan) -> None:
 def test_every_plan_prints_and_places_everything_once(plan: PipelinePlan) -> None:
     assert len(plan.table().splitlines()) == 3 + plan.stages
     places = [plan.place(rank) for rank in range(plan.world_size)]
-    assert sorted(places) == [(m, s) for m in range(len(plan.machines)) for s in range(plan.stages)]
-    for rank, (machine, stage) in enumerate(places):
-        assert plan.machines[machine][stage] == rank
+    assert sorted(places) == [(m, s) for m in range(len(plan.replicas)) for s in range(plan.stages)]
+    for rank, (replica, stage) in enumerate(places):
+        assert plan.replicas[replica][stage] == rank
     layers = [layer for stage in range(plan.stages) for layer in plan.layers_of(stage)]
     assert layers == list(range(sum(plan.split)))
     for layer in layers:
@@ -133,7 +133,7 @@ def test_the_table_says_what_a_reader_wants_to_know() -> None:
         "8000.0 ms",
     ]
     assert [cell.strip() for cell in second.strip("|").split("|")][4] == "net.2"
-    bare = PipelinePlan(machines=((0,),), split=(3,)).table().splitlines()[-1]
+    bare = PipelinePlan(replicas=((0,),), split=(3,)).table().splitlines()[-1]
     assert [cell.strip() for cell in bare.strip("|").split("|")] == [
         "0",
         "0",
@@ -153,7 +153,7 @@ def test_the_slowest_machine_counts() -> None:
     assert PLAN.busy_seconds(0) == 2 * 2 * (0.75 + 0.75 + 0.5)
     assert PLAN.busy_seconds(1) == 2 * 4 * (1.0 + 1.0)
     with pytest.raises(ConfigError, match="holds no measured times"):
-        PipelinePlan(machines=((0, 1),), split=(2, 1), layers=PLAN.layers).busy_seconds(0)
+        PipelinePlan(replicas=((0, 1),), split=(2, 1), layers=PLAN.layers).busy_seconds(0)
 
 
 def test_a_measured_plan_can_be_simulated() -> None:
@@ -165,8 +165,8 @@ def test_a_measured_plan_can_be_simulated() -> None:
 
 
 def test_names_of_ranks() -> None:
-    assert PLAN.rank_name(3) == "stage 1 of VM 1 (rank 3)"
-    assert PipelinePlan(machines=((1, 0),), split=(1, 1)).rank_name(0) == "stage 1 (rank 0)"
+    assert PLAN.rank_name(3) == "stage 1 of replica 1 (rank 3)"
+    assert PipelinePlan(replicas=((1, 0),), split=(1, 1)).rank_name(0) == "stage 1 (rank 0)"
     with pytest.raises(ConfigError, match="rank 4 is in none"):
         PLAN.rank_name(4)
 
@@ -174,12 +174,12 @@ def test_names_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"machines": ()}, "machines must be one rank per stage"),
-        ({"machines": ((0, 1), (2,))}, "machines must be one rank per stage"),
+        ({"replicas": ()}, "replicas must be one rank per stage"),
+        ({"replicas": ((0, 1), (2,))}, "replicas must be one rank per stage"),
         ({"split": (1, 1, 1)}, r"one rank per stage of split, \[1, 1, 1\]"),
-        ({"machines": ((0, 1), (1, 2))}, "each of the ranks 0 to 3 once"),
-        ({"machines": ((0, 1), (2, 4))}, "each of the ranks 0 to 3 once"),
-        ({"machines": ((-1, 0), (1, 2))}, "machines must be "),
+        ({"replicas": ((0, 1), (1, 2))}, "each of the ranks 0 to 3 once"),
+        ({"replicas": ((0, 1), (2, 4))}, "each of the ranks 0 to 3 once"),
+        ({"replicas": ((-1, 0), (1, 2))}, "replicas must be "),
         ({"split": (3, 0)}, "split must be at least one layer for every stage"),
         ({"split": (4, -1)}, "split must be a whole number"),
         ({"split": (2, 2)}, "plan.split must add up to the 3 layers"),
@@ -191,13 +191,13 @@ def test_names_of_ranks() -> None:
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], words: str) -> None:
-    good = {"machines": PLAN.machines, "split": PLAN.split, "layers": PLAN.layers}
+    good = {"replicas": PLAN.replicas, "split": PLAN.split, "layers": PLAN.layers}
     PipelinePlan(**good)
     with pytest.raises(ConfigError, match=words):
         PipelinePlan(**{**good, **change})
     edited = json.loads(PLAN.to_json())
     edited.update(
-        {key: list(map(list, v)) if key == "machines" else v for key, v in change.items()}
+        {key: list(map(list, v)) if key == "replicas" else v for key, v in change.items()}
     )
     with pytest.raises(ConfigError, match=words):
         PipelinePlan.from_json(json.dumps(edited))
@@ -207,8 +207,8 @@ def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], words: str) -
     ("text", "words"),
     [
         ("", "cannot be read"),
-        ("{}", "missing required field `machines`"),
-        ('{"machines": [["0"]], "split": [1]}', "Expected `int`, got `str`"),
+        ("{}", "missing required field `replicas`"),
+        ('{"replicas": [["0"]], "split": [1]}', "Expected `int`, got `str`"),
         (b"\xff\xfe", "cannot be read"),
         ("[" * 50, "cannot be read"),
     ],
@@ -248,14 +248,14 @@ def test_even_split(layers: int, stages: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"machines": ((),), "split": (), "layers": ()},
+        {"replicas": ((),), "split": (), "layers": ()},
         {"cluster": {"kinds": ("cpu",), "devices": devices(1.0)}},
         {"cluster": {"kinds": ("cpu",), "devices": (Device(kind=1),) * 4}},
     ],
     ids=["no stage", "a device is missing", "an unknown kind"],
 )
 def test_more_plans_that_cannot_run(change: dict[str, Any]) -> None:
-    options = {"machines": PLAN.machines, "split": PLAN.split, "layers": PLAN.layers, **change}
+    options = {"replicas": PLAN.replicas, "split": PLAN.split, "layers": PLAN.layers, **change}
     try:
         if "cluster" in options:
             options["cluster"] = Cluster(**options["cluster"])

@@ -20,16 +20,16 @@ from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_range
 from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate, step_seconds
 from lightning_dlres.pipeline.plan.plan import arrange
-from lightning_dlres.pipeline.plan.planner import Decision, decide, start_order, start_split
+from lightning_dlres.pipeline.plan.planner import PlannerResult, decide, start_order, start_split
 from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
-from lightning_dlres.pipeline.plan.search.grouping import group, machines_of, stage_counts
+from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of, stage_counts
 from lightning_dlres.pipeline.plan.search.milp import SplitProgram
 from lightning_dlres.pipeline.profile.model_profile import (
     Cluster,
     Device,
     LayerProfile,
     Link,
-    StepProfile,
+    StepCosts,
 )
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
@@ -52,7 +52,7 @@ exhaustive = settings(
 
 def orders(workload: Workload, stages: int) -> Iterator[Workload]:
     for slots in permutations(group(workload.cluster, stages)):
-        yield replace(workload, machines=machines_of(slots))
+        yield replace(workload, replicas=replicas_of(slots))
 
 
 def splits(workload: Workload) -> Iterator[tuple[int, ...]]:
@@ -120,7 +120,7 @@ def randomly_limited(random: Random, workload: Workload, stages: int) -> Workloa
     )
 
 
-def check_sound(found: Decision) -> None:
+def check_sound(found: PlannerResult) -> None:
     """The plan is one, fits into memory, and takes as long as the simulator says."""
     workload = found.workload
     timeline = simulate(workload, found.split, found.recompute)
@@ -164,27 +164,27 @@ class TestAgainstEveryPlan:
 
     @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.integers(1, 3), schedules)
-    def test_two_machines(self, random: Random, stages: int, schedule: str) -> None:
+    def test_two_replicas(self, random: Random, stages: int, schedule: str) -> None:
         layers = random.randint(stages, 6)
         workload = small_workload(
-            random, stages=stages, machines=2, layers=layers, schedule=schedule
+            random, stages=stages, replicas=2, layers=layers, schedule=schedule
         )
         check_optimal(randomly_limited(random, workload, stages), stages)
 
     @settings(exhaustive, max_examples=examples(150))
     @given(randoms, st.integers(1, 2), schedules)
-    def test_two_machines_whose_stages_are_unlike(
+    def test_two_replicas_whose_stages_are_unlike(
         self, random: Random, stages: int, schedule: str
     ) -> None:
         layers = random.randint(stages, 6)
         workload = small_workload(
             random, stages=2 * stages, layers=max(layers, 4), schedule=schedule
         )
-        workload = replace(workload, machines=arrange(2 * stages, stages))
+        workload = replace(workload, replicas=arrange(2 * stages, stages))
         check_optimal(randomly_limited(random, workload, stages), stages)
 
     def test_unlike_devices_that_disagree_about_what_is_cheap_to_recompute(self) -> None:
-        """Two machines of one stage, and a layer has to be recomputed. The first device has three
+        """Two replicas of one stage, and a layer has to be recomputed. The first device has three
         micro-batches, the second one two: layer 0 costs them 1 s and 4 s, layer 1 3 s and 3.5 s.
 
         All forwards have ended after 2 * 7.5 = 15 s. The second device would rather recompute layer
@@ -198,7 +198,7 @@ class TestAgainstEveryPlan:
             ]
         )
         cluster = Cluster(kinds=("a", "b"), devices=(Device(kind=0), Device(kind=1)))
-        workload = Workload(layers, StepProfile(), cluster, ((0,), (1,)), "gpipe", 5)
+        workload = Workload(layers, StepCosts(), cluster, ((0,), (1,)), "gpipe", 5)
         # 3 * 10 for each of two layers; one of them is recomputed with 10 bytes for a moment.
         found = decide(everywhere(workload, 40), 1)
         assert (found.recompute, found.seconds) == ((0,), 42.0)
@@ -233,7 +233,7 @@ class TestAgainstEveryPlan:
         workload = small_workload(random, stages=3, schedule=schedule)
         found = decide(workload, keep_order=True)
         check_sound(found)
-        assert found.workload.machines == workload.machines
+        assert found.workload.replicas == workload.replicas
         optimum = min(step_seconds(workload, split) for split in splits(workload))
         assert found.seconds <= optimum * (1 + OPTIMAL)
 
@@ -242,7 +242,7 @@ class TestStart:
     """E4's order with the split of E2, the plan that every other one is measured against."""
 
     @staticmethod
-    def two_virtual_machines() -> Workload:
+    def two_replicas() -> Workload:
         """Kind a is twice as fast as b; ranks 0 and 2 are of kind b, 1 and 3 of kind a.
 
         Nine layers that take a 1 s forward and 2 s backward, with 20 bytes of gradients each. E2:
@@ -270,28 +270,28 @@ class TestStart:
                 for ranks, speed in [*links, *(((a, b), inf) for a in (0, 2) for b in (1, 3))]
             ),
         )
-        return Workload(layers, StepProfile(), cluster, arrange(4, 2), "1f1b", 2)
+        return Workload(layers, StepCosts(), cluster, arrange(4, 2), "1f1b", 2)
 
     def test_order_and_split_by_hand(self) -> None:
-        workload = self.two_virtual_machines()
+        workload = self.two_replicas()
         slots = group(workload.cluster, 2)
         assert slots == ((0, 2), (1, 3))
         assert start_order(workload, slots) == ((0, 2), (1, 3))
         reversed_slots = slots[::-1]
         assert start_order(workload, reversed_slots) == ((0, 2), (1, 3)), "whatever comes first"
         assert start_split(workload) == (3, 6)
-        assert start_split(replace(workload, machines=((1, 0), (3, 2)))) == (6, 3)
+        assert start_split(replace(workload, replicas=((1, 0), (3, 2)))) == (6, 3)
 
     def test_its_step_by_hand(self) -> None:
-        """One micro-batch on each machine. b: 6 s forward; a: 6 s and 12 s; b: 12 s of backward.
+        """One micro-batch on each replica. b: 6 s forward; a: 6 s and 12 s; b: 12 s of backward.
         a's gradients are complete 12 s before the end and take 2 (2 - 1) / 2 * 120 / 6 = 20 s in a
         ring of two; b's take 60 / 12 = 5 s after its backward."""
-        workload = self.two_virtual_machines()
+        workload = self.two_replicas()
         assert step_seconds(workload, (3, 6)) == 24 + 20
         assert decide(workload, 2).start_seconds == 24 + 20
 
     def test_the_other_way_round_when_links_are_exchanged(self) -> None:
-        workload = self.two_virtual_machines()
+        workload = self.two_replicas()
         old = workload.cluster
         links = [Link(ranks=x.ranks, latency=0.0, bytes_per_second=18.0) for x in old.links[:1]]
         links += [Link(ranks=x.ranks, latency=0.0, bytes_per_second=60.0) for x in old.links[1:2]]
@@ -303,7 +303,7 @@ class TestStart:
     def test_the_slowest_device_of_a_stage_sets_its_share(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 1.0, 0.5, 0.25])
         workload = Workload(
-            plain_layers([1.0] * 10), StepProfile(), cluster, ((0, 2), (1, 3)), "1f1b", 4
+            plain_layers([1.0] * 10), StepCosts(), cluster, ((0, 2), (1, 3)), "1f1b", 4
         )
         assert start_split(workload) == (8, 2)
 
@@ -312,12 +312,12 @@ class TestStart:
     def test_no_plan_is_worse(self, random: Random, gpt: bool, microbatches: int) -> None:
         workload = large_workload(random, 14, 4, microbatches, gpt=gpt)
         slots = start_order(workload, group(workload.cluster, 4))
-        start = replace(workload, machines=machines_of(slots))
+        start = replace(workload, replicas=replicas_of(slots))
         split = start_split(start)
         if random.random() < 0.8:
             peaks = simulate(start, split).peak_bytes
             limits = [round(peak * random.uniform(0.85, 1.2)) for peak in peaks]
-            by_rank = dict(zip(start.machines[0], limits, strict=True))
+            by_rank = dict(zip(start.replicas[0], limits, strict=True))
             start = limited(start, [by_rank[rank] for rank in range(4)])
         try:
             found = decide(start, 4)
@@ -340,9 +340,9 @@ class TestMemory:
     @settings(exhaustive, max_examples=examples(80))
     @given(randoms, st.integers(1, 3), st.integers(1, 2), st.sampled_from(["auto", "never"]))
     def test_the_smallest_limit_works_and_one_byte_less_does_not(
-        self, random: Random, stages: int, machines: int, recompute: str
+        self, random: Random, stages: int, replicas: int, recompute: str
     ) -> None:
-        workload = small_workload(random, stages=stages, machines=machines, recompute=recompute)
+        workload = small_workload(random, stages=stages, replicas=replicas, recompute=recompute)
         least = least_memory(workload, stages)
         with pytest.raises(ConfigError, match="no plan fits") as refusal:
             decide(everywhere(workload, least - 1), stages)
@@ -362,7 +362,7 @@ class TestMemory:
 
     def test_the_refusal_says_what_would_help(self) -> None:
         layers = plain_layers([1.0] * 4, parameter_bytes=100, gradient_bytes=100)
-        workload = Workload(layers, StepProfile(), plain_cluster(2), ((0, 1),), "1f1b", 2)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 2)
         # Two layers each: weights and gradients.
         with pytest.raises(ConfigError, match=r"at least 400 bytes.*got 300 B: no plan fits"):
             decide(everywhere(workload, 300), 2)
@@ -375,7 +375,7 @@ class TestMemory:
         """Two layers, two stages, two micro-batches, and stage 0 keeps both. 1 s forward, 2 s
         backward: while the first stage waits for a gradient it has time to compute again."""
         layers = plain_layers([1.0, 1.0], saved_bytes=100, output_bytes=10)
-        workload = Workload(layers, StepProfile(), plain_cluster(2), ((0, 1),), "1f1b", 2)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 2)
         free = decide(workload, 2)
         assert (free.recompute, free.seconds) == ((), 9.0)
         # Kept: 2 * 110 bytes on stage 0, 110 on stage 1 that also holds its input.
@@ -384,7 +384,7 @@ class TestMemory:
 
     def test_little_memory_for_the_first_stage_moves_layers_down(self) -> None:
         layers = plain_layers([1.0] * 6, parameter_bytes=100, gradient_bytes=100)
-        workload = Workload(layers, StepProfile(), plain_cluster(2), ((0, 1),), "1f1b", 4)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 4)
         assert decide(workload, 2).split == (3, 3)
         assert decide(limited(workload, [400, None]), keep_order=True).split == (2, 4)
 
@@ -392,33 +392,33 @@ class TestMemory:
 class TestDegenerate:
     def test_one_stage(self) -> None:
         layers = plain_layers([1.0, 2.0, 3.0])
-        found = decide(Workload(layers, StepProfile(), plain_cluster(1), ((0,),), "1f1b", 2), 1)
+        found = decide(Workload(layers, StepCosts(), plain_cluster(1), ((0,),), "1f1b", 2), 1)
         assert (found.split, found.recompute, found.seconds) == ((3,), (), 36.0)
         assert found.start_seconds == 36.0
 
     def test_one_layer(self) -> None:
         workload = Workload(
-            plain_layers([1.0]), StepProfile(), plain_cluster(2), ((0, 1),), "1f1b", 2
+            plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 2
         )
         with pytest.raises(ConfigError, match="1 layers for 2 ranks, expected at least 2"):
             decide(workload)
-        # The devices are two machines then.
+        # The devices are two replicas then.
         found = decide(workload, 1)
-        assert (found.workload.machines, found.split) == (((0,), (1,)), (1,))
+        assert (found.workload.replicas, found.split) == (((0,), (1,)), (1,))
         assert found.seconds == 3.0
-        alone = replace(workload, cluster=plain_cluster(1), machines=((0,),))
+        alone = replace(workload, cluster=plain_cluster(1), replicas=((0,),))
         assert decide(alone).seconds == 6.0
 
     def test_as_many_stages_as_layers(self) -> None:
         layers = plain_layers([3.0, 1.0, 2.0])
-        workload = Workload(layers, StepProfile(), plain_cluster(3), ((0, 1, 2),), "gpipe", 2)
+        workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), "gpipe", 2)
         found = decide(workload, 3)
         assert found.split == (1, 1, 1)
         assert found.seconds == found.start_seconds == step_seconds(workload, (1, 1, 1))
 
     def test_more_stages_than_layers(self) -> None:
         workload = Workload(
-            plain_layers([1.0]), StepProfile(), plain_cluster(2), ((0, 1),), "1f1b", 2
+            plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 2
         )
         with pytest.raises(ConfigError, match="1 layers for 2 stages"):
             decide(workload, 2)
@@ -427,14 +427,14 @@ class TestDegenerate:
     @pytest.mark.parametrize("limit", [None, 800])
     def test_layers_that_take_no_time(self, schedule: str, limit: int | None) -> None:
         layers = plain_layers([0.0] * 5, parameter_bytes=100, gradient_bytes=100, saved_bytes=9)
-        workload = Workload(layers, StepProfile(), plain_cluster(2), ((0, 1),), schedule, 3)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), schedule, 3)
         found = decide(everywhere(workload, limit), 2)
         check_sound(found)
         assert found.seconds == 0.0
 
     def test_some_layers_that_take_no_time(self) -> None:
         layers = plain_layers([0.0, 4.0, 0.0, 0.0, 4.0, 0.0])
-        workload = Workload(layers, StepProfile(), plain_cluster(2), ((0, 1),), "1f1b", 4)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 4)
         found = decide(workload, 2)
         # 12 s a stage and micro-batch, four of them and one to fill; any cut between 2 and 4.
         assert found.seconds == 60.0
@@ -442,14 +442,14 @@ class TestDegenerate:
 
     def test_ties_are_decided_alike_every_time(self) -> None:
         layers = plain_layers([1.0] * 8)
-        workload = Workload(layers, StepProfile(), plain_cluster(4), ((0, 1, 2, 3),), "1f1b", 4)
-        found = {(d.workload.machines, d.split) for d in (decide(workload, 4) for _ in range(3))}
+        workload = Workload(layers, StepCosts(), plain_cluster(4), ((0, 1, 2, 3),), "1f1b", 4)
+        found = {(d.workload.replicas, d.split) for d in (decide(workload, 4) for _ in range(3))}
         assert found == {(((0, 1, 2, 3),), (2, 2, 2, 2))}
 
     def test_one_microbatch(self) -> None:
         # Nothing overlaps, and nothing takes time but the layers: every split is as good.
         workload = Workload(
-            plain_layers([1.0] * 4), StepProfile(), plain_cluster(2), ((0, 1),), "1f1b", 1
+            plain_layers([1.0] * 4), StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 1
         )
         assert decide(workload, 2).seconds == 12.0
 

@@ -16,7 +16,7 @@ from benchmarks.ranks import Ranks, limit
 from benchmarks.testbed import Host, Testbed, reason_unavailable
 from lightning_dlres.pipeline.profile import layer_times as layers
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, measure_layers
-from tests.support import throttled_process as pace
+from tests.support import throttled_process as throttled
 
 CPU = torch.device("cpu")
 
@@ -130,7 +130,13 @@ def test_copies_that_fit_behind_each_other_are_one_run(monkeypatch: pytest.Monke
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
     found = measure([nn.Linear(2, 4), *blocks, nn.Linear(4, 1)], torch.ones(2, 2), repeats=2)
     assert runs.count(3) == 1
-    assert [layer.border is not None for layer in found] == [False, True, True, True, False]
+    assert [layer.run_overhead_seconds is not None for layer in found] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["another shape", "another structure", "indices"])
@@ -143,16 +149,16 @@ def test_what_does_not_fit_behind_itself_is_run_alone(kind: str) -> None:
     module, inputs = modules[kind]
     call = layers.LayerCall(module, lambda _, m: m, 0, inputs, CPU, nullcontext)
     timed = layers._sized(call, None)
-    layers._time(timed, 2, layers.Clock(CPU), 1, 0.0)
-    assert timed.border is None
+    layers._time(timed, 2, layers.ComputeClock(CPU), 1, 0.0)
+    assert timed.run_overhead_seconds is None
     assert timed.forward > 0
 
 
 def test_large_layers_are_not_copied_often(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = layers._replica
+    original = layers._module_copy
     monkeypatch.setattr(
-        layers, "_replica", lambda module, device: made.append(0) or original(module, device)
+        layers, "_module_copy", lambda module, device: made.append(0) or original(module, device)
     )
     chain = [nn.Linear(64, 64) for _ in range(6)]
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
@@ -225,8 +231,8 @@ def test_pauses_between_what_is_measured_count_too() -> None:
     if reason := reason_unavailable():
         pytest.skip(reason)
     with Testbed([Host()]) as bed:
-        hosts = Preloaded(bed, 1, [pace.__name__])
-        ranks = Ranks(hosts, pace.__name__, world_size=1, timeout=120.0)
+        hosts = Preloaded(bed, 1, [throttled.__name__])
+        ranks = Ranks(hosts, throttled.__name__, world_size=1, timeout=120.0)
         limit(bed.hosts[0], 0.2)
         (answer,) = ranks.ask({})
     # Five times as long, or more where the machine has other things to do.

@@ -11,13 +11,13 @@ import pytest
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.profile.model_profile import Link, StepProfile
+from lightning_dlres.pipeline.profile.model_profile import Link, StepCosts
 from lightning_dlres.pipeline.report.report import RunReport, run_report
 from lightning_dlres.pipeline.report.timeline import Measurement, measure
 from tests.support.pipeline_profiles import plain_cluster, plain_layers
 from tests.support.recorded_spans import add_step, empty
 
-MACHINES = ((1, 0),)
+REPLICAS = ((1, 0),)
 SPLIT = (2, 2)
 SLOWER = 1.25
 
@@ -25,12 +25,12 @@ SLOWER = 1.25
 def plan(schedule: str = "1f1b", message: float = 0.0) -> PipelinePlan:
     links = [Link(ranks=(0, 1), latency=1e-3, bytes_per_second=1e9)]
     return PipelinePlan(
-        machines=MACHINES,
+        replicas=REPLICAS,
         split=SPLIT,
         schedule=schedule,
         microbatches=4,
         layers=plain_layers([0.010] * 4, parameter_bytes=1 << 20, output_bytes=1 << 10),
-        step=StepProfile(message=(message,)),
+        step=StepCosts(message=(message,)),
         cluster=plain_cluster(2, hosts=["here", "here"], limits=[1 << 30, None], links=links),
         even_seconds=0.5,
     )
@@ -49,11 +49,11 @@ def steps(given: PipelinePlan, count: int = 6, microbatches: int = 4) -> Measure
             replace(a, start=a.start * SLOWER, end=a.end * SLOWER) for a in timeline.activities
         ),
     )
-    spans, every = empty(given.machines), timeline.step_seconds * SLOWER
+    spans, every = empty(given.replicas), timeline.step_seconds * SLOWER
     for batch in range(count):
         start = 3.0 + batch * every
-        add_step(spans, given.machines, slower, microbatches, batch, start, start + every - 1e-6)
-    found = measure(given.machines, spans)
+        add_step(spans, given.replicas, slower, microbatches, batch, start, start + every - 1e-6)
+    found = measure(given.replicas, spans)
     assert found is not None
     return found
 
@@ -93,7 +93,7 @@ def test_every_table_is_one_for_markdown() -> None:
 
 
 def test_a_plan_without_a_measurement_promises_nothing() -> None:
-    bare = PipelinePlan(machines=MACHINES, split=SPLIT)
+    bare = PipelinePlan(replicas=REPLICAS, split=SPLIT)
     made = run_report(bare, "1f1b", None, steps(plan()))
     assert "nothing predicted" in made.line()
     assert "even split" not in made.line()
@@ -109,7 +109,7 @@ def test_a_run_without_steps_has_the_prediction_only() -> None:
     assert [panel.title.split(":")[0] for panel in made.panels()] == ["Planned"]
     assert "nothing is measured" in made.notes()[-1]
     made.markdown("timeline.png", None)
-    neither = run_report(PipelinePlan(machines=MACHINES, split=SPLIT), "1f1b", None, None)
+    neither = run_report(PipelinePlan(replicas=REPLICAS, split=SPLIT), "1f1b", None, None)
     assert neither.panels() == []
     neither.markdown(None, None)
 
@@ -134,8 +134,8 @@ def test_notes_say_how_to_read_the_figures() -> None:
 
 
 def test_virtual_machines_have_rows_of_their_own() -> None:
-    two = msgspec.structs.replace(plan(), machines=((0,), (1,)), split=(4,))
+    two = msgspec.structs.replace(plan(), replicas=((0,), (1,)), split=(4,))
     made = run_report(two, "1f1b", 0.5, steps(two))
-    names = [f"VM {vm} · stage 0 · rank {vm}\ndevice" for vm in (0, 1)]
+    names = [f"replica {replica} · stage 0 · rank {replica}\ndevice" for replica in (0, 1)]
     assert list(made.places().values()) == names
     assert made.markdown(None, None).count("1.25") == 2

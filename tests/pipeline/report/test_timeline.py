@@ -59,7 +59,7 @@ def measured(spans: Spans, warm_up: int = 2) -> Measurement:
 @settings(max_examples=examples(40), derandomize=True)
 def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: int) -> None:
     random = Random(seed)
-    workload = small_workload(random, stages=stages, machines=count)
+    workload = small_workload(random, stages=stages, replicas=count)
     split = [1] * (stages - 1) + [len(workload.layers) - stages + 1]
     recompute = [index for index in range(len(workload.layers)) if random.random() < 0.3]
     timeline = simulate(workload, split, recompute)
@@ -67,14 +67,14 @@ def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: 
     assume(all(a.end - a.start > 1e-6 for a in timeline.activities))
     # What takes no time is no activity; a run without messages up the stages has none down them.
     assume(stages == 1 or any(a.name == "activation" for a in timeline.activities))
-    spans = empty(workload.machines)
+    spans = empty(workload.replicas)
     for batch in range(3):
         start = 50.0 + (timeline.step_seconds + 1.0) * batch
         end = start + timeline.step_seconds + 0.5
-        add_step(spans, workload.machines, timeline, workload.microbatches, batch, start, end)
+        add_step(spans, workload.replicas, timeline, workload.microbatches, batch, start, end)
     for found in spans.values():
         random.shuffle(found)
-    steps = measured_steps(workload.machines, spans)
+    steps = measured_steps(workload.replicas, spans)
     assert [step.batch for step in steps] == [0, 1, 2]
     for step in steps:
         assert rounded(step.timeline) == rounded(timeline)
@@ -197,16 +197,16 @@ def test_a_message_belongs_to_the_step_whose_number_it_has() -> None:
 
 
 def test_microbatches_are_counted_on_each_machine() -> None:
-    machines = ((1,), (0,))
+    replicas = ((1,), (0,))
     timeline = Timeline(
         tuple(Activity("forward", m, 0, i, i, i + 1.0) for m in (0, 1) for i in range(2)),
         2.0,
         ((2.0,), (2.0,)),
         (),
     )
-    spans = empty(machines)
-    add_step(spans, machines, timeline, 4, 7, 0.0, 3.0)
+    spans = empty(replicas)
+    add_step(spans, replicas, timeline, 4, 7, 0.0, 3.0)
     assert {s.args.get("microbatch") for s in spans[0]} == {None, 2, 3}
-    (step,) = measured_steps(machines, spans)
+    (step,) = measured_steps(replicas, spans)
     assert rounded(step.timeline) == rounded(timeline)
     assert step.microbatches == 4

@@ -46,7 +46,7 @@ def test_nothing_to_cut_is_an_error(samples: int, microbatches: int) -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
-def test_machines_share_microbatches(count: int, parts: int) -> None:
+def test_replicas_share_microbatches(count: int, parts: int) -> None:
     shares = [share(count, parts, part) for part in range(parts)]
     assert [m for one in shares for m in one] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -89,9 +89,9 @@ def test_cutting_and_joining_changes_nothing(samples: int, microbatches: int) ->
 def test_a_microbatch_does_not_depend_on_who_works_on_it(samples: int, microbatches: int) -> None:
     sizes = microbatch_sizes(samples, microbatches)
     parts = cut(torch.arange(samples), sizes)
-    for machines in (1, 2, 3):
-        by_machine = [parts[m] for p in range(machines) for m in share(len(sizes), machines, p)]
-        assert torch.equal(torch.cat(by_machine), torch.arange(samples))
+    for replicas in (1, 2, 3):
+        by_replica = [parts[m] for p in range(replicas) for m in share(len(sizes), replicas, p)]
+        assert torch.equal(torch.cat(by_replica), torch.arange(samples))
 
 
 def test_what_has_no_samples_is_the_same_in_every_part() -> None:

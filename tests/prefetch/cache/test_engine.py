@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError, StorageError
-from lightning_dlres.prefetch.cache.exchange import Delivery
+from lightning_dlres.prefetch.cache.exchange import BatchReply
 from lightning_dlres.prefetch.cache.index import CacheIndex
-from lightning_dlres.prefetch.cache.pinned import KeptSamples
+from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.order.sequence import shuffled
 from tests.support.engine_harness import Bench
 from tests.support.examples import examples
@@ -45,7 +45,7 @@ def run_epoch(
         for a in range(0, len(order), batch)
     ]
     seen: list[int] = []
-    holding: deque[tuple[int, Delivery]] = deque()
+    holding: deque[tuple[int, BatchReply]] = deque()
     asked = delivered = 0
     while delivered < len(cuts):
         while asked < len(cuts) and asked < delivered + ahead:
@@ -174,7 +174,7 @@ def test_an_epoch_can_be_given_up_while_samples_are_in_use_and_on_their_way() ->
     index = index_of(bench, 0)
     bench.engine.begin(0, index, lambda number: None)
     bench.engine.take("a", 0, 0, np.arange(4, dtype=np.uint32))
-    deliveries: list[Delivery] = []
+    deliveries: list[BatchReply] = []
     while not deliveries:
         bench.collect()
         bench.answer()
@@ -188,7 +188,7 @@ def test_an_epoch_can_be_given_up_while_samples_are_in_use_and_on_their_way() ->
     bench.open = old
     while bench.open:
         bench.answer()
-    bench.space.settle()
+    bench.space.compact_fully()
     assert bench.space.count == 4
     bench.check(deliveries[0])
     bench.engine.release("a", 0)
@@ -208,7 +208,7 @@ def test_a_client_that_is_gone_holds_nothing() -> None:
     bench.engine.forget("a")
     assert bench.engine.in_use_bytes == 0
     bench.engine.take("b", 0, 0, np.arange(8, 12, dtype=np.uint32))
-    deliveries: list[Delivery] = []
+    deliveries: list[BatchReply] = []
     while not deliveries:
         bench.collect()
         bench.answer()
@@ -234,7 +234,7 @@ def test_a_take_that_cannot_be() -> None:
 
 
 def test_pinned_samples_are_chosen_until_one_does_not_fit() -> None:
-    kept = KeptSamples(np.zeros(25, np.uint8), np.full(6, 10, np.int64))
+    kept = PinnedSamples(np.zeros(25, np.uint8), np.full(6, 10, np.int64))
     # After a resume the first epoch may be short, or empty.
     kept.choose(np.array([], np.uint32))
     kept.choose(np.array([4], np.uint32))

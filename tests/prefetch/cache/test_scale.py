@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.index import CacheIndex
-from lightning_dlres.prefetch.cache.pinned import KeptSamples
+from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.cache.space import CacheSpace
 from lightning_dlres.prefetch.order.sequence import shuffled
 
@@ -18,7 +18,7 @@ SAMPLES, NODES, BATCH = 1_000_000, 8, 256
 def test_management_space_and_objects() -> None:
     sizes = np.random.default_rng(0).integers(0, 5, SAMPLES)
     space = CacheSpace(np.zeros(100_000, np.uint8), SAMPLES)
-    kept = KeptSamples(np.zeros(1000, np.uint8), sizes)
+    kept = PinnedSamples(np.zeros(1000, np.uint8), sizes)
     gc.collect()
     before = len(gc.get_objects())
     engine = PrefetchEngine(sizes, NODES, space, kept)

@@ -86,10 +86,10 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.space is not None)
     @rule()
-    def settle(self) -> None:
+    def compact_fully(self) -> None:
         ended = []
         self.space.watch = lambda move: ended.append(move is None)
-        self.space.settle()
+        self.space.compact_fully()
         self.space.watch = None
         states = [int(entry["state"]) for entry in self.space.entries()]
         before_waiting = states[: states.index(WAITING)] if WAITING in states else states
@@ -144,7 +144,7 @@ def test_neighbours_are_evicted_and_moved_together() -> None:
     space.release(space.use(0, np.array([0, 1, 5], np.uint32)))
     moves: list[Move | None] = []
     space.watch = moves.append
-    space.settle()
+    space.compact_fully()
     # 2 to 4 go to the start in one move, 6 to 8 behind them in another.
     assert moves == [None, Move(20, 0, 30), Move(60, 30, 30), None]
     assert space.evicted == 3
@@ -172,7 +172,7 @@ def test_a_store_at_the_threshold_starts_a_pass_that_later_stores_do_not_wait_fo
         else:
             space.store(0, np.array([position], np.uint32), lengths, data * position)
     assert stored_meanwhile >= 2
-    space.settle()
+    space.compact_fully()
     assert space.end == 15 * size
     waiting = np.array([*range(1, 18, 2), *range(18, 24)], np.uint32)
     for (_, offset, length), position in zip(space.use(0, waiting), waiting, strict=True):
@@ -184,7 +184,7 @@ def test_what_is_in_use_stays_and_others_go_around_it() -> None:
     first = space.use(0, np.array([0, 1], np.uint32))
     held = space.use(0, np.array([2], np.uint32))
     space.release(first)
-    space.settle()
+    space.compact_fully()
     # 20 bytes are free before what is in use: too few for the 30, which and whose successors
     # follow it.
     assert [(int(e["position"]), int(e["offset"])) for e in space.entries()] == [
@@ -194,7 +194,7 @@ def test_what_is_in_use_stays_and_others_go_around_it() -> None:
         (5, 70),
     ]
     space.release(held)
-    space.settle()
+    space.compact_fully()
     assert space.end == 50
 
 
@@ -203,7 +203,7 @@ def test_a_gap_before_something_in_use_is_filled() -> None:
     first = space.use(0, np.array([0], np.uint32))
     space.use(0, np.array([1], np.uint32))
     space.release(first)
-    space.settle()
+    space.compact_fully()
     assert [(int(e["position"]), int(e["offset"])) for e in space.entries()] == [
         (2, 0),
         (3, 10),
@@ -215,7 +215,7 @@ def test_another_epoch_does_not_touch_what_is_still_in_use() -> None:
     space = filled(100, [10] * 5)
     used = space.use(0, np.array([3], np.uint32))
     space.clear(0)
-    space.settle()
+    space.compact_fully()
     assert space.count == 1
     data = np.concatenate([content(50 + i, 10) for i in range(5)])
     positions = np.arange(5, dtype=np.uint32)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.cache.index import CacheIndex
-from lightning_dlres.prefetch.order.sequence import Deal, shuffled
+from lightning_dlres.prefetch.order.sequence import ShardSpec, shuffled
 from tests.support.examples import examples
 
 
@@ -45,7 +45,7 @@ def test_along_restarts_with_other_ranks_every_sample_is_dealt_once(data: st.Dat
     order = shuffled(samples, 1, 1)
     consumed, seen = 0, []
     while consumed < samples:
-        deal = Deal(
+        deal = ShardSpec(
             samples,
             consumed,
             data.draw(st.integers(1, 5)),
@@ -75,7 +75,7 @@ def test_along_restarts_with_other_ranks_every_sample_is_dealt_once(data: st.Dat
 @settings(max_examples=examples(200))
 def test_the_tails(samples: int, consumed: int, ranks: int, batch: int, tail: str) -> None:
     consumed = min(consumed, samples)
-    deal = Deal(samples, consumed, ranks, batch, tail)  # type: ignore[arg-type]
+    deal = ShardSpec(samples, consumed, ranks, batch, tail)  # type: ignore[arg-type]
     order = shuffled(samples, 0, 0)
     dealt = deal.numbers(order, tuple(range(ranks)))
     left = samples - consumed
@@ -114,7 +114,7 @@ def test_the_tails(samples: int, consumed: int, ranks: int, batch: int, tail: st
 )
 def test_bad_values(arguments: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        Deal(**arguments)  # type: ignore[arg-type]
+        ShardSpec(**arguments)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 200), st.integers(1, 7), st.booleans())

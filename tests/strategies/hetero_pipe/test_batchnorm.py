@@ -61,18 +61,18 @@ class Normalised(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(context: RankContext | None, machines: int, schedule: str) -> dict[str, Tensor]:
+def fit(context: RankContext | None, replicas: int, schedule: str) -> dict[str, Tensor]:
     """Train and return the state dict."""
     seed_everything(3, verbose=False)
     model = Normalised(by_parts=context is None)
-    ranks = tuple(tuple(range(2 * v, 2 * v + 2)) for v in range(machines))
-    plan = PipelinePlan(machines=ranks, split=(2, 4))
+    ranks = tuple(tuple(range(2 * v, 2 * v + 2)) for v in range(replicas))
+    plan = PipelinePlan(replicas=ranks, split=(2, 4))
     trainer = Trainer(
         strategy=HeteroPipeStrategy(plan=plan, microbatches=MICROBATCHES, schedule=schedule)
         if context
         else "auto",  # type: ignore[arg-type]
         accelerator="cpu",
-        devices=2 * machines if context else 1,
+        devices=2 * replicas if context else 1,
         plugins=[context.environment] if context else [],
         max_epochs=2,
         **QUIET,

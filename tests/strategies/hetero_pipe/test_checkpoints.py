@@ -49,7 +49,7 @@ def fit(
     loader = StatefulDataLoader(Samples(True, STEPS * 6), batch_size=6, shuffle=True, num_workers=0)
     losses = Losses()
     saver = ModelCheckpoint(directory, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
-    plan = PipelinePlan(machines=arrange(stages, stages), split=SPLITS.get(("gpt", stages), (5,)))
+    plan = PipelinePlan(replicas=arrange(stages, stages), split=SPLITS.get(("gpt", stages), (5,)))
     if context is not None:
         seed_everything(11, verbose=False)
     trainer = Trainer(

@@ -21,7 +21,7 @@ from lightning_dlres import (
     PipelinePlan,
     UnsupportedStepError,
 )
-from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import ForeignWeightGuard
+from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from tests.support.models import Samples, mlp
 from tests.support.rank_pool import RankContext, RankOutcome, RankPool
 from tests.support.training_cases import QUICK
@@ -220,8 +220,8 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
         "must be lists of equal length with each rank, from 0 on, once",
     ),
     (Simple, {"emulate_speed": [1.0]}, "emulate_speed must have one entry per rank (2), got 1"),
-    (Simple, {"plan": PipelinePlan(machines=((0, 1),), split=(1, 1))}, "8 layers of 'net'"),
-    (Simple, {"plan": PipelinePlan(machines=((0, 1, 2),), split=(2, 3, 3))}, "each of the 2 ranks"),
+    (Simple, {"plan": PipelinePlan(replicas=((0, 1),), split=(1, 1))}, "8 layers of 'net'"),
+    (Simple, {"plan": PipelinePlan(replicas=((0, 1, 2),), split=(2, 3, 3))}, "each of the 2 ranks"),
 ]
 
 
@@ -353,12 +353,12 @@ def test_what_goes_wrong_in_a_step_is_said_on_all_ranks(
     error: type[Exception],
     expected: str,
 ) -> None:
-    plan = PipelinePlan(machines=((0, 1),), split=(3, 5))
+    plan = PipelinePlan(replicas=((0, 1),), split=(3, 5))
     said_on_all_ranks(failures(pool, model, data, plan=plan), error, expected)
 
 
 def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPool) -> None:
-    plan = PipelinePlan(machines=((0, 1),), split=(3, 6))
+    plan = PipelinePlan(replicas=((0, 1),), split=(3, 6))
     outcomes = failures(pool, WithHangingLayer, plan=plan, patience=3)
     assert outcomes[0].error_type == PeerTimeoutError.__name__
     expected = (
@@ -369,7 +369,7 @@ def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPoo
 
 def test_other_gradients_may_be_asked_for_in_a_step() -> None:
     inputs, output, weight = (torch.ones(3, requires_grad=True) for _ in range(3))
-    guard = ForeignWeightGuard()
+    guard = PipelinedWeightGuard()
     guard.called([inputs * 2], [output])
     loss = (output * weight).square().sum()
     with guard:

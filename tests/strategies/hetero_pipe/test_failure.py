@@ -59,7 +59,7 @@ class Mortal(LightningModule):
 
 def fit_until_death(context: RankContext, victim: int) -> None:
     seed_everything(3, verbose=False)
-    plan = PipelinePlan(machines=((0, 1, 2),), split=(6, 6, 4))
+    plan = PipelinePlan(replicas=((0, 1, 2),), split=(6, 6, 4))
     trainer = Trainer(
         strategy=HeteroPipeStrategy(plan=plan, microbatches=4, timeout=30),
         accelerator="cpu",

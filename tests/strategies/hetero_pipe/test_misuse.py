@@ -135,7 +135,7 @@ def test_an_optimizer_of_sparse_gradients_works_on_one_virtual_machine(pool: Ran
     assert pool.run(fit_sparse, 2) == none_in(SPARSE)
     for message in pool.run(fit_sparse, 4):
         assert "SparseAdam takes sparse gradients only" in message
-        assert "one virtual machine" in message
+        assert "one replica" in message
 
 
 class Freezes(Classifier):

@@ -129,7 +129,7 @@ KINDS = {
     "subclass": Case(lambda: Kind(Named)),
     "list": Case(lambda: Kind(SelfCalling)),
 }
-# One layer, which several virtual machines can train, but not several stages.
+# One layer, which several replicas can train, but not several stages.
 WHOLE: dict[str, Case] = {
     name: Case(make, options={"stages": 1, "plan": None})
     for name, make in (("residual", lambda: Kind(Residual)), ("own forward", WithOwnForward))

@@ -74,7 +74,7 @@ def test_profiling_changes_nothing(pool: RankPool) -> None:
 @pytest.mark.parametrize("kind", ["gpt", "cnn"])
 def test_recomputing_changes_nothing(pool: RankPool, kind: str, schedule: str) -> None:
     layers = 5 if kind == "gpt" else 11
-    plan = PipelinePlan(machines=((0, 1),), split=(2, layers - 2), schedule=schedule)
+    plan = PipelinePlan(replicas=((0, 1),), split=(2, layers - 2), schedule=schedule)
     again = msgspec.structs.replace(plan, recompute=tuple(range(layers)))
     some = msgspec.structs.replace(plan, recompute=(1, 3))
     runs = [pool.run(fit, 2, kind, 0.2, plan=p, schedule=schedule)[0] for p in (plan, again, some)]
@@ -161,7 +161,7 @@ def trace(context: RankContext) -> list[tuple[str, int, int, int]]:
     seed_everything(5, verbose=False)
     task = Task("gpt")
     train, _ = loaders(task, 24, 8, False, 0, torch.float32)
-    plan = PipelinePlan(machines=((0, 1),), split=(2, 3), recompute=(0, 1))
+    plan = PipelinePlan(replicas=((0, 1),), split=(2, 3), recompute=(0, 1))
     strategy = HeteroPipeStrategy(
         plan=plan, microbatches=8, timeout=60, emulate_speed=[1.0, 0.1], schedule="1f1b"
     )

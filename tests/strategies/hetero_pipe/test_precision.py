@@ -47,7 +47,7 @@ def fit_16_mixed(
     train, _ = loaders(task, 40, 8, False, 0, torch.float32)
     plant = PlantOverflow(parameter, 2)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    plan = PipelinePlan(machines=(tuple(range(stages)),), split=(2, 6) if stages == 2 else (8,))
+    plan = PipelinePlan(replicas=(tuple(range(stages)),), split=(2, 6) if stages == 2 else (8,))
     trainer = Trainer(
         strategy=HeteroPipeStrategy(plan=plan, microbatches=4) if context else "auto",
         accelerator="cpu",

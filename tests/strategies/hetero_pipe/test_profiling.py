@@ -87,8 +87,8 @@ class Wide(Classifier):
         if isinstance(strategy, HeteroPipeStrategy):
             assert strategy.plan is not None
             assert strategy.plan.is_measured
-            (machine,) = strategy.plan.machines
-            assert {2, 4} <= set(strategy.plan.layers_of(machine.index(1)))
+            (replica,) = strategy.plan.replicas
+            assert {2, 4} <= set(strategy.plan.layers_of(replica.index(1)))
             assert strategy.plan.layers[2].parameter_bytes == 17 * 5000 * 4
             assert strategy.plan.layers[2].output_bytes == 3 * 5000 * 4
 

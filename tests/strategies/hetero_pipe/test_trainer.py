@@ -237,7 +237,7 @@ def fit_measured(context: RankContext, measured: bool) -> dict[str, Tensor]:
     task = Task("cnn")
     options: dict[str, Any] = {"profile": ProfileConfig()}
     if not measured:
-        options = {"plan": PipelinePlan(machines=((0, 1),), split=(5, 6))}
+        options = {"plan": PipelinePlan(replicas=((0, 1),), split=(5, 6))}
     trainer = Trainer(
         **strategy_for(context, **options),
         max_epochs=2,

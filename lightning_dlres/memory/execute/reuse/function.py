@@ -26,7 +26,7 @@ class Owner(Protocol):
     def asking(self) -> AbstractContextManager[list[Any]]:
         """Inside of it, what this thread asks for is noted."""
 
-    def give_up(self, tensor: Tensor, asked: list[Any]) -> bool:
+    def take_ownership(self, tensor: Tensor, asked: list[Any]) -> bool:
         """Return whether a tensor's memory is the caller's from now on, to write to.
 
         Args:
@@ -93,7 +93,7 @@ class InPlaceGradient(torch.autograd.Function):
                 # There is no room to look: then it is not known.
                 ctx.report(False)
         into = None
-        if wants_x and owner is not None and owner.give_up(x, asked):
+        if wants_x and owner is not None and owner.take_ownership(x, asked):
             # Not counted as a change: other parts of what x was saved for may still be read.
             into = x.data
         elif wants_x:

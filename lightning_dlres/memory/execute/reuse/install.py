@@ -76,7 +76,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 @contextmanager
-def reusing(
+def patch_reuse(
     root: nn.Module,
     names: Iterable[str],
     owner: Owner,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.events import Work
 from lightning_dlres.pipeline.plan.schedules.schedule import in_flight
-from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepProfile
+from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepCosts
 from lightning_dlres.pipeline.stage.microbatch import share
 
 BUCKET_BYTES = 4 << 20
-Machines = Sequence[Sequence[int]]
+Replicas = Sequence[Sequence[int]]
 
 
 def layer_ranges(split: Sequence[int]) -> list[range]:
@@ -48,7 +48,7 @@ class Workload:
         layers: the model.
         step: what a step does beside the layers.
         cluster: the devices.
-        machines: ranks of every virtual machine, in stage order.
+        replicas: ranks of every replica, in stage order.
         schedule: name of the schedule.
         microbatches: into how many the batch is cut.
         recompute: "auto" (where memory asks for it), "never" or "always".
@@ -56,9 +56,9 @@ class Workload:
     """
 
     layers: tuple[LayerProfile, ...]
-    step: StepProfile
+    step: StepCosts
     cluster: Cluster
-    machines: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[int, ...], ...]
     schedule: str
     microbatches: int
     recompute: str = "auto"
@@ -75,45 +75,45 @@ class Workload:
 
     @property
     def stages(self) -> int:
-        """Number of stages of a machine."""
-        return len(self.machines[0])
+        """Number of stages of a replica."""
+        return len(self.replicas[0])
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Number of micro-batches of every machine."""
-        count = len(self.machines)
+        """Number of micro-batches of every replica."""
+        count = len(self.replicas)
         return tuple(len(share(self.microbatches, count, m)) for m in range(count))
 
     def limit(self, stage: int) -> int | None:
-        """Return the bytes that a stage may take on every machine; None: no limit."""
-        limits = [self.cluster.devices[machine[stage]].memory_limit for machine in self.machines]
+        """Return the bytes that a stage may take on every replica; None: no limit."""
+        limits = [self.cluster.devices[replica[stage]].memory_limit for replica in self.replicas]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def kind(self, machine: int, stage: int) -> int:
+    def kind(self, replica: int, stage: int) -> int:
         """Return the kind of device of a stage."""
-        return self.cluster.devices[self.machines[machine][stage]].kind
+        return self.cluster.devices[self.replicas[replica][stage]].kind
 
     def forward_seconds(self, index: int, kind: int) -> float:
-        """Return the seconds of a layer forward. With several machines every layer is a run of its
+        """Return the seconds of a layer forward. With several replicas every layer is a run of its
         own, so that its gradients can leave early."""
-        return self.layers[index].forward[kind] + self._border(kind) / 2
+        return self.layers[index].forward[kind] + self._run_overhead_seconds(kind) / 2
 
     def backward_seconds(self, index: int, kind: int) -> float:
         """Return the seconds of a layer backward."""
-        return self.layers[index].backward[kind] + self._border(kind) / 2
+        return self.layers[index].backward[kind] + self._run_overhead_seconds(kind) / 2
 
     def recompute_seconds(self, index: int, kind: int) -> float:
         """Return what it takes to recompute a layer: that makes it a run of its own, too."""
-        return self.layers[index].forward[kind] + _of(self.step.border, kind)
+        return self.layers[index].forward[kind] + _of(self.step.run_overhead_seconds, kind)
 
-    def _border(self, kind: int) -> float:
-        return _of(self.step.border, kind) if len(self.machines) > 1 else 0.0
+    def _run_overhead_seconds(self, kind: int) -> float:
+        return _of(self.step.run_overhead_seconds, kind) if len(self.replicas) > 1 else 0.0
 
     def stage_cost(
-        self, machine: int, stage: int, layers: range, recomputed: Collection[int]
+        self, replica: int, stage: int, layers: range, recomputed: Collection[int]
     ) -> StageCost:
         """Return what a stage costs that holds these layers and recomputes some of them."""
-        kind = self.kind(machine, stage)
+        kind = self.kind(replica, stage)
         messages = (stage > 0) + (stage < self.stages - 1)
         message = messages * _of(self.step.message, kind)
         last = stage == self.stages - 1
@@ -127,26 +127,26 @@ class Workload:
                 ),
                 Work.BACKWARD: message + math.fsum(self.backward_seconds(i, kind) for i in layers),
                 Work.ACTIVATION: self._transfer(
-                    machine, stage, 1, self.layers[layers[-1]].output_bytes
+                    replica, stage, 1, self.layers[layers[-1]].output_bytes
                 ),
-                Work.GRADIENT: self._gradient_transfer(machine, stage, layers.start),
+                Work.GRADIENT: self._gradient_transfer(replica, stage, layers.start),
             },
-            tail=self.tail(machine, stage, layers),
+            tail=self.tail(replica, stage, layers),
             peak_bytes=self.peak_bytes(stage, layers, recomputed),
         )
 
-    def tail(self, machine: int, stage: int, layers: range) -> float:
+    def tail(self, replica: int, stage: int, layers: range) -> float:
         """Return the seconds that a stage still needs when its last backward has ended."""
-        kind = self.kind(machine, stage)
+        kind = self.kind(replica, stage)
         update = _of(self.step.update, kind) * self.trained_bytes(layers)
-        return self.sync_tail(machine, stage, layers) + update
+        return self.sync_tail(replica, stage, layers) + update
 
-    def sync_tail(self, machine: int, stage: int, layers: range) -> float:
+    def sync_tail(self, replica: int, stage: int, layers: range) -> float:
         """Return the seconds of the gradient synchronisation that are left when the stage's last
         backward has ended (E3): buckets go out in the order of backward, one after the other."""
-        if len(self.machines) == 1:
+        if len(self.replicas) == 1:
             return 0.0
-        kind, before_end, end, pending = self.kind(machine, stage), 0.0, -math.inf, 0
+        kind, before_end, end, pending = self.kind(replica, stage), 0.0, -math.inf, 0
         before_end = math.fsum(self.backward_seconds(index, kind) for index in layers)
         for index in reversed(layers):
             layer = self.layers[index]
@@ -158,8 +158,8 @@ class Workload:
         return max(end, 0.0)
 
     def sync_seconds(self, stage: int, nbytes: int) -> float:
-        """Return the seconds of summing so many bytes over the machines, in a ring."""
-        ranks = [machine[stage] for machine in self.machines]
+        """Return the seconds of summing so many bytes over the replicas, in a ring."""
+        ranks = [replica[stage] for replica in self.replicas]
         count = len(ranks)
         if count == 1 or not nbytes:
             return 0.0
@@ -294,15 +294,15 @@ class Workload:
             for count in self.shares
         )
 
-    def _transfer(self, machine: int, stage: int, step: int, nbytes: int) -> float:
+    def _transfer(self, replica: int, stage: int, step: int, nbytes: int) -> float:
         if not 0 <= stage + step < self.stages:
             return 0.0
-        ranks = self.machines[machine]
+        ranks = self.replicas[replica]
         return self.cluster.transfer_seconds(ranks[stage], ranks[stage + step], nbytes)
 
-    def _gradient_transfer(self, machine: int, stage: int, first: int) -> float:
+    def _gradient_transfer(self, replica: int, stage: int, first: int) -> float:
         nbytes = self.layers[first - 1].gradient_output_bytes if first else 0
-        return self._transfer(machine, stage, -1, nbytes)
+        return self._transfer(replica, stage, -1, nbytes)
 
 
 def _of(seconds: Sequence[float], kind: int) -> float:

@@ -40,18 +40,18 @@ _WORK_OF = {
 
 
 @dataclass(frozen=True)
-class Event:
+class ScheduleEvent:
     """One piece of work.
 
     Attributes:
         work: what is done; a transfer belongs to the stage that sends.
-        machine, stage: where.
-        microbatch: index among the machine's micro-batches, or `ALL_MICROBATCHES`.
+        replica, stage: where.
+        microbatch: index among the replica's micro-batches, or `ALL_MICROBATCHES`.
         after: indices of the events that must have ended before; all smaller than this event's.
     """
 
     work: Work
-    machine: int
+    replica: int
     stage: int
     microbatch: int
     after: tuple[int, ...]
@@ -59,45 +59,45 @@ class Event:
     @property
     def key(self) -> tuple[Work, int, int]:
         """What decides how long it takes: every micro-batch takes the same time."""
-        return self.work, self.machine, self.stage
+        return self.work, self.replica, self.stage
 
 
 @lru_cache(maxsize=64)
 def event_graph(
     schedule: str, stages: int, microbatches: tuple[int, ...], extra_in_flight: int = 0
-) -> tuple[Event, ...]:
+) -> tuple[ScheduleEvent, ...]:
     """Return the events of one step, predecessors first.
 
     A stage computes one thing at a time, in the order of its actions; messages of one kind between
     two stages travel one after the other, beside the computing. Under GPipe the last stages of all
-    machines exchange their outputs, so a loss waits for all forwards.
+    replicas exchange their outputs, so a loss waits for all forwards.
 
     Args:
         schedule: name of the schedule.
-        stages: stages of every machine.
-        microbatches: number of micro-batches of each machine; one without any has no events.
+        stages: stages of every replica.
+        microbatches: number of micro-batches of each replica; one without any has no events.
         extra_in_flight: see `build_schedule`.
     """
     builder = _Builder()
-    for machine, count in enumerate(microbatches):
+    for replica, count in enumerate(microbatches):
         for stage in range(stages if count else 0):
             actions = build_schedule(schedule, stages, stage, count, True, extra_in_flight)
-            builder.add(machine, stage, actions)
+            builder.add(replica, stage, actions)
     return builder.build()
 
 
 class _Builder:
     def __init__(self) -> None:
         self.actions: dict[tuple[int, int], list[Action]] = {}
-        self.events: list[Event] = []
+        self.events: list[ScheduleEvent] = []
         self.index: dict[tuple[Work, int, int, int], int] = {}
         self.latest: dict[tuple[Work | None, int, int], int] = {}
         self.arrived: dict[tuple[int, int], int] = {}
 
-    def add(self, machine: int, stage: int, actions: list[Action]) -> None:
-        self.actions[machine, stage] = actions
+    def add(self, replica: int, stage: int, actions: list[Action]) -> None:
+        self.actions[replica, stage] = actions
 
-    def build(self) -> tuple[Event, ...]:
+    def build(self) -> tuple[ScheduleEvent, ...]:
         position = dict.fromkeys(self.actions, 0)
         while any(position[place] < len(self.actions[place]) for place in position):
             before = dict(position)
@@ -108,19 +108,19 @@ class _Builder:
                 raise AssertionError(f"The schedule waits for itself at {position}.")
         return tuple(self.events)
 
-    def do(self, machine: int, stage: int, action: Action) -> bool:
+    def do(self, replica: int, stage: int, action: Action) -> bool:
         """Add an action's event; False where what it waits for has not been added yet."""
         op, microbatch = action.op, action.microbatch
         if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
             forward = op is Op.RECEIVE_ACTIVATION
             sent = (
-                (Work.ACTIVATION, machine, stage - 1, microbatch)
+                (Work.ACTIVATION, replica, stage - 1, microbatch)
                 if forward
-                else (Work.GRADIENT, machine, stage + 1, microbatch)
+                else (Work.GRADIENT, replica, stage + 1, microbatch)
             )
             if sent not in self.index:
                 return False
-            self.arrived[machine, stage] = self.index[sent]
+            self.arrived[replica, stage] = self.index[sent]
             return True
         work, after = _WORK_OF[op], list[int]()
         if work is Work.LOSS and microbatch == ALL_MICROBATCHES:
@@ -134,19 +134,21 @@ class _Builder:
         # A transfer starts when the computing before it has ended, and the transfer before it.
         lines: list[Work | None] = [None] if computing else [None, work]
         after += [
-            self.latest[line, machine, stage]
+            self.latest[line, replica, stage]
             for line in lines
-            if (line, machine, stage) in self.latest
+            if (line, replica, stage) in self.latest
         ]
-        if computing and (arrived := self.arrived.pop((machine, stage), None)) is not None:
+        if computing and (arrived := self.arrived.pop((replica, stage), None)) is not None:
             after.append(arrived)
         index = len(self.events)
-        self.events.append(Event(work, machine, stage, microbatch, tuple(sorted(set(after)))))
-        self.index[work, machine, stage, microbatch] = index
-        self.latest[None if computing else work, machine, stage] = index
+        self.events.append(
+            ScheduleEvent(work, replica, stage, microbatch, tuple(sorted(set(after))))
+        )
+        self.index[work, replica, stage, microbatch] = index
+        self.latest[None if computing else work, replica, stage] = index
         return True
 
-    def _last_forward(self, machine: int, stage: int) -> int | None:
+    def _last_forward(self, replica: int, stage: int) -> int | None:
         """Return the event of the last forward of a stage; None where it has not been added yet."""
-        last = max(a.microbatch for a in self.actions[machine, stage] if a.op is Op.FORWARD)
-        return self.index.get((Work.FORWARD, machine, stage, last))
+        last = max(a.microbatch for a in self.actions[replica, stage] if a.op is Op.FORWARD)
+        return self.index.get((Work.FORWARD, replica, stage, last))

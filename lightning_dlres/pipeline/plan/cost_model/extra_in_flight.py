@@ -16,7 +16,9 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 _ROUNDING = 1e-9
 
 
-def with_slack(workload: Workload, split: Sequence[int], recompute: Collection[int]) -> Workload:
+def with_extra_in_flight(
+    workload: Workload, split: Sequence[int], recompute: Collection[int]
+) -> Workload:
     """Return the workload with a micro-batch more in flight, or as it is where that has no use, no
     room or a price."""
     more = replace(workload, extra_in_flight=workload.extra_in_flight + 1)

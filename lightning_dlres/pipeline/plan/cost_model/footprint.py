@@ -56,10 +56,10 @@ class Footprint:
         found: Bytes = np.maximum(self.whole(stage) - freed, apart)
         return found
 
-    def seconds(self, machine: int, stage: int) -> Matrix:
+    def seconds(self, replica: int, stage: int) -> Matrix:
         """Return seconds for one micro-batch that no recomputation within the limit falls short of:
         those of the cheapest layers per byte, the last of them in part."""
-        workload, kind = self.workload, self.workload.kind(machine, stage)
+        workload, kind = self.workload, self.workload.kind(replica, stage)
         again = [workload.recompute_seconds(index, kind) for index in range(self._count)]
         limit = workload.limit(stage)
         if workload.recompute == "always":

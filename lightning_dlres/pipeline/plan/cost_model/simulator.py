@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dlres.pipeline.plan.cost_model.costs import StageCost, Workload, layer_ranges
-from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Event, event_graph
+from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, ScheduleEvent, event_graph
 from lightning_dlres.pipeline.plan.schedules.schedule import ALL_MICROBATCHES
 
 
@@ -20,11 +20,11 @@ class Activity:
 
     Attributes:
         name: "forward", "loss", "recompute", "backward", "activation", "gradient", "sync".
-        microbatch: index among the machine's micro-batches; -1 where it belongs to all.
+        microbatch: index among the replica's micro-batches; -1 where it belongs to all.
     """
 
     name: str
-    machine: int
+    replica: int
     stage: int
     microbatch: int
     start: float
@@ -38,7 +38,7 @@ class Timeline:
     Attributes:
         activities: everything that takes time, in the order of starting.
         step_seconds: from the first start to the last end.
-        busy_seconds: for every machine, how long each stage computes.
+        busy_seconds: for every replica, how long each stage computes.
         peak_bytes: the most that each stage holds.
     """
 
@@ -50,16 +50,16 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Share of the step in which a stage does not compute; mean over stages."""
-        stages = [busy for machine in self.busy_seconds for busy in machine]
+        stages = [busy for replica in self.busy_seconds for busy in replica]
         return 1.0 - sum(stages) / (len(stages) * self.step_seconds) if self.step_seconds else 0.0
 
-    def memory(self, machine: int, stage: int) -> list[tuple[float, int]]:
+    def memory(self, replica: int, stage: int) -> list[tuple[float, int]]:
         """Return how many micro-batches a stage keeps over time, as (seconds, number)."""
         changes = {"forward": 1, "backward": -1}
         ends = sorted(
             (a.start if a.name == "forward" else a.end, changes[a.name])
             for a in self.activities
-            if (a.machine, a.stage) == (machine, stage) and a.name in changes
+            if (a.replica, a.stage) == (replica, stage) and a.name in changes
         )
         count, steps = 0, []
         for seconds, change in ends:
@@ -82,14 +82,14 @@ def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int
     )
     starts, ends = run_events(events, costs)
     activities = [
-        Activity(e.work.name.lower(), e.machine, e.stage, e.microbatch, start, end)
+        Activity(e.work.name.lower(), e.replica, e.stage, e.microbatch, start, end)
         for e, start, end in zip(events, starts, ends, strict=True)
         if end > start
     ]
     finished: dict[tuple[int, int], float] = {}
     busy = dict.fromkeys(costs, 0.0)
     for event, start, end in zip(events, starts, ends, strict=True):
-        place = event.machine, event.stage
+        place = event.replica, event.stage
         if event.work in COMPUTING:
             finished[place] = max(finished.get(place, 0.0), end)
             busy[place] += end - start
@@ -101,7 +101,7 @@ def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int
         activities=tuple(sorted(activities, key=lambda a: a.start)),
         step_seconds=max(end + costs[place].tail for place, end in finished.items()),
         busy_seconds=tuple(
-            tuple(busy[m, s] for s in range(workload.stages)) for m in range(len(workload.machines))
+            tuple(busy[m, s] for s in range(workload.stages)) for m in range(len(workload.replicas))
         ),
         peak_bytes=tuple(costs[0, stage].peak_bytes for stage in range(workload.stages)),
     )
@@ -117,16 +117,16 @@ def step_seconds(
 def stage_costs(
     workload: Workload, split: Sequence[int], recompute: Collection[int]
 ) -> dict[tuple[int, int], StageCost]:
-    """Return the cost of every stage, by (machine, stage)."""
+    """Return the cost of every stage, by (replica, stage)."""
     return {
-        (machine, stage): workload.stage_cost(machine, stage, layers, recompute)
-        for machine in range(len(workload.machines))
+        (replica, stage): workload.stage_cost(replica, stage, layers, recompute)
+        for replica in range(len(workload.replicas))
         for stage, layers in enumerate(layer_ranges(split))
     }
 
 
 def run_events(
-    events: Sequence[Event], costs: Mapping[tuple[int, int], StageCost]
+    events: Sequence[ScheduleEvent], costs: Mapping[tuple[int, int], StageCost]
 ) -> tuple[list[float], list[float]]:
     """Return when every event starts and ends: as soon as its predecessors have ended."""
     starts: list[float] = []
@@ -134,5 +134,5 @@ def run_events(
     for event in events:
         start = max([ends[index] for index in event.after], default=0.0)
         starts.append(start)
-        ends.append(start + costs[event.machine, event.stage].seconds[event.work])
+        ends.append(start + costs[event.replica, event.stage].seconds[event.work])
     return starts, ends

@@ -34,7 +34,7 @@ ALL_MICROBATCHES = -1
 
 @dataclass(frozen=True)
 class Action:
-    """One instruction. `microbatch` is an index into the VM's own micro-batches, or
+    """One instruction. `microbatch` is an index into the replica's own micro-batches, or
     `ALL_MICROBATCHES` for a loss over the whole batch."""
 
     op: Op

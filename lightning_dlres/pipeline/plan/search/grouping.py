@@ -1,4 +1,4 @@
-"""Virtual machines out of devices of several kinds, and the order of their stages (Method E, E1,
+"""Replicas out of devices of several kinds, and the order of their stages (Method E, E1,
 E3, E4)."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Slots = tuple[tuple[int, ...], ...]
 
 
 def group(cluster: Cluster, stages: int) -> Slots:
-    """Return for every stage, not ordered yet, the rank of each virtual machine.
+    """Return for every stage, not ordered yet, the rank of each replica.
 
-    Devices of like power share a stage, since its layers are the same on all machines; among those,
-    a machine's devices are taken from one host where that is possible.
+    Devices of like power share a stage, since its layers are the same on all replicas; among those,
+    a replica's devices are taken from one host where that is possible.
 
     Raises:
-        ConfigError: the ranks do not divide into machines of this many stages.
+        ConfigError: the ranks do not divide into replicas of this many stages.
     """
     world = len(cluster.devices)
     if stages < 1 or world % stages:
@@ -31,15 +31,15 @@ def group(cluster: Cluster, stages: int) -> Slots:
         )
     count = world // stages
     ranked = sorted(range(world), key=lambda rank: (-cluster.devices[rank].power, rank))
-    machines: list[list[int]] = [[] for _ in range(count)]
+    replicas: list[list[int]] = [[] for _ in range(count)]
     for first in range(0, world, count):
         free = ranked[first : first + count]
-        for machine in machines:
-            hosts = [cluster.devices[rank].host for rank in machine]
+        for replica in replicas:
+            hosts = [cluster.devices[rank].host for rank in replica]
             rank = max(free, key=lambda r: (hosts.count(cluster.devices[r].host), -r))
             free.remove(rank)
-            machine.append(rank)
-    slots = tuple(zip(*machines, strict=True))
+            replica.append(rank)
+    slots = tuple(zip(*replicas, strict=True))
     # Where all devices are alike, the stages follow the ranks.
     return tuple(sorted(slots, key=min))
 
@@ -53,10 +53,10 @@ def stage_counts(world: int) -> list[int]:
 
 
 def communication_costs(cluster: Cluster, slots: Slots, gradient_bytes: int) -> list[float]:
-    """Return the seconds in which each device kind's gradients reach the other machines (E3).
+    """Return the seconds in which each device kind's gradients reach the other replicas (E3).
 
     Under equal compute time (E2) a stage's size is proportional to its power, and so is what it
-    sends; 0 with a single machine."""
+    sends; 0 with a single replica."""
     powers = [slot_power(cluster, slot) for slot in slots]
     costs = []
     for slot, power in zip(slots, powers, strict=True):
@@ -134,8 +134,8 @@ def _exchangeable(
 
 
 def _signature(cluster: Cluster, slots: Slots) -> tuple[object, ...]:
-    machines = list(zip(*slots, strict=True))
-    neighbours = tuple(_way(cluster, a, b) for machine in machines for a, b in pairwise(machine))
+    replicas = list(zip(*slots, strict=True))
+    neighbours = tuple(_way(cluster, a, b) for replica in replicas for a, b in pairwise(replica))
     return (
         tuple(_devices(cluster, slot) for slot in slots),
         neighbours,
@@ -158,6 +158,6 @@ def _way(cluster: Cluster, a: int, b: int) -> tuple[float, float]:
     return link.latency, link.bytes_per_second
 
 
-def machines_of(slots: Slots) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of every virtual machine in stage order."""
+def replicas_of(slots: Slots) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every replica in stage order."""
     return tuple(zip(*slots, strict=True))

@@ -45,7 +45,7 @@ class SolverError(DlresError):
 
 
 @dataclass(frozen=True)
-class Choice:
+class SplitChoice:
     """A split, what it recomputes, and the seconds of its step in the simulator."""
 
     split: tuple[int, ...]
@@ -74,15 +74,15 @@ class SplitProgram:
         self._keys = {key: i for i, key in enumerate(sorted({e.key for e in self._events}))}
         self._steps = [(event.after, self._keys[event.key]) for event in self._events]
         self._keys_of: list[list[tuple[int, Work, int]]] = [[] for _ in range(workload.stages)]
-        for (work, machine, stage), index in self._keys.items():
-            self._keys_of[stage].append((index, work, machine))
+        for (work, replica, stage), index in self._keys.items():
+            self._keys_of[stage].append((index, work, replica))
         self._last = {
-            (event.machine, event.stage): index
+            (event.replica, event.stage): index
             for index, event in enumerate(self._events)
             if event.work in COMPUTING
         }
 
-    def evaluate(self, stops: Sequence[int]) -> Choice | None:
+    def evaluate(self, stops: Sequence[int]) -> SplitChoice | None:
         """Return the plan whose stages stop at these layers, with its cheapest recomputation; None
         where memory cannot hold it."""
         chosen = []
@@ -93,7 +93,7 @@ class SplitProgram:
             chosen.append(segment)
         return self._choice(chosen)
 
-    def improve(self, stops: Sequence[int], start: Choice) -> Choice:
+    def improve(self, stops: Sequence[int], start: SplitChoice) -> SplitChoice:
         """Move the borders between stages as long as the step gets shorter."""
         best, current = start, list(stops)
         improved = True
@@ -107,7 +107,7 @@ class SplitProgram:
                     best, current, improved = choice, moved, True
         return best
 
-    def solve(self, below: float) -> Choice | None:
+    def solve(self, below: float) -> SplitChoice | None:
         """Return the fastest plan whose step takes less than `below`, to within the gap; None if
         there is none.
 
@@ -130,15 +130,15 @@ class SplitProgram:
             float(bounds[s][i, j]) for s, (i, j) in enumerate(zip(firsts, stops, strict=True))
         )
 
-    def _choice(self, segments: Sequence[Segment]) -> Choice:
+    def _choice(self, segments: Sequence[Segment]) -> SplitChoice:
         seconds = [0.0] * len(self._keys)
         for segment in segments:
-            for index, work, machine in self._keys_of[segment.stage]:
-                seconds[index] = segment.seconds[machine][work]
-        tails = [segments[stage].tails[machine] for machine, stage in self._last]
+            for index, work, replica in self._keys_of[segment.stage]:
+                seconds[index] = segment.seconds[replica][work]
+        tails = [segments[stage].tails[replica] for replica, stage in self._last]
         total, _ = self._longest(seconds, tails)
         recompute = tuple(layer for segment in segments for layer in segment.recomputed)
-        return Choice(tuple(s.stop - s.first for s in segments), recompute, total)
+        return SplitChoice(tuple(s.stop - s.first for s in segments), recompute, total)
 
     def _longest(
         self, seconds: Sequence[float], tails: Sequence[float]
@@ -167,7 +167,7 @@ class SplitProgram:
 
         return total, path
 
-    def _solve(self, columns: list[Segment], target: float) -> Choice | None:
+    def _solve(self, columns: list[Segment], target: float) -> SplitChoice | None:
         """Add ways through the events until the program's step is the simulator's: first with
         segments chosen in part, which is quick and tells how short a step can be at best; then with
         whole ones, and only with those that allow a step a little longer than that."""
@@ -193,7 +193,7 @@ class SplitProgram:
         if relaxed is None:
             return None
         through = master.through()
-        best: Choice | None = None
+        best: SplitChoice | None = None
         for slack in (*_SLACKS, inf):
             below = min(1.0, relaxed.step * (1 + slack))
             for _ in range(_MOST_CUTS):
@@ -218,16 +218,16 @@ class SplitProgram:
         """Seconds of every kind of work (rows) of every segment (columns)."""
         found = np.zeros((len(self._keys), len(columns)))
         for column, segment in enumerate(columns):
-            for index, work, machine in self._keys_of[segment.stage]:
-                found[index, column] = segment.seconds[machine][work]
+            for index, work, replica in self._keys_of[segment.stage]:
+                found[index, column] = segment.seconds[replica][work]
         return found
 
     def _tails(self, columns: Sequence[Segment]) -> Matrix:
         found = np.zeros((len(self._last), len(columns)))
-        for row, (machine, stage) in enumerate(self._last):
+        for row, (replica, stage) in enumerate(self._last):
             for column, segment in enumerate(columns):
                 if segment.stage == stage:
-                    found[row, column] = segment.tails[machine]
+                    found[row, column] = segment.tails[replica]
         return found
 
 
@@ -358,18 +358,18 @@ class _Master:
 
 
 def _needed_shares(workload: Workload) -> tuple[int, ...]:
-    """Return the micro-batches of every machine, 0 for those that are like another one with no
+    """Return the micro-batches of every replica, 0 for those that are like another one with no
     fewer: they end no later."""
     seen: set[tuple[object, ...]] = set()
     needed = []
-    for machine, share in sorted(enumerate(workload.shares), key=lambda item: -item[1]):
-        ranks = workload.machines[machine]
+    for replica, share in sorted(enumerate(workload.shares), key=lambda item: -item[1]):
+        ranks = workload.replicas[replica]
         links = tuple(
             (link.latency, link.bytes_per_second)
             for link in (workload.cluster.link(a, b) for a, b in itertools.pairwise(ranks))
         )
         alike = (*(workload.cluster.devices[rank].kind for rank in ranks), links)
-        needed.append((machine, 0 if alike in seen else share))
+        needed.append((replica, 0 if alike in seen else share))
         seen.add(alike)
     return tuple(share for _, share in sorted(needed))
 

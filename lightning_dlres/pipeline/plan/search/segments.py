@@ -33,8 +33,8 @@ class Segment:
     Attributes:
         recomputed: the layers that are recomputed.
         bound: no step with this segment is shorter.
-        seconds: of each kind of work, for every machine.
-        tails: see `StageCost.tail`, for every machine.
+        seconds: of each kind of work, for every replica.
+        tails: see `StageCost.tail`, for every replica.
     """
 
     stage: int
@@ -63,9 +63,9 @@ class Segments:
         found = []
         for stage in range(self.workload.stages):
             whole = np.full((self.count + 1, self.count + 1), -np.inf)
-            for machine, share in enumerate(self.workload.shares):
+            for replica, share in enumerate(self.workload.shares):
                 if share:
-                    whole = np.maximum(whole, self._bound(machine, stage, share))
+                    whole = np.maximum(whole, self._bound(replica, stage, share))
             if (limit := self.workload.limit(stage)) is not None:
                 whole[self._footprint.least(stage) > limit] = np.inf
             found.append(whole)
@@ -149,7 +149,7 @@ class Segments:
 
     def _kinds(self, stage: int) -> list[int]:
         workload = self.workload
-        return sorted({workload.kind(machine, stage) for machine in range(len(workload.machines))})
+        return sorted({workload.kind(replica, stage) for replica in range(len(workload.replicas))})
 
     def _freed(self, stage: int, layers: range) -> tuple[list[int], int]:
         """Return what recomputing each layer frees, and how much has to be freed."""
@@ -160,13 +160,13 @@ class Segments:
     def _make(self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]) -> Segment:
         layers, workload = range(first, stop), self.workload
         costs = [
-            workload.stage_cost(machine, stage, layers, recomputed)
-            for machine in range(len(workload.machines))
+            workload.stage_cost(replica, stage, layers, recomputed)
+            for replica in range(len(workload.replicas))
         ]
         bound = float(self.bounds[stage][first, stop])
-        for machine, (cost, share) in enumerate(zip(costs, workload.shares, strict=True)):
+        for replica, (cost, share) in enumerate(zip(costs, workload.shares, strict=True)):
             if recomputed and share:
-                before = float(self._round_before[machine][stage][first])
+                before = float(self._round_before[replica][stage][first])
                 bound = max(bound, before + self._busy(cost.seconds, share))
         return Segment(
             stage,
@@ -198,19 +198,19 @@ class Segments:
         chosen = cheapest_cover(seconds, freed, need)
         return tuple(layers.start + position for position in chosen) if chosen is not None else None
 
-    def _bound(self, machine: int, stage: int, share: int) -> Matrix:
+    def _bound(self, replica: int, stage: int, share: int) -> Matrix:
         """A stage works on one thing at a time, and before and after that the first and the last
         micro-batch pass the stages above; or one micro-batch makes the whole round, and the stage's
         other work follows."""
         schedule, stages = self.workload.schedule, self.workload.stages
-        forward, backward, loss, tail = self._own(machine, stage)
-        again = self._footprint.seconds(machine, stage)
+        forward, backward, loss, tail = self._own(replica, stage)
+        again = self._footprint.seconds(replica, stage)
         before, before_forward = (
-            self._round_before[machine][stage],
-            self._forward_before[machine][stage],
+            self._round_before[replica][stage],
+            self._forward_before[replica][stage],
         )
-        after = self._round_after[machine][stage]
-        _, _, last_loss, _ = self._own(machine, stages - 1)
+        after = self._round_after[replica][stage]
+        _, _, last_loss, _ = self._own(replica, stages - 1)
         own_loss = loss * (share if schedule != "gpipe" else 1)
         busy = share * (forward + backward + again) + own_loss
         bound = np.maximum(before[:, None] + busy, before_forward[:, None] + busy + tail)
@@ -236,10 +236,10 @@ class Segments:
             exists &= stop == self.count
         return exists
 
-    def _own(self, machine: int, stage: int) -> tuple[Matrix, Matrix, float, Matrix]:
+    def _own(self, replica: int, stage: int) -> tuple[Matrix, Matrix, float, Matrix]:
         """Seconds of forward and backward over (first, stop), of the loss, and the least tail."""
         workload = self.workload
-        kind = workload.kind(machine, stage)
+        kind = workload.kind(replica, stage)
         sums = []
         messages = (stage > 0) + (stage < workload.stages - 1)
         message = messages * workload.step.message[kind] if workload.step.message else 0.0
@@ -258,10 +258,10 @@ class Segments:
 
     @cached_property
     def _crossing(self) -> list[list[tuple[Matrix, Matrix]]]:
-        """For every machine and stage the seconds of a transfer down and up across the cut below
+        """For every replica and stage the seconds of a transfer down and up across the cut below
         it, by cut."""
         workload, found = self.workload, []
-        for ranks in workload.machines:
+        for ranks in workload.replicas:
             row = []
             for a, b in itertools.pairwise(ranks):
                 link = workload.cluster.link(a, b)
@@ -276,43 +276,43 @@ class Segments:
             found.append(row)
         return found
 
-    def _shortest(self, machine: int, forward_only: bool) -> list[Matrix]:
+    def _shortest(self, replica: int, forward_only: bool) -> list[Matrix]:
         """For every stage the least seconds in which one micro-batch passes the stages above it, by
         the stage's first layer."""
         best = np.full(self.count + 1, np.inf)
         best[0] = 0.0
         found = [best]
         for stage in range(self.workload.stages - 1):
-            forward, backward, _, _ = self._own(machine, stage)
+            forward, backward, _, _ = self._own(replica, stage)
             own = np.where(
                 self._exists(stage), forward if forward_only else forward + backward, np.inf
             )
-            down, up = self._crossing[machine][stage]
+            down, up = self._crossing[replica][stage]
             best = np.min(best[:, None] + own, axis=0) + (down if forward_only else down + up)
             found.append(best)
         return found
 
     @cached_property
     def _round_before(self) -> list[list[Matrix]]:
-        return [self._shortest(machine, False) for machine in range(len(self.workload.machines))]
+        return [self._shortest(replica, False) for replica in range(len(self.workload.replicas))]
 
     @cached_property
     def _forward_before(self) -> list[list[Matrix]]:
-        return [self._shortest(machine, True) for machine in range(len(self.workload.machines))]
+        return [self._shortest(replica, True) for replica in range(len(self.workload.replicas))]
 
     @cached_property
     def _round_after(self) -> list[list[Matrix]]:
-        """For every machine and stage the least seconds in which one micro-batch passes the stages
+        """For every replica and stage the least seconds in which one micro-batch passes the stages
         below it, by where the stage's layers stop."""
         found = []
-        for machine in range(len(self.workload.machines)):
+        for replica in range(len(self.workload.replicas)):
             best = np.full(self.count + 1, np.inf)
             best[self.count] = 0.0
             row = [best]
             for stage in reversed(range(1, self.workload.stages)):
-                forward, backward, _, _ = self._own(machine, stage)
+                forward, backward, _, _ = self._own(replica, stage)
                 own = np.where(self._exists(stage), forward + backward, np.inf)
-                down, up = self._crossing[machine][stage - 1]
+                down, up = self._crossing[replica][stage - 1]
                 best = np.min(own + best[None, :], axis=1) + down + up
                 row.append(best)
             found.append(row[::-1])

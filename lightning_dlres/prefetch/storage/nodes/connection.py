@@ -25,18 +25,18 @@ _DOUBT = 10.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class RequestFailure:
     """Why there is no reply; `is_final`: the node will not have the samples at another try."""
 
     text: str
     is_final: bool = False
 
 
-Outcome = Message | Failure
+Outcome = Message | RequestFailure
 
 
 @dataclass(eq=False)
-class Order:
+class RequestAttempt:
     """One try of a request: not before `start`, given up at `until` (seconds of `monotonic`)."""
 
     payload: bytes
@@ -46,7 +46,7 @@ class Order:
     sent: float = field(default=0.0, init=False)
 
 
-class Link:
+class NodeConnection:
     """A connection to a node.
 
     Args:
@@ -62,7 +62,7 @@ class Link:
         self,
         client: Client,
         name: str,
-        settled: Callable[[Order, Outcome], None],
+        settled: Callable[[RequestAttempt, Outcome], None],
         reachable: bool,
         wrong: Wrong,
     ) -> None:
@@ -70,11 +70,11 @@ class Link:
         self._wrong = wrong
         # Of this connection: the greeting that was not answered yet, and whether, and how, it was.
         self._greeting, self._is_greeted = -1, False
-        self._refusal: Failure | None = None
+        self._refusal: RequestFailure | None = None
         self._client, self._name, self._settled = client, name, settled
-        self._new: deque[Order] = deque()
-        self._waiting: list[Order] = []
-        self._sent: dict[int, Order] = {}
+        self._new: deque[RequestAttempt] = deque()
+        self._waiting: list[RequestAttempt] = []
+        self._sent: dict[int, RequestAttempt] = {}
         self._closing = threading.Event()
         self._thread = start_service(self._run, f"dlres {name}")
 
@@ -83,7 +83,7 @@ class Link:
         """Whether the node is likely to answer: it is connected, and was not silent just now."""
         return self._reachable and time.monotonic() >= self._doubted_until
 
-    def ask(self, order: Order) -> None:
+    def ask(self, order: RequestAttempt) -> None:
         """Send an order when its time has come; for any thread."""
         self._new.append(order)
         self._client.interrupt()
@@ -138,9 +138,9 @@ class Link:
             return
         try:
             wrong = self._wrong(message.decode(protocol.Welcome))
-            self._refusal = None if wrong is None else Failure(wrong, is_final=True)
+            self._refusal = None if wrong is None else RequestFailure(wrong, is_final=True)
         except ProtocolError as error:
-            self._refusal = Failure(str(error))
+            self._refusal = RequestFailure(str(error))
         self._is_greeted = self._reachable = self._refusal is None
         self._doubted_until = 0.0
 
@@ -159,7 +159,7 @@ class Link:
             try:
                 number = self._client.send(protocol.GET, order.payload)
             except PeerError as error:
-                self._settled(order, Failure(str(error)))
+                self._settled(order, RequestFailure(str(error)))
                 continue
             order.sent = now
             self._sent[number] = order
@@ -170,15 +170,15 @@ class Link:
         self._waiting = [order for order in self._waiting if order.until > now]
         for order in late:
             waited = format_seconds(now - order.start)
-            self._settled(order, Failure(f"no connection for {waited}"))
+            self._settled(order, RequestFailure(f"no connection for {waited}"))
         for number, order in list(self._sent.items()):
             if order.until <= now:
                 del self._sent[number]
                 self._doubted_until = now + _DOUBT
                 waited = format_seconds(now - order.sent)
-                self._settled(order, Failure(f"no answer for {waited}"))
+                self._settled(order, RequestFailure(f"no answer for {waited}"))
 
     def _fail_sent(self, why: str) -> None:
         orders, self._sent = list(self._sent.values()), {}
         for order in orders:
-            self._settled(order, Failure(why))
+            self._settled(order, RequestFailure(why))

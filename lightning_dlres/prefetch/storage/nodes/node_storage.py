@@ -31,7 +31,12 @@ from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.nodes import protocol
-from lightning_dlres.prefetch.storage.nodes.connection import Failure, Link, Order, Outcome
+from lightning_dlres.prefetch.storage.nodes.connection import (
+    NodeConnection,
+    Outcome,
+    RequestAttempt,
+    RequestFailure,
+)
 from lightning_dlres.prefetch.storage.readers import check
 
 _TABLE_PART = 1 << 18
@@ -105,7 +110,7 @@ class NodeStorage(Storage):
         self.table, answering = self._greet()
         self._largest = int(self.table.sizes.max())
         self._links = [
-            Link(
+            NodeConnection(
                 self._client(node),
                 self._name(node),
                 self._settled,
@@ -244,7 +249,7 @@ class NodeStorage(Storage):
         node = self._next_node(request)
         until = min(request.deadline, now + pause + self._patience)
         payload = protocol.pack_numbers(request.numbers[: protocol.REQUEST_SAMPLES])
-        self._links[node].ask(Order(payload, now + pause, until, (request, node)))
+        self._links[node].ask(RequestAttempt(payload, now + pause, until, (request, node)))
 
     def _next_node(self, request: _Request) -> int:
         """Return the node to try next: the replicas in turn, those that answer first."""
@@ -255,7 +260,7 @@ class NodeStorage(Storage):
         order = [node for node in order if node not in request.lost]
         return next((node for node in order if self._links[node].answers), order[0])
 
-    def _settled(self, order: Order, outcome: Outcome) -> None:
+    def _settled(self, order: RequestAttempt, outcome: Outcome) -> None:
         """Handle the end of one try; for the threads of all links."""
         request, node = order.context
         assert isinstance(request, _Request)
@@ -291,17 +296,17 @@ class NodeStorage(Storage):
         else:
             self._try(request, pause)
 
-    def _accept(self, request: _Request, message: Message) -> Failure | None:
+    def _accept(self, request: _Request, message: Message) -> RequestFailure | None:
         """Take in the samples of a reply, which may be the first of those that were asked for;
         return what is wrong with it."""
         if message.kind != protocol.DATA:
             text = message.payload.decode(errors="replace")
-            return Failure(text, is_final=message.kind == protocol.LOST)
+            return RequestFailure(text, is_final=message.kind == protocol.LOST)
         sizes = self.table.sizes[request.numbers[: protocol.REQUEST_SAMPLES]]
         sizes = sizes[: protocol.fitting(sizes)]
         expected = int(sizes.sum())
         if len(message.payload) != expected:
-            return Failure(
+            return RequestFailure(
                 f"got {len(message.payload)} bytes for {len(sizes)} samples, expected {expected}"
             )
         view, ends = memoryview(message.payload), np.cumsum(sizes)
@@ -312,7 +317,7 @@ class NodeStorage(Storage):
         if wrong is None:
             request.pieces.append(np.frombuffer(message.payload, dtype=np.uint8))
             request.numbers = rest
-        return None if wrong is None else Failure(wrong)
+        return None if wrong is None else RequestFailure(wrong)
 
     def _lost(self, request: _Request) -> StorageError:
         return StorageError(

@@ -32,8 +32,8 @@ from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import parse_seconds
 from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.net import Limits, Server
-from lightning_dlres.core.wire.outbox import Outbox, Patience
+from lightning_dlres.core.wire.net import Server, SocketLimits
+from lightning_dlres.core.wire.outbox import Outbox, SendPatience
 from lightning_dlres.prefetch.storage.nodes import protocol
 from lightning_dlres.prefetch.storage.readers import Reader
 
@@ -41,7 +41,7 @@ _POLL_SECONDS = 1.0
 # While replies wait for clients, ZeroMQ does not say when they have left.
 _BUSY_SECONDS = 0.02
 # Messages of this protocol are small.
-_LIMITS = Limits(
+_LIMITS = SocketLimits(
     message_bytes=protocol.MESSAGE_BYTES, unread_bytes=32 << 20, connections=1024, queued=256
 )
 # Requests of one client that wait for their turn.
@@ -94,7 +94,7 @@ class StoreNode:
         insecure: bool = False,
         concurrency: int = 4,
         emulate_delay: float | str = 0.0,
-        patience: Patience | None = None,
+        patience: SendPatience | None = None,
     ) -> None:
         if not 0 <= node < nodes:
             raise ConfigError(got_expected("node", node, f"0 to {nodes - 1}", "node=0, nodes=1"))

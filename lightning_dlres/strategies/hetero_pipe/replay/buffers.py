@@ -17,13 +17,13 @@ from lightning_dlres.pipeline.execute.partition import ModelLayers
 Buffers = dict[str, Tensor]
 
 
-class OuterBuffers:
+class NonPipelinedBuffers:
     """The buffers of a model that belong to no layer; one that several modules have, under a name
     in each. Made anew for every step: the modules are looked up once."""
 
     def __init__(self, layers: ModelLayers, device: torch.device) -> None:
         self._layers, self._device = layers, device
-        self._modules = list(layers.outer_modules())
+        self._modules = list(layers.non_pipelined_modules())
 
     def snapshot(self) -> Buffers:
         """Return the buffers themselves."""

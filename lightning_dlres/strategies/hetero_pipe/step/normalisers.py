@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
-from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import ForeignWeightGuard
+from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 
 _TOLERANCE = 1e-5
 _DIVIDES = {
@@ -30,7 +30,7 @@ _WITH_IGNORED_LABELS = {"cross_entropy", "nll_loss"}
 _ADDS_UP = {"sum", "nansum", "norm", "vector_norm", "dot", "select", "__getitem__"}
 
 
-class NormaliserRecorder(ForeignWeightGuard):
+class NormaliserRecorder(PipelinedWeightGuard):
     """A guard that also writes down by what the loss is normalised: scalars that a result with a
     gradient is divided or multiplied by, and how many values become one. It counts the operations
     whose result has a gradient.

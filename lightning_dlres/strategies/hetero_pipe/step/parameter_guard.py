@@ -28,7 +28,7 @@ HARMLESS = {
 }
 
 
-class ForeignWeightGuard(TorchFunctionMode):
+class PipelinedWeightGuard(TorchFunctionMode):
     """While active, an operation on a tensor without storage is an error, and so is one on a tensor
     that layers made past the module's output, and a gradient through the layers.
 
@@ -71,7 +71,7 @@ class ForeignWeightGuard(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class LayerTensorGuard(ForeignWeightGuard):
+class LayerTensorGuard(PipelinedWeightGuard):
     """A guard for a step whose layers run within it: it sees what they make, and refuses an
     operation of the step on it.
 

@@ -28,7 +28,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.attributes import (
     is_data,
     not_sent,
 )
-from lightning_dlres.strategies.hetero_pipe.replay.buffers import OuterBuffers
+from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
 from lightning_dlres.strategies.hetero_pipe.replay.loggers import LoggerCall, recording_loggers
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, recording
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
@@ -38,8 +38,8 @@ from lightning_dlres.strategies.hetero_pipe.replay.trainer_settings import setti
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import NormaliserRecorder
 from lightning_dlres.strategies.hetero_pipe.step.one_device import alone
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import (
-    ForeignWeightGuard,
     LayerTensorGuard,
+    PipelinedWeightGuard,
     leaves_of,
     weight_of_a_layer,
 )
@@ -84,7 +84,7 @@ class StepContext:
         trainer = self.module.trainer
         self.settings = LayerSettings(self.module, layers.modules)
         self.state = UserState(
-            layers.outer_modules,
+            layers.non_pipelined_modules,
             layers.modules,
             trainer.callbacks,  # type: ignore[attr-defined]
             lambda: settings_of(trainer),
@@ -99,7 +99,7 @@ class StepContext:
             *((f"trainer.callbacks[{i}]", c) for i, c in enumerate(callbacks)),
         ]
         roots += [item for item in settings_of(module.trainer).items() if is_data(item[1])]
-        owners = [module, *(m for _, m in layers.outer_modules()), *callbacks]
+        owners = [module, *(m for _, m in layers.non_pipelined_modules()), *callbacks]
         return OutsideState(roots, [type(owner) for owner in owners], layers.modules)
 
     def see_metrics(self) -> None:
@@ -148,7 +148,7 @@ class LightningStep:
         self._rewind_random_state = rng.held(self.context.device)
         self.context.see_metrics()
         self._kept: dict[Any, Any] = {}
-        self._buffers = OuterBuffers(self.context.pipelined.layers, self.context.device)
+        self._buffers = NonPipelinedBuffers(self.context.pipelined.layers, self.context.device)
         self._buffers_before = self._buffers.snapshot()
         self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
         self._once: dict[str, set[str]] = {"lists": set(), "buffers": set(), "kept": set()}
@@ -170,7 +170,7 @@ class LightningStep:
         with self.taken_back(), self._settings_kept():
             try:
                 with (
-                    self._inside(ForeignWeightGuard(self.context.leftovers)),
+                    self._inside(PipelinedWeightGuard(self.context.leftovers)),
                     self.context.pipelined.intercepted(stop),
                 ):
                     module.training_step(*self._own_args())
@@ -204,7 +204,7 @@ class LightningStep:
         self._rewind_random_state()
         args = self._own_args() if microbatch is None else self._part_args(microbatch, sizes)
         guard = (
-            ForeignWeightGuard(self.context.leftovers)
+            PipelinedWeightGuard(self.context.leftovers)
             if microbatch is None
             else NormaliserRecorder(self.context.leftovers)
         )
@@ -336,7 +336,7 @@ class LightningStep:
             trainer.should_stop = stopping
 
     @contextmanager
-    def _inside(self, guard: ForeignWeightGuard) -> Iterator[None]:
+    def _inside(self, guard: PipelinedWeightGuard) -> Iterator[None]:
         with self.context.precision(), alone("training_step"), guard:
             yield
 
@@ -374,7 +374,7 @@ class LightningStep:
 
     @contextmanager
     def _answering(
-        self, answer: Callable[[Tree], Tree], guard: ForeignWeightGuard
+        self, answer: Callable[[Tree], Tree], guard: PipelinedWeightGuard
     ) -> Iterator[None]:
         calls = 0
 

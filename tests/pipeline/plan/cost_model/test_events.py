@@ -7,7 +7,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Event, Work, event_graph
+from lightning_dlres.pipeline.plan.cost_model.events import (
+    COMPUTING,
+    ScheduleEvent,
+    Work,
+    event_graph,
+)
 from lightning_dlres.pipeline.plan.schedules.schedule import ALL_MICROBATCHES, SCHEDULES
 
 names = st.sampled_from(SCHEDULES)
@@ -15,10 +20,10 @@ stage_counts = st.integers(1, 4)
 shares = st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple)
 
 
-def named(events: tuple[Event, ...]) -> list[tuple[str, set[str]]]:
-    """Return every event of a single machine with what it waits for, in words."""
+def named(events: tuple[ScheduleEvent, ...]) -> list[tuple[str, set[str]]]:
+    """Return every event of a single replica with what it waits for, in words."""
 
-    def name(event: Event) -> str:
+    def name(event: ScheduleEvent) -> str:
         return f"{event.work.name.lower()} {event.microbatch} on {event.stage}"
 
     return [(name(event), {name(events[i]) for i in event.after}) for event in events]
@@ -51,32 +56,32 @@ def test_recomputing_does_not_wait_for_the_gradient() -> None:
     assert waits["backward 1 on 0"] == {"recompute 1 on 0", "gradient 1 on 1"}
 
 
-def test_the_loss_of_gpipe_waits_for_all_machines() -> None:
+def test_the_loss_of_gpipe_waits_for_all_replicas() -> None:
     events = event_graph("gpipe", 2, (2, 1, 0))
     losses = [event for event in events if event.work is Work.LOSS]
-    assert {(loss.machine, loss.microbatch) for loss in losses} == {
+    assert {(loss.replica, loss.microbatch) for loss in losses} == {
         (0, ALL_MICROBATCHES),
         (1, ALL_MICROBATCHES),
     }
     for loss in losses:
-        waits = {(events[i].work, events[i].machine, events[i].microbatch) for i in loss.after}
+        waits = {(events[i].work, events[i].replica, events[i].microbatch) for i in loss.after}
         assert waits == {(Work.FORWARD, 0, 1), (Work.FORWARD, 1, 0)}
 
 
 @given(names, stage_counts, shares)
 def test_everything_happens_once(name: str, stages: int, shares: tuple[int, ...]) -> None:
     found = Counter(
-        (e.work, e.machine, e.stage, e.microbatch) for e in event_graph(name, stages, shares)
+        (e.work, e.replica, e.stage, e.microbatch) for e in event_graph(name, stages, shares)
     )
     expected: Counter[tuple[Work, int, int, int]] = Counter()
-    for machine, count in enumerate(shares):
+    for replica, count in enumerate(shares):
         for stage in range(stages):
             works = {Work.FORWARD, Work.RECOMPUTE, Work.BACKWARD}
             works |= {Work.ACTIVATION} if stage < stages - 1 else set()
             works |= {Work.GRADIENT} if stage > 0 else set()
-            expected.update((work, machine, stage, m) for work in works for m in range(count))
+            expected.update((work, replica, stage, m) for work in works for m in range(count))
         losses = range(count) if name == "1f1b" else [ALL_MICROBATCHES] * min(count, 1)
-        expected.update((Work.LOSS, machine, stages - 1, m) for m in losses)
+        expected.update((Work.LOSS, replica, stages - 1, m) for m in losses)
     assert found == expected
 
 
@@ -87,7 +92,7 @@ def test_a_stage_does_one_thing_at_a_time(name: str, stages: int, shares: tuple[
     latest: dict[tuple[int, int], int] = {}
     for index, event in enumerate(events):
         assert all(before < index for before in event.after)
-        place = event.machine, event.stage
+        place = event.replica, event.stage
         if place in latest:
             assert latest[place] in event.after
         if event.work in COMPUTING:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
-from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_slack
+from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_extra_in_flight
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
-from lightning_dlres.pipeline.profile.model_profile import Link, StepProfile
+from lightning_dlres.pipeline.profile.model_profile import Link, StepCosts
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
     limited,
@@ -28,12 +28,12 @@ def two_stages(latency: float = 0.0, schedule: str = "1f1b") -> Workload:
     links = (Link(ranks=(0, 1), latency=latency, bytes_per_second=1e9),) if latency else ()
     layers = plain_layers([1.0, 1.0], [2.0, 2.0])
     cluster = plain_cluster(2, links=links)
-    return Workload(layers, StepProfile(), cluster, ((0, 1),), schedule, 8)
+    return Workload(layers, StepCosts(), cluster, ((0, 1),), schedule, 8)
 
 
 def test_equal_stages_do_not_wait_for_messages() -> None:
     workload = two_stages(latency=0.25)
-    slack = with_slack(workload, [1, 1], ())
+    slack = with_extra_in_flight(workload, [1, 1], ())
     assert slack.extra_in_flight == 1
     # Without it, two micro-batches go round together, and after each of the first three pairs a
     # message there and one back are waited for; with it, only the first and the last message are.
@@ -42,34 +42,34 @@ def test_equal_stages_do_not_wait_for_messages() -> None:
 
 
 def test_it_is_taken_where_it_costs_nothing() -> None:
-    assert with_slack(two_stages(), [1, 1], ()).extra_in_flight == 1
+    assert with_extra_in_flight(two_stages(), [1, 1], ()).extra_in_flight == 1
 
 
 def test_not_where_a_forward_would_hold_up_a_gradient() -> None:
     layers = plain_layers([4.0, 1.0, 1.0], [4.0, 1.0, 1.0])
-    workload = Workload(layers, StepProfile(), plain_cluster(3), ((0, 1, 2),), "1f1b", 3)
-    assert with_slack(workload, [1, 1, 1], ()) == workload
+    workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), "1f1b", 3)
+    assert with_extra_in_flight(workload, [1, 1, 1], ()) == workload
 
 
 @pytest.mark.parametrize(
     "workload", [two_stages(schedule="gpipe"), replace(two_stages(), microbatches=2)]
 )
 def test_not_where_nothing_more_would_be_in_flight(workload: Workload) -> None:
-    assert with_slack(workload, [1, 1], ()) == workload
+    assert with_extra_in_flight(workload, [1, 1], ()) == workload
 
 
 @settings(max_examples=examples(150))
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 2), st.integers(0, 6))
 def test_never_slower_and_never_beyond_a_limit(
-    random: Random, stages: int, machines: int, room: int
+    random: Random, stages: int, replicas: int, room: int
 ) -> None:
-    workload = small_workload(random, stages=stages, machines=machines)
+    workload = small_workload(random, stages=stages, replicas=replicas)
     split = random_split(random, workload)
     recompute = random_recompute(random, workload)
     ranges = layer_ranges(split)
     held = [workload.bound_bytes(s, ranges[s], recompute) for s in range(stages)]
-    workload = limited(workload, [size + room for size in held] * machines)
-    found = with_slack(workload, split, recompute)
+    workload = limited(workload, [size + room for size in held] * replicas)
+    found = with_extra_in_flight(workload, split, recompute)
     assert replace(found, extra_in_flight=0) == workload
     before = step_seconds(workload, split, recompute)
     assert step_seconds(found, split, recompute) <= before * (1 + 1e-9)

@@ -33,7 +33,7 @@ from lightning_dlres.pipeline.profile.model_profile import (
     Device,
     LayerProfile,
     Link,
-    StepProfile,
+    StepCosts,
 )
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
@@ -44,7 +44,7 @@ from tests.support.pipeline_profiles import (
     small_workload,
 )
 
-NOTHING_ELSE = StepProfile()
+NOTHING_ELSE = StepCosts()
 randoms = st.randoms(use_true_random=False)
 stage_counts = st.integers(1, 3)
 machine_counts = st.integers(1, 2)
@@ -54,21 +54,21 @@ def pipeline(
     layers: Sequence[LayerProfile],
     microbatches: int,
     schedule: str = "1f1b",
-    step: StepProfile = NOTHING_ELSE,
+    step: StepCosts = NOTHING_ELSE,
     links: Sequence[Link] = (),
 ) -> Workload:
-    """One machine, a stage for every layer."""
+    """One replica, a stage for every layer."""
     stages = len(layers)
     cluster = plain_cluster(stages, links=links)
-    machines = (tuple(range(stages)),)
-    return Workload(tuple(layers), step, cluster, machines, schedule, microbatches)
+    replicas = (tuple(range(stages)),)
+    return Workload(tuple(layers), step, cluster, replicas, schedule, microbatches)
 
 
-def times(timeline: Timeline, name: str, stage: int, machine: int = 0) -> list[tuple[float, float]]:
+def times(timeline: Timeline, name: str, stage: int, replica: int = 0) -> list[tuple[float, float]]:
     return [
         (a.start, a.end)
         for a in timeline.activities
-        if (a.name, a.stage, a.machine) == (name, stage, machine)
+        if (a.name, a.stage, a.replica) == (name, stage, replica)
     ]
 
 
@@ -77,7 +77,7 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
     clock of its own; a link carries one message after the other."""
     stages = workload.stages
     todo = {
-        (machine, stage): deque(
+        (replica, stage): deque(
             build_schedule(
                 workload.schedule,
                 stages,
@@ -87,7 +87,7 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
                 workload.extra_in_flight,
             )
         )
-        for machine, share in enumerate(workload.shares)
+        for replica, share in enumerate(workload.shares)
         if share
         for stage in range(stages)
     }
@@ -102,19 +102,19 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
     }
 
     def perform(place: tuple[int, int], op: Op, everything: bool) -> bool:
-        machine, stage = place
+        replica, stage = place
         seconds = costs[place].seconds
         if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
-            if not inbox[machine, stage, op]:
+            if not inbox[replica, stage, op]:
                 return False
-            clock[place] = max(clock[place], inbox[machine, stage, op].popleft())
+            clock[place] = max(clock[place], inbox[replica, stage, op].popleft())
         elif op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
             down = op is Op.SEND_ACTIVATION
             took = seconds[Work.ACTIVATION if down else Work.GRADIENT]
-            arrives = max(clock[place], link_free.get((machine, stage, op), 0.0)) + took
-            link_free[machine, stage, op] = arrives
+            arrives = max(clock[place], link_free.get((replica, stage, op), 0.0)) + took
+            link_free[replica, stage, op] = arrives
             received = Op.RECEIVE_ACTIVATION if down else Op.RECEIVE_GRADIENT
-            inbox[machine, stage + (1 if down else -1), received].append(arrives)
+            inbox[replica, stage + (1 if down else -1), received].append(arrives)
         elif op is Op.LOSS and everything:
             lasts = [place for place in todo if place[1] == stage]
             if any(forwards_left[last] for last in lasts):
@@ -144,9 +144,9 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
 @settings(max_examples=examples(150))
 @given(randoms, stage_counts, machine_counts, st.integers(0, 2))
 def test_as_long_as_stages_that_pass_messages(
-    random: Random, stages: int, machines: int, extra: int
+    random: Random, stages: int, replicas: int, extra: int
 ) -> None:
-    workload = small_workload(random, stages=stages, machines=machines, extra=extra)
+    workload = small_workload(random, stages=stages, replicas=replicas, extra=extra)
     split = random_split(random, workload)
     recompute = random_recompute(random, workload)
     expected = oracle(workload, split, recompute)
@@ -157,22 +157,22 @@ def test_as_long_as_stages_that_pass_messages(
 @settings(max_examples=examples(100))
 @given(randoms, stage_counts, machine_counts)
 def test_nothing_starts_before_what_it_waits_for(
-    random: Random, stages: int, machines: int
+    random: Random, stages: int, replicas: int
 ) -> None:
-    workload = small_workload(random, stages=stages, machines=machines)
+    workload = small_workload(random, stages=stages, replicas=replicas)
     split = random_split(random, workload)
     events = event_graph(workload.schedule, stages, workload.shares)
     costs = stage_costs(workload, split, random_recompute(random, workload))
     starts, ends = run_events(events, costs)
     for event, start, end in zip(events, starts, ends, strict=True):
         assert start == max((ends[index] for index in event.after), default=0.0)
-        assert end - start == pytest.approx(costs[event.machine, event.stage].seconds[event.work])
-    for machine in range(machines):
+        assert end - start == pytest.approx(costs[event.replica, event.stage].seconds[event.work])
+    for replica in range(replicas):
         for stage in range(stages):
             own = sorted(
                 (start, end)
                 for event, start, end in zip(events, starts, ends, strict=True)
-                if (event.machine, event.stage) == (machine, stage) and event.work in COMPUTING
+                if (event.replica, event.stage) == (replica, stage) and event.work in COMPUTING
             )
             assert all(end <= start for (_, end), (start, _) in pairwise(own))
 
@@ -180,10 +180,10 @@ def test_nothing_starts_before_what_it_waits_for(
 @settings(max_examples=examples(100))
 @given(randoms, stage_counts, machine_counts)
 def test_nothing_that_takes_longer_shortens_the_step(
-    random: Random, stages: int, machines: int
+    random: Random, stages: int, replicas: int
 ) -> None:
     """The planner relies on it: within a segment it takes the cheapest recomputation."""
-    workload = small_workload(random, stages=stages, machines=machines)
+    workload = small_workload(random, stages=stages, replicas=replicas)
     split = random_split(random, workload)
     recompute = random_recompute(random, workload)
     layers = list(workload.layers)
@@ -205,13 +205,13 @@ def test_nothing_that_takes_longer_shortens_the_step(
     assert step_seconds(workload, split, also) >= before * (1 - 1e-12)
 
 
-class TestOneMachine:
+class TestOneReplica:
     """A micro-batch needs 1 s forward and 2 s backward on each stage."""
 
     def test_1f1b_with_messages_and_a_loss(self) -> None:
         layers = plain_layers([1.0, 1.0], output_bytes=4, gradient_output_bytes=2)
         links = [Link(ranks=(0, 1), latency=0.25, bytes_per_second=16.0)]
-        workload = pipeline(layers, 2, step=StepProfile(loss=(0.5,)), links=links)
+        workload = pipeline(layers, 2, step=StepCosts(loss=(0.5,)), links=links)
         found = simulate(workload, [1, 1])
         assert times(found, "forward", 0) == [(0, 1), (1, 2)]
         assert times(found, "activation", 0) == [(1, 1.5), (2, 2.5)]
@@ -227,7 +227,7 @@ class TestOneMachine:
     def test_gpipe_with_messages_and_a_loss(self) -> None:
         layers = plain_layers([1.0, 1.0], output_bytes=24, gradient_output_bytes=40)
         links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=16.0)]
-        workload = pipeline(layers, 2, "gpipe", step=StepProfile(loss=(0.5,)), links=links)
+        workload = pipeline(layers, 2, "gpipe", step=StepCosts(loss=(0.5,)), links=links)
         found = simulate(workload, [1, 1])
         # Messages are slower than stages: they queue on the link, and stages do not wait to send.
         assert times(found, "activation", 0) == [(1, 2.5), (2.5, 4)]
@@ -256,7 +256,7 @@ class TestOneMachine:
         assert found.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
     def test_what_a_message_takes_from_computing(self) -> None:
-        step = StepProfile(message=(0.25,), update=(0.5,))
+        step = StepCosts(message=(0.25,), update=(0.5,))
         layers = plain_layers([1.0] * 3, gradient_bytes=6)
         found = simulate(pipeline(layers, 1, step=step), [1, 1, 1])
         assert times(found, "forward", 0) == [(0, 1.25)]
@@ -266,13 +266,13 @@ class TestOneMachine:
         assert found.step_seconds == 9 + 8 * 0.25 + 3
 
     def test_what_a_run_of_its_own_takes_longer(self) -> None:
-        layers, step = plain_layers([1.0] * 4), StepProfile(border=(0.5,))
-        machines = ((0, 1),), ((0, 1), (2, 3))
-        one, two = (Workload(layers, step, plain_cluster(4), m, "1f1b", 1) for m in machines)
+        layers, step = plain_layers([1.0] * 4), StepCosts(run_overhead_seconds=(0.5,))
+        replicas = ((0, 1),), ((0, 1), (2, 3))
+        one, two = (Workload(layers, step, plain_cluster(4), m, "1f1b", 1) for m in replicas)
         costs = one.stage_cost(0, 0, range(2), {1}).seconds
         assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2, 4)
         assert costs[Work.RECOMPUTE] == 1.5
-        # With several machines every layer is one.
+        # With several replicas every layer is one.
         costs = two.stage_cost(0, 0, range(2), ()).seconds
         assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2.5, 4.5)
 
@@ -294,22 +294,22 @@ class TestOneMachine:
 
     def test_only_some_of_a_stage_s_layers_are_recomputed(self) -> None:
         workload = pipeline(plain_layers([1.0, 0.5]), 1)
-        workload = replace(workload, cluster=plain_cluster(1), machines=((0,),))
+        workload = replace(workload, cluster=plain_cluster(1), replicas=((0,),))
         found = simulate(workload, [2], (1,))
         assert times(found, "recompute", 0) == [(1.5, 2.0)]
         assert found.step_seconds == 5.0
 
 
-def two_machines(
+def two_replicas(
     microbatches: int,
     schedule: str = "1f1b",
     *,
     layers: Sequence[LayerProfile] = (),
-    step: StepProfile = NOTHING_ELSE,
+    step: StepCosts = NOTHING_ELSE,
     stages: int = 1,
     links: Sequence[Link] = (),
 ) -> Workload:
-    """The second machine's devices are half as fast."""
+    """The second replica's devices are half as fast."""
     kinds = [0] * stages + [1] * stages
     cluster = Cluster(
         kinds=("fast", "slow"),
@@ -324,42 +324,42 @@ def two_machines(
         )
         for layer in layers
     ]
-    machines = (tuple(range(stages)), tuple(range(stages, 2 * stages)))
-    return Workload(tuple(layers), step, cluster, machines, schedule, microbatches)
+    replicas = (tuple(range(stages)), tuple(range(stages, 2 * stages)))
+    return Workload(tuple(layers), step, cluster, replicas, schedule, microbatches)
 
 
 class TestTwoMachines:
     def test_the_slower_one_sets_the_pace_of_1f1b(self) -> None:
-        found = simulate(two_machines(3, layers=plain_layers([1.0])), [1])
+        found = simulate(two_replicas(3, layers=plain_layers([1.0])), [1])
         assert times(found, "backward", 0) == [(1, 3), (4, 6)], "it has two of three micro-batches"
-        assert times(found, "backward", 0, machine=1) == [(2, 6)]
+        assert times(found, "backward", 0, replica=1) == [(2, 6)]
         assert found.busy_seconds == ((6.0,), (6.0,))
 
     def test_losses_of_gpipe_wait_for_all(self) -> None:
-        step = StepProfile(loss=(0.5, 1.0))
-        workload = two_machines(4, "gpipe", layers=plain_layers([1.0, 1.0]), step=step, stages=2)
+        step = StepCosts(loss=(0.5, 1.0))
+        workload = two_replicas(4, "gpipe", layers=plain_layers([1.0, 1.0]), step=step, stages=2)
         found = simulate(workload, [1, 1])
         assert times(found, "forward", 1)[-1] == (2, 3)
-        assert times(found, "forward", 1, machine=1)[-1] == (4, 6)
-        # Over the outputs of all machines: four micro-batches.
+        assert times(found, "forward", 1, replica=1)[-1] == (4, 6)
+        # Over the outputs of all replicas: four micro-batches.
         assert times(found, "loss", 1) == [(6, 8)]
-        assert times(found, "loss", 1, machine=1) == [(6, 10)]
+        assert times(found, "loss", 1, replica=1) == [(6, 10)]
         assert times(found, "backward", 1)[0] == (8, 10)
 
     def test_a_machine_without_microbatches_does_nothing(self) -> None:
-        found = simulate(two_machines(1, "gpipe", layers=plain_layers([1.0])), [1])
-        assert {activity.machine for activity in found.activities} == {0}
+        found = simulate(two_replicas(1, "gpipe", layers=plain_layers([1.0])), [1])
+        assert {activity.replica for activity in found.activities} == {0}
         assert found.step_seconds == 3
         assert found.busy_seconds == ((3.0,), (0.0,))
 
     def test_gradients_travel_after_the_last_backward(self) -> None:
         layers = plain_layers([1.0], gradient_bytes=6)
         links = [Link(ranks=(0, 1), latency=0.25, bytes_per_second=4.0)]
-        step = StepProfile(update=(1 / 6, 1 / 6))
-        found = simulate(two_machines(2, layers=layers, links=links, step=step), [1])
+        step = StepCosts(update=(1 / 6, 1 / 6))
+        found = simulate(two_replicas(2, layers=layers, links=links, step=step), [1])
         # In a ring of two: half of it to the other and back, each after a latency.
         assert times(found, "sync", 0) == [(3, 5)]
-        assert times(found, "sync", 0, machine=1) == [(6, 8)]
+        assert times(found, "sync", 0, replica=1) == [(6, 8)]
         assert found.step_seconds == 9
 
     @pytest.mark.parametrize(("seconds", "tail"), [(1.0, 1.0), (3.0, 3.0), (4.0, 5.0)])
@@ -367,22 +367,22 @@ class TestTwoMachines:
         """The last layer's gradients go out 3 s before the end, the first one's at the end."""
         layers = plain_layers([1.0, 1.0], [3.0, 1.0], gradient_bytes=BUCKET_BYTES)
         links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=BUCKET_BYTES / seconds)]
-        workload = two_machines(1, layers=layers, links=links)
+        workload = two_replicas(1, layers=layers, links=links)
         assert workload.sync_tail(0, 0, range(2)) == pytest.approx(tail)
 
     def test_a_bucket_waits_until_it_is_full(self) -> None:
         layers = plain_layers([1.0] * 3, [5.0, 4.0, 1.0], gradient_bytes=BUCKET_BYTES // 2)
         links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=BUCKET_BYTES)]
-        workload = two_machines(1, layers=layers, links=links)
+        workload = two_replicas(1, layers=layers, links=links)
         # Both last layers fill one, 5 s before the end; half a bucket is left.
         assert workload.sync_tail(0, 0, range(3)) == pytest.approx(0.5)
 
-    def test_the_slowest_way_of_three_machines_counts(self) -> None:
+    def test_the_slowest_way_of_three_replicas_counts(self) -> None:
         ways = [((0, 1), 8.0), ((1, 2), 4.0), ((0, 2), 2.0)]
         links = [Link(ranks=ranks, latency=0.5, bytes_per_second=b) for ranks, b in ways]
         workload = Workload(
             plain_layers([1.0], gradient_bytes=6),
-            StepProfile(),
+            StepCosts(),
             plain_cluster(3, links=links),
             ((0,), (1,), (2,)),
             "1f1b",
@@ -422,9 +422,9 @@ class TestMemory:
             msgspec.structs.replace(x, shared={"tied": 20})
             for x in plain_layers([1.0] * 4, **layer)
         ]
-        step = StepProfile(loss_bytes=17, state_bytes_per_parameter_byte=1.5)
+        step = StepCosts(loss_bytes=17, state_bytes_per_parameter_byte=1.5)
         workload = pipeline(layers, 3, step=step)
-        workload = replace(workload, cluster=plain_cluster(2), machines=((0, 1),))
+        workload = replace(workload, cluster=plain_cluster(2), replicas=((0, 1),))
         # Weights and gradients, the optimizer's state, workspace, and the batch.
         static = 220 + 180 + 270 + 13 + 15
         assert workload.peak_bytes(0, range(2), ()) == static + 11 + 2 * 2 * 37
@@ -464,15 +464,15 @@ class TestMemory:
         bottom, top = plain_layers([1.0] * 2, saved_bytes=30, output_bytes=7)
         bottom = msgspec.structs.replace(bottom, workspace_bytes=50)
         workload = pipeline([bottom, top], 1)
-        workload = replace(workload, cluster=plain_cluster(1), machines=((0,),))
+        workload = replace(workload, cluster=plain_cluster(1), replicas=((0,),))
         assert workload.peak_bytes(0, range(2), ()) == 37 + 50
 
     @settings(max_examples=examples(100))
     @given(randoms, stage_counts, machine_counts)
     def test_what_recomputing_a_layer_frees(
-        self, random: Random, stages: int, machines: int
+        self, random: Random, stages: int, replicas: int
     ) -> None:
-        workload = small_workload(random, stages=stages, machines=machines)
+        workload = small_workload(random, stages=stages, replicas=replicas)
         recompute = set(random_recompute(random, workload))
         for stage, layers in enumerate(layer_ranges(random_split(random, workload))):
             for index in layers:

@@ -1,4 +1,4 @@
-"""E4's order by hand, machines out of unlike devices, and every order that is another one."""
+"""E4's order by hand, replicas out of unlike devices, and every order that is another one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_dlres.pipeline.plan.search.grouping import (
     communication_costs,
     distinct_orders,
     group,
-    machines_of,
     order_by_ratio,
+    replicas_of,
     slot_power,
 )
-from lightning_dlres.pipeline.profile.model_profile import Cluster, Link, StepProfile
+from lightning_dlres.pipeline.profile.model_profile import Cluster, Link, StepCosts
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import alike_but_for_hosts, plain_cluster, small_layers
 
@@ -40,7 +40,7 @@ class TestGroup:
     def test_a_machine_stays_on_one_host(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 0.5, 0.5, 1.0], hosts=["a", "b", "a", "b"])
         assert group(cluster, 2) == ((0, 3), (2, 1))
-        assert machines_of(group(cluster, 2)) == ((0, 2), (3, 1))
+        assert replicas_of(group(cluster, 2)) == ((0, 2), (3, 1))
 
     def test_power_goes_before_hosts(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 1.0, 0.5, 0.5], hosts=["a", "a", "b", "b"])
@@ -48,7 +48,7 @@ class TestGroup:
 
     def test_devices_that_are_alike_keep_the_order_of_their_ranks(self) -> None:
         assert group(plain_cluster(4), 4) == ((0,), (1,), (2,), (3,))
-        assert machines_of(group(plain_cluster(4), 2)) == ((0, 2), (1, 3))
+        assert replicas_of(group(plain_cluster(4), 2)) == ((0, 2), (1, 3))
         assert group(plain_cluster(3), 1) == ((0, 1, 2),)
 
     def test_the_slowest_device_sets_a_stage_s_power(self) -> None:
@@ -134,16 +134,16 @@ class TestDistinctOrders:
         assert self.count(alike_but_for_hosts("aabb"), 4) == 3
 
     def test_a_ring_s_last_way_counts(self) -> None:
-        # Stages 0 and 1 differ in nothing but the way from the last machine to the first.
+        # Stages 0 and 1 differ in nothing but the way from the last replica to the first.
         ways = [link(a, b, 5.0) for a in range(6) for b in range(a)]
         cluster = plain_cluster(6, links=[link(5, 3, 1.0), *ways])
         assert len(list(distinct_orders(cluster, ((0, 1, 2), (3, 4, 5))))) == 2
 
     @settings(max_examples=examples(60))
     @given(st.randoms(use_true_random=False), st.integers(2, 4), st.integers(1, 2))
-    def test_no_order_is_missing(self, random: Random, stages: int, machines: int) -> None:
+    def test_no_order_is_missing(self, random: Random, stages: int, replicas: int) -> None:
         """Every permutation takes as long as one of the distinct orders, whatever the layers."""
-        count = stages * machines
+        count = stages * replicas
         cluster = plain_cluster(
             count,
             limits=[random.choice([None, 7]) for _ in range(count)],
@@ -158,8 +158,8 @@ class TestDistinctOrders:
         split = [2] + [1] * (stages - 1)
 
         def outcome(order: Slots) -> tuple[object, ...]:
-            machines = machines_of(order)
-            workload = Workload(layers, StepProfile(), cluster, machines, "1f1b", 3)
+            replicas = replicas_of(order)
+            workload = Workload(layers, StepCosts(), cluster, replicas, "1f1b", 3)
             limits = [workload.limit(stage) for stage in range(stages)]
             return round(simulate(workload, split).step_seconds, 9), *limits
 

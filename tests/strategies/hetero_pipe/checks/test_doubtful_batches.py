@@ -99,8 +99,8 @@ FALL_BACK = (
     *("unlabelled", "unequal", "quotient", "weights", "selected", "product", "gradient"),
     *("term", "factor"),
 )
-CUT_ELSEWHERE = PipelinePlan(machines=((0, 1),), split=(4, 1))
-THREE_STAGES = PipelinePlan(machines=((0, 1, 2),), split=(1, 3, 1))
+CUT_ELSEWHERE = PipelinePlan(replicas=((0, 1),), split=(4, 1))
+THREE_STAGES = PipelinePlan(replicas=((0, 1, 2),), split=(1, 3, 1))
 
 
 def case(kind: str, used: str, adds: bool = True, **options: Any) -> Case:
@@ -119,11 +119,11 @@ TWO_RANKS = {
     "harmless": case("harmless", "1f1b"),
     "harmless term": case("harmless term", "1f1b"),
     "cut elsewhere": case(
-        "unlabelled", "gpipe", plan=PipelinePlan(machines=((0, 1),), split=(4, 1))
+        "unlabelled", "gpipe", plan=PipelinePlan(replicas=((0, 1),), split=(4, 1))
     ),
 }
 THREE_RANKS = {"three stages": case("unlabelled", "gpipe", plan=THREE_STAGES)}
-# Buffers are those of the first virtual machine, which sees half of the samples.
+# Buffers are those of the first replica, which sees half of the samples.
 FOUR_RANKS = {kind: case(kind, "gpipe", adds=False) for kind in ("unlabelled", "list")}
 BY_RANKS = {2: TWO_RANKS, 3: THREE_RANKS, 4: FOUR_RANKS}
 

@@ -111,7 +111,7 @@ class Looks(Callback):
 def fit_kinds(context: RankContext, split: tuple[int, ...]) -> list[bool]:
     """Fit a model with all kinds of layers, and one with harmless ones; return whether each was the
     same before its first step as before the fit."""
-    plan = PipelinePlan(machines=(tuple(range(len(split))),), split=split)
+    plan = PipelinePlan(replicas=(tuple(range(len(split))),), split=split)
     torch.manual_seed(1)
     same = []
     for layers in ([make() for make, _ in KINDS.values()], [make() for make in HARMLESS.values()]):

@@ -129,7 +129,7 @@ def samples_of(context: RankContext, name: str, piped: bool, stage: str = "fit")
     seed_everything(3, verbose=False)
     saved = {key: os.environ.get(key) for key in ("RANK", "WORLD_SIZE")}
     os.environ.update(zip(saved, map(str, PLACE), strict=True))
-    plan = PipelinePlan(machines=((0, 1, 2),), split=(2, 2, 1)) if context.world_size == 3 else None
+    plan = PipelinePlan(replicas=((0, 1, 2),), split=(2, 2, 1)) if context.world_size == 3 else None
     options = {"plan": plan, "stages": 3} if plan is not None else {}
     try:
         model, trainer = Keeps(), trainer_for(context if piped else None, **options)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dlres import UnsupportedStepError
-from lightning_dlres.strategies.hetero_pipe.replay.buffers import OuterBuffers
+from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext, RankPool
@@ -114,7 +114,7 @@ def test_1f1b_refuses_them_by_name(pool: RankPool) -> None:
 
 def test_what_a_run_does_to_buffers_is_undone_before_the_next() -> None:
     model: Any = Centre()
-    buffers = OuterBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
+    buffers = NonPipelinedBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
     before = buffers.snapshot()
     for _ in range(2):
         buffers.lend(before)

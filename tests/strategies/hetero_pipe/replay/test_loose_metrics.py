@@ -96,7 +96,7 @@ def values_of(context: RankContext | None, schedule: str = "auto") -> list[float
     seed_everything(3, verbose=False)
     model, callback, options = Measures(), Watches(), {"schedule": schedule}
     if context is not None and context.world_size == 3:
-        options |= {"plan": PipelinePlan(machines=((0, 1, 2),), split=(2, 2, 1)), "stages": 3}  # type: ignore[dict-item]
+        options |= {"plan": PipelinePlan(replicas=((0, 1, 2),), split=(2, 2, 1)), "stages": 3}  # type: ignore[dict-item]
     trainer = trainer_for(context, callbacks=[callback], **options)
     trainer.fit(model, batches(), batches())
     return callback.found + model.observed + model._values() + [float(callback.samples.compute())]
@@ -125,7 +125,7 @@ def fit_then_sum(context: RankContext) -> list[float]:
 
 
 def fail_then_sum(context: RankContext) -> list[float]:
-    plan = PipelinePlan(machines=((0, 1),), split=(99, 1))
+    plan = PipelinePlan(replicas=((0, 1),), split=(99, 1))
     with pytest.raises(ConfigError, match="99"):
         trainer_for(context, plan=plan).fit(Measures(), batches())
     return [float(summed(context).compute())]

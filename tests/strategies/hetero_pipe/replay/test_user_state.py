@@ -233,7 +233,7 @@ def printed_by(context: RankContext | None, values: bool, **options: Any) -> tup
 
 
 def print_all(context: RankContext) -> list[Any]:
-    replicas = {"stages": 1, "plan": PipelinePlan(machines=((0,), (1,)), split=(5,))}
+    replicas = {"stages": 1, "plan": PipelinePlan(replicas=((0,), (1,)), split=(5,))}
     return [
         (printed_by(None, values)[1], printed_by(context, values, **options))
         for values in (True, False)

@@ -89,11 +89,11 @@ REFUSED = [
 PLANS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"schedule": "gpipe"},
-        {"schedule": "1f1b", "plan": PipelinePlan(machines=((0, 1),), split=(4, 1))},
-        {"plan": PipelinePlan(machines=((0,), (1,)), split=(5,))},
+        {"schedule": "1f1b", "plan": PipelinePlan(replicas=((0, 1),), split=(4, 1))},
+        {"plan": PipelinePlan(replicas=((0,), (1,)), split=(5,))},
         {"plan": None},
     ],
-    3: [{"plan": PipelinePlan(machines=((0, 1, 2),), split=(1, 2, 2))}],
+    3: [{"plan": PipelinePlan(replicas=((0, 1, 2),), split=(1, 2, 2))}],
 }
 
 

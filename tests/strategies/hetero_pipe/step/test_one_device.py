@@ -88,7 +88,7 @@ def test_equal_to_plain_training(pool: RankPool) -> None:
         ({"memory_limit": "1GiB"}, True),
         ({"microbatches": 2}, False),
         ({"schedule": "1f1b"}, False),
-        ({"plan": PipelinePlan(machines=((0,),), split=(5,))}, False),
+        ({"plan": PipelinePlan(replicas=((0,),), split=(5,))}, False),
     ],
     ids=str,
 )
