@@ -1,6 +1,6 @@
 """Training steps of one batch shape: what was measured of them, and the plans that they follow.
 
-Steps that save the same, datum by datum, are one course. Steps of one shape may take turns between
+Steps that save the same, saved_storage by saved_storage, are one course. Steps of one shape may take turns between
 several courses, with a plan each.
 """
 
@@ -109,7 +109,9 @@ class ShapeSteps:
             What a plan can be made from, once enough steps of one course were measured.
         """
         self._measured += 1
-        course = tuple((datum.nbytes, datum.dtype) for datum in profile.data)
+        course = tuple(
+            (saved_storage.nbytes, saved_storage.dtype) for saved_storage in profile.data
+        )
         if any(course == course_of(plan) for plan in self.plans):
             return None
         known = self._profiles.setdefault(course, _CourseProfiles())
@@ -184,4 +186,7 @@ def _timed(first: StepProfile, others: Sequence[StepProfile]) -> StepProfile:
 
 
 def _events(profile: StepProfile) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [(datum.nbytes, datum.saved, datum.uses) for datum in profile.data]
+    return [
+        (saved_storage.nbytes, saved_storage.saved, saved_storage.uses)
+        for saved_storage in profile.data
+    ]

@@ -134,8 +134,8 @@ def test_a_profile_without_some_changes() -> None:
             Region(layer="b", data=(1,), seconds=0.0, entry=1),
         ),
         reuses=(
-            Reuse(layers=("a", "c"), datum=0, at=3, nbytes=1),
-            Reuse(layers=("d",), datum=1, at=2, nbytes=1),
+            Reuse(layers=("a", "c"), saved_storage=0, at=3, nbytes=1),
+            Reuse(layers=("d",), saved_storage=1, at=2, nbytes=1),
         ),
     )
     found = without(profile, {"c", "b"})

@@ -108,13 +108,13 @@ def test_compressed_data_free_their_memory() -> None:
     expected = tensor.cpu()
     room = int(ZeroValue().encode(tensor, density=0.0).nbytes * 1.1)
     before = held()
-    datum = SavedStorage(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
-    assert datum.place(Placement(MemoryAction.COMPRESS, room=room, gpu=gpu))
-    reader = datum.read_by(tensor)
+    saved_storage = SavedStorage(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
+    assert saved_storage.place(Placement(MemoryAction.COMPRESS, room=room, gpu=gpu))
+    reader = saved_storage.read_by(tensor)
     del tensor
-    datum.wait_offloaded()
+    saved_storage.wait_offloaded()
     assert before - held() > expected.nbytes - room - (1 << 16)
-    assert torch.equal(datum.tensor_for(reader).cpu(), expected)
+    assert torch.equal(saved_storage.tensor_for(reader).cpu(), expected)
 
 
 def test_memory_that_has_left_is_given_out_again_at_once() -> None:

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def stack(sizes: list[int], seconds: float = 0.01, **link: object) -> StepProfile:
-    """Return a network whose layers save one datum each, used in the reverse order."""
+    """Return a network whose layers save one saved_storage each, used in the reverse order."""
     count = len(sizes)
     data = tuple(
         SavedStorageProfile(
@@ -101,8 +101,8 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
     room = [0] * len(base)
     for reuse in reuses:
         if reuse.at is not None:
-            for place in range(reuse.at + 1, data[reuse.datum].end + 2):
-                room[place] += data[reuse.datum].nbytes
+            for place in range(reuse.at + 1, data[reuse.saved_storage].end + 2):
+                room[place] += data[reuse.saved_storage].nbytes
     return StepProfile(
         seconds=seconds,
         base=tuple(b + r for b, r in zip(base, room, strict=True)),
@@ -140,21 +140,21 @@ def _regions(rng: random.Random, data: list[SavedStorageProfile]) -> list[Region
 
 def _reuses(rng: random.Random, data: list[SavedStorageProfile]) -> list[Reuse]:
     found = []
-    for number, datum in enumerate(data):
+    for number, saved_storage in enumerate(data):
         if rng.random() > 0.3:
             continue
-        at = rng.choice(datum.uses)
-        signs = rng.choice([0, datum.nbytes // 32])
-        if datum.gone < datum.uses[0] and signs and rng.random() < 0.5:
+        at = rng.choice(saved_storage.uses)
+        signs = rng.choice([0, saved_storage.nbytes // 32])
+        if saved_storage.gone < saved_storage.uses[0] and signs and rng.random() < 0.5:
             at_or_never, nbytes = None, 0
-        elif datum.gone <= at:
-            at_or_never, nbytes = at, rng.randint(1, datum.nbytes)
+        elif saved_storage.gone <= at:
+            at_or_never, nbytes = at, rng.randint(1, saved_storage.nbytes)
         else:
             continue
         found.append(
             Reuse(
                 layers=(f"block{number}-{number + 1}.inner",),
-                datum=number,
+                saved_storage=number,
                 at=at_or_never,
                 nbytes=nbytes,
                 signs=signs,
@@ -170,7 +170,7 @@ Combination = tuple[tuple[StorageChoice, ...], tuple[int, ...], tuple[int, ...]]
 def all_selections(
     profile: StepProfile, actions: tuple[MemoryAction, ...] = tuple(MemoryAction)
 ) -> Iterator[Combination]:
-    """Yield all that a planner could choose, by brute force: what happens to every datum, which
+    """Yield all that a planner could choose, by brute force: what happens to every saved_storage, which
     regions run again, and which reuses there are."""
     for regions in _subsets(len(profile.regions)):
         for reuses in _subsets(len(profile.reuses)):
@@ -195,15 +195,22 @@ def _with(
     if len(inside) != len(set(inside)):
         return
     for reuse in used:
-        if reuse.datum in inside or any(n.partition(".")[0] in names for n in reuse.layers):
+        if reuse.saved_storage in inside or any(n.partition(".")[0] in names for n in reuse.layers):
             return
-    without = {reuse.datum for reuse in used if reuse.at is None}
+    without = {reuse.saved_storage for reuse in used if reuse.at is None}
     options = []
-    for number, datum in enumerate(profile.data):
+    for number, saved_storage in enumerate(profile.data):
         own = [KEEP]
-        if number not in inside and number not in without and datum.gone < datum.uses[0]:
+        if (
+            number not in inside
+            and number not in without
+            and saved_storage.gone < saved_storage.uses[0]
+        ):
             for action in actions:
-                if action in (MemoryAction.COMPRESS, MemoryAction.BOTH) and datum.packed is None:
+                if (
+                    action in (MemoryAction.COMPRESS, MemoryAction.BOTH)
+                    and saved_storage.packed is None
+                ):
                     continue
                 if action is MemoryAction.COMPRESS:
                     own.append(StorageChoice(action))

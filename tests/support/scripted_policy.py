@@ -1,4 +1,4 @@
-"""An engine that does to every datum what a test says, and copies that are late."""
+"""An engine that does to every saved_storage what a test says, and copies that are late."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Late:
 
 
 class ScriptedPolicy:
-    """Does what a function says. With late copies, a datum has left when the next one is saved, and
+    """Does what a function says. With late copies, a saved_storage has left when the next one is saved, and
     comes back when the one used before it does."""
 
     def __init__(
@@ -63,30 +63,30 @@ class ScriptedPolicy:
         self.wait_offloaded(1)
         return Placement(self._decide(number, tensor), self._tier, None, self._copies)
 
-    def end_save(self, datum: SavedStorage, done: bool) -> None:
+    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
         if self._copies.overlaps:
-            self._order.append(datum)
+            self._order.append(saved_storage)
 
-    def save_again(self, datum: SavedStorage, tensor: Tensor) -> None:
+    def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         pass
 
-    def begin_use(self, datum: SavedStorage) -> None:
+    def begin_use(self, saved_storage: SavedStorage) -> None:
         self.wait_offloaded(1)
 
-    def end_use(self, datum: SavedStorage) -> None:
-        if datum in self._order:
-            place = self._order.index(datum)
+    def end_use(self, saved_storage: SavedStorage) -> None:
+        if saved_storage in self._order:
+            place = self._order.index(saved_storage)
             del self._order[place]
             for other in self._order[max(0, place - 2) : place]:
                 other.wait_offloaded()
                 other.fetch()
 
-    def take_ownership(self, datum: SavedStorage, tensor: Tensor) -> None:
+    def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         pass
 
     def wait_offloaded(self, but_for: int) -> None:
-        for datum in self._order[: max(0, len(self._order) - but_for)]:
-            datum.wait_offloaded()
+        for saved_storage in self._order[: max(0, len(self._order) - but_for)]:
+            saved_storage.wait_offloaded()
 
 
 class ScriptedEngine:

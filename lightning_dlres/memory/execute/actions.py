@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class MemoryAction(Enum):
-    """What happens to a datum between its forward and its backward."""
+    """What happens to a saved_storage between its forward and its backward."""
 
     KEEP = "keep"
     COMPRESS = "compress"

@@ -39,7 +39,7 @@ class OffloadPolicy(Protocol):
         """A step begins."""
 
     def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
-        """A datum is new; return what is to happen to it.
+        """A saved_storage is new; return what is to happen to it.
 
         Args:
             tensor: what is saved.
@@ -47,20 +47,20 @@ class OffloadPolicy(Protocol):
             number: how many data were saved before it in this step.
         """
 
-    def end_save(self, datum: SavedStorage, done: bool) -> None:
+    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
         """It has happened, or was not possible."""
 
-    def save_again(self, datum: SavedStorage, tensor: Tensor) -> None:
+    def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """Another tensor over the same data is saved."""
 
-    def begin_use(self, datum: SavedStorage) -> None:
-        """Backward asks for a datum."""
+    def begin_use(self, saved_storage: SavedStorage) -> None:
+        """Backward asks for a saved_storage."""
 
-    def end_use(self, datum: SavedStorage) -> None:
+    def end_use(self, saved_storage: SavedStorage) -> None:
         """It is there."""
 
-    def take_ownership(self, datum: SavedStorage, tensor: Tensor) -> None:
-        """Its memory is no datum any more, but what a tensor over it is used for."""
+    def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
+        """Its memory is no saved_storage any more, but what a tensor over it is used for."""
 
 
 class SavedTensors:
@@ -121,18 +121,18 @@ class SavedTensors:
         if nbytes < self._min_bytes:
             return _Packed(Untouched(tensor), None)
         span = span_of(tensor, nbytes, storage.shift)
-        datum = storage.find(tensor, span)
-        if datum is not None:
-            conductor.save_again(datum, tensor)
+        saved_storage = storage.find(tensor, span)
+        if saved_storage is not None:
+            conductor.save_again(saved_storage, tensor)
         else:
             number = self._count
             self._count += 1
             order = conductor.begin_save(tensor, span, number)
-            datum = SavedStorage(tensor, storage, span, number, self.ledger)
-            done = datum.place(order)
-            storage.add(span, datum)
-            conductor.end_save(datum, done)
-        return _Packed(datum.read_by(tensor, storage), conductor)
+            saved_storage = SavedStorage(tensor, storage, span, number, self.ledger)
+            done = saved_storage.place(order)
+            storage.add(span, saved_storage)
+            conductor.end_save(saved_storage, done)
+        return _Packed(saved_storage.read_by(tensor, storage), conductor)
 
     def _storage_of(self, tensor: Tensor) -> SeenStorage | None:
         """Return the storage of a tensor that may move; None: its kind never does."""
@@ -157,19 +157,19 @@ class SavedTensors:
             self._share(saved.alias, 1)
             return saved.alias
         with self._lock:
-            datum = saved.datum
-            _require_unchanged(datum.witness, saved.version)
-            conductor.begin_use(datum)
-            tensor = datum.tensor_for(saved)
-            conductor.end_use(datum)
+            saved_storage = saved.saved_storage
+            _require_unchanged(saved_storage.witness, saved.version)
+            conductor.begin_use(saved_storage)
+            tensor = saved_storage.tensor_for(saved)
+            conductor.end_use(saved_storage)
             asked = getattr(self._asked, "found", None)
             if asked is not None:
                 asked.append((storage_key(tensor), saved, conductor))
-            if datum.is_original:
-                self._share(tensor, datum.owners(tensor))
+            if saved_storage.is_original:
+                self._share(tensor, saved_storage.owners(tensor))
             elif saved.view is not None:
                 offset = int(tensor.storage_offset()) * tensor.element_size()
-                self._storages.add_copy(tensor, datum.storage, saved.view.start - offset)
+                self._storages.add_copy(tensor, saved_storage.storage, saved.view.start - offset)
             return tensor
 
     @contextmanager
@@ -196,8 +196,8 @@ class SavedTensors:
         memory = storage_key(tensor)
         with self._lock:
             for key, saved, conductor in asked:
-                if key == memory and saved.datum.take_ownership(tensor, saved):
-                    conductor.take_ownership(saved.datum, tensor)
+                if key == memory and saved.saved_storage.take_ownership(tensor, saved):
+                    conductor.take_ownership(saved.saved_storage, tensor)
                     return True
         return False
 

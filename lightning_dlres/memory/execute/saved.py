@@ -39,7 +39,7 @@ _DIRECT = DirectCopies()
 
 @dataclass(frozen=True)
 class Placement:
-    """What is to happen to a datum.
+    """What is to happen to a saved_storage.
 
     Attributes:
         action: what.
@@ -130,7 +130,7 @@ class SavedStorage:
         self.version = version_of(tensor)
         self._dtype, self._device = tensor.dtype, tensor.device
         self._waiting = 0
-        # Shares the tensor's version counter; until the datum moves, its memory, too.
+        # Shares the tensor's version counter; until the saved_storage moves, its memory, too.
         self._witness: Tensor | None = tensor.detach()
         # Its bytes on the device, if it is one that moves.
         self._here: Tensor | None = None
@@ -172,7 +172,7 @@ class SavedStorage:
 
         Args:
             tensor: what is saved.
-            storage: where it lies: the datum's, or a copy.
+            storage: where it lies: the saved_storage's, or a copy.
         """
         reader = SavedTensor(self, tensor, storage.shift)
         self._waiting += 1
@@ -334,7 +334,7 @@ class SavedStorage:
         return not self._has_left
 
     def owners(self, tensor: Tensor) -> int:
-        """Return how many tensors that share a tensor's memory are the datum's own, or were given
+        """Return how many tensors that share a tensor's memory are the saved_storage's own, or were given
         to backward."""
         return len(self._over_memory(tensor, self._live_readers()))
 
@@ -408,7 +408,7 @@ class SavedTensor:
     """What autograd holds in the place of a tensor.
 
     Args:
-        datum: its data.
+        saved_storage: its data.
         tensor: what is saved.
         shift: see `ByteSpan.of`.
 
@@ -418,13 +418,17 @@ class SavedTensor:
         was_used: whether it has been asked for.
     """
 
-    __slots__ = ("__weakref__", "alias", "datum", "version", "view", "was_used")
+    __slots__ = ("__weakref__", "alias", "saved_storage", "version", "view", "was_used")
 
-    def __init__(self, datum: SavedStorage, tensor: Tensor, shift: int) -> None:
-        self.datum, self.version, self.was_used = datum, datum.version, False
+    def __init__(self, saved_storage: SavedStorage, tensor: Tensor, shift: int) -> None:
+        self.saved_storage, self.version, self.was_used = (
+            saved_storage,
+            saved_storage.version,
+            False,
+        )
         self.alias: Tensor | None = None
         self.view: View | None = None
-        if datum.is_original:
+        if saved_storage.is_original:
             # Not the tensor itself: if it is an output, its node would hold itself.
             self.alias = tensor.detach()
         else:

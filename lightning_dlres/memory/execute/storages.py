@@ -62,23 +62,27 @@ class SeenStorage:
         return self._nbytes
 
     def find(self, tensor: Tensor, span: ByteSpan) -> SavedStorage | None:
-        """Return the datum that has a tensor's bytes: they were saved by a tensor with the same
+        """Return the saved_storage that has a tensor's bytes: they were saved by a tensor with the same
         version counter, and that has not moved since. Tensors over one storage may have a counter
         each (`unsafe_chunk`, `.data`, arrays): a change through one is unseen by the others."""
         for reference in self.data.get(span, ()):
-            datum = reference()
-            if datum is not None and datum.is_current and shares_counter(datum.witness, tensor):
-                return datum
+            saved_storage = reference()
+            if (
+                saved_storage is not None
+                and saved_storage.is_current
+                and shares_counter(saved_storage.witness, tensor)
+            ):
+                return saved_storage
         return None
 
-    def add(self, span: ByteSpan, datum: SavedStorage) -> None:
-        """Note a new datum."""
+    def add(self, span: ByteSpan, saved_storage: SavedStorage) -> None:
+        """Note a new saved_storage."""
         known = self.data.get(span)
         if known is None:
-            self.data[span] = [weakref.ref(datum)]
+            self.data[span] = [weakref.ref(saved_storage)]
         else:
             known[:] = [reference for reference in known if reference() is not None]
-            known.append(weakref.ref(datum))
+            known.append(weakref.ref(saved_storage))
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from lightning_dlres.memory.profile.step_profile import Reuse, SavedStorageProfi
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """What happens to a datum, and where it goes."""
+    """What happens to a saved_storage, and where it goes."""
 
     action: MemoryAction = MemoryAction.KEEP
     tier: str | None = None
@@ -53,47 +53,51 @@ class MemoryLimits:
 NO_LIMITS = MemoryLimits()
 
 
-def away_bytes(datum: SavedStorageProfile, choice: StorageChoice) -> int:
-    """Return what a datum takes in its tier."""
+def away_bytes(saved_storage: SavedStorageProfile, choice: StorageChoice) -> int:
+    """Return what a saved_storage takes in its tier."""
     if not choice.leaves:
         return 0
-    return datum.packed or datum.nbytes if choice.action is MemoryAction.BOTH else datum.nbytes
+    return (
+        saved_storage.packed or saved_storage.nbytes
+        if choice.action is MemoryAction.BOTH
+        else saved_storage.nbytes
+    )
 
 
-def room_for(datum: SavedStorageProfile, choice: StorageChoice) -> int:
-    """Return the room that is kept for a datum in its tier."""
+def room_for(saved_storage: SavedStorageProfile, choice: StorageChoice) -> int:
+    """Return the room that is kept for a saved_storage in its tier."""
     if choice.action is MemoryAction.BOTH:
-        return aligned(packed_room(datum))
-    return aligned(away_bytes(datum, choice))
+        return aligned(packed_room(saved_storage))
+    return aligned(away_bytes(saved_storage, choice))
 
 
-def packed_room(datum: SavedStorageProfile, spare: float = SPARE) -> int:
-    """Return the room that is kept for a datum when it is compressed."""
-    return min(int((datum.packed or datum.nbytes) * spare), datum.nbytes)
+def packed_room(saved_storage: SavedStorageProfile, spare: float = SPARE) -> int:
+    """Return the room that is kept for a saved_storage when it is compressed."""
+    return min(int((saved_storage.packed or saved_storage.nbytes) * spare), saved_storage.nbytes)
 
 
 def holding(
-    datum: SavedStorageProfile, choice: StorageChoice, spare: float = SPARE
+    saved_storage: SavedStorageProfile, choice: StorageChoice, spare: float = SPARE
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the intervals, first to last, in which so many bytes of a datum are on the device, if
+    """Yield the intervals, first to last, in which so many bytes of a saved_storage are on the device, if
     the device waits for every copy. Events are those of the intervals before them."""
     if choice.action is MemoryAction.KEEP:
-        yield datum.saved + 1, datum.end + 1, datum.nbytes
+        yield saved_storage.saved + 1, saved_storage.end + 1, saved_storage.nbytes
         return
-    yield datum.saved + 1, datum.gone, datum.nbytes
-    yield datum.uses[0] + 1, datum.end + 1, datum.nbytes
+    yield saved_storage.saved + 1, saved_storage.gone, saved_storage.nbytes
+    yield saved_storage.uses[0] + 1, saved_storage.end + 1, saved_storage.nbytes
     if choice.action is MemoryAction.COMPRESS:
-        yield datum.saved + 1, datum.end + 1, packed_room(datum, spare)
+        yield saved_storage.saved + 1, saved_storage.end + 1, packed_room(saved_storage, spare)
 
 
-def relief(datum: SavedStorageProfile, reuse: Reuse) -> Iterator[tuple[int, int, int]]:
+def relief(saved_storage: SavedStorageProfile, reuse: Reuse) -> Iterator[tuple[int, int, int]]:
     """Yield the intervals, first to last, in which a reuse changes what is on the device, by so
     many bytes."""
     if reuse.signs:
-        yield datum.saved + 1, datum.end + 1, reuse.signs
+        yield saved_storage.saved + 1, saved_storage.end + 1, reuse.signs
     if reuse.at is None:
-        yield datum.gone + 1, datum.end + 1, -datum.nbytes
+        yield saved_storage.gone + 1, saved_storage.end + 1, -saved_storage.nbytes
         return
-    # The gradient needs no memory of its own, and when the last reader is done, the datum is it.
+    # The gradient needs no memory of its own, and when the last reader is done, the saved_storage is it.
     yield reuse.at + 1, reuse.at + 1, -reuse.nbytes
-    yield reuse.at + 2, datum.end + 1, -datum.nbytes
+    yield reuse.at + 2, saved_storage.end + 1, -saved_storage.nbytes

@@ -43,22 +43,22 @@ Curve = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Option:
-    """One column: a choice for a datum, a region that runs again, or a reuse."""
+    """One column: a choice for a saved_storage, a region that runs again, or a reuse."""
 
     seconds: float
-    datum: int | None = None
+    saved_storage: int | None = None
     choice: StorageChoice = KEEP
     region: int | None = None
     reuse: int | None = None
 
 
 def choices_of(
-    profile: StepProfile, datum: SavedStorageProfile, actions: Sequence[MemoryAction]
+    profile: StepProfile, saved_storage: SavedStorageProfile, actions: Sequence[MemoryAction]
 ) -> Iterator[StorageChoice]:
-    """Yield what can happen to a datum, but for keeping it."""
-    if not datum.can_leave:
+    """Yield what can happen to a saved_storage, but for keeping it."""
+    if not saved_storage.can_leave:
         return
-    packs = datum.packed is not None and datum.packed < datum.nbytes
+    packs = saved_storage.packed is not None and saved_storage.packed < saved_storage.nbytes
     if packs and MemoryAction.COMPRESS in actions:
         yield StorageChoice(MemoryAction.COMPRESS)
     for link in profile.links:
@@ -69,7 +69,7 @@ def choices_of(
 
 
 def seconds_of(
-    profile: StepProfile, datum: SavedStorageProfile, choice: StorageChoice, shown: float
+    profile: StepProfile, saved_storage: SavedStorageProfile, choice: StorageChoice, shown: float
 ) -> float:
     """Return what a choice costs.
 
@@ -78,10 +78,10 @@ def seconds_of(
     """
     seconds = 0.0
     if choice.action in (MemoryAction.COMPRESS, MemoryAction.BOTH):
-        seconds += datum.encode_seconds + datum.decode_seconds
+        seconds += saved_storage.encode_seconds + saved_storage.decode_seconds
     if choice.leaves:
         link = next(link for link in profile.links if link.tier == choice.tier)
-        size = away_bytes(datum, choice)
+        size = away_bytes(saved_storage, choice)
         both = link.out_seconds(size) + link.in_seconds(size)
         seconds += both * shown if link.overlaps else both
     return seconds
@@ -89,14 +89,14 @@ def seconds_of(
 
 def is_inside(region: Region, reuse: Reuse) -> bool:
     """Return whether a reuse is about what a region that runs again saves, or about its modules."""
-    return reuse.datum in region.data or any(
+    return reuse.saved_storage in region.data or any(
         name == region.layer or name.startswith(f"{region.layer}.") for name in reuse.layers
     )
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A solution: what happens to every datum, which regions run again, and which reuses there
+    """A solution: what happens to every saved_storage, which regions run again, and which reuses there
     are."""
 
     choices: tuple[StorageChoice, ...]
@@ -125,9 +125,9 @@ class Program:
     ) -> None:
         self._profile = profile
         options = [
-            _Option(seconds_of(profile, datum, choice, shown), number, choice)
-            for number, datum in enumerate(profile.data)
-            for choice in choices_of(profile, datum, actions)
+            _Option(seconds_of(profile, saved_storage, choice, shown), number, choice)
+            for number, saved_storage in enumerate(profile.data)
+            for choice in choices_of(profile, saved_storage, actions)
         ]
         if recompute:
             options += [
@@ -140,37 +140,37 @@ class Program:
             ]
         self._options = options
         self._events = len(profile.seconds) - 1
-        self._kept = _Load(profile, [(datum, KEEP) for datum in profile.data])
+        self._kept = _Load(profile, [(saved_storage, KEEP) for saved_storage in profile.data])
         self._loads = [self._difference(option) for option in options]
 
     def _difference(self, option: _Option) -> _Load:
         """Return by how much an option changes what is held if all is kept."""
         profile = self._profile
-        if option.datum is not None:
-            datum = profile.data[option.datum]
-            return _Load(profile, [(datum, option.choice)], [(datum, KEEP)])
+        if option.saved_storage is not None:
+            saved_storage = profile.data[option.saved_storage]
+            return _Load(profile, [(saved_storage, option.choice)], [(saved_storage, KEEP)])
         if option.reuse is not None:
             return self._relief(profile.reuses[option.reuse])
         assert option.region is not None
         region = profile.regions[option.region]
         data = [profile.data[number] for number in region.data]
-        first = min(datum.uses[0] for datum in data)
-        load = _Load(profile, [], [(datum, KEEP) for datum in data])
-        for datum in data:
-            load.add(first + 1, datum.end + 1, datum.nbytes)
+        first = min(saved_storage.uses[0] for saved_storage in data)
+        load = _Load(profile, [], [(saved_storage, KEEP) for saved_storage in data])
+        for saved_storage in data:
+            load.add(first + 1, saved_storage.end + 1, saved_storage.nbytes)
         load.held[region.entry : first + 2] += region.inputs
         load.resident[region.entry : first + 1] += region.inputs
         load.held[first + 1] += region.workspace
         return load
 
     def _relief(self, reuse: Reuse) -> _Load:
-        datum = self._profile.data[reuse.datum]
+        saved_storage = self._profile.data[reuse.saved_storage]
         load = _Load(self._profile, [])
-        for first, last, nbytes in relief(datum, reuse):
+        for first, last, nbytes in relief(saved_storage, reuse):
             if nbytes > 0 or reuse.at is None:
                 load.add(first, last, nbytes)
             else:
-                # Up to the event after the interval in which the datum is given up it counts.
+                # Up to the event after the interval in which the saved_storage is given up it counts.
                 load.held[first : last + 1] += nbytes
                 load.resident[first:last] += nbytes if first > reuse.at + 1 else 0
         return load
@@ -199,8 +199,8 @@ class Program:
         for option, is_chosen in zip(self._options, chosen, strict=True):
             if not is_chosen:
                 continue
-            if option.datum is not None:
-                choices[option.datum] = option.choice
+            if option.saved_storage is not None:
+                choices[option.saved_storage] = option.choice
             elif option.region is not None:
                 regions.append(option.region)
             elif option.reuse is not None:
@@ -297,11 +297,13 @@ class Program:
         highs.addRow(-highspy.kHighsInf, highest, len(used), used, values[used])
 
     def _add_exclusions(self, highs: highspy.Highs) -> None:
-        """One choice for a datum; a region that runs again decides about all of its own, and what
+        """One choice for a saved_storage; a region that runs again decides about all of its own, and what
         runs inside of it reuses nothing."""
         of: dict[int, list[int]] = {}
         for index, option in enumerate(self._options):
-            data = [option.datum] if option.datum is not None else self._inside(option)
+            data = (
+                [option.saved_storage] if option.saved_storage is not None else self._inside(option)
+            )
             for number in data:
                 of.setdefault(number, []).append(index)
         groups = {tuple(found) for found in of.values() if len(found) > 1}
@@ -327,7 +329,7 @@ class Program:
     def _inside(self, option: _Option) -> tuple[int, ...]:
         if option.reuse is not None:
             reuse = self._profile.reuses[option.reuse]
-            return (reuse.datum,) if reuse.at is None else ()
+            return (reuse.saved_storage,) if reuse.at is None else ()
         assert option.region is not None
         return self._profile.regions[option.region].data
 
@@ -336,16 +338,16 @@ class Program:
             if limits.of(tier) == inf:
                 continue
             rows: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
-            moments = sorted({datum.saved for datum in self._profile.data})
+            moments = sorted({saved_storage.saved for saved_storage in self._profile.data})
             for moment in moments:
                 used, sizes = [], []
                 for index, option in enumerate(self._options):
-                    if option.datum is None or option.choice.tier != tier:
+                    if option.saved_storage is None or option.choice.tier != tier:
                         continue
-                    datum = self._profile.data[option.datum]
-                    if datum.saved <= moment <= datum.end:
+                    saved_storage = self._profile.data[option.saved_storage]
+                    if saved_storage.saved <= moment <= saved_storage.end:
                         used.append(index)
-                        sizes.append(room_for(datum, option.choice) / _UNIT)
+                        sizes.append(room_for(saved_storage, option.choice) / _UNIT)
                 if used:
                     rows[tuple(used)] = (used, sizes)
             for used, sizes in rows.values():
@@ -384,8 +386,8 @@ class _Load:
         places = len(profile.seconds) + 1
         self.held, self.resident = np.zeros(places), np.zeros(places)
         for sign, data in ((1, there), (-1, instead_of)):
-            for datum, choice in data:
-                for first, last, nbytes in holding(datum, choice):
+            for saved_storage, choice in data:
+                for first, last, nbytes in holding(saved_storage, choice):
                     self.add(first, last, sign * nbytes)
 
     def add(self, first: int, last: int, nbytes: int) -> None:

@@ -13,10 +13,10 @@ from lightning_dlres.memory.execute.actions import MemoryAction
 
 
 class StorageDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to one datum.
+    """What happens to one saved_storage.
 
     Attributes:
-        nbytes, dtype, layer: the datum, by which the engine knows it again.
+        nbytes, dtype, layer: the saved_storage, by which the engine knows it again.
         action: what happens.
         tier: where it goes; None if it stays.
         offset, room: its place in the tier, and the bytes that are there for it; if it is
@@ -45,7 +45,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step under limits.
 
     Attributes:
-        decisions: for every datum, in the order in which they are saved.
+        decisions: for every saved_storage, in the order in which they are saved.
         recompute: names of the modules that run again in backward.
         reuse: names of the modules that write their input's gradient into their input's memory,
             and of ReLUs that save signs in the place of their output (Method A, A6).

@@ -119,7 +119,7 @@ class PlanPolicy:
         )
 
     def _known(self, number: int, found: tuple[int, str]) -> StorageDecision | None:
-        """Return what is planned for a datum; None where no plan knows it."""
+        """Return what is planned for a saved_storage; None where no plan knows it."""
         self._saved.append(found)
         if self.unlike is not None:
             return None
@@ -132,56 +132,56 @@ class PlanPolicy:
                 return other.decisions[number]
         text = _named(found)
         if number >= len(course.signature):
-            self.unlike = f"datum {number} ({text}) was not planned"
+            self.unlike = f"saved_storage {number} ({text}) was not planned"
         else:
             planned = _named(course.signature[number])
-            self.unlike = f"datum {number}: {text} were saved, {planned} were planned"
+            self.unlike = f"saved_storage {number}: {text} were saved, {planned} were planned"
         return None
 
-    def end_save(self, datum: SavedStorage, done: bool) -> None:
+    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
         """See `OffloadPolicy`."""
         if not done:
             self.without_room += 1
         if self.unlike is not None:
             return
-        decision = self._course.decisions[datum.number]
-        self._data[datum.number] = weakref.ref(datum)
+        decision = self._course.decisions[saved_storage.number]
+        self._data[saved_storage.number] = weakref.ref(saved_storage)
         if decision.left_by is not None:
-            self._leaving.append((decision.left_by, datum))
+            self._leaving.append((decision.left_by, saved_storage))
         elif decision.action is MemoryAction.COMPRESS:
-            self._packing.append((decision.saved + 1, datum))
+            self._packing.append((decision.saved + 1, saved_storage))
         self._wait_offloaded(decision.saved)
         self._fetch(decision.saved)
         self._note()
 
-    def save_again(self, datum: SavedStorage, tensor: Tensor) -> None:
+    def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
 
-    def begin_use(self, datum: SavedStorage) -> None:
+    def begin_use(self, saved_storage: SavedStorage) -> None:
         """See `OffloadPolicy`."""
         if self._packing:
-            uses = self._uses_of(datum)
+            uses = self._uses_of(saved_storage)
             if uses:
-                self._free_packed(uses[min(datum.uses + 1, len(uses)) - 1])
+                self._free_packed(uses[min(saved_storage.uses + 1, len(uses)) - 1])
 
-    def end_use(self, datum: SavedStorage) -> None:
+    def end_use(self, saved_storage: SavedStorage) -> None:
         """See `OffloadPolicy`."""
-        uses = self._uses_of(datum)
+        uses = self._uses_of(saved_storage)
         if not uses:
             return
-        place = uses[min(datum.uses, len(uses)) - 1]
+        place = uses[min(saved_storage.uses, len(uses)) - 1]
         self._wait_offloaded(place)
         self._fetch(place)
         self._note()
 
-    def _uses_of(self, datum: SavedStorage) -> tuple[int, ...]:
-        """Return when a datum was planned to be used; nothing for one of an earlier step."""
-        known, decisions = self._data.get(datum.number), self._course.decisions
-        if known is None or known() is not datum or datum.number >= len(decisions):
+    def _uses_of(self, saved_storage: SavedStorage) -> tuple[int, ...]:
+        """Return when a saved_storage was planned to be used; nothing for one of an earlier step."""
+        known, decisions = self._data.get(saved_storage.number), self._course.decisions
+        if known is None or known() is not saved_storage or saved_storage.number >= len(decisions):
             return ()
-        return decisions[datum.number].uses
+        return decisions[saved_storage.number].uses
 
-    def take_ownership(self, datum: SavedStorage, tensor: Tensor) -> None:
+    def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
         self._note()
 
@@ -209,9 +209,9 @@ class PlanPolicy:
                 return
             self._wanted.popleft()
             reference = self._data.get(number)
-            datum = reference() if reference is not None else None
-            if datum is not None and not datum.uses:
-                datum.fetch()
+            saved_storage = reference() if reference is not None else None
+            if saved_storage is not None and not saved_storage.uses:
+                saved_storage.fetch()
 
 
 class _Course:

@@ -1,4 +1,4 @@
-"""The planner (Method A, A3): for every datum keep, compress, offload or both, and which modules
+"""The planner (Method A, A3): for every saved_storage keep, compress, offload or both, and which modules
 run again, so that the limits hold and the step takes the least time.
 
 A pure function of the profile. An integer program finds choices that can be carried out; where
@@ -166,9 +166,9 @@ def _improved(
     """Change single choices, or those of two data, while that makes the step faster."""
     inside = _decided(profile, start)
     options = {
-        number: [KEEP, *choices_of(profile, datum, actions)]
-        for number, datum in enumerate(profile.data)
-        if number not in inside and datum.can_leave
+        number: [KEEP, *choices_of(profile, saved_storage, actions)]
+        for number, saved_storage in enumerate(profile.data)
+        if number not in inside and saved_storage.can_leave
     }
     trials = _Trials(profile, start, limits)
     better = True
@@ -223,7 +223,7 @@ def _decided(profile: StepProfile, selection: Selection) -> set[int]:
     """Return the data that are not saved any more."""
     found = {n for index in selection.regions for n in profile.regions[index].data}
     reuses = [profile.reuses[index] for index in selection.reuses]
-    return found | {reuse.datum for reuse in reuses if reuse.at is None}
+    return found | {reuse.saved_storage for reuse in reuses if reuse.at is None}
 
 
 def _neighbours(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -247,20 +247,20 @@ def _written(
     reuses = [profile.reuses[index] for index in selection.reuses]
     decisions = tuple(
         StorageDecision(
-            nbytes=datum.nbytes,
-            dtype=datum.dtype,
-            layer=datum.layer,
+            nbytes=saved_storage.nbytes,
+            dtype=saved_storage.dtype,
+            layer=saved_storage.layer,
             action=selection.choices[number].action,
-            saved=datum.saved,
+            saved=saved_storage.saved,
             tier=selection.choices[number].tier,
             offset=places[number].offset,
-            room=_room(datum, selection.choices[number], places[number]),
+            room=_room(saved_storage, selection.choices[number], places[number]),
             left_by=outcome.left_by[number],
             fetch_at=outcome.fetch_at[number],
-            first_use=datum.uses[0] if datum.uses else None,
-            uses=datum.uses,
+            first_use=saved_storage.uses[0] if saved_storage.uses else None,
+            uses=saved_storage.uses,
         )
-        for number, datum in enumerate(profile.data)
+        for number, saved_storage in enumerate(profile.data)
         if number not in inside
     )
     plan = MemoryPlan(
@@ -285,14 +285,14 @@ def _written(
     return msgspec.structs.replace(plan, notes=tuple(_notes(plan, profile)))
 
 
-def _room(datum: SavedStorageProfile, choice: StorageChoice, place: _Place) -> int:
-    return packed_room(datum) if choice.action is MemoryAction.COMPRESS else place.room
+def _room(saved_storage: SavedStorageProfile, choice: StorageChoice, place: _Place) -> int:
+    return packed_room(saved_storage) if choice.action is MemoryAction.COMPRESS else place.room
 
 
 def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
     notes = []
     base = max(profile.base, default=0)
-    movable = sum(datum.nbytes for datum in profile.data if datum.can_leave)
+    movable = sum(saved_storage.nbytes for saved_storage in profile.data if saved_storage.can_leave)
     if plan.plain_peak - base <= _HELP * plan.plain_peak or not movable:
         notes.append(
             "offload would not help here: at its peak the device holds "
@@ -311,7 +311,7 @@ def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
 def _places(
     profile: StepProfile, choices: Sequence[StorageChoice]
 ) -> tuple[list[_Place], dict[str, int]]:
-    """Return where every datum lies in its tier, and the size of each tier's slab."""
+    """Return where every saved_storage lies in its tier, and the size of each tier's slab."""
     places, sizes = [_Place() for _ in choices], {}
     for link in profile.links:
         mine = [n for n, choice in enumerate(choices) if choice.tier == link.tier]

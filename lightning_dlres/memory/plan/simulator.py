@@ -40,7 +40,7 @@ class Outcome:
         held: bytes of data on the device in every interval.
         resident: bytes of data on the device at every event, with what is saved or fetched there.
         excess: by how many bytes the limits are missed, at the worst moment; 0 if they are met.
-        left_by, fetch_at: events at which a datum must have left, and may be fetched.
+        left_by, fetch_at: events at which a saved_storage must have left, and may be fetched.
         moved: bytes over the links.
         away: most bytes in each tier.
         base: most bytes of all else on the device, in every interval.
@@ -75,8 +75,8 @@ def simulate(
 
     Args:
         profile: the step.
-        choices: for every datum; those of a region that runs again do not count, nor those of a
-            datum in the place of which signs are saved.
+        choices: for every saved_storage; those of a region that runs again do not count, nor those of a
+            saved_storage in the place of which signs are saved.
         limits: what the engine waits for, and what is fetched ahead only if there is room.
         regions: which of the profile's regions run again in backward.
         spare: room for compressed data, over what they took in the profile; 1 predicts what will
@@ -101,9 +101,9 @@ class _Step:
         data, self._events = profile.data, len(profile.seconds) - 1
         self._links = {link.tier: link for link in profile.links}
         self._at: list[tuple[int, bool]] = [(0, False)] * self._events
-        for number, datum in enumerate(data):
-            self._at[datum.saved] = (number, True)
-            for use in datum.uses:
+        for number, saved_storage in enumerate(data):
+            self._at[saved_storage.saved] = (number, True)
+            for use in saved_storage.uses:
                 self._at[use] = (number, False)
         self._again: dict[int, int] = {}
         self._base = list(profile.base)
@@ -143,21 +143,21 @@ class _Step:
         self._freed[first + 1] += region.inputs
 
     def _add_reuse(self, reuse: Reuse) -> None:
-        datum = self._profile.data[reuse.datum]
-        spans = [span for span in relief(datum, reuse) if span[0] <= span[1]]
+        saved_storage = self._profile.data[reuse.saved_storage]
+        spans = [span for span in relief(saved_storage, reuse) if span[0] <= span[1]]
         if reuse.at is None:
             # Nobody asks for it: it goes when others let go of it.
-            self._without.add(reuse.datum)
+            self._without.add(reuse.saved_storage)
             spans = [span for span in spans if span[2] > 0]
         for first, last, nbytes in spans:
             self._taken[first] += nbytes
             self._freed[last] += nbytes
         self._relief += spans
-        place = datum.uses[-1] if reuse.at is None else reuse.at
+        place = saved_storage.uses[-1] if reuse.at is None else reuse.at
         self._wait[place] += reuse.seconds
 
     def _leaves(self, number: int) -> TierLink | None:
-        """Return the link that a datum takes; None where it stays."""
+        """Return the link that a saved_storage takes; None where it stays."""
         choice = self._choices[number]
         if number in self._again or number in self._without or not choice.leaves:
             return None
@@ -170,10 +170,10 @@ class _Step:
         profile, times = self._profile, list(accumulate(self._profile.seconds))
         self._nominal = times
         need: list[tuple[int, int]] = []
-        for number, datum in enumerate(profile.data):
+        for number, saved_storage in enumerate(profile.data):
             link = self._leaves(number)
-            if link is not None and link.overlaps and datum.uses:
-                need.append((datum.uses[0], number))
+            if link is not None and link.overlaps and saved_storage.uses:
+                need.append((saved_storage.uses[0], number))
         need.sort(reverse=True)
         begins, found = inf, []
         for use, number in need:
@@ -227,28 +227,28 @@ class _Step:
         self._excess = max(self._excess, found - limit)
 
     def _save(self, number: int, event: int) -> int:
-        datum, choice = self._profile.data[number], self._choices[number]
+        saved_storage, choice = self._profile.data[number], self._choices[number]
         if number in self._again:
             return self._held
         if number in self._without:
-            self._held += datum.nbytes
-            self._freed[datum.gone] += datum.nbytes
+            self._held += saved_storage.nbytes
+            self._freed[saved_storage.gone] += saved_storage.nbytes
             return self._held
         link = self._leaves(number)
-        self._held += datum.nbytes
+        self._held += saved_storage.nbytes
         most = self._held
         if choice.action in (MemoryAction.COMPRESS, MemoryAction.BOTH):
-            self._time += datum.encode_seconds
+            self._time += saved_storage.encode_seconds
         if choice.action is MemoryAction.COMPRESS:
-            packed = packed_room(datum, self._spare)
+            packed = packed_room(saved_storage, self._spare)
             self._held += packed
             most = self._held
-            self._freed[datum.end + 1] += packed
-            self._freed[datum.gone] += datum.nbytes
+            self._freed[saved_storage.end + 1] += packed
+            self._freed[saved_storage.gone] += saved_storage.nbytes
         elif link is None:
-            self._freed[datum.end + 1] += datum.nbytes
+            self._freed[saved_storage.end + 1] += saved_storage.nbytes
         else:
-            size = away_bytes(datum, choice)
+            size = away_bytes(saved_storage, choice)
             self._moved += size
             if link.overlaps:
                 begins = max(self._time, self._busy[link.tier])
@@ -258,11 +258,11 @@ class _Step:
             else:
                 self._time += link.out_seconds(size)
                 self._left_by[number] = event
-                self._freed[datum.gone] += datum.nbytes
+                self._freed[saved_storage.gone] += saved_storage.nbytes
         return most
 
     def _use(self, number: int, event: int) -> int:
-        datum, choice = self._profile.data[number], self._choices[number]
+        saved_storage, choice = self._profile.data[number], self._choices[number]
         if number in self._again:
             if self._again[number] == event:
                 self._time += self._extra.pop(event)
@@ -275,11 +275,15 @@ class _Step:
             if self._again[number] == event:
                 self._again = {n: (-1 if f == event else f) for n, f in self._again.items()}
             return self._held
-        if number in self._without or choice.action is MemoryAction.KEEP or event != datum.uses[0]:
+        if (
+            number in self._without
+            or choice.action is MemoryAction.KEEP
+            or event != saved_storage.uses[0]
+        ):
             return self._held
         link = self._leaves(number)
         if link is not None:
-            size = away_bytes(datum, choice)
+            size = away_bytes(saved_storage, choice)
             if number in self._arrives:
                 self._time = max(self._time, self._arrives[number])
             else:
@@ -289,19 +293,19 @@ class _Step:
                     self._leave_until(number, event)
                     self._time = max(self._time, self._busy[link.tier])
                     self._fetch_at[number] = event
-                    self._make_room(event, datum.nbytes)
+                    self._make_room(event, saved_storage.nbytes)
                 self._time += link.in_seconds(size)
                 self._busy[link.tier] = self._time
-                self._held += datum.nbytes
+                self._held += saved_storage.nbytes
         else:
-            self._held += datum.nbytes
+            self._held += saved_storage.nbytes
         if choice.action is not MemoryAction.OFFLOAD:
-            self._time += datum.decode_seconds
-        self._freed[datum.end + 1] += datum.nbytes
+            self._time += saved_storage.decode_seconds
+        self._freed[saved_storage.end + 1] += saved_storage.nbytes
         return self._held
 
     def _leave_until(self, number: int, event: int) -> None:
-        """Wait until a datum has left."""
+        """Wait until a saved_storage has left."""
         while any(n == number for n, _ in self._leaving):
             self._wait_for_oldest(event)
 
@@ -309,11 +313,11 @@ class _Step:
         number, done = self._leaving.popleft()
         self._time = max(self._time, done)
         self._left_by[number] = event
-        datum = self._profile.data[number]
-        if datum.gone > event:
-            self._freed[datum.gone] += datum.nbytes
+        saved_storage = self._profile.data[number]
+        if saved_storage.gone > event:
+            self._freed[saved_storage.gone] += saved_storage.nbytes
         else:
-            self._held -= datum.nbytes
+            self._held -= saved_storage.nbytes
 
     def _make_room(self, event: int, nbytes: int) -> None:
         while self._leaving and self._held + nbytes > self._limits.saved:
@@ -330,9 +334,11 @@ class _Step:
         if ahead < self._events:
             number, is_saved = self._at[ahead]
             if is_saved and number not in self._again:
-                datum = self._profile.data[number]
+                saved_storage = self._profile.data[number]
                 packs = self._choices[number].action is MemoryAction.COMPRESS
-                saves = datum.nbytes + (packed_room(datum, self._spare) if packs else 0)
+                saves = saved_storage.nbytes + (
+                    packed_room(saved_storage, self._spare) if packs else 0
+                )
         while self._leaving and (
             self._held + need + self._base[ahead] > self._limits.device
             or self._held + need + saves > self._limits.saved
@@ -343,21 +349,21 @@ class _Step:
         # The next event would be too late.
         while self._wanted and self._wanted[0][1] < self._nominal[event + 1]:
             number, _ = self._wanted[0]
-            datum, link = self._profile.data[number], self._leaves(number)
+            saved_storage, link = self._profile.data[number], self._leaves(number)
             assert link is not None
-            use = datum.uses[0]
-            if datum.saved >= event or any(n == number for n, _ in self._leaving):
+            use = saved_storage.uses[0]
+            if saved_storage.saved >= event or any(n == number for n, _ in self._leaving):
                 return
-            if not self._has_room(event, use, datum.nbytes):
+            if not self._has_room(event, use, saved_storage.nbytes):
                 return
             self._wanted.popleft()
             begins = max(self._time, self._busy[link.tier])
-            size = away_bytes(datum, self._choices[number])
+            size = away_bytes(saved_storage, self._choices[number])
             self._moved += size
             self._arrives[number] = self._busy[link.tier] = begins + link.in_seconds(size)
             self._fetch_at[number] = event
-            self._held += datum.nbytes
-            self._ahead[event + 1 : use + 1] += datum.nbytes
+            self._held += saved_storage.nbytes
+            self._ahead[event + 1 : use + 1] += saved_storage.nbytes
 
     def _has_room(self, event: int, use: int, nbytes: int) -> bool:
         """Return whether what is fetched now has room up to its use, beside all that must be there
@@ -375,13 +381,15 @@ class _Step:
         """Note what is there at least, in every interval and at every event."""
         places = self._events + 3
         held = np.zeros(places)
-        for number, datum in enumerate(self._profile.data):
+        for number, saved_storage in enumerate(self._profile.data):
             if number in self._without:
-                spans = iter([(datum.saved + 1, datum.gone, datum.nbytes)])
+                spans = iter([(saved_storage.saved + 1, saved_storage.gone, saved_storage.nbytes)])
             elif number in self._again:
-                spans = iter([(self._again[number] + 1, datum.end + 1, datum.nbytes)])
+                spans = iter(
+                    [(self._again[number] + 1, saved_storage.end + 1, saved_storage.nbytes)]
+                )
             else:
-                spans = holding(datum, self._choices[number], self._spare)
+                spans = holding(saved_storage, self._choices[number], self._spare)
             for first, last, nbytes in spans:
                 held[first] += nbytes
                 held[last + 1] -= nbytes
@@ -400,15 +408,15 @@ class _Step:
 
     def _away(self) -> dict[str, int]:
         changes: dict[str, list[int]] = {}
-        for number, datum in enumerate(self._profile.data):
+        for number, saved_storage in enumerate(self._profile.data):
             if self._leaves(number) is None:
                 continue
             tier = self._choices[number].tier
             assert tier is not None
             change = changes.setdefault(tier, [0] * (self._events + 2))
-            size = room_for(datum, self._choices[number])
-            change[datum.saved] += size
-            change[datum.end + 1] -= size
+            size = room_for(saved_storage, self._choices[number])
+            change[saved_storage.saved] += size
+            change[saved_storage.end + 1] -= size
         most = {}
         for tier, change in changes.items():
             now = most[tier] = 0

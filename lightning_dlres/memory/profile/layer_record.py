@@ -159,7 +159,7 @@ class LayerRecord:
             self._storage_makers.clear()
 
     def saving(self, tensor: Tensor, number: int) -> tuple[str, str]:
-        """Note a datum; return the module that saves it, and what it is to that."""
+        """Note a saved_storage; return the module that saves it, and what it is to that."""
         reference = storage_reference(tensor)
         self._known[reference] = number
         self.saving_again(tensor, number)
@@ -171,15 +171,15 @@ class LayerRecord:
         return call.name, role
 
     def saving_again(self, tensor: Tensor, number: int) -> None:
-        """Note that another tensor over the same datum is saved."""
+        """Note that another tensor over the same saved_storage is saved."""
         if self._readers is not None:
             self._readers.note(self._open[-1].name if self._open else "", tensor, number)
 
     def with_roles(self, data: Sequence[SavedStorageProfile]) -> tuple[SavedStorageProfile, ...]:
         """Return the data with what is known only once their module has returned."""
         return tuple(
-            msgspec.structs.replace(datum, role=self._roles.get(number, datum.role))
-            for number, datum in enumerate(data)
+            msgspec.structs.replace(saved_storage, role=self._roles.get(number, saved_storage.role))
+            for number, saved_storage in enumerate(data)
         )
 
     def _entering(self, name: str) -> Callable[..., None]:
@@ -330,11 +330,11 @@ class LayerRecord:
             module = calls[0].module
             if any(True for _ in module.children()):
                 continue
-            own = [datum for datum in data if datum.layer == name]
+            own = [saved_storage for saved_storage in data if saved_storage.layer == name]
             parameters = list(module.parameters(recurse=False))
             sizes = [p.numel() * p.element_size() for p in parameters]
             trained = [s for p, s in zip(parameters, sizes, strict=True) if p.requires_grad]
-            roles = {datum.role for datum in own if datum.uses}
+            roles = {saved_storage.role for saved_storage in own if saved_storage.uses}
             found.append(
                 Layer(
                     name=name,
@@ -342,7 +342,7 @@ class LayerRecord:
                     parameters=sum(sizes),
                     gradients=sum(trained),
                     history=sum(self._history(p) for p in parameters),
-                    maps=sum(datum.nbytes for datum in own),
+                    maps=sum(saved_storage.nbytes for saved_storage in own),
                     map_gradients=sum(call.output_bytes for call in calls),
                     workspace=max(call.workspace(trace) for call in calls),
                     needs=tuple(sorted(roles)),

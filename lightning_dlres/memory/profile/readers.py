@@ -1,4 +1,4 @@
-"""Which modules save which datum, and which of them could do with less memory: the part of a
+"""Which modules save which saved_storage, and which of them could do with less memory: the part of a
 profile that reuse needs (Method A, A6)."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Who saves a datum, and whether it is its input."""
+    """Who saves a saved_storage, and whether it is its input."""
 
     name: str
     is_input: bool
@@ -69,7 +69,7 @@ class Readers:
         )
 
     def note(self, name: str, tensor: Tensor, number: int) -> None:
-        """Note that a module saves a tensor over a datum."""
+        """Note that a module saves a tensor over a saved_storage."""
         call = self._calls.get(name)
         is_input = False
         if call is not None and call.reference is not None:
@@ -85,29 +85,34 @@ class Readers:
             data: of the step.
             rate: bytes a second that the device copies.
         """
-        for number, datum in enumerate(data):
+        for number, saved_storage in enumerate(data):
             readers = self._of.get(number, [])
-            if not datum.uses or len(readers) != len(datum.uses):
+            if not saved_storage.uses or len(readers) != len(saved_storage.uses):
                 continue
             relu, rest = self._relu(readers)
             names: list[str] = []
             copies, signs = 0.0, 0
             if relu is not None:
                 names, copies = [relu], _SIGNS_COPIES
-                signs = -(-datum.nbytes // _item(datum) // 8)
+                signs = -(-saved_storage.nbytes // _item(saved_storage) // 8)
             if not rest:
-                if datum.gone < datum.uses[0]:
-                    yield _reuse(names, number, datum, None, 0, signs, copies / rate)
+                if saved_storage.gone < saved_storage.uses[0]:
+                    yield _reuse(names, number, saved_storage, None, 0, signs, copies / rate)
                 continue
             # Backward goes the other way: who saved first reads last.
-            at = datum.uses[len(rest) - 1]
+            at = saved_storage.uses[len(rest) - 1]
             last = self._usable(rest[0])
-            if last is None or last.is_relu or last.nbytes != datum.nbytes or datum.gone > at:
+            if (
+                last is None
+                or last.is_relu
+                or last.nbytes != saved_storage.nbytes
+                or saved_storage.gone > at
+            ):
                 continue
             if last.spare > signs:
                 names.append(rest[0].name)
                 copies += last.copies
-                yield _reuse(names, number, datum, at, last.spare, signs, copies / rate)
+                yield _reuse(names, number, saved_storage, at, last.spare, signs, copies / rate)
 
     def _relu(self, readers: list[_Reader]) -> tuple[str | None, list[_Reader]]:
         """Return the ReLU that could save signs, and who else reads."""
@@ -125,7 +130,7 @@ class Readers:
 def _reuse(
     names: list[str],
     number: int,
-    datum: SavedStorageProfile,
+    saved_storage: SavedStorageProfile,
     at: int | None,
     nbytes: int,
     signs: int,
@@ -133,14 +138,14 @@ def _reuse(
 ) -> Reuse:
     return Reuse(
         layers=tuple(names),
-        datum=number,
+        saved_storage=number,
         at=at,
         nbytes=nbytes,
         signs=signs,
-        seconds=seconds * datum.nbytes,
+        seconds=seconds * saved_storage.nbytes,
     )
 
 
-def _item(datum: SavedStorageProfile) -> int:
-    dtype: torch.dtype = getattr(torch, datum.dtype)
+def _item(saved_storage: SavedStorageProfile) -> int:
+    dtype: torch.dtype = getattr(torch, saved_storage.dtype)
     return dtype.itemsize

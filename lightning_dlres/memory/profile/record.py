@@ -31,7 +31,7 @@ _ZERO_VALUE = ZeroValue()
 
 @dataclass(eq=False)
 class _Noted:
-    """What is known of a datum."""
+    """What is known of a saved_storage."""
 
     tensor_dtype: torch.dtype
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class ProfilingPolicy:
 
     @property
     def usual_bytes(self) -> int:
-        """Return the size of a datum, half of all bytes being in smaller ones."""
+        """Return the size of a saved_storage, half of all bytes being in smaller ones."""
         sizes = sorted(noted.nbytes for noted in self._data)
         half, below = sum(sizes) / 2, 0
         for size in sizes:
@@ -186,7 +186,7 @@ class ProfilingPolicy:
         )
 
     def _base(self, trace: MemoryTrace, place: int) -> int:
-        """Return the most bytes beside data in an interval. A datum that ends in it counts to its
+        """Return the most bytes beside data in an interval. A saved_storage that ends in it counts to its
         end as if it were there: less may be beside it before than after."""
         began, ended, held = self._intervals[place]
         most, released = 0, 0
@@ -226,38 +226,38 @@ class ProfilingPolicy:
         weakref.finalize(storage, self._gone, noted).atexit = False
         return Placement(MemoryAction.OFFLOAD, self._tier)
 
-    def end_save(self, datum: SavedStorage, done: bool) -> None:
+    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
         """See `OffloadPolicy`."""
         noted = self._data[-1]
-        self._of[datum] = noted
-        weakref.finalize(datum, self._ended, noted).atexit = False
+        self._of[saved_storage] = noted
+        weakref.finalize(saved_storage, self._ended, noted).atexit = False
         self._resume()
 
-    def save_again(self, datum: SavedStorage, tensor: Tensor) -> None:
+    def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
         self._marks += 1
-        noted = self._of.get(datum)
+        noted = self._of.get(saved_storage)
         if noted is not None:
             noted.last_mark = self._marks
         if self._layers is not None:
-            self._layers.saving_again(tensor, datum.number)
+            self._layers.saving_again(tensor, saved_storage.number)
 
-    def begin_use(self, datum: SavedStorage) -> None:
+    def begin_use(self, saved_storage: SavedStorage) -> None:
         """See `OffloadPolicy`."""
         if self._is_open:
             self._enter()
-            noted = self._of.get(datum)
+            noted = self._of.get(saved_storage)
             if noted is not None:
                 noted.uses.append(len(self._seconds) - 1)
 
-    def end_use(self, datum: SavedStorage) -> None:
+    def end_use(self, saved_storage: SavedStorage) -> None:
         """See `OffloadPolicy`."""
         if self._is_open:
             self._resume()
 
-    def take_ownership(self, datum: SavedStorage, tensor: Tensor) -> None:
+    def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
-        noted = self._of.get(datum)
+        noted = self._of.get(saved_storage)
         if noted is not None:
             noted.given_up = tensor.data_ptr()
 
@@ -294,10 +294,10 @@ class ProfilingPolicy:
                 mark = self._meter.mark(ours=False)
                 self._ends.setdefault(self.place, []).append((mark, noted.nbytes))
                 if noted.given_up is not None:
-                    # A datum up to here, something that others hold from here on.
+                    # A saved_storage up to here, something that others hold from here on.
                     self._meter.hand_over(mark, noted.given_up)
             elif noted.gone is None:
-                # From now on it is no datum, but something that others hold.
+                # From now on it is no saved_storage, but something that others hold.
                 self._lingering -= noted.nbytes
                 noted.is_counted = False
 

@@ -1,6 +1,6 @@
 """What one training step keeps in memory, as measured (Method A, A1): the planner's input.
 
-A step is a row of events: a datum is saved, or used. Interval `p` is the time before event `p`, and
+A step is a row of events: a saved_storage is saved, or used. Interval `p` is the time before event `p`, and
 the last interval is the one after the last event, up to the end of the step.
 """
 
@@ -96,12 +96,12 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """Modules that can do with less memory for one datum (Method A, A6): one that writes its
-    input's gradient into the datum's memory, or a ReLU that saves signs in its place, or both.
+    """Modules that can do with less memory for one saved_storage (Method A, A6): one that writes its
+    input's gradient into the saved_storage's memory, or a ReLU that saves signs in its place, or both.
 
     Attributes:
         layers: their names, in the order in which they run.
-        datum: which.
+        saved_storage: which.
         at: event at which its last reader asks for it; None: with the signs, nobody does.
         nbytes: of the input's gradient that need no other memory then.
         signs: bytes of the signs that are saved.
@@ -109,7 +109,7 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     layers: tuple[str, ...]
-    datum: int
+    saved_storage: int
     at: int | None
     nbytes: int = 0
     signs: int = 0
@@ -164,19 +164,27 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         events = len(self.seconds) - 1
-        taken = sorted(e for datum in self.data for e in (datum.saved, *datum.uses))
+        taken = sorted(
+            e for saved_storage in self.data for e in (saved_storage.saved, *saved_storage.uses)
+        )
         if len(self.base) != events + 1 or taken != list(range(events)):
             raise ConfigError(
                 f"a profile of a step: got {len(self.base)} intervals and {len(taken)} events, "
                 f"expected {events + 1} and {events}. Profile again."
             )
-        for number, datum in enumerate(self.data):
-            ordered = datum.saved < datum.gone <= events and list(datum.uses) == sorted(datum.uses)
-            if not (ordered and datum.saved <= datum.end <= events) or (
-                datum.uses and not datum.saved < datum.uses[0] <= datum.uses[-1] <= datum.end
+        for number, saved_storage in enumerate(self.data):
+            ordered = saved_storage.saved < saved_storage.gone <= events and list(
+                saved_storage.uses
+            ) == sorted(saved_storage.uses)
+            if not (ordered and saved_storage.saved <= saved_storage.end <= events) or (
+                saved_storage.uses
+                and not saved_storage.saved
+                < saved_storage.uses[0]
+                <= saved_storage.uses[-1]
+                <= saved_storage.end
             ):
                 raise ConfigError(
-                    f"datum {number} of a profile: got {datum}, expected it to be saved before it "
+                    f"saved_storage {number} of a profile: got {saved_storage}, expected it to be saved before it "
                     "is used. Profile again."
                 )
 
@@ -184,9 +192,9 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     def saved_bytes(self) -> int:
         """Return the most bytes of data that there are at a time, if all are kept."""
         change = [0] * (len(self.seconds) + 1)
-        for datum in self.data:
-            change[datum.saved] += datum.nbytes
-            change[datum.end + 1] -= datum.nbytes
+        for saved_storage in self.data:
+            change[saved_storage.saved] += saved_storage.nbytes
+            change[saved_storage.end + 1] -= saved_storage.nbytes
         most = now = 0
         for step in change:
             now += step

@@ -161,8 +161,8 @@ def datum_of(tensor: Tensor, ledger: ByteCounter) -> SavedStorage:
     return SavedStorage(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
 
 
-def restored(datum: SavedStorage, tensor: Tensor) -> Tensor:
-    return datum.tensor_for(datum.read_by(tensor, datum.storage)).clone()
+def restored(saved_storage: SavedStorage, tensor: Tensor) -> Tensor:
+    return saved_storage.tensor_for(saved_storage.read_by(tensor, saved_storage.storage)).clone()
 
 
 def test_compressed_data_hold_what_is_planned_and_are_counted_late(gpu: FakeGpu) -> None:
@@ -170,20 +170,20 @@ def test_compressed_data_hold_what_is_planned_and_are_counted_late(gpu: FakeGpu)
     with LiveBytes() as live:
         tensor = sparse()
         expected, room = tensor.clone().numpy(), int(ZeroValue().encode(tensor).nbytes * 1.1)
-        datum = datum_of(tensor, ledger)
-        assert datum.place(Placement(MemoryAction.COMPRESS, room=room, gpu=gpu))
+        saved_storage = datum_of(tensor, ledger)
+        assert saved_storage.place(Placement(MemoryAction.COMPRESS, room=room, gpu=gpu))
         # The host goes on, and the original is there until the count is.
         assert gpu.reads == 0
         gc.collect()
         before = live.now
-        reader = datum.read_by(tensor, datum.storage)
+        reader = saved_storage.read_by(tensor, saved_storage.storage)
         del tensor
-        datum.wait_offloaded()
+        saved_storage.wait_offloaded()
         assert gpu.reads == 1
         gc.collect()
         assert before - live.now == expected.nbytes
         assert room <= ledger.now < room + 8
-        assert (datum.tensor_for(reader).numpy() == expected).all()
+        assert (saved_storage.tensor_for(reader).numpy() == expected).all()
 
 
 @pytest.mark.parametrize("action", [MemoryAction.COMPRESS, MemoryAction.BOTH])
@@ -195,15 +195,15 @@ def test_data_that_take_more_than_planned_are_whole(
     room = ZeroValue().encode(tensor).nbytes - 64
     tier = SlabTier(tensor.nbytes * 2 if has_room else aligned(room + 8), None, pinned=True)
     copies = StreamCopies(gpu)
-    datum = datum_of(tensor, ledger)
-    assert datum.place(Placement(action, tier, None, copies, room, gpu))
-    datum.wait_offloaded()
-    assert datum.is_away == has_room
+    saved_storage = datum_of(tensor, ledger)
+    assert saved_storage.place(Placement(action, tier, None, copies, room, gpu))
+    saved_storage.wait_offloaded()
+    assert saved_storage.is_away == has_room
     assert ledger.now == (0 if has_room else tensor.nbytes)
     expected = tensor.clone()
     backward = gpu.streams[2]
     assert backward.issued == 0
-    assert torch.equal(restored(datum, tensor), expected)
+    assert torch.equal(restored(saved_storage, tensor), expected)
     assert (backward.issued > 0) == has_room
     copies.finish()
 

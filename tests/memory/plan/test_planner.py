@@ -105,7 +105,7 @@ def test_what_is_fetched_waits_for_what_is_leaving() -> None:
 
 
 def datum_end(profile: StepProfile, saved: int) -> int:
-    return next(datum.end for datum in profile.data if datum.saved == saved)
+    return next(saved_storage.end for saved_storage in profile.data if saved_storage.saved == saved)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -120,7 +120,7 @@ def test_the_smallest_budget_is_the_smallest(seed: int) -> None:
 
 
 def test_a_step_whose_copies_are_hidden() -> None:
-    # 10 MiB take 10.5 ms, and a layer 20: every copy is done before the next datum is saved.
+    # 10 MiB take 10.5 ms, and a layer 20: every copy is done before the next saved_storage is saved.
     profile = stack([10] * 5, seconds=0.02)
     outcome = simulate(profile, [OFFLOAD] * 3 + [KEEP] * 2)
     assert outcome.seconds == pytest.approx(0.02 * 11)
@@ -134,7 +134,7 @@ def test_a_step_whose_copies_are_hidden() -> None:
 def test_one_link_carries_both_directions() -> None:
     profile = stack([20] * 4, seconds=0.01)
     everything = simulate(profile, [OFFLOAD] * 4)
-    # The link has 160 MiB to move, 168 ms of work; the first datum comes 10 ms after the start.
+    # The link has 160 MiB to move, 168 ms of work; the first saved_storage comes 10 ms after the start.
     # Eight intervals of 10 ms are no cover for that.
     assert everything.seconds >= 0.01 + 160 * MIB / 1e9
     apart = stack([20] * 4, seconds=0.01, overlaps=False)
