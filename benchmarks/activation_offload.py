@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.command import flags
-from benchmarks.report import Check, at_most, conclude, table
+from benchmarks.support.command import flags
+from benchmarks.support.report import Check, at_most, conclude, table
 from benchmarks.zvc import versions
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.options import ACTIONS, MemoryOptions

@@ -6,7 +6,7 @@
 Both sides train the same model on the same hosts and take turns of a few steps, so that whatever
 else the machine does hits both; figures are medians over neighbouring turns. Both are started anew
 several times, since processes that do the same differ by some percent. Needs root (see
-benchmarks/testbed.py).
+benchmarks/support/testbed.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from benchmarks.command import Figures, conclude_on_testbed, flags
-from benchmarks.hetero_pipeline_matrix import matrix
-from benchmarks.hetero_pipeline_sides import (
+from benchmarks.support.command import Figures, conclude_on_testbed, flags
+from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.hetero_pipeline_contenders import (
     OURS,
     PEER,
     QUICK,
@@ -36,9 +36,9 @@ from benchmarks.hetero_pipeline_sides import (
     set_shares,
     shown,
 )
-from benchmarks.preloaded import Preloaded
-from benchmarks.report import at_least, at_most, table
-from benchmarks.testbed import Host, Testbed
+from benchmarks.support.hetero_pipeline_matrix import matrix
+from benchmarks.support.report import at_least, at_most, table
+from benchmarks.support.testbed import Host, Testbed
 
 NAME = "hetero_pipeline"
 T = TypeVar("T")

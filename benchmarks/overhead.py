@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.activation_offload import Block
-from benchmarks.command import flags
-from benchmarks.report import Check, at_least, at_most, conclude, table
-from benchmarks.step_turns import Switch, step_seconds
+from benchmarks.support.command import flags
+from benchmarks.support.report import Check, at_least, at_most, conclude, table
+from benchmarks.support.step_turns import Switch, step_seconds
 from benchmarks.zvc import versions
 from lightning_dlres import ActivationOffload, PrefetchCacheDataModule
 from lightning_dlres.prefetch.cache.samples import Sample

@@ -19,8 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.command import flags
-from benchmarks.report import at_most, conclude, table
+from benchmarks.support.command import flags
+from benchmarks.support.report import at_most, conclude, table
 
 NAME = "pipeline_memory"
 TARGET = 0.05
@@ -67,7 +67,7 @@ def measure(cases: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Train with the options of the strategy of each case; return what each stage reports."""
     with TemporaryDirectory() as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.pipeline_memory_rank", out, json.dumps(cases)],
+            [sys.executable, "-m", f"{__package__}.support.pipeline_memory_rank", out, json.dumps(cases)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

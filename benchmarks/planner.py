@@ -15,8 +15,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.command import flags
-from benchmarks.report import at_most, conclude, table
+from benchmarks.support.command import flags
+from benchmarks.support.report import at_most, conclude, table
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
 from lightning_dlres.pipeline.plan.planner import PlannerResult, decide, start_order, start_split
 from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of

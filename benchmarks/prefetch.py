@@ -8,7 +8,7 @@ The standard library's source files, several times over, are samples. Each stora
 of 200 Mbit/s and answers a request after 5 ms, a few at a time; the trainer's link is not shaped.
 All contenders read from the same storage nodes: LitData and Mosaic the shards that their own
 writers have made, without compression, everybody else the samples. Needs root (see
-benchmarks/testbed.py), and the peers: `make bench NAME=prefetch` installs them apart.
+benchmarks/support/testbed.py), and the peers: `make bench NAME=prefetch` installs them apart.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import Figures, conclude_on_testbed, flags
-from benchmarks.report import at_least, at_most, table
-from benchmarks.testbed import Command, Host, HostError, Testbed
+from benchmarks.support.command import Figures, conclude_on_testbed, flags
+from benchmarks.support.report import at_least, at_most, table
+from benchmarks.support.testbed import Command, Host, HostError, Testbed
 
 NAME = "prefetch"
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,7 @@ def compare(settings: Settings) -> Figures:
         _call(
             [
                 PEERS,
-                ROOT / "benchmarks/prefetch_peers.py",
+                ROOT / "benchmarks/support/prefetch_peers.py",
                 "write",
                 work / "shards",
                 work / "files" / "0",
@@ -129,7 +129,7 @@ def _measure(
     swept = _sweep(bed, work, settings, run)
     best = max(swept, key=lambda name: swept[name][0])
     with _serving(bed, work / "files", settings) as endpoints:
-        side = [sys.executable, "-m", "benchmarks.prefetch_ours"]
+        side = [sys.executable, "-m", "benchmarks.support.prefetch_ours"]
         files = ["--endpoints", endpoints, *common]
         for workers in (2, 8):
             run(f"DataLoader, {workers} workers", [*side, "plain", *files, "--workers", workers])
@@ -146,7 +146,7 @@ def _measure(
             ours[ours.index("--endpoints") + 1] = endpoints
             run("ours", ours)
             run("ours, demand 80 %", [*ours, "--pace", 0.8 * bound])
-    many = _run(bed, [sys.executable, "-m", "benchmarks.prefetch_ours", "index"])
+    many = _run(bed, [sys.executable, "-m", "benchmarks.support.prefetch_ours", "index"])
     checks, raw = _figures(runs, best, bound, settings)
     checks["seconds for the index of 10 million"] = at_most(many["index_seconds"], 5.0)
     checks["management bytes per sample"] = at_most(many["bytes_per_sample"], 64.0)
@@ -167,7 +167,7 @@ def _sweep(bed: Testbed, work: Path, settings: Settings, run: Any) -> dict[str, 
                     name = f"{peer}, {size >> 20} MiB, {workers} workers, {ahead} shards ahead"
                     argv = [
                         PEERS,
-                        ROOT / "benchmarks/prefetch_peers.py",
+                        ROOT / "benchmarks/support/prefetch_peers.py",
                         "read",
                         peer,
                         "--workers",

@@ -6,7 +6,7 @@
 Two hosts of unlike speed with as many layers each: the fast one waits for gradients, and recomputes
 all of its layers meanwhile. The same processes train both ways: the steps of two groups of
 processes with one and the same plan were seen to differ by 14 %. Needs root (see
-benchmarks/testbed.py).
+benchmarks/support/testbed.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import asdict
 
 import msgspec
 
-from benchmarks.command import FairnessError, Figures, conclude_on_testbed, flags
 from benchmarks.hetero_pipeline import noise_of
-from benchmarks.hetero_pipeline_sides import (
+from benchmarks.support.command import FairnessError, Figures, conclude_on_testbed, flags
+from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.hetero_pipeline_contenders import (
     OURS,
     QUICK,
     Ours,
@@ -28,9 +29,8 @@ from benchmarks.hetero_pipeline_sides import (
     set_shares,
     shown,
 )
-from benchmarks.preloaded import Preloaded
-from benchmarks.report import at_most
-from benchmarks.testbed import Host, Testbed
+from benchmarks.support.report import at_most
+from benchmarks.support.testbed import Host, Testbed
 from lightning_dlres import PipelinePlan
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 from lightning_dlres.pipeline.plan.plan import even_split

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.command import flags
-from benchmarks.report import Check, at_least, at_most, conclude, table
+from benchmarks.support.command import flags
+from benchmarks.support.report import Check, at_least, at_most, conclude, table
 from lightning_dlres import codecs
 from lightning_dlres.codecs import ZeroValue
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command, hetero_pipeline
+from benchmarks import hetero_pipeline
 from benchmarks.hetero_pipeline import bound_on_ratio, noise_of
-from benchmarks.testbed import reason_unavailable
+from benchmarks.support import command
+from benchmarks.support.testbed import reason_unavailable
 
 
 def test_the_bound_is_slowest_stage_and_fill() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.preloaded import Preloaded
-from benchmarks.ranks import Ranks
-from benchmarks.talk import Talk
-from benchmarks.testbed import Host, HostError, Testbed, reason_unavailable
+from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.ranks import Ranks
+from benchmarks.support.rpc import Talk
+from benchmarks.support.testbed import Host, HostError, Testbed, reason_unavailable
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.root

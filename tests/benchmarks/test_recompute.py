@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import recompute
-from benchmarks.testbed import reason_unavailable
+from benchmarks.support.testbed import reason_unavailable
 
 
 @pytest.mark.root

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import testbed
-from benchmarks.testbed import (
+from benchmarks.support import testbed
+from benchmarks.support.testbed import (
     Command,
     Host,
     HostError,
@@ -65,7 +65,7 @@ print(count, peer[0])
 FAMILY = ("sh", "-c", "setsid sleep 1000 & exec sleep 1000")
 SCRIPT = """
 import signal
-from benchmarks.testbed import Host, Testbed
+from benchmarks.support.testbed import Host, Testbed
 
 with Testbed([Host(share=0.5, rate="100mbit"), Host()]) as bed:
     for host in range(2):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from benchmarks.talk import Talk
+from benchmarks.support.rpc import Talk
 from lightning_dlres.pipeline.profile.layer_times import ComputeClock, measure_layers
 
 

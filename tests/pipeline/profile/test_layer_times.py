@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.preloaded import Preloaded
-from benchmarks.ranks import Ranks, limit
-from benchmarks.testbed import Host, Testbed, reason_unavailable
+from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.ranks import Ranks, limit
+from benchmarks.support.testbed import Host, Testbed, reason_unavailable
 from lightning_dlres.pipeline.profile import layer_times as layers
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, measure_layers
 from tests.support import throttled_process as throttled

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.nodes import Batcher, Loader, ParallelMapper, SamplerWrapper
 
-from benchmarks.one_by_one import OneByOne
+from benchmarks.support.unbatched_client import OneByOne
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.options import host_config

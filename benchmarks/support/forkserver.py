@@ -27,10 +27,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from benchmarks.talk import Talk
-from benchmarks.testbed import HostError, HostTimeoutError, Testbed
+from benchmarks.support.rpc import Talk
+from benchmarks.support.testbed import HostError, HostTimeoutError, Testbed
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _ORDER_BYTES, _STREAMS = 1 << 16, 3
 _START_SECONDS = 120.0
 # Where `ip netns` keeps them, and Linux's number of this kind of namespace.
@@ -96,7 +96,9 @@ class Preloaded:
         ours, theirs = socket.socketpair()
         ours.settimeout(_START_SECONDS)
         # Without the collector, which takes a fifth of the time of these imports.
-        program = "import gc; gc.disable(); from benchmarks.preloaded import serve; serve()"
+        program = (
+            "import gc; gc.disable(); from benchmarks.support.forkserver import serve; serve()"
+        )
         self._bed.popen(
             host,
             [sys.executable, "-c", program, str(theirs.fileno()), *modules],

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.hetero_pipeline_model import (
+from benchmarks.support.hetero_pipeline_model import (
     loss_of,
     make_loader,
     make_net,
     make_optimizer,
     task_of,
 )
-from benchmarks.talk import Answer, Talk
+from benchmarks.support.rpc import Answer, Talk
 
 
 class Setting:

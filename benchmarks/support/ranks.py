@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from tempfile import TemporaryFile
 
-from benchmarks.preloaded import Preloaded
-from benchmarks.talk import Answer
-from benchmarks.testbed import MIN_QUOTA_US, PERIOD_US, HostError, HostTimeoutError, Machine
+from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.rpc import Answer
+from benchmarks.support.testbed import MIN_QUOTA_US, PERIOD_US, HostError, HostTimeoutError, Machine
 
 _STDERR_LINES = 20
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from benchmarks.command import FairnessError
-from benchmarks.preloaded import Preloaded
-from benchmarks.ranks import Ranks, limit
-from benchmarks.testbed import Testbed
+from benchmarks.support.command import FairnessError
+from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.ranks import Ranks, limit
+from benchmarks.support.testbed import Testbed
 
-OURS, PEER = "benchmarks.hetero_pipeline_ours", "benchmarks.hetero_pipeline_peer"
+OURS, PEER = "benchmarks.support.hetero_pipeline_ours", "benchmarks.support.hetero_pipeline_peer"
 _PLAN_SECONDS = 60.0
 _LOSS_TOLERANCE = 1e-3  # float32 sums in another order, over some steps
 

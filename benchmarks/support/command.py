@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.report import Check, conclude
-from benchmarks.testbed import HostError, UnavailableError, reason_unavailable
+from benchmarks.support.report import Check, conclude
+from benchmarks.support.testbed import HostError, UnavailableError, reason_unavailable
 
 Figures = tuple[dict[str, Check], dict[str, Any]]
 

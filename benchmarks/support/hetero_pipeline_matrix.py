@@ -6,11 +6,18 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.command import Figures
-from benchmarks.hetero_pipeline_sides import OURS, Ours, Settings, cores, set_shares, shown
-from benchmarks.preloaded import Preloaded
-from benchmarks.report import at_most, table
-from benchmarks.testbed import Host, Testbed
+from benchmarks.support.command import Figures
+from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.hetero_pipeline_contenders import (
+    OURS,
+    Ours,
+    Settings,
+    cores,
+    set_shares,
+    shown,
+)
+from benchmarks.support.report import at_most, table
+from benchmarks.support.testbed import Host, Testbed
 
 SHARES = ((1.0, 0.5), (1.0, 0.25), (1.0, 0.5, 0.25))
 RATES = (None, "500mbit")

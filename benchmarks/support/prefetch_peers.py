@@ -20,7 +20,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # The storage client without the rest of the package, which this environment does not have.
 _package = types.ModuleType("lightning_dlres")
@@ -28,7 +28,7 @@ _package.__path__ = [str(ROOT / "lightning_dlres")]
 sys.modules["lightning_dlres"] = _package
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.one_by_one import OneByOne  # noqa: E402
+from benchmarks.support.unbatched_client import OneByOne  # noqa: E402
 
 LITDATA, MOSAIC = "litdata", "mosaic"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.hetero_pipeline_model import (
+from benchmarks.support.hetero_pipeline_model import (
     Task,
     loss_of,
     make_loader,
@@ -19,7 +19,7 @@ from benchmarks.hetero_pipeline_model import (
     parameter_bytes,
     task_of,
 )
-from benchmarks.talk import Answer, Talk
+from benchmarks.support.rpc import Answer, Talk
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
 
 

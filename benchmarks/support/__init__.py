@@ -1,0 +1,1 @@
+"""Shared parts of the benchmarks: testbed of hosts, ranks, contenders and reports."""
