@@ -21,7 +21,6 @@ from itertools import chain
 from typing import TypeVar
 
 from benchmarks.support.command import Figures, conclude_on_testbed, flags
-from benchmarks.support.forkserver import Preloaded
 from benchmarks.support.hetero_pipeline_contenders import (
     OURS,
     PEER,
@@ -37,6 +36,7 @@ from benchmarks.support.hetero_pipeline_contenders import (
     shown,
 )
 from benchmarks.support.hetero_pipeline_matrix import matrix
+from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.report import at_least, at_most, table
 from benchmarks.support.testbed import Host, Testbed
 
@@ -154,7 +154,7 @@ class Starters:
         self._same = None if anew else self._make()
 
     @contextmanager
-    def on(self, shares: Sequence[float]) -> Iterator[Preloaded]:
+    def on(self, shares: Sequence[float]) -> Iterator[RankStarter]:
         """Give the hosts these shares, once all that is needed is imported."""
         set_shares(self._bed, ())
         hosts = self._same or self._make()
@@ -163,11 +163,11 @@ class Starters:
         if hosts is not self._same:
             hosts.close()
 
-    def _make(self) -> Preloaded:
-        return Preloaded(self._bed, 2, [OURS, PEER])
+    def _make(self) -> RankStarter:
+        return RankStarter(self._bed, [OURS, PEER])
 
 
-def planned(hosts: Preloaded, count: int, settings: Settings) -> tuple[Plan, float]:
+def planned(hosts: RankStarter, count: int, settings: Settings) -> tuple[Plan, float]:
     """Plan, and run the first steps; return the plan, and the median step right after it."""
     ours = Ours(hosts, 2, settings)
     plan = ours.start(count, [settings.first, 1 + settings.promised])
@@ -233,7 +233,7 @@ def _order(sides: Sequence[T], number: int) -> Iterable[T]:
     return sides if number % 2 == 0 else reversed(sides)
 
 
-def sweep(hosts: Preloaded, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
+def sweep(hosts: RankStarter, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
     """Try the peer's settings with an even split; return its step times, and the better number of
     threads for the comparison."""
     peer, split = Peer(hosts, 2, settings), even_split(plan)

@@ -67,7 +67,13 @@ def measure(cases: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Train with the options of the strategy of each case; return what each stage reports."""
     with TemporaryDirectory() as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.support.pipeline_memory_rank", out, json.dumps(cases)],
+            [
+                sys.executable,
+                "-m",
+                f"{__package__}.support.pipeline_memory_rank",
+                out,
+                json.dumps(cases),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

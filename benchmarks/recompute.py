@@ -19,7 +19,6 @@ import msgspec
 
 from benchmarks.hetero_pipeline import noise_of
 from benchmarks.support.command import FairnessError, Figures, conclude_on_testbed, flags
-from benchmarks.support.forkserver import Preloaded
 from benchmarks.support.hetero_pipeline_contenders import (
     OURS,
     QUICK,
@@ -29,6 +28,7 @@ from benchmarks.support.hetero_pipeline_contenders import (
     set_shares,
     shown,
 )
+from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.report import at_most
 from benchmarks.support.testbed import Host, Testbed
 from lightning_dlres import PipelinePlan
@@ -49,7 +49,7 @@ def compare(settings: Settings) -> Figures:
     """Train with and without recomputation in turns."""
     count = settings.microbatches
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
-        ours = Ours(Preloaded(bed, 2, [OURS]), 2, settings)
+        ours = Ours(RankStarter(bed, [OURS]), 2, settings)
         set_shares(bed, SHARES)
         kept, recomputed = plans(ours.start(count, [settings.first]).json)
         ours.turn()

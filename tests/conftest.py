@@ -21,8 +21,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.examples import examples
-from tests.support.forkserver import ADDRESSES
-from tests.support.rank_pool import NURSERIES, RankPool, python_environ, start_nursery
+from tests.support.rank_pool import (
+    ADDRESSES,
+    FORK_SERVERS,
+    RankPool,
+    python_environ,
+    start_forkserver,
+)
 from tests.support.scripts import (
     SCRIPT_SECONDS,
     RunScript,
@@ -55,22 +60,22 @@ def pytest_configure(config: pytest.Config) -> None:
     asked."""
     told = getattr(config, "workerinput", None)
     if told is not None:
-        config.stash[ADDRESSES] = list(map(Path, told["nurseries"]))
+        config.stash[ADDRESSES] = list(map(Path, told["fork_servers"]))
         return
     # Not below the test's own directories: a socket's path must be short.
     directory = tempfile.TemporaryDirectory(prefix="dlres-tests-")
     config.add_cleanup(directory.cleanup)
     config.stash[ADDRESSES] = []
-    for number in range(NURSERIES):
-        nursery = start_nursery(Path(directory.name, str(number)))
-        config.add_cleanup(nursery.close)
-        config.stash[ADDRESSES].append(nursery.address)
+    for number in range(FORK_SERVERS):
+        fork_server = start_forkserver(Path(directory.name, str(number)))
+        config.add_cleanup(fork_server.close)
+        config.stash[ADDRESSES].append(fork_server.address)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of xdist where they are."""
-    node.workerinput["nurseries"] = list(map(str, node.config.stash[ADDRESSES]))
+    node.workerinput["fork_servers"] = list(map(str, node.config.stash[ADDRESSES]))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -114,7 +119,7 @@ def pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RankPool]:
     """The session's rank processes, which start when they are asked for."""
-    ranks = RankPool(tmp_path_factory.mktemp("ranks"), nurseries=request.config.stash[ADDRESSES])
+    ranks = RankPool(tmp_path_factory.mktemp("ranks"), fork_servers=request.config.stash[ADDRESSES])
     ranks.start()
     yield ranks
     ranks.close()
@@ -155,7 +160,7 @@ def start_script(tmp_path: Path) -> Iterator[StartScript]:
             script = tmp_path / f"script{number}.py"
             script.write_text(source)
         variables: dict[str, str | None] = {
-            **python_environ(tmp_path / "site"),
+            **python_environ(),
             **(env or {}),
         }
         handle = ScriptHandle(

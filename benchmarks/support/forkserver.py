@@ -1,238 +1,257 @@
-"""A process on each host of a testbed that has imported what ranks need, and forks them.
+"""Client of the fork server, which tests and benchmarks share.
 
-Importing torch and Lightning takes seconds of processor time, a fork milliseconds. So the first
-host's process imports, and those of the others are forks of it that move there. Forks of one
-process lay out their memory alike: where processes are compared, the starting ones are made anew,
-too.
+The fork server is a process that has imported torch, Lightning and this package. Importing them
+costs a process 5 seconds of processor time; a fork of the server takes milliseconds. Tests kill
+ranks and replace them, and benchmarks start groups of ranks again and again. `multiprocessing` has
+a fork server, too, but its children cannot get descriptors, variables or a namespace of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
-import importlib
-import itertools
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import traceback
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from multiprocessing.connection import wait
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Client, Pipe
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import TypeAlias
 
-from benchmarks.support.rpc import Talk
-from benchmarks.support.testbed import HostError, HostTimeoutError, Testbed
-
-_ROOT = Path(__file__).parents[2]
-_ORDER_BYTES, _STREAMS = 1 << 16, 3
-_START_SECONDS = 120.0
-# Where `ip netns` keeps them, and Linux's number of this kind of namespace.
-_NAMESPACES, _NETWORK = Path("/run/netns"), 0x40000000
-# The hosts' namespaces have no other user.
-_ports = itertools.count(29500)
+ROOT = Path(__file__).resolve().parents[2]
+_POLL_SECONDS = 0.01
+# Imports take this long on a loaded machine; without a hang it is never reached.
+START_SECONDS = 180.0
 
 
-class Preloaded:
-    """The starting processes on the first hosts of a testbed; what they have forked ends on its
-    own.
+@dataclass(frozen=True)
+class Place:
+    """A host of a testbed, which a forked process enters before it calls its function.
 
-    Args:
-        bed: the testbed, open.
-        hosts: number of hosts.
-        modules: what to import; each has a function `main` that takes a `Talk`.
-
-    Raises:
-        HostError: one of them could not import that.
-        HostTimeoutError: one of them is late.
+    Attributes:
+        namespace: file of the network namespace.
+        cgroup: file that takes the process IDs of the control group's members.
+        cpus: processors to run on; None for all.
     """
 
-    def __init__(self, bed: Testbed, hosts: int, modules: Sequence[str]) -> None:
-        self._bed = bed
-        self._errors = [TemporaryFile() for _ in range(hosts)]  # noqa: SIM115
-        self._sockets = [self._start(0, modules)]
-        self._hear(0)
-        for host in range(1, hosts):
-            self._sockets.append(self._moved(host))
+    namespace: str
+    cgroup: str
+    cpus: tuple[int, ...] | None = None
 
-    def meeting(self) -> dict[str, str]:
-        """Return the variables that tell a new group of ranks where to meet."""
-        return {
-            "MASTER_ADDR": self._bed.hosts[0].address,
-            "MASTER_PORT": str(next(_ports)),
-            "GLOO_SOCKET_IFNAME": self._bed.interface,
-        }
 
-    def fork(
-        self, host: int, module: str, variables: Mapping[str, str], stderr: IO[bytes]
-    ) -> Forked:
-        """Run a module's `main` in a new process on a host, with more environment variables.
+@dataclass(frozen=True)
+class Program:
+    """A process to fork, as it travels to the fork server.
 
-        Raises:
-            HostError: the starting process has ended.
-            HostTimeoutError: it does not answer in time.
-        """
-        order = json.dumps({"module": module, "variables": dict(variables)}).encode()
-        with contextlib.ExitStack() as stack:
-            (read, stdin), (stdout, write) = pipes = os.pipe(), os.pipe()
-            for end in chain(*pipes):
-                stack.callback(os.close, end)
-            with contextlib.suppress(OSError):
-                socket.send_fds(self._sockets[host], [order], [read, write, stderr.fileno()])
-            return Forked(int(self._hear(host)), os.dup(stdin), os.dup(stdout))
+    Attributes:
+        function: "package.module:function", called without arguments.
+        argv: `sys.argv` of the process.
+        descriptors: numbers of the descriptors that travel with the request, in the process.
+        environ: environment variables; None for the server's.
+        directory: working directory; None for the server's.
+        place: host of a testbed; None stays on this machine.
+    """
+
+    function: str
+    argv: list[str]
+    descriptors: list[int]
+    environ: dict[str, str] | None = None
+    directory: str | None = None
+    place: Place | None = None
+
+
+Request: TypeAlias = tuple[str, int | Program]
+
+
+class ForkServerError(Exception):
+    """The fork server is dead or does not answer; the message has its output."""
+
+
+class ForkServerProcess:
+    """The server's process. It imports when the first client connects, and ends with its owner.
+
+    Args:
+        directory: for its socket and log; the path must be short.
+        modules: modules to import.
+        environ: its environment variables.
+    """
+
+    def __init__(self, directory: Path, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.address, log = directory / "socket", directory / "log"
+        self.address.unlink(missing_ok=True)
+        self._lifeline, theirs = Pipe()
+        with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
+            listener.bind(str(self.address))
+            listener.listen()
+            ends = [listener.fileno(), theirs.fileno()]
+            module = f"{__name__}_process"
+            command = [sys.executable, "-m", module, *map(str, ends), *modules]
+            if threading.current_thread() is threading.main_thread():
+                # Linux sends the death signal when the starting *thread* ends, so only for this.
+                command += ["--parent", str(os.getpid())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=dict(environ),
+                pass_fds=ends,
+                # Ctrl-C is for the owner alone.
+                start_new_session=True,
+            )
+        theirs.close()
 
     def close(self) -> None:
-        """End the starting processes."""
-        for end in self._sockets:
-            end.close()
+        """End the server; what it has forked ends, too."""
+        self._process.kill()
+        self._process.wait()
+        self._lifeline.close()
 
-    def _start(self, host: int, modules: Sequence[str]) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(_START_SECONDS)
-        # Without the collector, which takes a fifth of the time of these imports.
-        program = (
-            "import gc; gc.disable(); from benchmarks.support.forkserver import serve; serve()"
-        )
-        self._bed.popen(
-            host,
-            [sys.executable, "-c", program, str(theirs.fileno()), *modules],
-            stdin=subprocess.DEVNULL,
-            stdout=self._errors[host],
-            stderr=self._errors[host],
-            cwd=_ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        return ours
 
-    def _moved(self, host: int) -> socket.socket:
-        """Fork the first host's process, and move the fork to another host."""
-        machine = self._bed.hosts[host]
-        ours, theirs = socket.socketpair()
-        ours.settimeout(_START_SECONDS)
-        order = {"cpus": machine.spec.cpus and list(machine.spec.cpus)}
-        namespace = os.open(_NAMESPACES / machine.namespace, os.O_RDONLY)
-        descriptors = [theirs.fileno(), namespace, self._errors[host].fileno()]
-        with theirs, contextlib.suppress(OSError):
-            socket.send_fds(self._sockets[0], [json.dumps(order).encode()], descriptors)
-        os.close(namespace)
-        pid = self._hear(0)
-        # The fork itself does not see the machine's cgroups.
-        (machine.cgroup / "cgroup.procs").write_bytes(pid)
-        return ours
+class ForkServer:
+    """A client's connection to a fork server; what it has forked ends with the connection.
 
-    def _hear(self, host: int) -> bytes:
+    Args:
+        address: of the server's socket.
+
+    Raises:
+        ForkServerError: If there is no server.
+    """
+
+    def __init__(self, address: Path) -> None:
+        self._log = address.parent / "log"
+        self._lock = threading.Lock()
         try:
-            said = self._sockets[host].recv(_ORDER_BYTES)
-        except TimeoutError:
-            # Its answer may come yet, and must not be taken for that to another order.
-            self._sockets[host].close()
-            what = f"host {host}: the ranks' parent was silent for {_START_SECONDS:g} s"
-            raise HostTimeoutError(f"{what}:\n{self._said(host)}") from None
-        if not said:
-            raise HostError(f"host {host}: the ranks' parent has ended:\n{self._said(host)}")
-        return said
+            self._connection = Client(str(address), "AF_UNIX")
+        except OSError as error:
+            raise ForkServerError(
+                f"The fork server cannot be reached ({error}):\n{self._output()}"
+            ) from None
 
-    def _said(self, host: int) -> str:
-        file = self._errors[host]
-        return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+    def alive(self) -> bool:
+        """Return whether the server can be asked; if not, its forks have ended on Linux."""
+        # The server speaks only when asked: readable bytes mean its end.
+        return not self._connection.closed and not self._connection.poll()
+
+    def start(
+        self,
+        function: str,
+        arguments: Sequence[str],
+        descriptors: Mapping[int, int],
+        *,
+        environ: Mapping[str, str] | None = None,
+        directory: str | None = None,
+        place: Place | None = None,
+        timeout: float = START_SECONDS,
+    ) -> ForkedProcess:
+        """Return a new process, the leader of its own session, that calls a function as a program
+        would: with arguments in `sys.argv[1:]`.
+
+        Args:
+            function: "package.module:function".
+            arguments: texts.
+            descriptors: number in the new process -> number in this one.
+            environ: all of its environment variables; None for those of the server.
+            directory: its working directory; None for that of the server.
+            place: host of a testbed.
+            timeout: seconds that the server may take; its imports count.
+
+        Raises:
+            ForkServerError: If the server does not answer in time.
+        """
+        program = Program(
+            function,
+            [function, *arguments],
+            list(descriptors),
+            None if environ is None else dict(environ),
+            directory,
+            place,
+        )
+        return ForkedProcess(
+            self, self.ask(("start", program), timeout, list(descriptors.values()))
+        )
+
+    def ask(self, request: Request, timeout: float, descriptors: Sequence[int] = ()) -> int:
+        """Return the answer to a request.
+
+        Raises:
+            ForkServerError: If none comes within `timeout` seconds.
+        """
+        with self._lock:
+            if not self.alive():
+                raise ForkServerError(f"The fork server has ended:\n{self._output()}")
+            try:
+                self._connection.send(request)
+                for descriptor in descriptors:
+                    reduction.send_handle(self._connection, descriptor, None)
+                if self._connection.poll(timeout):
+                    answer: int = self._connection.recv()
+                    return answer
+            except (EOFError, OSError):
+                pass
+            # A late answer must not be taken for that to another request.
+            self.close()
+            raise ForkServerError(
+                f"The fork server has not answered {request} within {timeout:g} s:\n"
+                f"{self._output()}"
+            )
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def _output(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else "(nothing)"
 
 
-class Forked:
-    """A rank's process: the ends of its stdin and stdout that are here."""
+class ForkedProcess:
+    """A forked process, with the part of `subprocess.Popen` that its users need."""
 
-    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
-        self.stdin, self.stdout = stdin, stdout
-        # Its parent reaps it at once: by its number, another process might be killed.
-        try:
-            self._process: int | None = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._process = None
+    _TIMEOUT = 30.0
 
-    def kill(self) -> None:
-        """Kill it, and wait for its end; may be called again."""
-        if self._process is not None:
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None as long as the process lives."""
+        if self.returncode is None:
+            try:
+                status = self._server.ask(("poll", self.pid), self._TIMEOUT)
+            except ForkServerError:
+                status = signal.SIGKILL
+            self.returncode = None if status < 0 else os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = _TIMEOUT) -> int:
+        """Return the exit status.
+
+        Raises:
+            TimeoutExpired: If the process lives longer than `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("forked process", timeout)
+            time.sleep(_POLL_SECONDS)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the process has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill the process with its process group, and wait for its end."""
+        if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            wait([self._process])
-            os.close(self._process)
-        if self.stdin >= 0:
-            os.close(self.stdin)
-            os.close(self.stdout)
-        self._process, self.stdin, self.stdout = None, -1, -1
-
-
-def serve() -> None:
-    """Be a starting process: import, and fork whenever asked to."""
-    parent = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        raise RuntimeError(f"imports have started {threads - 1} threads, and forks have none")
-    # What is imported by now is never looked at again, and its pages stay shared.
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    parent.sendall(b"ready")
-    while True:
-        order, streams, _, _ = socket.recv_fds(parent, _ORDER_BYTES, _STREAMS)
-        if not order:
-            return
-        what = json.loads(order)
-        pid = os.fork()
-        if not pid and "module" in what:
-            _become(parent, what, streams)
-        if not pid:
-            parent.close()
-            parent = _move(what, streams)
-            continue
-        for stream in streams:
-            os.close(stream)
-        parent.sendall(str(pid).encode())
-
-
-def _move(what: Mapping[str, Any], descriptors: Sequence[int]) -> socket.socket:
-    """Move this process to another host, and return its parent's end there."""
-    parent, namespace, errors = descriptors
-    os.setsid()
-    for number in (1, 2):
-        os.dup2(errors, number)
-    if ctypes.CDLL(None, use_errno=True).setns(namespace, _NETWORK):
-        raise OSError(ctypes.get_errno(), "this process cannot move to another namespace")
-    if what["cpus"]:
-        os.sched_setaffinity(0, what["cpus"])
-    os.close(namespace)
-    os.close(errors)
-    return socket.socket(fileno=parent)
-
-
-def _become(parent: socket.socket, what: Mapping[str, Any], streams: Sequence[int]) -> None:
-    """Be a rank, and end as one."""
-    try:
-        os.setsid()
-        parent.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        os.environ.update(what["variables"])
-        sys.modules[what["module"]].main(Talk())
-    except SystemExit as end:
-        if end.code:
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Whoever waits for it hears of its end, not of a status.
-        os._exit(0)
+                os.killpg(self.pid, signal.SIGKILL)
+        self.wait()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from benchmarks.support.command import FairnessError
-from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks, limit
 from benchmarks.support.testbed import Testbed
 
@@ -103,7 +103,7 @@ class Setting:
 class Ours:
     """Our ranks, stopped between two steps of a training run."""
 
-    def __init__(self, hosts: Preloaded, world_size: int, settings: Settings) -> None:
+    def __init__(self, hosts: RankStarter, world_size: int, settings: Settings) -> None:
         self._settings = settings
         self.ranks = Ranks(hosts, OURS, world_size, settings.timeout + _PLAN_SECONDS)
         self.losses: list[float] = []
@@ -149,7 +149,7 @@ class Ours:
 class Peer:
     """The peer's ranks, and the settings that they hold."""
 
-    def __init__(self, hosts: Preloaded, world_size: int, settings: Settings) -> None:
+    def __init__(self, hosts: RankStarter, world_size: int, settings: Settings) -> None:
         self._settings = settings
         self.ranks = Ranks(hosts, PEER, world_size, settings.timeout)
         self.losses: dict[Setting, list[float]] = {}

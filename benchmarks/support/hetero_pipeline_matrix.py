@@ -7,7 +7,6 @@ import statistics
 from typing import Any
 
 from benchmarks.support.command import Figures
-from benchmarks.support.forkserver import Preloaded
 from benchmarks.support.hetero_pipeline_contenders import (
     OURS,
     Ours,
@@ -16,6 +15,7 @@ from benchmarks.support.hetero_pipeline_contenders import (
     set_shares,
     shown,
 )
+from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.report import at_most, table
 from benchmarks.support.testbed import Host, Testbed
 
@@ -30,7 +30,7 @@ def matrix(settings: Settings) -> Figures:
     sizes = sorted({len(shares) for shares in SHARES})
     for rate in RATES:
         with Testbed([Host(rate=rate, cpus=core) for core in cores(max(sizes))]) as bed:
-            hosts = Preloaded(bed, max(sizes), [OURS])
+            hosts = RankStarter(bed, [OURS])
             ours = {size: Ours(hosts, size, settings) for size in sizes}
             for shares in SHARES:
                 set_shares(bed, shares)

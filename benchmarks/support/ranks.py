@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from tempfile import TemporaryFile
 
-from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.rpc import Answer
 from benchmarks.support.testbed import MIN_QUOTA_US, PERIOD_US, HostError, HostTimeoutError, Machine
 
@@ -30,13 +30,14 @@ class Ranks:
         timeout: seconds that an answer may take.
     """
 
-    def __init__(self, hosts: Preloaded, module: str, world_size: int, timeout: float) -> None:
-        self._module, self._timeout = module, timeout
+    def __init__(self, hosts: RankStarter, module: str, world_size: int, timeout: float) -> None:
+        # The ranks end with what has started them.
+        self._hosts, self._module, self._timeout = hosts, module, timeout
         self._errors = [TemporaryFile() for _ in range(world_size)]  # noqa: SIM115
         self._lines = [b""] * world_size
         meeting = {**hosts.meeting(), "WORLD_SIZE": str(world_size)}
         self._processes = [
-            hosts.fork(rank, module, {**meeting, **_torchrun(rank)}, errors)
+            hosts.start(rank, module, {**meeting, **_torchrun(rank)}, errors)
             for rank, errors in enumerate(self._errors)
         ]
 

@@ -9,9 +9,10 @@ from typing import IO, Any
 
 import pytest
 
+from benchmarks.support.forkserver import ForkServer
 from lightning_dlres.prefetch.cache import launch
 from tests.support.cache_processes import ForkedHost
-from tests.support.forkserver import ADDRESSES, Nursery
+from tests.support.rank_pool import ADDRESSES
 from tests.support.sample_files import SAMPLES, bytes_of
 
 
@@ -38,9 +39,9 @@ def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch)
 
 
 @pytest.fixture(scope="session")
-def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery]:
+def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
     """What has imported all that a cache's process needs."""
-    found = Nursery(request.config.stash[ADDRESSES][0])
+    found = ForkServer(request.config.stash[ADDRESSES][0])
     yield found
     found.close()
 
@@ -54,8 +55,17 @@ def forked_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         read, write = os.pipe()
         try:
             descriptors = {0: read, 1: log.fileno(), 2: log.fileno(), lock: lock}
-            nursery = request.getfixturevalue("nursery")
-            return ForkedHost(nursery.call(function, arguments, descriptors), write)
+            fork_server = request.getfixturevalue("fork_server")
+            return ForkedHost(
+                fork_server.start(
+                    function,
+                    arguments,
+                    descriptors,
+                    environ=os.environ,
+                    directory=os.getcwd(),
+                ),
+                write,
+            )
         finally:
             os.close(read)
 

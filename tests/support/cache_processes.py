@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from tests.support.forkserver import Forked
+from benchmarks.support.forkserver import ForkedProcess
 
 
 class ForkedHost:
     """A forked process, as `subprocess.Popen` shows one to whoever has started it."""
 
-    def __init__(self, process: Forked, stdin: int) -> None:
+    def __init__(self, process: ForkedProcess, stdin: int) -> None:
         self._process, self.stdin = process, os.fdopen(stdin, "wb")
 
     @property

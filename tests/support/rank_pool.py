@@ -23,15 +23,33 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.support.forkserver import Nursery, NurseryError, NurseryProcess
+import pytest
+
+from benchmarks.support.forkserver import (
+    ROOT,
+    START_SECONDS,
+    ForkServer,
+    ForkServerError,
+    ForkServerProcess,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 180.0
-# Ranks of one nursery hash strings alike: neighbours must not, lest they agree by accident.
-NURSERIES = 2
+# Ranks of one fork server hash strings alike: neighbours must not, lest they agree by accident.
+FORK_SERVERS = 2
+# Imports of tests and ranks: Lightning, all of the package, and what modules with tests import.
+MODULES = (
+    "hypothesis",
+    "pytest",
+    "tests.support.parity",
+    "tests.support.training_cases",
+    "lightning_dlres.prefetch.cache.host",
+)
+# Where a pytest session keeps the addresses of its fork servers.
+ADDRESSES = pytest.StashKey[list[Path]]()
+# Number of the pool's connection in a rank; below all that the fork server uses for a while.
+_CONNECTION = 100
 CLEAN_SECONDS = 30.0
 # How long the other ranks of a failed job may take to fail too, before they count as stuck.
 GRACE_SECONDS = 5.0
@@ -39,79 +57,11 @@ GRACE_SECONDS = 5.0
 POLL_SECONDS = 0.2
 TAIL_LINES = 200
 
-SITECUSTOMIZE = '''\
-"""Runs first in every Python that a test starts.
 
-Importing torch and Lightning makes much and frees little: with the usual thresholds the collector
-takes a fifth of the time.
-
-A profile keeps every rank's processor busy for seconds by default. Tests look at what comes of it,
-so here the default is as short as a profile can be.
-
-SIGUSR1 shows the stacks of all threads and ends the process. The handler belongs to faulthandler,
-which needs neither the interpreter lock nor the main thread; chained to the default action, it ends
-the process when the stacks are written, and so tells whoever waits for it that they are complete.
-Python does not know of it, and Lightning resets each signal after `fit` to the handler that Python
-knows of: hence it is put back.
-"""
-
-import faulthandler
-import gc
-import importlib.util
-import signal
-import sys
-
-gc.set_threshold(100_000, 20, 20)
-set_handler = signal.signal
-
-
-class QuickProfiles:
-    """Finder of one module, which gets another default when it is imported."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "lightning_dlres.pipeline.profile.config":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_shorten(module):
-            execute(module)
-            init = module.ProfileConfig.__init__
-            init.__defaults__ = (*init.__defaults__[:-2], 2, 0.0)
-
-        spec.loader.exec_module = execute_and_shorten
-        return spec
-
-
-sys.meta_path.insert(0, QuickProfiles())
-
-
-def show_stacks():
-    faulthandler.unregister(signal.SIGUSR1)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)
-
-
-def set_handler_and_show_stacks(number, handler):
-    previous = set_handler(number, handler)
-    if number == signal.SIGUSR1 and handler == signal.SIG_DFL:
-        show_stacks()
-    return previous
-
-
-signal.signal = set_handler_and_show_stacks
-show_stacks()
-'''
-
-
-def python_environ(directory: Path) -> dict[str, str]:
-    """The variables for a Python process that imports our packages and shows its stacks.
-
-    `directory` receives the `sitecustomize` that makes it do the latter, and start sooner.
-    """
-    directory.mkdir(exist_ok=True)
-    (directory / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    path = [str(directory), str(ROOT), os.environ.get("PYTHONPATH", "")]
+def python_environ() -> dict[str, str]:
+    """Return the variables for a Python process that imports our packages, and whose first module
+    is tests/support/site/sitecustomize.py."""
+    path = [str(ROOT / "tests" / "support" / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -121,13 +71,13 @@ def python_environ(directory: Path) -> dict[str, str]:
     }
 
 
-def start_nursery(directory: Path) -> NurseryProcess:
+def start_forkserver(directory: Path) -> ForkServerProcess:
     """Start a process of which pools may fork their ranks; `directory` is for its files."""
-    environ = python_environ(directory.parent / "site")
+    environ = python_environ()
     if sys.platform == "linux":
-        # Else gloo resolves the host's name, which on some machines is slow or fails.
+        # Otherwise gloo resolves the host's name, which is slow or fails on some machines.
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return NurseryProcess(directory, environ, ROOT)
+    return ForkServerProcess(directory, MODULES, environ)
 
 
 @dataclass(frozen=True)
@@ -223,29 +173,31 @@ class RankFailure(Exception):
 class RankPool:
     """Starts ranks when a job needs them and keeps them for the next one; see `run`.
 
-    The ranks inherit the environment variables that this process, or the owner of the nurseries,
+    The ranks inherit the environment variables that this process, or the owner of the fork servers,
     has when the pool is made, not those that the calling test has patched.
 
     Args:
         directory: for logs and jobs.
         max_ranks: of a job.
-        nurseries: addresses of processes that are there; others are started where one is missing.
+        fork_servers: addresses of running fork servers; the pool starts those that are missing.
     """
 
-    def __init__(self, directory: Path, max_ranks: int = 4, nurseries: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, directory: Path, max_ranks: int = 4, fork_servers: Sequence[Path] = ()
+    ) -> None:
         self._directory = directory
         self._max_ranks = max_ranks
         self._ranks: list[_Rank] = []
-        self._known, self._own = dict(enumerate(nurseries)), list[NurseryProcess]()
-        self._nurseries: dict[int, Nursery] = {}
+        self._known, self._own = dict(enumerate(fork_servers)), list[ForkServerProcess]()
+        self._fork_servers: dict[int, ForkServer] = {}
         self._jobs = 0
 
-    def start(self, ranks: int = NURSERIES) -> None:
+    def start(self, ranks: int = FORK_SERVERS) -> None:
         """Begin to import what so many ranks need, without waiting for it."""
-        for number in range(min(ranks, NURSERIES)):
-            nursery = self._nurseries.get(number)
-            if nursery is None or not nursery.alive():
-                self._nurseries[number] = self._connected(number)
+        for number in range(min(ranks, FORK_SERVERS)):
+            fork_server = self._fork_servers.get(number)
+            if fork_server is None or not fork_server.alive():
+                self._fork_servers[number] = self._connected(number)
 
     def run(
         self,
@@ -291,20 +243,20 @@ class RankPool:
         for rank in self._ranks:
             rank.kill()
         self._ranks.clear()
-        for nursery in self._nurseries.values():
-            nursery.close()
-        self._nurseries.clear()
+        for fork_server in self._fork_servers.values():
+            fork_server.close()
+        self._fork_servers.clear()
         for process in self._own:
             process.close()
         self._own.clear()
 
-    def _connected(self, number: int) -> Nursery:
+    def _connected(self, number: int) -> ForkServer:
         if number in self._known:
             # Where it cannot be reached now, it will not be later.
-            with contextlib.suppress(NurseryError):
-                return Nursery(self._known.pop(number))
-        self._own.append(start_nursery(self._directory / f"nursery{number}"))
-        return Nursery(self._own[-1].address)
+            with contextlib.suppress(ForkServerError):
+                return ForkServer(self._known.pop(number))
+        self._own.append(start_forkserver(self._directory / f"fork_server{number}"))
+        return ForkServer(self._own[-1].address)
 
     def _run(
         self,
@@ -405,20 +357,25 @@ class RankPool:
         return ranks
 
     def _new_rank(self, index: int) -> _Rank:
-        return _Rank(index, self._directory, self._nurseries[index % NURSERIES])
+        return _Rank(index, self._directory, self._fork_servers[index % FORK_SERVERS])
 
 
 class _Rank:
     """The pool's end of one rank process."""
 
-    def __init__(self, index: int, directory: Path, nursery: Nursery) -> None:
+    def __init__(self, index: int, directory: Path, server: ForkServer) -> None:
         self.index = index
         self.ready = False
         self._log = directory / f"rank{index}.log"
         self._log.touch()
         self._offset = self._log.stat().st_size
         self.connection, theirs = Pipe()
-        self.process = nursery.fork(theirs, self._log, START_SECONDS)
+        with self._log.open("ab") as log:
+            self.process = server.start(
+                "tests.support.rank_process:main",
+                [str(_CONNECTION)],
+                {1: log.fileno(), 2: log.fileno(), _CONNECTION: theirs.fileno()},
+            )
         theirs.close()
 
     def alive(self) -> bool:

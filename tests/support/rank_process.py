@@ -6,7 +6,6 @@ test must find the process as a freshly started one would be.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -26,7 +25,10 @@ from typing import Any
 
 from tests.support.rank_pool import Clean, Job, Raised, RankContext, Ready, Returned
 
-PR_SET_PDEATHSIG = 1
+
+def main() -> None:
+    """Serve the connection whose descriptor is the program's argument."""
+    serve(Connection(int(sys.argv[1])))
 
 
 def serve(connection: Connection) -> None:
@@ -93,14 +95,6 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
         except (EOFError, OSError):
             # The whole group, which the pool made ours: a job's own children must not outlive it.
             os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def die_with(parent: int) -> None:
-    """Die with the parent: where a job holds the interpreter lock, no thread notices its end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _ProcessState:

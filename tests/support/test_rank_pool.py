@@ -244,8 +244,8 @@ def test_ranks_end_with_their_parent(start_script: StartScript, thread: str) -> 
         thread,
     )
     script.wait_for_line("started")
-    nursery_and_rank = 2
-    assert len(script.children()) == nursery_and_rank
+    fork_server_and_rank = 2
+    assert len(script.children()) == fork_server_and_rank
     os.kill(script.pid, signal.SIGKILL)
     script.wait_for_no_children()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks, limit
 from benchmarks.support.testbed import Host, Testbed, reason_unavailable
 from lightning_dlres.pipeline.profile import layer_times as layers
@@ -231,7 +231,7 @@ def test_pauses_between_what_is_measured_count_too() -> None:
     if reason := reason_unavailable():
         pytest.skip(reason)
     with Testbed([Host()]) as bed:
-        hosts = Preloaded(bed, 1, [throttled.__name__])
+        hosts = RankStarter(bed, [throttled.__name__])
         ranks = Ranks(hosts, throttled.__name__, world_size=1, timeout=120.0)
         limit(bed.hosts[0], 0.2)
         (answer,) = ranks.ask({})

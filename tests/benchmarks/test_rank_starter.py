@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.forkserver import Preloaded
+from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks
 from benchmarks.support.rpc import Talk
 from benchmarks.support.testbed import Host, HostError, Testbed, reason_unavailable
@@ -36,7 +36,7 @@ def main(talk: Talk) -> None:
 
 
 def test_groups_of_ranks_come_and_go(bed: Testbed) -> None:
-    hosts = Preloaded(bed, 2, [__name__])
+    hosts = RankStarter(bed, [__name__])
     groups = [Ranks(hosts, __name__, 2, timeout=60.0) for _ in range(2)]
     first, second = (group.ask({}) for group in groups)
     assert [answer["RANK"] for answer in first] == ["0", "1"]
@@ -54,7 +54,8 @@ def test_each_rank_is_on_its_host() -> None:
         pytest.skip(reason)
     cpu = min(os.sched_getaffinity(0))
     with Testbed([Host(), Host(cpus=(cpu,))]) as bed:
-        answers = Ranks(Preloaded(bed, 2, [__name__]), __name__, 2, timeout=60.0).ask({})
+        ranks = Ranks(RankStarter(bed, [__name__]), __name__, 2, timeout=60.0)
+        answers = ranks.ask({})
         for machine, answer in zip(bed.hosts, answers, strict=True):
             namespace = Path("/run/netns", machine.namespace)
             assert answer["network"] == namespace.stat().st_ino
@@ -64,11 +65,11 @@ def test_each_rank_is_on_its_host() -> None:
 
 
 def test_a_rank_that_fails_is_reported(bed: Testbed) -> None:
-    ranks = Ranks(Preloaded(bed, 1, [__name__]), __name__, 1, timeout=60.0)
+    ranks = Ranks(RankStarter(bed, [__name__]), __name__, 1, timeout=60.0)
     with pytest.raises(HostError, match=r"(?s)rank 0 ended.*RuntimeError: as ordered"):
         ranks.ask({"fail": True})
 
 
 def test_what_cannot_be_imported_is_reported(bed: Testbed) -> None:
-    with pytest.raises(HostError, match=r"(?s)host 0.*No module named 'no_such_module'"):
-        Preloaded(bed, 1, ["no_such_module"])
+    with pytest.raises(HostError, match=r"(?s)fork server.*No module named 'no_such_module'"):
+        RankStarter(bed, ["no_such_module"])
