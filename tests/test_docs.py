@@ -21,7 +21,14 @@ from tests.support.rank_pool import RankContext, RankPool
 from tests.support.scripts import RunScript
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("**/*.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("**/*.md"),
+    ]
+)
 CONFIGS = sorted(
     path for pattern in ("*.yaml", "*.yml") for path in (ROOT / "examples/configs").glob(pattern)
 )
@@ -163,6 +170,17 @@ def test_internal_links_resolve(page: Path) -> None:
         if not inside or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert not broken, f"{page.relative_to(ROOT)}: these links lead nowhere: {broken}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs/methods.md"], ids=str)
+def test_named_files_exist(page: Path) -> None:
+    folders = (ROOT, ROOT / "lightning_dlres", ROOT / "tests")
+    names = re.findall(r"`([\w./]+(?:\.py|/))`", page.read_text())
+    assert names
+    missing = [name for name in names if not any((folder / name).exists() for folder in folders)]
+    # A name that a reader is to choose.
+    missing = [name for name in missing if "my_" not in name]
+    assert not missing, f"{page.relative_to(ROOT)} names what is not there: {missing}"
 
 
 def test_changelog_has_an_unreleased_section_with_entries() -> None:
