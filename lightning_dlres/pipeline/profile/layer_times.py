@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
-from lightning_dlres.pipeline.execute.partition import initialise
 from lightning_dlres.pipeline.profile.cpu_cache import COLD_BYTES
 from lightning_dlres.pipeline.profile.layer_sizes import (
     Bind,
@@ -38,6 +37,7 @@ from lightning_dlres.pipeline.profile.layer_sizes import (
     bytes_of,
     sizes_without_storage,
 )
+from lightning_dlres.pipeline.stage.initialise import initialise
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 
 _log = logging.getLogger(__name__)

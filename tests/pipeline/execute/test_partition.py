@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from itertools import pairwise
 
 import pytest
@@ -13,11 +12,9 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.partition import (
     ModelLayers,
     held_tensors,
-    initialise,
     is_on_meta,
     materialise,
     partition,
-    replace_storage,
     resident_parameter_bytes,
 )
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
@@ -143,24 +140,6 @@ def test_buffers_lie_with_their_layer_and_those_outside_everywhere(stage: int) -
     assert list(model.net[1].state_dict()) == ["weight", "count"], "still not persistent"
 
 
-def test_there_and_back_again() -> None:
-    parameter = nn.Parameter(torch.arange(4.0), requires_grad=False)
-    parameter.note = {"decay": 0.1}  # type: ignore[attr-defined]
-    holder = nn.Linear(1, 1)
-    holder.weight = parameter
-    users = {parameter: "a user's dict"}
-    replace_storage(parameter, torch.empty(4, device="meta"))
-    assert parameter.is_meta
-    replace_storage(parameter, torch.arange(4.0).double())
-    assert parameter.dtype == torch.float64
-    assert parameter.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert not parameter.requires_grad
-    assert parameter.note == {"decay": 0.1}  # type: ignore[attr-defined]
-    assert users[parameter] == "a user's dict"
-    assert holder.weight is parameter
-    assert type(parameter) is nn.Parameter
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_optimizer_follows(when: str) -> None:
     model = Model()
@@ -178,25 +157,6 @@ def test_an_optimizer_follows(when: str) -> None:
     assert torch.allclose(bias, before - 0.1, atol=0.01)
     assert list(optimizer.state) == [bias], "foreign parameters have no state"
     assert list(optimizer.state_dict()["state"]) == [5], "but keep their places"
-
-
-def test_a_gradient_or_a_graph_of_before_does_no_harm() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    loss = (parameter * 2).sum()
-    loss.backward()
-    replace_storage(parameter, torch.zeros(2))
-    assert parameter.grad is None
-    (parameter * 3).sum().backward()
-    assert parameter.grad.tolist() == [3.0, 3.0]
-
-
-def test_what_cannot_be_swapped_is_an_error_with_a_way_out() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    reference = weakref.ref(parameter)
-    with pytest.raises(ConfigError, match=r"shape \(2,\) cannot be moved"):
-        replace_storage(parameter, torch.zeros(2))
-    assert reference() is parameter
-    assert parameter.tolist() == [1.0, 1.0]
 
 
 # --- Models that were made on the meta device.
@@ -262,13 +222,6 @@ def test_identity_on_meta() -> None:
     assert [p.requires_grad for p in model.net[2].parameters()] == [False, False]
 
 
-def test_a_recurrent_layer_made_on_meta_runs() -> None:
-    with torch.device("meta"):
-        layer = nn.LSTM(4, 3)
-    initialise(layer, CPU, "lstm")
-    assert torch.nn.functional.l1_loss(layer(torch.ones(2, 4))[0], torch.zeros(2, 3)) > 0
-
-
 def test_a_module_without_reset_parameters_is_named() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
@@ -282,14 +235,6 @@ def test_a_module_without_reset_parameters_is_named() -> None:
     materialise(layers, plan, owners, 0, CPU, 1)
     with pytest.raises(ConfigError, match=r"'net\.1' \(Bare\) .* reset_parameters"):
         materialise(layers, plan, owners, 1, CPU, 1)
-
-
-def test_what_has_values_already_is_left_as_it_is() -> None:
-    linear = nn.Linear(2, 2)
-    before = linear.weight.detach().clone()
-    initialise(linear, CPU, "linear")
-    initialise(nn.ReLU(), CPU, "no parameters")
-    assert torch.equal(linear.weight, before)
 
 
 # --- What is known not to work.
@@ -327,35 +272,6 @@ def test_a_second_name_for_the_layers_changes_nothing() -> None:
     model = Aliased()
     deploy(model, (2, 2), 1)
     assert model.net[1].weight.is_meta
-
-
-def test_a_parameter_keeps_its_class_and_hooks() -> None:
-    class Tagged(nn.Parameter):
-        pass
-
-    parameter, calls = Tagged(torch.ones(2)), []
-    parameter.register_hook(lambda gradient: calls.append(1))
-    replace_storage(parameter, torch.empty(2, device="meta"))
-    replace_storage(parameter, torch.ones(2))
-    parameter.sum().backward()
-    assert type(parameter) is Tagged
-    assert calls
-
-
-def test_a_hook_on_what_was_frozen_afterwards() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.register_hook(lambda gradient: gradient)
-    replace_storage(parameter.requires_grad_(False), torch.empty(2, device="meta"))
-    assert parameter.is_meta
-
-
-def test_a_hook_can_still_be_removed() -> None:
-    parameter, calls = nn.Parameter(torch.ones(2)), []
-    handle = parameter.register_hook(lambda gradient: calls.append(1))
-    replace_storage(parameter, torch.zeros(2))
-    handle.remove()
-    parameter.sum().backward()
-    assert not calls
 
 
 def test_a_layer_with_a_name_of_its_own_outside_is_held_by_all() -> None:

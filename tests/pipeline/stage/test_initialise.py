@@ -1,0 +1,95 @@
+"""Parameters get other storage and keep their identity; modules give meta tensors their values."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.stage.initialise import initialise, replace_storage
+
+CPU = torch.device("cpu")
+
+
+def test_there_and_back_again() -> None:
+    parameter = nn.Parameter(torch.arange(4.0), requires_grad=False)
+    parameter.note = {"decay": 0.1}  # type: ignore[attr-defined]
+    holder = nn.Linear(1, 1)
+    holder.weight = parameter
+    users = {parameter: "a user's dict"}
+    replace_storage(parameter, torch.empty(4, device="meta"))
+    assert parameter.is_meta
+    replace_storage(parameter, torch.arange(4.0).double())
+    assert parameter.dtype == torch.float64
+    assert parameter.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert not parameter.requires_grad
+    assert parameter.note == {"decay": 0.1}  # type: ignore[attr-defined]
+    assert users[parameter] == "a user's dict"
+    assert holder.weight is parameter
+    assert type(parameter) is nn.Parameter
+
+
+def test_a_gradient_or_a_graph_of_before_does_no_harm() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    loss = (parameter * 2).sum()
+    loss.backward()
+    replace_storage(parameter, torch.zeros(2))
+    assert parameter.grad is None
+    (parameter * 3).sum().backward()
+    assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+def test_what_cannot_be_swapped_is_an_error_with_a_way_out() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    reference = weakref.ref(parameter)
+    with pytest.raises(ConfigError, match=r"shape \(2,\) cannot be moved"):
+        replace_storage(parameter, torch.zeros(2))
+    assert reference() is parameter
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_a_recurrent_layer_made_on_meta_runs() -> None:
+    with torch.device("meta"):
+        layer = nn.LSTM(4, 3)
+    initialise(layer, CPU, "lstm")
+    assert torch.nn.functional.l1_loss(layer(torch.ones(2, 4))[0], torch.zeros(2, 3)) > 0
+
+
+def test_what_has_values_already_is_left_as_it_is() -> None:
+    linear = nn.Linear(2, 2)
+    before = linear.weight.detach().clone()
+    initialise(linear, CPU, "linear")
+    initialise(nn.ReLU(), CPU, "no parameters")
+    assert torch.equal(linear.weight, before)
+
+
+def test_a_parameter_keeps_its_class_and_hooks() -> None:
+    class Tagged(nn.Parameter):
+        pass
+
+    parameter, calls = Tagged(torch.ones(2)), []
+    parameter.register_hook(lambda gradient: calls.append(1))
+    replace_storage(parameter, torch.empty(2, device="meta"))
+    replace_storage(parameter, torch.ones(2))
+    parameter.sum().backward()
+    assert type(parameter) is Tagged
+    assert calls
+
+
+def test_a_hook_on_what_was_frozen_afterwards() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda gradient: gradient)
+    replace_storage(parameter.requires_grad_(False), torch.empty(2, device="meta"))
+    assert parameter.is_meta
+
+
+def test_a_hook_can_still_be_removed() -> None:
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    handle = parameter.register_hook(lambda gradient: calls.append(1))
+    replace_storage(parameter, torch.zeros(2))
+    handle.remove()
+    parameter.sum().backward()
+    assert not calls
