@@ -1,5 +1,6 @@
-"""The spans of all ranks, brought together on one clock when training has ended: a report is made
-on one rank, and every rank saw a part of it only.
+"""Spans of all ranks, gathered on one clock at the end of training.
+
+One rank makes the report, and each rank has recorded only its own part of the run.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ import msgspec
 from lightning_dlres.core.trace import Scalar, Span, Tracer
 from lightning_dlres.core.wire.decoding import from_json
 
-# Returns the source's object on all ranks; called by all of them.
+# Called by all ranks with (object, source rank); returns the source's object on all of them.
 Broadcast = Callable[[Any, int], Any]
 
-KEPT_STEPS = 20
-# A rank's share of what travels and of the trace; some 100 bytes each.
-KEPT_SPANS = 20_000
+MAX_STEPS = 20
+# Limit for one rank, which bounds the exchanged messages and the trace: about 100 bytes a span.
+MAX_SPANS = 20_000
 _PINGS = 5
-# Hosts boot apart, and a container's clock may have an offset of its own.
+# Files that tell clocks apart: hosts boot at different times, and a container's clock may have an
+# offset of its own.
 _CLOCK_FILES = ("/proc/sys/kernel/random/boot_id", "/proc/self/timens_offsets")
 
 
 class _Row(msgspec.Struct, array_like=True):
-    """A span as it travels."""
+    """A span in a message."""
 
     name: str
     category: str
@@ -40,13 +42,13 @@ class _Row(msgspec.Struct, array_like=True):
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredSpans:
     """The spans of all ranks.
 
     Attributes:
-        spans: by rank, on rank 0's clock.
-        clock_error: seconds by which spans of unlike hosts may be shifted against each other; 0 on
-            one host.
+        spans: Spans by rank, on rank 0's clock.
+        clock_error: Seconds by which spans of different hosts may be shifted against each other; 0
+            on one host.
     """
 
     spans: dict[int, list[Span]]
@@ -54,49 +56,52 @@ class Gathered:
 
 
 def last_steps(tracer: Tracer, since_ns: int) -> list[Span]:
-    """Return the spans of the last steps that a tracer holds.
+    """Return the spans of the last steps, at most `MAX_STEPS` steps and `MAX_SPANS` spans.
 
     Args:
-        tracer: this rank's.
-        since_ns: what began before does not count.
+        tracer: Tracer of this rank.
+        since_ns: Spans that began before this time are left out, in nanoseconds of
+            `perf_counter_ns`.
     """
     spans = [span for span in tracer.spans() if span.start_ns >= since_ns]
-    starts = sorted(span.start_ns for span in spans if span.category == "step")
-    # What a step did was recorded before the step itself: where the ring has forgotten something,
-    # the oldest step may be there without its beginning.
-    starts = starts[1:] if tracer.dropped else starts
-    for first in starts[-KEPT_STEPS:]:
-        found = [span for span in spans if span.start_ns >= first]
-        if len(found) <= KEPT_SPANS:
-            return found
-    return spans[-KEPT_SPANS:]
+    step_starts = sorted(span.start_ns for span in spans if span.category == "step")
+    # The tracer records a step after the work in it. If its ring buffer has dropped spans, the
+    # oldest step may have lost its first ones.
+    step_starts = step_starts[1:] if tracer.dropped else step_starts
+    for first in step_starts[-MAX_STEPS:]:
+        recent = [span for span in spans if span.start_ns >= first]
+        if len(recent) <= MAX_SPANS:
+            return recent
+    return spans[-MAX_SPANS:]
 
 
-def gather(broadcast: Broadcast, rank: int, world_size: int, mine: Iterable[Span]) -> Gathered:
+def gather(
+    broadcast: Broadcast, rank: int, world_size: int, own_spans: Iterable[Span]
+) -> GatheredSpans:
     """Return the spans of all ranks; called by all of them.
 
     Args:
-        broadcast: see `Broadcast`; gets plain values only.
-        rank: this rank.
-        world_size: number of ranks.
-        mine: this rank's spans.
+        broadcast: Function described at `Broadcast`; it gets plain values only.
+        rank: This rank.
+        world_size: Number of ranks.
+        own_spans: Spans of this rank.
     """
-    clocks = _everywhere(broadcast, rank, world_size, _clock())
-    offsets, error = _offsets(broadcast, rank, clocks)
-    texts = _everywhere(broadcast, rank, world_size, encode(mine))
+    clocks = _all_gather(broadcast, rank, world_size, _clock())
+    offsets, error = _clock_offsets(broadcast, rank, clocks)
+    texts = _all_gather(broadcast, rank, world_size, encode(own_spans))
     spans = {
         source: _shifted(decode(text), offsets[clocks[source]]) for source, text in enumerate(texts)
     }
-    return Gathered(spans, error)
+    return GatheredSpans(spans, error)
 
 
 def encode(spans: Iterable[Span]) -> str:
-    """Return spans as JSON text."""
+    """Return spans as JSON text; an empty list if one of them cannot be encoded."""
     rows = [_Row(s.name, s.category, s.start_ns, s.end_ns, s.thread, dict(s.args)) for s in spans]
     try:
         return msgspec.json.encode(rows).decode()
     except (msgspec.MsgspecError, TypeError, UnicodeError):
-        # One odd name shall not keep this rank from the exchange for which all others wait.
+        # This rank must still take part in the exchange, for which all others wait.
         return "[]"
 
 
@@ -104,7 +109,7 @@ def decode(text: str) -> list[Span]:
     """Return the spans that `encode` wrote.
 
     Raises:
-        msgspec.ValidationError: the text is something else.
+        msgspec.ValidationError: If the text is not a list of spans.
     """
     return [
         Span(r.name, r.category, r.start_ns, r.end_ns, r.thread, r.args)
@@ -112,31 +117,31 @@ def decode(text: str) -> list[Span]:
     ]
 
 
-def _everywhere(broadcast: Broadcast, rank: int, world_size: int, mine: str) -> list[str]:
+def _all_gather(broadcast: Broadcast, rank: int, world_size: int, own_text: str) -> list[str]:
     return [
-        str(broadcast(mine if rank == source else None, source)) for source in range(world_size)
+        str(broadcast(own_text if rank == source else None, source)) for source in range(world_size)
     ]
 
 
 def _clock() -> str:
-    """Return a name of the clock that `perf_counter_ns` reads: one for all processes of a
-    machine."""
-    found = [Path(name).read_text() for name in _CLOCK_FILES if os.access(name, os.R_OK)]
-    return " ".join("".join(found).split()) or platform.node()
+    """Return an identifier of the clock behind `perf_counter_ns`, equal for all processes that
+    share the clock."""
+    texts = [Path(name).read_text() for name in _CLOCK_FILES if os.access(name, os.R_OK)]
+    return " ".join("".join(texts).split()) or platform.node()
 
 
-def _offsets(
+def _clock_offsets(
     broadcast: Broadcast, rank: int, clocks: Sequence[str]
 ) -> tuple[dict[str, int], float]:
-    """Return by how many nanoseconds each clock is ahead of rank 0's, and the largest possible
-    error in seconds; both count on rank 0 only.
+    """Return the nanoseconds by which each clock is ahead of rank 0's, and the largest possible
+    error in seconds; both are valid on rank 0 only.
 
-    Clocks of unlike hosts have nothing in common. Rank 0 asks the first rank of another host for
-    its time: what it is told was true at some moment between question and answer, taken to be the
-    middle, and half of the time between them is the most by which that can be wrong. The shortest
-    of a few attempts counts.
+    Clocks of different hosts are unrelated. Rank 0 asks the first rank of each other host for its
+    time. The answer was right at some time between question and answer, and rank 0 assumes the
+    middle. So the error is at most half of the time between them. The shortest of `_PINGS` attempts
+    counts.
     """
-    offsets, worst = {clocks[0]: 0}, 0
+    offsets, max_error_ns = {clocks[0]: 0}, 0
     for peer, clock in enumerate(clocks):
         if clock in offsets:
             continue
@@ -144,16 +149,17 @@ def _offsets(
         for _ in range(_PINGS):
             asked = time.perf_counter_ns()
             broadcast(None, 0)
-            told = int(broadcast(time.perf_counter_ns() if rank == peer else None, peer))
-            heard = time.perf_counter_ns()
-            if shortest is None or heard - asked < shortest:
-                shortest = heard - asked
-                offsets[clock] = told - (asked + heard) // 2
-        worst = max(worst, (shortest or 0) // 2)
-    return offsets, worst / 1e9
+            peer_time = int(broadcast(time.perf_counter_ns() if rank == peer else None, peer))
+            answered = time.perf_counter_ns()
+            if shortest is None or answered - asked < shortest:
+                shortest = answered - asked
+                offsets[clock] = peer_time - (asked + answered) // 2
+        max_error_ns = max(max_error_ns, (shortest or 0) // 2)
+    return offsets, max_error_ns / 1e9
 
 
 def _shifted(spans: Sequence[Span], offset: int) -> list[Span]:
+    """Return the spans moved back by `offset` nanoseconds."""
     if not offset:
         return list(spans)
     return [

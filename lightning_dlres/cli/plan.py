@@ -18,7 +18,7 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planning import measured_plan
 from lightning_dlres.pipeline.profile.cluster_file import load_cluster
 from lightning_dlres.pipeline.profile.model_profile import Cluster
-from lightning_dlres.strategies import HeteroPipeStrategy
+from lightning_dlres.strategies.capabilities import PipelinePlanning
 from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_here
 
 
@@ -37,7 +37,7 @@ def plan(options: Sequence[str]) -> int:
             parser_kwargs={"prog": "dlres plan"},
         )
     strategy = cli.trainer.strategy
-    if not isinstance(strategy, HeteroPipeStrategy):
+    if not isinstance(strategy, PipelinePlanning):
         raise ConfigError(
             f"plan: {settings.config} trains with {type(strategy).__name__}, expected "
             "HeteroPipeStrategy. Try --trainer.strategy=dlres_hetero_pipe."
@@ -53,7 +53,7 @@ def plan(options: Sequence[str]) -> int:
     return 0
 
 
-def _plan_on_ranks(cli: LightningCLI, strategy: HeteroPipeStrategy) -> PipelinePlan:
+def _plan_on_ranks(cli: LightningCLI, strategy: PipelinePlanning) -> PipelinePlan:
     """Start the ranks that the config asks for, and profile on them."""
     trainer = cli.trainer
     trainer.fit_loop.epoch_loop.max_steps = 0
@@ -70,7 +70,7 @@ def _plan_on_ranks(cli: LightningCLI, strategy: HeteroPipeStrategy) -> PipelineP
 
 
 def _plan_here(
-    cli: LightningCLI, strategy: HeteroPipeStrategy, cluster: Cluster, factors: Sequence[float]
+    cli: LightningCLI, strategy: PipelinePlanning, cluster: Cluster, factors: Sequence[float]
 ) -> PipelinePlan:
     """Measure the layers in this process, and plan for a cluster that is only described."""
     planner = _Planner(strategy, cluster, factors)
@@ -102,7 +102,7 @@ class _Planned(Exception):
 
 class _Planner(Callback):
     def __init__(
-        self, strategy: HeteroPipeStrategy, cluster: Cluster, factors: Sequence[float]
+        self, strategy: PipelinePlanning, cluster: Cluster, factors: Sequence[float]
     ) -> None:
         self._strategy, self._cluster, self._factors = strategy, cluster, factors
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 
 from lightning_dlres.prefetch.loading.loader import Ranks
-from lightning_dlres.strategies import HeteroPipeStrategy
+from lightning_dlres.strategies.capabilities import reads_for_all_ranks
 
 
 def data_parallel_ranks(trainer: Trainer) -> tuple[Ranks, bool]:
     """Return who this process is among the data-parallel ranks, and whether those of this host can
     share a cache."""
     dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
-    if dealt is None or isinstance(trainer.strategy, HeteroPipeStrategy):
+    if dealt is None or reads_for_all_ranks(trainer.strategy):
         # There is only one, or one reads for all.
         return Ranks(), True
     rank, ranks = dealt["rank"], dealt["num_replicas"]

@@ -1,4 +1,4 @@
-"""Spans of all ranks come together on one clock, a bounded number of them, as plain text."""
+"""Spans of all ranks are gathered on one clock, as plain text, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from lightning_dlres.callbacks import gathering
-from lightning_dlres.callbacks.gathering import Gathered, decode, encode, gather, last_steps
+from lightning_dlres.callbacks.gathering import GatheredSpans, decode, encode, gather, last_steps
 from lightning_dlres.core.trace import Span, Tracer
 
 HOUR_NS = 3_600_000_000_000
 
 
 class Threads:
-    """Ranks as threads; a broadcast is a slot that all of them look into, and takes no time."""
+    """Ranks as threads; a broadcast writes to and reads from one slot, and takes no time."""
 
     def __init__(self, count: int, clocks: list[tuple[str, int]]) -> None:
         self.count, self.clocks = count, clocks
@@ -33,18 +33,18 @@ class Threads:
             self.slot = obj
             self.sent.append(obj)
         self.barrier.wait()
-        found = self.slot
+        received = self.slot
         self.barrier.wait()
-        return found
+        return received
 
     def perf_counter_ns(self) -> int:
-        """Each rank's clock goes on by a microsecond whenever it is looked at."""
+        """Return the time of the rank's clock, which advances by a microsecond for each call."""
         rank = self.local.rank
         self.ticks[rank] += 1000
         return self.ticks[rank] + self.clocks[rank][1]
 
-    def run(self, work: Callable[[int], Gathered]) -> list[Gathered]:
-        def as_rank(rank: int) -> Gathered:
+    def run(self, work: Callable[[int], GatheredSpans]) -> list[GatheredSpans]:
+        def as_rank(rank: int) -> GatheredSpans:
             self.local.rank = rank
             return work(rank)
 
@@ -54,51 +54,51 @@ class Threads:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
-    """Three ranks on two hosts, whose clocks are an hour apart."""
-    made = Threads(3, [("here", 0), ("there", HOUR_NS), ("there", HOUR_NS)])
-    monkeypatch.setattr(gathering.time, "perf_counter_ns", made.perf_counter_ns)
-    monkeypatch.setattr(gathering, "_clock", lambda: made.clocks[made.local.rank][0])
-    return made
+    """Three ranks on two hosts, with clocks an hour apart."""
+    ranks = Threads(3, [("here", 0), ("there", HOUR_NS), ("there", HOUR_NS)])
+    monkeypatch.setattr(gathering.time, "perf_counter_ns", ranks.perf_counter_ns)
+    monkeypatch.setattr(gathering, "_clock", lambda: ranks.clocks[ranks.local.rank][0])
+    return ranks
 
 
-def test_spans_of_another_host_are_put_on_rank_zeros_clock(threads: Threads) -> None:
-    def work(rank: int) -> Gathered:
+def test_spans_of_another_host_are_shifted_to_the_clock_of_rank_zero(threads: Threads) -> None:
+    def work(rank: int) -> GatheredSpans:
         start = threads.clocks[rank][1] + 5000
-        mine = [Span("forward", "compute", start, start + 70, "main", {"stage": rank})]
-        return gather(threads.broadcast, rank, 3, mine)
+        own_spans = [Span("forward", "compute", start, start + 70, "main", {"stage": rank})]
+        return gather(threads.broadcast, rank, 3, own_spans)
 
-    found = threads.run(work)[0]
-    assert list(found.spans) == [0, 1, 2]
-    for rank, (span,) in found.spans.items():
+    gathered = threads.run(work)[0]
+    assert list(gathered.spans) == [0, 1, 2]
+    for rank, (span,) in gathered.spans.items():
         assert span.args == {"stage": rank}
         assert span.end_ns - span.start_ns == 70
-        assert abs(span.start_ns - 5000) <= found.clock_error * 1e9 + 10_000
-    assert 0 < found.clock_error < 1e-4
+        assert abs(span.start_ns - 5000) <= gathered.clock_error * 1e9 + 10_000
+    assert 0 < gathered.clock_error < 1e-4
 
 
-def test_one_host_has_one_clock_and_only_plain_values_travel(
+def test_one_host_has_one_clock_and_only_text_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads = Threads(2, [("here", 0), ("here", 0)])
     span = Span("step", "step", 1, 2, "main", {"batch": 3, "x": None, "y": 0.5, "z": True})
-    found = threads.run(lambda rank: gather(threads.broadcast, rank, 2, [span]))
-    assert all(gathered == Gathered({0: [span], 1: [span]}, 0.0) for gathered in found)
-    assert all(isinstance(sent, str) for sent in threads.sent)
+    everywhere = threads.run(lambda rank: gather(threads.broadcast, rank, 2, [span]))
+    assert all(spans == GatheredSpans({0: [span], 1: [span]}, 0.0) for spans in everywhere)
+    assert all(isinstance(message, str) for message in threads.sent)
 
 
-def test_what_cannot_travel_keeps_no_rank_from_the_exchange() -> None:
+def test_a_rank_with_a_span_that_cannot_be_encoded_sends_an_empty_list() -> None:
     assert decode(encode([Span("\ud800", "c", 0, 1, "main", {})])) == []
     with pytest.raises(msgspec.ValidationError):
         decode('[{"name": 1}]')
 
 
 def tracer_with(steps: int, inside: int = 2, capacity: int = 100_000) -> Tracer:
-    """Return a tracer with steps of 100 ns each, in every one of which something happens."""
+    """Return a tracer with steps of 100 ns each, and `inside` spans in every step."""
     tracer = Tracer(capacity)
     for step in range(steps):
         for index in range(inside):
-            at = 100 * step + 10 + index
-            tracer.add("forward", "compute", at, at + 1, microbatch=index)
+            start = 100 * step + 10 + index
+            tracer.add("forward", "compute", start, start + 1, microbatch=index)
         tracer.add("step", "step", 100 * step, 100 * step + 99, batch=step)
     return tracer
 
@@ -114,14 +114,14 @@ def test_the_last_steps_are_kept() -> None:
     assert batches(last_steps(tracer_with(50), 4700)) == [47, 48, 49]
 
 
-def test_fewer_steps_are_kept_where_they_are_full_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "KEPT_SPANS", 10)
+def test_fewer_steps_are_kept_if_they_have_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "MAX_SPANS", 10)
     assert batches(last_steps(tracer_with(50), 0)) == [47, 48, 49]
     assert len(last_steps(tracer_with(1, inside=30), 0)) == 10
 
 
-def test_a_step_whose_beginning_is_forgotten_is_left_out() -> None:
-    # The ring holds the end of step 2, and steps 3 and 4.
+def test_a_step_that_lost_its_first_spans_is_left_out() -> None:
+    # The ring buffer holds the end of step 2, and steps 3 and 4.
     assert batches(last_steps(tracer_with(5, capacity=7), 0)) == [3, 4]
 
 

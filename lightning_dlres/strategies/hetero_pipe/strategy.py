@@ -35,6 +35,7 @@ from lightning_dlres.pipeline.execute.optimizers import set_state_device
 from lightning_dlres.pipeline.execute.partition import is_on_meta, resident_parameter_bytes
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
+from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.connection import (
     Connection,
     join_process_group,
@@ -60,6 +61,7 @@ from lightning_dlres.strategies.hetero_pipe.options import (
 )
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import loss_scale, overflow_shared
+from lightning_dlres.strategies.hetero_pipe.report_sections import pipeline_sections
 from lightning_dlres.strategies.hetero_pipe.step.one_device import is_alone
 from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
@@ -122,6 +124,8 @@ class HeteroPipeStrategy(ParallelStrategy):
     """
 
     strategy_name: ClassVar[str] = "dlres_hetero_pipe"
+    # Data modules must not shard the data: rank 0 reads it and sends each batch to the others.
+    reads_for_all_ranks: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -197,6 +201,11 @@ class HeteroPipeStrategy(ParallelStrategy):
     def schedule(self) -> str:
         """The schedule of the current or last run; before the first the one that was asked for."""
         return self._runner.schedule if self._runner is not None else self._used_schedule
+
+    def report_sections(self, run: MeasuredRun) -> ReportSections | None:
+        """Return the sections of `ResourceReport` on a run of the plan; None without a plan."""
+        plan = self.plan
+        return pipeline_sections(plan, self.schedule, run) if plan is not None else None
 
     @property
     def resident_parameter_bytes(self) -> int:

@@ -1,0 +1,100 @@
+"""Optional capabilities of strategies, which callbacks, data modules and commands ask for by
+attribute.
+
+They ask the strategy and not its class, so that a new strategy needs no change in any of them. All
+attributes are optional: a strategy of Lightning has none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_dlres.core.trace import Span, Tracer
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
+
+# Name of the picture that `ResourceReport` removes if a later report in the directory has none.
+TIMELINE_PICTURE = "timeline.png"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """Measurements of one `fit`, from which a strategy makes its sections of the resource report.
+
+    Attributes:
+        spans: Spans of the last steps, by rank, on rank 0's clock; empty if none were recorded.
+        clock_error: Seconds by which spans of different hosts may be shifted against each other.
+        steps: Number of training steps of the `fit`; the spans may hold fewer.
+        plan_at_start: Pipeline plan when training began; the strategy may have planned again.
+        trace_file: Name of the trace file beside the report; None if none is written.
+        draws: True if the report's files are written, so that pictures are worth drawing.
+    """
+
+    spans: Mapping[int, Sequence[Span]]
+    clock_error: float
+    steps: int
+    plan_at_start: PipelinePlan | None
+    trace_file: str | None
+    draws: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSections:
+    """A strategy's part of the resource report.
+
+    Attributes:
+        line: The figures in one line, for the console.
+        text: The report as Markdown.
+        pictures: PNG files by file name, to which the text may refer.
+        rank_names: Names of ranks in the trace; ranks without a name are called "rank N".
+    """
+
+    line: str
+    text: str
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    rank_names: Mapping[int, str] = field(default_factory=dict)
+
+
+@runtime_checkable
+class PipelinePlanning(Protocol):
+    """A strategy that plans a pipeline for the model.
+
+    Attributes:
+        plan: Plan of the current or last run; None before the first.
+        options: Checked arguments, which constrain the plan.
+    """
+
+    @property
+    def plan(self) -> PipelinePlan | None: ...
+
+    @property
+    def options(self) -> PipeOptions: ...
+
+
+@runtime_checkable
+class ReportsRun(Protocol):
+    """A strategy that contributes sections to `ResourceReport`."""
+
+    def report_sections(self, run: MeasuredRun) -> ReportSections | None:
+        """Return the sections on a run; None if there was no plan. Called on rank 0 only."""
+
+
+def reads_for_all_ranks(strategy: Strategy) -> bool:
+    """Return True if one rank reads the data and sends it to all others."""
+    return bool(getattr(strategy, "reads_for_all_ranks", False))
+
+
+def plan_of(strategy: Strategy) -> PipelinePlan | None:
+    """Return the strategy's pipeline plan, or None if it has none."""
+    plan = getattr(strategy, "plan", None)
+    return plan if isinstance(plan, PipelinePlan) else None
+
+
+def tracer_of(strategy: Strategy) -> Tracer | None:
+    """Return the tracer in which the strategy records spans, or None if it records none."""
+    tracer = getattr(strategy, "tracer", None)
+    return tracer if isinstance(tracer, Tracer) else None
