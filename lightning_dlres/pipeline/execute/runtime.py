@@ -112,7 +112,7 @@ class Runtime:
             else:
                 activation = self.take(Channel.ACTIVATION, -1, microbatch, "the activations")
             with self.computing("forward", microbatch):
-                activation = self.stage.forward(microbatch, activation, seed, keep=False)
+                activation = self.stage.forward(microbatch, activation, seed, for_backward=False)
             if self.is_last:
                 outputs.append(activation)
             else:

@@ -27,7 +27,7 @@ from lightning_dlres.pipeline.stage.stage import (
     GradientBuffer,
     Gradients,
     enter_inplace_safe,
-    memory_of,
+    storage_id,
 )
 
 
@@ -104,7 +104,7 @@ class TrainingStep:
             with hooks_suspended([*self.stage.parameters, *self.runtime.non_pipelined]):
                 return self._run(batch_digest)
         except BaseException:
-            self.stage.forget()
+            self.stage.drop_records()
             raise
 
     def _run(self, batch_digest: int) -> TrainResult:
@@ -253,9 +253,9 @@ class TrainingStep:
     def send_gradient(self, m: int) -> None:
         # A parameter gradient may share memory with what is sent, and is written to by the next
         # micro-batch and by clipping. Those of earlier micro-batches cannot.
-        kept = self.buffer.take_new_memory()
+        kept = self.buffer.pop_new_storages()
         found = self.gradients.pop(m)
-        gradients = [g.clone() if g is not None and memory_of(g) in kept else g for g in found]
+        gradients = [g.clone() if g is not None and storage_id(g) in kept else g for g in found]
         self.runtime.give(Channel.GRADIENT, -1, m, gradients)
 
     def backward_into_step(self) -> None:

@@ -234,7 +234,13 @@ class _Runner:
         copies = copies or [_module_copy(call.module, call.device)]
         parameters = [[p for p in each.parameters() if p.requires_grad] for each in copies]
         bound = [call.bind(call.index, each) for each in copies]
-        self._stage = Stage(bound, parameters, call.index, call.device, call.context)
+        self._stage = Stage(
+            bound,
+            parameters,
+            first_layer=call.index,
+            device=call.device,
+            context=call.context,
+        )
         self._held = [t for each in copies for t in (*each.parameters(), *each.buffers())]
         self._inputs = call.inputs
         self._buffer = GradientBuffer()

@@ -1,1 +1,1 @@
-"""One stage's computation: forward and backward of its layers by micro-batches."""
+"""The computation of one stage: forward and backward of its layers, micro-batch by micro-batch."""

@@ -1,4 +1,4 @@
-"""Storage and initial values for parameters and buffers that were made on the meta device."""
+"""Storage and initial values of parameters and buffers that were made on the meta device."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import copy_hooks, recurrent_weights_released
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.stage.remote_parameters import class_of_own
+from lightning_dlres.pipeline.stage.remote_parameters import local_class
 
 
 def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give a parameter other data, on whatever device, keeping the Parameter object.
+    """Give a parameter other data, on any device, and keep the Parameter object.
 
     Raises:
-        ConfigError: something holds a weak reference to the parameter or a graph over it, so that
-            it cannot be swapped.
+        ConfigError: If a weak reference to the parameter, or a graph over it, prevents the swap.
     """
     replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
-    # The swap exchanges class, attributes and hooks as well.
-    replacement.__class__ = class_of_own(parameter)
+    # The swap exchanges class, attributes and hooks too, so the replacement needs the same ones.
+    replacement.__class__ = local_class(parameter)
     replacement.__dict__.update(parameter.__dict__)
     if replacement.is_floating_point() or replacement.is_complex():
         copy_hooks(parameter, replacement)
@@ -28,17 +27,22 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
         torch.utils.swap_tensors(parameter, replacement)
     except RuntimeError as error:
         raise ConfigError(
-            f"A parameter of shape {tuple(parameter.shape)} cannot be moved: {error}. Expected "
-            "that nothing else refers to it before training. Drop other references (a compiled "
-            "copy, an optimizer or a graph made by hand) first."
+            f"A parameter of shape {tuple(parameter.shape)} cannot be moved to another device: "
+            f"{error}. Before training nothing but the module may refer to it. Drop other "
+            "references, such as a compiled copy, or an optimizer or graph made by hand."
         ) from error
 
 
 def initialise(module: nn.Module, device: torch.device, name: str) -> None:
-    """Give storage and values to the meta tensors that a module holds itself (not its children).
+    """Give storage and values to the meta tensors of a module itself, not of its children.
+
+    Args:
+        module: Module, which may have none.
+        device: Device of the storage.
+        name: Name of the module, for the error.
 
     Raises:
-        ConfigError: there are some, and the module has no `reset_parameters`.
+        ConfigError: If the module has meta tensors but no `reset_parameters`.
     """
     parameters = [p for p in module.parameters(recurse=False) if p.is_meta]
     buffers = [(key, b) for key, b in module.named_buffers(recurse=False) if b.is_meta]
@@ -47,13 +51,14 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
         raise ConfigError(
-            f"{name!r} ({type(module).__name__}) was made on the meta device, and has no "
-            "reset_parameters(): its initial values are unknown. Give the class a "
-            "reset_parameters method, or load a checkpoint that was made elsewhere into a model "
-            "built on the CPU."
+            f"{name!r} ({type(module).__name__}) was made on the meta device and has no "
+            "reset_parameters(), so its initial values are unknown. Give the class a "
+            "reset_parameters method, or build the model on the CPU and load a checkpoint."
         )
-    # A tied weight that another module has initialised keeps its values.
-    known = [(p, p.detach().clone()) for p in module.parameters(recurse=False) if not p.is_meta]
+    # A tied weight that another module has initialised must keep its values.
+    initialised = [
+        (p, p.detach().clone()) for p in module.parameters(recurse=False) if not p.is_meta
+    ]
     with recurrent_weights_released(module):
         for parameter in parameters:
             replace_storage(parameter, torch.empty_like(parameter, device=device))
@@ -61,5 +66,5 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
         setattr(module, key, torch.empty_like(buffer, device=device))
     reset()
     with torch.no_grad():
-        for parameter, value in known:
+        for parameter, value in initialised:
             parameter.copy_(value)

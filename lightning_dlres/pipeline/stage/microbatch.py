@@ -1,9 +1,8 @@
-"""A batch cut into micro-batches, and micro-batch outputs put together again.
+"""Cutting a batch into micro-batches, and joining the outputs of micro-batches.
 
-The batch is global: sizes differ by at most one sample, so a ragged last batch, and a batch with
-    fewer samples than there
-are micro-batches, need no special case. Micro-batch m is the same samples whatever the number of
-stages or replicas.
+The batch is global. Micro-batch sizes differ by at most one sample, so a ragged last batch and a
+batch with fewer samples than micro-batches need no special case. Micro-batch m holds the same
+samples for any number of stages or replicas.
 """
 
 from __future__ import annotations
@@ -20,42 +19,50 @@ from lightning_dlres.core.wire.tree import Tree, flatten, tensors_of, unflatten
 
 
 def microbatch_sizes(samples: int, microbatches: int) -> list[int]:
-    """Return the number of samples of each micro-batch: as even as can be, larger ones first, none
-    empty."""
+    """Return the number of samples of each micro-batch, as even as possible, larger ones first.
+
+    None is empty: there are fewer micro-batches if there are fewer samples.
+
+    Raises:
+        ConfigError: If there are no samples, or no micro-batches are asked for.
+    """
     if samples < 1 or microbatches < 1:
         raise ConfigError(
-            f"Cannot cut {samples} samples into {microbatches} micro-batches: expected at least "
-            "one of each."
+            f"samples and microbatches must be at least 1, got {samples} samples and "
+            f"{microbatches} micro-batches."
         )
     count = min(samples, microbatches)
     return [samples // count + (m < samples % count) for m in range(count)]
 
 
 def share(count: int, parts: int, part: int) -> range:
-    """Return the micro-batches of replica `part` of `parts`, out of `count`: contiguous, and split
-    as evenly as possible."""
+    """Return the micro-batches of replica `part`, if `count` micro-batches are divided among
+    `parts` replicas: contiguous, and as evenly as possible."""
     first = [p * (count // parts) + min(p, count % parts) for p in range(parts + 1)]
     return range(first[part], first[part + 1])
 
 
 def samples_in(tree: Tree) -> int | None:
     """Return the number of samples: the leading dimension of the first tensor that has one, else
-    `None`."""
+    None."""
     return next((t.shape[0] for t in tensors_of(tree) if t.dim() > 0), None)
 
 
 def cut(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
-    """Return a module's inputs as one tree per micro-batch.
+    """Return the inputs of a module as one tree per micro-batch.
 
-    Tensors whose leading dimension is the number of samples are cut; everything else is the same in
+    Tensors whose leading dimension is the number of samples are cut. Everything else is the same in
     every part.
     """
     return _cut(tree, sizes, lists=False)
 
 
 def cut_batch(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
-    """Return a loader's batch as one batch per micro-batch: as `cut`, and lists and tuples of as
-    many elements as there are samples are cut, too, if they hold no tensor."""
+    """Return a loader's batch as one batch per micro-batch.
+
+    Tensors are cut as by `cut`. A list or tuple without tensors, with one element per sample, is
+    cut too.
+    """
     return _cut(batch, sizes, lists=True)
 
 
@@ -70,6 +77,12 @@ def _cut(tree: Tree, sizes: Sequence[int], lists: bool) -> list[Tree]:
         shape = _cut_lists(structure, samples, start, size) if lists else structure
         parts.append(unflatten(shape, pieces))
     return parts
+
+
+# The functions below walk the nodes of a structure (see `core.wire.tree`). The first element of a
+# node is its tag and the last one its content. Tags: "l" list, "u" tuple, "n" named tuple, "d" dict
+# and "m" other mapping (pairs of nodes), "c" dataclass (pairs of field name and node), "t" tensor,
+# "a" NumPy array, "g" NumPy scalar.
 
 
 def _cut_lists(node: list[Any], samples: int, start: int, size: int) -> list[Any]:
@@ -100,18 +113,22 @@ def _holds_tensor(node: list[Any]) -> bool:
 def join(parts: Sequence[Tree], sizes: Sequence[int]) -> Tree:
     """Return the output for the whole batch: tensors concatenated along their leading dimension.
 
+    Args:
+        parts: Output of every micro-batch, in order.
+        sizes: Number of samples of every micro-batch.
+
     Raises:
-        UnsupportedStepError: a tensor has no leading dimension of the micro-batch's size, so that
-            the whole batch's value cannot be made from the parts.
+        UnsupportedStepError: If the leading dimension of a tensor is not the micro-batch's size, or
+            the parts differ in structure. The parts then do not determine the whole.
     """
     if len(parts) == 1:
         return parts[0]
     structures, tensors = zip(*(flatten(part) for part in parts), strict=True)
-    # Compared as bytes, in which a NaN is like itself.
+    # Structures are compared as bytes, because a NaN in them equals itself only there.
     if len({msgspec.msgpack.encode(structure) for structure in structures}) > 1:
         raise UnsupportedStepError(
-            "The pipelined module returns unlike structures for unlike micro-batches: return the "
-            "same containers and plain values for every batch, or use microbatches=1."
+            "The pipelined module returns different structures for different micro-batches. "
+            "Return the same containers and plain values for every batch, or use microbatches=1."
         )
     return unflatten(
         structures[0], [_concatenate(pieces, sizes) for pieces in zip(*tensors, strict=True)]
@@ -122,9 +139,9 @@ def _concatenate(pieces: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     for piece, size in zip(pieces, sizes, strict=True):
         if not piece.dim() or piece.shape[0] != size:
             raise UnsupportedStepError(
-                f"The pipelined module returned a tensor of shape {tuple(piece.shape)} for a "
-                f"micro-batch of {size} samples: expected the samples along the first dimension. "
-                "Move what reduces over the batch out of the module into training_step, or use "
+                "The first dimension of each output of the pipelined module must be the samples, "
+                f"got a tensor of shape {tuple(piece.shape)} for a micro-batch of {size} samples. "
+                "Move reductions over the batch from the module to training_step, or use "
                 "microbatches=1."
             )
     return torch.cat(list(pieces))

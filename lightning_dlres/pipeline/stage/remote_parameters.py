@@ -1,10 +1,10 @@
-"""Parameters and buffers that another stage holds, and what user code may do with them here.
+"""Remote parameters and buffers: those that another stage holds.
 
-They have no storage (they are on the meta device). On the CPU torch does not refuse to mix them
-with real tensors: a product or a sum with one is uninitialised memory. So they are of a class that
-looks at every operation: whatever mixes the two is an error, in every hook, callback and thread.
-What asks for shapes, and writing into such a tensor (its holder does the same), is fine. Tensors of
-other classes cost nothing.
+They have no storage: they are on the meta device. On the CPU torch does not refuse to mix meta
+tensors with real ones: a product or a sum of the two is uninitialised memory. So remote tensors are
+of a class that checks every operation on them. An operation that mixes the two is an error, in
+every hook, callback and thread. Operations on shapes are allowed, and so is writing to a remote
+tensor, as the rank that holds it does the same. Tensors of other classes cost nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import without_subclasses
 from lightning_dlres.core.errors import UnsupportedStepError
 
-# Of one tensor only; most frequent, since optimizers ask every parameter for its gradient.
-_CANNOT_MIX = frozenset(("__get__", "size", "dim", "numel", "requires_grad_", "detach"))
+# Operations on one tensor. They are the most frequent ones, since optimizers read the gradient of
+# every parameter; skipping the check for them saves time.
+_UNARY = frozenset(("__get__", "size", "dim", "numel", "requires_grad_", "detach"))
 
-_ASKED_FOR_VALUES = re.compile("meta (tensor|device)")
+# Matches torch's errors about operations that need the values of a meta tensor.
+_VALUES_NEEDED = re.compile("meta (tensor|device)")
 
 
-class ForeignTensor(Tensor):
-    """A buffer of another stage, or what was made of a remote tensor."""
+class RemoteTensor(Tensor):
+    """A buffer of another stage, or the result of an operation on a remote tensor."""
 
     @classmethod
     def __torch_function__(
@@ -34,9 +36,12 @@ class ForeignTensor(Tensor):
         return _checked(func, args, kwargs or {})
 
 
-class ForeignParameter(nn.Parameter):
-    """A parameter of another stage. It has no gradient, which optimizers ask for several times in
-    every step: constants are ten times as fast as torch's own attributes would be here."""
+class RemoteParameter(nn.Parameter):
+    """A parameter of another stage. It has no gradient.
+
+    Optimizers read `grad` and `is_meta` several times in every step. Constants in the class are ten
+    times as fast as torch's own attributes are in a subclass.
+    """
 
     grad: Any = None
     is_meta = True
@@ -48,65 +53,72 @@ class ForeignParameter(nn.Parameter):
         return _checked(func, args, kwargs or {})
 
 
-class _NoticedGradient:
-    """Takes the place of the constant that is a remote parameter's gradient, and tells that it is
-    read."""
+class _HookedGradient:
+    """A descriptor that replaces the constant `RemoteParameter.grad` and calls a hook when the
+    gradient is read."""
 
-    def __init__(self, notice: Callable[[], None]) -> None:
-        self._notice = notice
+    def __init__(self, hook: Callable[[], None]) -> None:
+        self._hook = hook
 
     def __get__(self, instance: object, owner: type) -> None:
-        self._notice()
+        self._hook()
 
 
-def notice_gradient_reads(notice: Callable[[], None] | None) -> None:
-    """Have a function called when a remote parameter's gradient is read; None: have none."""
-    ForeignParameter.grad = None if notice is None else _NoticedGradient(notice)
+def set_gradient_read_hook(hook: Callable[[], None] | None) -> None:
+    """Call a function whenever the gradient of a remote parameter is read; None removes it."""
+    RemoteParameter.grad = None if hook is None else _HookedGradient(hook)
 
 
 def mark_remote(parameter: nn.Parameter) -> None:
-    """Make a parameter without storage a remote one; a class of the user's own stays."""
+    """Turn a parameter without storage into a `RemoteParameter`; user-defined classes stay."""
     if type(parameter) is nn.Parameter:
-        parameter.__class__ = ForeignParameter
+        parameter.__class__ = RemoteParameter
 
 
-def class_of_own(parameter: nn.Parameter) -> type:
-    """Return the class that the parameter has where it is held."""
-    return nn.Parameter if isinstance(parameter, ForeignParameter) else type(parameter)
+def local_class(parameter: nn.Parameter) -> type:
+    """Return the class of the parameter on the rank that holds it."""
+    return nn.Parameter if isinstance(parameter, RemoteParameter) else type(parameter)
 
 
 def remote_buffer(buffer: Tensor) -> Tensor:
-    """Return a buffer without storage that is watched."""
+    """Return the buffer without storage, as a `RemoteTensor`; user-defined classes stay."""
     meta = buffer.detach().to("meta")
-    return meta.as_subclass(ForeignTensor) if type(meta) is Tensor else meta
+    return meta.as_subclass(RemoteTensor) if type(meta) is Tensor else meta
 
 
 def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operation.
+
+    Raises:
+        UnsupportedStepError: If the operation needs the values of a remote tensor.
+    """
+    # Without this the calls below would come back to __torch_function__.
     with without_subclasses():
         name = getattr(function, "__name__", "?")
-        if name in _CANNOT_MIX:
-            return _watched(function(*args, **kwargs))
+        if name in _UNARY:
+            return _as_remote(function(*args, **kwargs))
         if not _only_writes(name, args) and _mixes((*args, *kwargs.values())):
-            raise _refusal(name)
+            raise _no_values(name)
         try:
             result = function(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
-            # Torch itself refuses what asks for values, with errors of several classes.
-            if isinstance(error, NotImplementedError) or _ASKED_FOR_VALUES.search(str(error)):
-                raise _refusal(name) from error
+            # Torch refuses an operation that needs the values, with errors of several classes.
+            if isinstance(error, NotImplementedError) or _VALUES_NEEDED.search(str(error)):
+                raise _no_values(name) from error
             raise
-        return _watched(result)
+        return _as_remote(result)
 
 
 def _only_writes(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the operation changes nothing but a remote tensor."""
+    """Return True if the operation does nothing but change a remote tensor in place."""
     in_place = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
 
 
 def _mixes(values: Iterable[Any]) -> bool:
-    places = {tensor.is_meta for tensor in _tensors_in(values)}
-    return len(places) == 2
+    """Return True if there are both remote and real tensors among the values."""
+    kinds = {tensor.is_meta for tensor in _tensors_in(values)}
+    return len(kinds) == 2
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -117,18 +129,19 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _tensors_in(value)
 
 
-def _watched(result: Any) -> Any:
+def _as_remote(result: Any) -> Any:
+    """Return the result with its meta tensors as `RemoteTensor`, so that they are checked too."""
     if type(result) is Tensor:
-        return result.as_subclass(ForeignTensor) if result.is_meta else result
+        return result.as_subclass(RemoteTensor) if result.is_meta else result
     if type(result) in (list, tuple):
-        return type(result)(_watched(item) for item in result)
+        return type(result)(_as_remote(item) for item in result)
     return result
 
 
-def _refusal(name: str) -> UnsupportedStepError:
+def _no_values(operation: str) -> UnsupportedStepError:
     return UnsupportedStepError(
-        f"{name}: computes with a weight or buffer that another stage holds; it has no values "
-        "here. Each rank holds its own stage's layers: leave out tensors with `.is_meta`, or give "
-        "a layer a second name in the LightningModule, so that all stages hold it. Averages of "
-        "the weights can be made of checkpoints after training."
+        f"{operation}: the operation needs the values of a weight or buffer that another stage "
+        "holds. Each rank has the values of its own stage's layers only. Leave out tensors with "
+        "`.is_meta`, or give a layer a second name in the LightningModule, so that all stages "
+        "hold it. Averages of the weights can be made from checkpoints after training."
     )

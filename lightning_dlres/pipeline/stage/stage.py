@@ -1,12 +1,12 @@
-"""One stage: its layers forward and backward, one micro-batch at a time.
+"""The computation of one stage: its layers forward and backward, one micro-batch at a time.
 
-Layers run in *runs* of consecutive ones, each with an autograd graph of its own that is cut at its
-inputs. A run is one layer where something must happen between layers: its gradients are
-synchronised while the layers below go backward, or it is recomputed. Otherwise it is as many layers
-as there are, since every cut takes a tenth of a millisecond or two, for each micro-batch.
+Layers run in *runs* of consecutive layers. Each run has an autograd graph of its own, which is cut
+at the run's inputs. A run is a single layer where something must happen between layers: gradients
+are synchronised while the layers below go backward, or the layer is recomputed. Otherwise a run is
+as long as possible, since every cut takes 0.1 to 0.2 ms for each micro-batch.
 
-A layer that is recomputed (Method E, E8) keeps its inputs only. Before its backward it runs again,
-with the random state and the buffers that it had, so that the gradients are the same to the bit.
+A recomputed layer keeps only its inputs. Before its backward it runs again, with the random state
+and the buffers of its first run, so that the gradients are the same to the bit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,15 @@ Gradients = dict[nn.Parameter, Tensor]
 
 
 @dataclass
-class _Record:
-    """What a run keeps between its forward and its backward: leaves in, outputs with their
-    graph. Without outputs it must be recomputed first."""
+class _RunRecord:
+    """State of a run between its forward and its backward.
+
+    Attributes:
+        structure: Structure of the input tree.
+        inputs: Tensors of the input tree; leaves of the run's graph.
+        outputs: Output tensors with their graph; None until a recomputed layer has run again.
+        buffers: Buffers as the first run saw them; empty if the layer is not recomputed.
+    """
 
     structure: Structure
     inputs: list[Tensor]
@@ -43,13 +49,13 @@ class _Record:
     buffers: BufferStates
 
 
-class _Enter(torch.autograd.Function):
-    """The identity. A layer that works in place may not touch a leaf, but it may touch this
-    function's outputs."""
+class _Identity(torch.autograd.Function):
+    """The identity. Autograd refuses in-place operations on a leaf, but allows them on the outputs
+    of this function."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # An output that is not used has no gradient, not one of zeros.
+        # An unused output then has no gradient, instead of one of zeros.
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
@@ -59,22 +65,26 @@ class _Enter(torch.autograd.Function):
 
 
 def enter_inplace_safe(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors of the same storage that an in-place operation may change, with gradients
-    flowing to the leaves."""
-    entered: tuple[Tensor, ...] = _Enter.apply(*leaves)  # type: ignore[no-untyped-call]
+    """Return tensors with the same storage, which in-place operations may change. Gradients flow to
+    the leaves."""
+    entered: tuple[Tensor, ...] = _Identity.apply(*leaves)  # type: ignore[no-untyped-call]
     return entered
 
 
 class GradientBuffer:
-    """Sums gradients over micro-batches, and never writes into a tensor that autograd may share
-    with another parameter."""
+    """Sums of gradients over micro-batches.
+
+    The buffer never writes to a tensor that autograd may share with another parameter.
+    """
 
     def __init__(self) -> None:
-        # By identity: a tensor's hash is a Python call, and this is done for every micro-batch.
+        # The keys are id(parameter). Hashing a tensor is a call of a Python function, which would
+        # be slow here: every micro-batch looks up every parameter.
         self._sums: dict[int, Tensor] = {}
         self._parameters: dict[int, nn.Parameter] = {}
-        self._ours: set[int] = set()
-        self._new_memory: set[int] = set()
+        # Parameters whose sum is a tensor made here, so that it may be added to in place.
+        self._owned: set[int] = set()
+        self._new_storages: set[int] = set()
 
     @property
     def gradients(self) -> Gradients:
@@ -82,53 +92,57 @@ class GradientBuffer:
         return {self._parameters[key]: total for key, total in self._sums.items()}
 
     @contextmanager
-    def lent(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Inside of it, the sums are the parameters' `.grad`, so that autograd adds to them as soon
-        as it has a gradient, one at a time; what `.grad` was comes back afterwards."""
-        before = [parameter.grad for parameter in parameters]
+    def as_grad(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Context manager that makes the sums the parameters' `.grad`.
+
+        Autograd then adds each gradient as soon as it has computed it, and need not hold all of
+        them at once. The previous `.grad` comes back afterwards.
+        """
+        previous = [parameter.grad for parameter in parameters]
         sums = [self._sums.get(id(parameter)) for parameter in parameters]
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = total
         try:
             yield
         finally:
-            for parameter, total, gradient in zip(parameters, sums, before, strict=True):
-                found = parameter.grad
-                if found is not None and found is not total:
-                    self.put(parameter, found)
-                    self._ours.add(id(parameter))
+            for parameter, total, gradient in zip(parameters, sums, previous, strict=True):
+                new_total = parameter.grad
+                if new_total is not None and new_total is not total:
+                    self.put(parameter, new_total)
+                    self._owned.add(id(parameter))
                 parameter.grad = gradient
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add to the parameter's sum."""
+        """Add a gradient to the parameter's sum."""
         total = self._sums.get(id(parameter))
         if total is None:
             self.put(parameter, gradient)
-        elif id(parameter) in self._ours and not gradient.is_sparse:
+        elif id(parameter) in self._owned and not gradient.is_sparse:
             total.add_(gradient)
         else:
+            # Torch can add a sparse tensor to a dense one, but not the other way round.
             sparse_first = total.is_sparse and not gradient.is_sparse
             self.put(parameter, gradient + total if sparse_first else total + gradient)
-            self._ours.add(id(parameter))
+            self._owned.add(id(parameter))
 
     def put(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Make this tensor the parameter's sum."""
         self._sums[id(parameter)], self._parameters[id(parameter)] = total, parameter
-        self._new_memory.add(memory_of(total))
+        self._new_storages.add(storage_id(total))
 
     def pop(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the parameter's sum, if there is one, and forget it."""
-        self._ours.discard(id(parameter))
+        """Remove the parameter's sum and return it; None if there is none."""
+        self._owned.discard(id(parameter))
         return self._sums.pop(id(parameter), None)
 
-    def take_new_memory(self) -> set[int]:
-        """Return where the sums lie that have become other tensors since the last call."""
-        new, self._new_memory = self._new_memory, set()
+    def pop_new_storages(self) -> set[int]:
+        """Return the `storage_id` of every tensor that became a sum since the last call."""
+        new, self._new_storages = self._new_storages, set()
         return new
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Return a number that tensors share which lie in the same memory."""
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that is equal for tensors that share storage."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
@@ -136,20 +150,21 @@ class Stage:
     """The layers of one stage.
 
     Args:
-        layers: the callables, in order.
-        parameters: for every layer its parameters that need a gradient.
-        first_layer: index of the first layer in the whole model; part of every layer's random seed,
-            so that randomness does not depend on the split.
-        device: where the stage computes.
-        context: entered around every forward (mixed precision).
-        recomputed: the layers' modules that are recomputed, by position in this stage.
-        by_layer: whether gradients are wanted layer by layer.
+        layers: Layers as callables, in order.
+        parameters: Parameters of every layer that need a gradient.
+        first_layer: Index of the first layer in the whole model. It enters every layer's random
+            seed, so that randomness does not depend on the split.
+        device: Device of the stage.
+        context: Factory of a context that is entered around every forward (mixed precision).
+        recomputed: Modules of the recomputed layers, by position in this stage.
+        by_layer: True if the caller of `backward` needs the gradients layer by layer.
     """
 
     def __init__(
         self,
         layers: Sequence[Layer],
         parameters: Sequence[Sequence[nn.Parameter]],
+        *,
         first_layer: int,
         device: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
@@ -163,66 +178,71 @@ class Stage:
         self._recomputed = dict(recomputed or {})
         self._by_layer = by_layer
         self.set_parameters(parameters)
-        self._works_in_place: dict[int, bool] = {}
+        # By position: True if the layer changes its inputs in place, known after its first run.
+        self._changes_inputs: dict[int, bool] = {}
+        # By position: the last snapshot of the layer's buffers.
         self._buffers: dict[int, BufferStates] = {}
-        self._records: dict[int, list[_Record]] = {}
+        # By micro-batch in flight: one record per run, and the seed of its step.
+        self._records: dict[int, list[_RunRecord]] = {}
         self._seeds: dict[int, int] = {}
 
     def set_parameters(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Say which parameters of every layer need a gradient."""
-        self.parameters = list(dict.fromkeys(p for some in parameters for p in some))
-        # A tied parameter's gradients are added in one order, whatever is recomputed.
-        tied = sum(len(set(some)) for some in parameters) > len(self.parameters)
-        cut = set(range(len(parameters)) if self._by_layer or tied else self._recomputed)
-        self._runs = _runs(len(parameters), cut)
+        """Set the parameters of every layer that need a gradient."""
+        self.parameters = list(dict.fromkeys(p for group in parameters for p in group))
+        # With tied parameters every layer is a run. The gradients of a tied parameter are then
+        # added in the same order for any choice of recomputed layers.
+        tied = sum(len(set(group)) for group in parameters) > len(self.parameters)
+        single = set(range(len(parameters)) if self._by_layer or tied else self._recomputed)
+        self._runs = _runs(len(parameters), single)
         self._run_parameters = [
             list(dict.fromkeys(p for position in run for p in parameters[position]))
             for run in self._runs
         ]
+        # By first position of a run: the result of `_is_closed`.
         self._closed: dict[int, bool] = {}
 
     @property
     def recomputes(self) -> bool:
-        """Whether some layer is recomputed."""
+        """True if some layer is recomputed."""
         return bool(self._recomputed)
 
     @property
     def in_flight(self) -> int:
-        """Number of micro-batches whose forward is done and whose backward is not."""
+        """Number of micro-batches between forward and backward."""
         return len(self._records)
 
-    def forward(self, microbatch: int, inputs: Tree, seed: int, keep: bool = True) -> Tree:
+    def forward(self, microbatch: int, inputs: Tree, seed: int, for_backward: bool = True) -> Tree:
         """Run the layers on one micro-batch and return the detached output.
 
         Args:
-            microbatch: index in the global batch; part of the random seed.
-            inputs: tensors whose `requires_grad` says whether a gradient is wanted back for them.
-            seed: seed of the step.
-            keep: whether a backward follows; without it nothing is recorded.
+            microbatch: Index in the global batch; part of the random seed.
+            inputs: Input tree; `requires_grad` of a tensor asks for its gradient.
+            seed: Seed of the step.
+            for_backward: False if no backward follows; nothing is recorded then.
         """
         records = []
         with forked(self._device), self._context():
             for run in self._runs:
-                if not keep:
-                    inputs = self._through(run, inputs, seed, microbatch)
+                if not for_backward:
+                    inputs = self._run_layers(run, inputs, seed, microbatch)
                     continue
-                light = run.start in self._recomputed
-                call = self._call_lightly if light else self._call
+                recomputed = run.start in self._recomputed
+                call = self._forward_inputs_only if recomputed else self._forward_recorded
                 inputs, record = call(run, inputs, seed, microbatch)
                 records.append(record)
-        if keep:
+        if for_backward:
             self._records[microbatch], self._seeds[microbatch] = records, seed
         return inputs
 
     def recompute(self, microbatch: int) -> None:
-        """Run the layers again that kept their inputs only."""
+        """Run the recomputed layers again, to make their graphs."""
         seed = self._seeds[microbatch]
         with forked(self._device), self._context():
             for run, record in zip(self._runs, self._records[microbatch], strict=True):
                 if record.outputs is None:
                     with with_buffers(record.buffers):
                         entered = _entered(record.structure, record.inputs)
-                        outputs = self._through(run, entered, seed, microbatch)
+                        outputs = self._run_layers(run, entered, seed, microbatch)
                     _, record.outputs = flatten(outputs)
 
     def backward(
@@ -232,15 +252,15 @@ class Stage:
         buffer: GradientBuffer,
         layer_done: Callable[[int], None] | None = None,
     ) -> list[Tensor | None]:
-        """Run the layers backward and return the gradient of every input tensor (None where none is
-        wanted).
+        """Run the layers backward and return the gradient of every input tensor; None for inputs
+        that need none.
 
         Args:
-            microbatch: the index given to `forward`.
-            gradients: one per output tensor; None where nothing flows back.
-            buffer: gets the parameter gradients.
-            layer_done: called with a layer's position in this stage when its parameter gradients,
-                and those of the layers above, are in the buffer.
+            microbatch: Index that was given to `forward`.
+            gradients: Gradient of every output tensor; None where no gradient flows back.
+            buffer: Destination of the parameter gradients.
+            layer_done: Called with a layer's position in this stage, as soon as the parameter
+                gradients of this layer and of those above are in the buffer.
         """
         if any(record.outputs is None for record in self._records[microbatch]):
             self.recompute(microbatch)
@@ -257,112 +277,120 @@ class Stage:
                 layer_done(run.start)
         return list(gradients)
 
-    def forget(self) -> None:
-        """Drop what forwards recorded, after a failure."""
+    def drop_records(self) -> None:
+        """Drop the records of all forwards, after a failure."""
         self._records.clear()
         self._seeds.clear()
 
-    def _through(self, run: range, inputs: Tree, seed: int, microbatch: int) -> Tree:
-        # All at once: what is called between two layers is no longer in the processor's caches.
+    def _run_layers(self, run: range, inputs: Tree, seed: int, microbatch: int) -> Tree:
+        # All seeds are derived first. Between two layers, the code that derives them would have left
+        # the processor's caches.
         first = self._first_layer
         seeds = [derive_seed(seed, microbatch, first + position) for position in run]
-        for position, own_seed in zip(run, seeds, strict=True):
-            seed_device(own_seed, self._device)
+        for position, layer_seed in zip(run, seeds, strict=True):
+            seed_device(layer_seed, self._device)
             inputs = self._layers[position](inputs)
         return inputs
 
-    def _call(self, run: range, inputs: Tree, seed: int, microbatch: int) -> tuple[Tree, _Record]:
-        structure, tensors = flatten(inputs)
-        leaves = [_leaf(tensor) for tensor in tensors]
-        outputs = self._through(run, _entered(structure, leaves), seed, microbatch)
-        out_structure, out_tensors = flatten(outputs)
-        passed = unflatten(out_structure, [_passed(tensor) for tensor in out_tensors])
-        return passed, _Record(structure, leaves, out_tensors, [])
-
-    def _call_lightly(
+    def _forward_recorded(
         self, run: range, inputs: Tree, seed: int, microbatch: int
-    ) -> tuple[Tree, _Record]:
-        """Call a layer, and keep what it takes to call it again. The graph is made nevertheless,
-        since it tells which outputs need a gradient, and given up at once."""
+    ) -> tuple[Tree, _RunRecord]:
+        """Return the detached output of a run, and a record with its graph."""
+        structure, tensors = flatten(inputs)
+        leaves = [_detached(tensor) for tensor in tensors]
+        outputs = self._run_layers(run, _entered(structure, leaves), seed, microbatch)
+        out_structure, out_tensors = flatten(outputs)
+        detached = unflatten(out_structure, [_detached(tensor) for tensor in out_tensors])
+        return detached, _RunRecord(structure, leaves, out_tensors, [])
+
+    def _forward_inputs_only(
+        self, run: range, inputs: Tree, seed: int, microbatch: int
+    ) -> tuple[Tree, _RunRecord]:
+        """Return the detached output of a recomputed layer, and a record without its graph.
+
+        The graph is made nevertheless, because it determines the outputs that need a gradient. It
+        is dropped at once.
+        """
         position = run.start
         structure, tensors = flatten(inputs)
-        leaves = [_leaf(tensor) for tensor in tensors]
-        given = leaves
-        if self._works_in_place.get(position, True):
-            given = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        leaves = [_detached(tensor) for tensor in tensors]
+        arguments = leaves
+        # A layer that works in place would overwrite the inputs of its second run.
+        if self._changes_inputs.get(position, True):
+            arguments = [
+                leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves
+            ]
         buffers = snapshot_buffers(self._recomputed[position], self._buffers.get(position, []))
         self._buffers[position] = buffers
-        outputs = self._through(run, _entered(structure, given), seed, microbatch)
-        if position not in self._works_in_place:
-            self._works_in_place[position] = not all(
-                torch.equal(a, b) for a, b in zip(given, leaves, strict=True)
+        outputs = self._run_layers(run, _entered(structure, arguments), seed, microbatch)
+        if position not in self._changes_inputs:
+            self._changes_inputs[position] = not all(
+                torch.equal(a, b) for a, b in zip(arguments, leaves, strict=True)
             )
         out_structure, out_tensors = flatten(outputs)
-        passed = unflatten(out_structure, [_passed(tensor) for tensor in out_tensors])
-        return passed, _Record(structure, leaves, None, buffers)
+        detached = unflatten(out_structure, [_detached(tensor) for tensor in out_tensors])
+        return detached, _RunRecord(structure, leaves, None, buffers)
 
 
-def _runs(count: int, cut: Collection[int]) -> list[range]:
-    """Return the runs of so many layers, of which some stand alone."""
-    starts = [i for i in range(count) if i in cut or i == 0 or i - 1 in cut]
+def _runs(count: int, single: Collection[int]) -> list[range]:
+    """Return the runs of `count` layers, of which those in `single` are runs of their own."""
+    starts = [i for i in range(count) if i in single or i == 0 or i - 1 in single]
     return [range(a, b) for a, b in pairwise([*starts, count])]
 
 
-def _passed(tensor: Tensor) -> Tensor:
-    # Detached here, but still saying whether a gradient is wanted: the next layer, or the next
-    # stage, makes its leaves so.
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
+    # `requires_grad` is kept: the next run or stage needs it to ask for a gradient.
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _entered(structure: Structure, leaves: list[Tensor]) -> Tree:
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not wanted:
+    """Return the tree of the leaves, in which in-place operations are allowed."""
+    with_gradient = [leaf for leaf in leaves if leaf.requires_grad]
+    if not with_gradient:
         return unflatten(structure, leaves)
-    entered = iter(enter_inplace_safe(wanted))
+    entered = iter(enter_inplace_safe(with_gradient))
     return unflatten(structure, [next(entered) if leaf.requires_grad else leaf for leaf in leaves])
 
 
 def _backward(
-    record: _Record,
+    record: _RunRecord,
     gradients: Sequence[Tensor | None],
     parameters: Sequence[nn.Parameter],
     buffer: GradientBuffer,
     closed: bool,
 ) -> list[Tensor | None]:
+    """Run backward through one run's graph; see `Stage.backward`."""
     assert record.outputs is not None
-    flowing = [
-        (o, g)
-        for o, g in zip(record.outputs, gradients, strict=True)
-        if g is not None and o.requires_grad
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(record.outputs, gradients, strict=True)
+        if gradient is not None and output.requires_grad
     ]
-    wanted = [leaf for leaf in record.inputs if leaf.requires_grad]
-    if not flowing or not (wanted or parameters):
+    input_leaves = [leaf for leaf in record.inputs if leaf.requires_grad]
+    if not pairs or not (input_leaves or parameters):
         return [None] * len(record.inputs)
-    outputs, grads = zip(*flowing, strict=True)
-    with buffer.lent(parameters):
-        # Naming the inputs makes autograd look up every node of the graph.
-        inputs = None if closed else [*wanted, *parameters]
-        torch.autograd.backward(outputs, grads, inputs=inputs)
+    outputs, output_gradients = zip(*pairs, strict=True)
+    with buffer.as_grad(parameters):
+        # `inputs` keeps gradients from tensors outside of the run. It makes autograd look up every
+        # node of the graph, so it is left out where there are no such tensors.
+        inputs = None if closed else [*input_leaves, *parameters]
+        torch.autograd.backward(outputs, output_gradients, inputs=inputs)
     return [leaf.grad for leaf in record.inputs]
 
 
-def _is_closed(record: _Record, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether gradients can flow nowhere but to the run's inputs and parameters: then
-    autograd need not be told to go nowhere else."""
+def _is_closed(record: _RunRecord, parameters: Sequence[nn.Parameter]) -> bool:
+    """Return True if the run's inputs and parameters are the only leaves of its graph."""
     assert record.outputs is not None
     known = {id(tensor) for tensor in (*record.inputs, *parameters)}
-    waiting: list[Any] = [output.grad_fn for output in record.outputs]
+    pending: list[Any] = [output.grad_fn for output in record.outputs]
     seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        # Nodes that accumulate a leaf's gradient have the leaf as `variable`.
         if hasattr(node, "variable") and id(node.variable) not in known:
             return False
-        waiting += [above for above, _ in node.next_functions]
+        pending += [next_node for next_node, _ in node.next_functions]
     return True

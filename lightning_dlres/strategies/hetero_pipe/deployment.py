@@ -190,10 +190,12 @@ class Deployment:
         stage = Stage(
             [self.pipelined.bind(i, module) for i, module in zip(indices, modules, strict=True)],
             trainable,
-            indices.start,
-            self._device,
-            self._current_context,
-            {p: modules[p] for p, layer in enumerate(indices) if layer in plan.recompute},
+            first_layer=indices.start,
+            device=self._device,
+            context=self._current_context,
+            recomputed={
+                p: modules[p] for p, layer in enumerate(indices) if layer in plan.recompute
+            },
             by_layer=len(plan.replicas) > 1,
         )
         waiting = (options.timeout, connection.check)

@@ -208,7 +208,14 @@ def overlap(context: RankContext) -> dict[int, tuple[int, int, int]]:
 
         return Look.apply(layers[0](x))
 
-    stage = Stage([lowest, *layers[1:]], parameters, 0, CPU, nullcontext, by_layer=True)
+    stage = Stage(
+        [lowest, *layers[1:]],
+        parameters,
+        first_layer=0,
+        device=CPU,
+        context=nullcontext,
+        by_layer=True,
+    )
     stage.forward(0, torch.randn(4, 8), 1)
     buffer = GradientBuffer()
     done = lambda position: sync.layer_done(position, buffer)  # noqa: E731

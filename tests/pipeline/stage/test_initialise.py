@@ -1,4 +1,4 @@
-"""Parameters get other storage and keep their identity; modules give meta tensors their values."""
+"""Parameters keep their identity when their storage is replaced, and meta tensors get values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_dlres.pipeline.stage.initialise import initialise, replace_storag
 CPU = torch.device("cpu")
 
 
-def test_there_and_back_again() -> None:
+def test_a_parameter_moved_away_and_back_keeps_its_identity() -> None:
     parameter = nn.Parameter(torch.arange(4.0), requires_grad=False)
     parameter.note = {"decay": 0.1}  # type: ignore[attr-defined]
     holder = nn.Linear(1, 1)
@@ -32,7 +32,7 @@ def test_there_and_back_again() -> None:
     assert type(parameter) is nn.Parameter
 
 
-def test_a_gradient_or_a_graph_of_before_does_no_harm() -> None:
+def test_an_earlier_gradient_or_graph_does_not_matter() -> None:
     parameter = nn.Parameter(torch.ones(2))
     loss = (parameter * 2).sum()
     loss.backward()
@@ -42,23 +42,26 @@ def test_a_gradient_or_a_graph_of_before_does_no_harm() -> None:
     assert parameter.grad.tolist() == [3.0, 3.0]
 
 
-def test_what_cannot_be_swapped_is_an_error_with_a_way_out() -> None:
+def test_a_parameter_with_a_weak_reference_is_an_error() -> None:
     parameter = nn.Parameter(torch.ones(2))
     reference = weakref.ref(parameter)
-    with pytest.raises(ConfigError, match=r"shape \(2,\) cannot be moved"):
+    with pytest.raises(
+        ConfigError,
+        match=r"shape \(2,\) cannot be moved to another device: .*Drop other references",
+    ):
         replace_storage(parameter, torch.zeros(2))
     assert reference() is parameter
     assert parameter.tolist() == [1.0, 1.0]
 
 
-def test_a_recurrent_layer_made_on_meta_runs() -> None:
+def test_a_recurrent_layer_made_on_the_meta_device_runs() -> None:
     with torch.device("meta"):
         layer = nn.LSTM(4, 3)
     initialise(layer, CPU, "lstm")
     assert torch.nn.functional.l1_loss(layer(torch.ones(2, 4))[0], torch.zeros(2, 3)) > 0
 
 
-def test_what_has_values_already_is_left_as_it_is() -> None:
+def test_initialised_modules_keep_their_values() -> None:
     linear = nn.Linear(2, 2)
     before = linear.weight.detach().clone()
     initialise(linear, CPU, "linear")
@@ -79,7 +82,7 @@ def test_a_parameter_keeps_its_class_and_hooks() -> None:
     assert calls
 
 
-def test_a_hook_on_what_was_frozen_afterwards() -> None:
+def test_a_parameter_frozen_after_it_got_a_hook_can_be_moved() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.register_hook(lambda gradient: gradient)
     replace_storage(parameter.requires_grad_(False), torch.empty(2, device="meta"))

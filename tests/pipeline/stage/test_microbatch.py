@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches is the same samples, each once and in order, and joins again."""
+"""Micro-batches hold each sample of the batch once and in order, and can be joined again."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_sizes_are_even_and_none_is_empty(samples: int, microbatches: int) -> No
 
 
 @pytest.mark.parametrize(("samples", "microbatches"), [(0, 2), (3, 0), (-1, 1), (1, -1)])
-def test_nothing_to_cut_is_an_error(samples: int, microbatches: int) -> None:
-    with pytest.raises(ConfigError, match=f"{samples} samples into {microbatches}"):
+def test_no_samples_or_no_microbatches_is_an_error(samples: int, microbatches: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {samples} samples and {microbatches} micro"):
         microbatch_sizes(samples, microbatches)
 
 
@@ -53,7 +53,7 @@ def test_replicas_share_microbatches(count: int, parts: int) -> None:
 
 
 def batch(samples: int) -> dict[str, Any]:
-    """A batch with a bit of everything that is cut; values tell the sample they belong to."""
+    """Return a batch with every kind of content that is cut; each value identifies its sample."""
     x = torch.arange(samples * 6.0).view(samples, 2, 3)
     return {
         "x": x,
@@ -73,20 +73,22 @@ def test_cutting_and_joining_changes_nothing(samples: int, microbatches: int) ->
     assert [name for part in parts for name in part["names"]] == whole["names"]
     assert tuple(number for part in parts for number in part["ids"]) == whole["ids"]
     tensors = [{k: v for k, v in part.items() if k not in ("names", "ids")} for part in parts]
-    again = join(tensors, sizes)
-    assert type(again["pair"]) is Pair
-    for found, expected in (
-        (again["x"], whole["x"]),
-        (again["pair"].a, whole["pair"].a),
-        (again["pair"].b[0], whole["pair"].b[0]),
-        (again["pair"].b[1][0], whole["pair"].b[1][0]),
-        (torch.from_numpy(again["array"]), torch.from_numpy(whole["array"])),
+    joined = join(tensors, sizes)
+    assert type(joined["pair"]) is Pair
+    for value, expected in (
+        (joined["x"], whole["x"]),
+        (joined["pair"].a, whole["pair"].a),
+        (joined["pair"].b[0], whole["pair"].b[0]),
+        (joined["pair"].b[1][0], whole["pair"].b[1][0]),
+        (torch.from_numpy(joined["array"]), torch.from_numpy(whole["array"])),
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(value, expected)
 
 
 @given(counts, counts)
-def test_a_microbatch_does_not_depend_on_who_works_on_it(samples: int, microbatches: int) -> None:
+def test_microbatches_do_not_depend_on_the_number_of_replicas(
+    samples: int, microbatches: int
+) -> None:
     sizes = microbatch_sizes(samples, microbatches)
     parts = cut(torch.arange(samples), sizes)
     for replicas in (1, 2, 3):
@@ -94,7 +96,7 @@ def test_a_microbatch_does_not_depend_on_who_works_on_it(samples: int, microbatc
         assert torch.equal(torch.cat(by_replica), torch.arange(samples))
 
 
-def test_what_has_no_samples_is_the_same_in_every_part() -> None:
+def test_values_without_a_sample_dimension_are_in_every_part() -> None:
     mask, scale, config = torch.ones(7, 7), torch.tensor(2.0), {"name": "x", "sizes": [1, 2, 3]}
     whole = {"x": torch.zeros(5, 7), "mask": mask, "scale": scale, "config": config}
     for part in cut(whole, [3, 2]):
@@ -111,7 +113,7 @@ def test_parts_are_views_that_keep_their_gradient() -> None:
     assert torch.equal(x.grad, torch.ones(4, 2))
 
 
-def test_how_many_samples_there_are() -> None:
+def test_the_first_tensor_with_dimensions_gives_the_number_of_samples() -> None:
     assert samples_in([torch.tensor(1.0), {"x": torch.zeros(3, 5)}, torch.zeros(9)]) == 3
     assert samples_in({"x": 1, "y": torch.tensor(2)}) is None
 
@@ -135,10 +137,10 @@ def test_outputs_without_samples_cannot_be_joined(outputs: list[torch.Tensor]) -
         join(outputs, [2, 1])
 
 
-def test_unlike_outputs_cannot_be_joined() -> None:
-    with pytest.raises(UnsupportedStepError, match="unlike structures"):
+def test_outputs_of_different_structure_cannot_be_joined() -> None:
+    with pytest.raises(UnsupportedStepError, match="different structures"):
         join([(torch.ones(1), 3), (torch.ones(1), 4)], [1, 1])
-    with pytest.raises(UnsupportedStepError, match="unlike structures"):
+    with pytest.raises(UnsupportedStepError, match="different structures"):
         join([(torch.ones(1), None), (torch.ones(1), torch.ones(1))], [1, 1])
 
 
@@ -149,5 +151,5 @@ def test_lists_of_plain_data_for_every_sample_are_cut(whole: list[Any]) -> None:
     assert cut_batch([torch.zeros(2), whole], [1, 1])[1][1] == whole[1:]
 
 
-def test_a_nan_in_all_parts_is_no_difference() -> None:
+def test_outputs_with_a_nan_in_each_part_can_be_joined() -> None:
     join([(torch.ones(1), float("nan")), (torch.ones(1), float("nan"))], [1, 1])

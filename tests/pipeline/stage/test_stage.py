@@ -1,4 +1,4 @@
-"""Layer by layer and stage by stage, backward is what autograd does with the whole, bit by bit."""
+"""Stages run layer by layer give the gradients of one autograd graph over the whole, to the bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Layers = Sequence[Callable[[Tree], Tree]]
 
 
 class Fork(nn.Module):
-    """One tensor in, a dict of two and a number out."""
+    """A layer that returns a dict of two tensors and a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Fork(nn.Module):
 
 
 class Join(nn.Module):
-    """The way back; changes one of its inputs in place."""
+    """A layer that takes the output of `Fork`, and changes its inputs in place."""
 
     def forward(self, tree: Tree) -> Tensor:
         right, factor = tree["right"]
@@ -41,7 +41,7 @@ class Join(nn.Module):
 
 
 class Wasteful(nn.Module):
-    """Passes on a tensor that nobody uses, a constant, and a mask that has no gradient."""
+    """A layer that returns an unused tensor, a constant, and a mask without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Wasteful(nn.Module):
 
 
 class First(nn.Module):
-    """Takes the first tensor, masked."""
+    """A layer that takes the output of `Wasteful`."""
 
     def forward(self, tree: Tree) -> Tensor:
         return torch.where(tree[3], tree[0], tree[2])
 
 
 class Residual(nn.Module):
-    """Hands its own input on, and a parameter."""
+    """A layer that returns its own input and a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class Residual(nn.Module):
 
 
 class Sum(nn.Module):
-    """Adds up."""
+    """A layer that adds its inputs."""
 
     def forward(self, tree: Tree) -> Tensor:
         return sum(tree[1:], start=tree[0])
 
 
 class Checkpointed(nn.Module):
-    """Recomputes its forward."""
+    """A layer that recomputes its forward by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Checkpointed(nn.Module):
 
 
 class Blind(nn.Module):
-    """Computes without autograd."""
+    """A layer that computes without autograd."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -96,7 +96,7 @@ class Blind(nn.Module):
 
 
 class Views(nn.Module):
-    """A view of its input, which the next layer then changes in place."""
+    """A layer that returns a view of its input, which the next layer changes in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.view(-1, 3, 2).flatten(1)
@@ -154,7 +154,16 @@ def stages_of(
     for count in split:
         own = layers[first : first + count]
         parameters = [trainable(layer) for layer in own]
-        stages.append(Stage(own, parameters, first, CPU, nullcontext, by_layer=by_layer))
+        stages.append(
+            Stage(
+                own,
+                parameters,
+                first_layer=first,
+                device=CPU,
+                context=nullcontext,
+                by_layer=by_layer,
+            )
+        )
         first += count
     return stages
 
@@ -166,8 +175,8 @@ def through_stages(
     microbatch: int = 0,
     buffer: GradientBuffer | None = None,
 ) -> tuple[Tree, list[Tensor | None], Gradients]:
-    """Run one micro-batch through all stages and back, with what passes between them detached as
-    on the wire; return the output, the gradients of the inputs and those of the parameters."""
+    """Run one micro-batch through all stages and back; activations are detached between them, as
+    they are when sent. Return the output, and the gradients of the inputs and of the parameters."""
     stages, sums = stages_of(layers, split), buffer or GradientBuffer()
     activation = inputs
     for stage in stages:
@@ -185,8 +194,10 @@ def copied(tree: Tree) -> Tree:
     return map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree)
 
 
-def plainly(layers: Layers, inputs: Tensor, microbatch: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Run the same with one graph over all layers; gradients go into `.grad`."""
+def run_plainly(
+    layers: Layers, inputs: Tensor, microbatch: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Run all layers with one autograd graph; gradients go into `.grad`."""
     leaf = inputs.detach().clone().requires_grad_(inputs.requires_grad)
     x: Any = leaf + 0 if leaf.requires_grad else leaf
     with forked(CPU):
@@ -201,50 +212,52 @@ def plainly(layers: Layers, inputs: Tensor, microbatch: int = 0) -> tuple[Tensor
 SPLITS = [lambda n: (n,), lambda n: (1, n - 1), lambda n: (n - 1, 1), lambda n: (1,) * n]
 
 
-@pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "it does not"])
+@pytest.mark.parametrize("needs_gradient", [True, False])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_backward_is_that_of_autograd(name: str, wanted: bool) -> None:
+def test_backward_gives_the_gradients_of_autograd(name: str, needs_gradient: bool) -> None:
     torch.manual_seed(1)
-    x = torch.randn(4, 6, requires_grad=wanted)
+    x = torch.randn(4, 6, requires_grad=needs_gradient)
     reference = make(name)
-    expected, input_gradient = plainly(reference, x)
+    expected, expected_gradient = run_plainly(reference, x)
     for split in SPLITS:
         layers = make(name)
-        output, (found,), gradients = through_stages(layers, split(len(layers)), x)
+        output, (input_gradient,), gradients = through_stages(layers, split(len(layers)), x)
         assert torch.equal(output, expected)
-        assert (found is None) == (input_gradient is None)
-        assert found is None or torch.equal(found, input_gradient)
+        assert (input_gradient is None) == (expected_gradient is None)
+        assert input_gradient is None or torch.equal(input_gradient, expected_gradient)
         for parameter, other in zip(layers.parameters(), reference.parameters(), strict=True):
             gradient = gradients.get(parameter)
             assert (gradient is None) == (other.grad is None)
             assert gradient is None or torch.equal(gradient, other.grad)
         for buffer, other in zip(layers.buffers(), reference.buffers(), strict=True):
             assert torch.equal(buffer, other)
-        assert all(p.grad is None for p in layers.parameters()), "delivered later"
+        assert all(p.grad is None for p in layers.parameters()), (
+            "the strategy delivers gradients later"
+        )
 
 
-def test_tokens_need_no_gradient() -> None:
+def test_token_inputs_get_no_gradient() -> None:
     torch.manual_seed(0)
     layers = [nn.Embedding(7, 6), nn.Linear(6, 6)]
     tokens = torch.randint(7, (4, 5))
-    _, (found,), gradients = through_stages(layers, (1, 1), tokens)
-    assert found is None
-    plainly(layers, tokens)
+    _, (input_gradient,), gradients = through_stages(layers, (1, 1), tokens)
+    assert input_gradient is None
+    run_plainly(layers, tokens)
     for parameter in (layers[0].weight, *layers[1].parameters()):
         assert torch.equal(gradients[parameter], parameter.grad)
 
 
-def test_the_sum_over_micro_batches() -> None:
+def test_gradients_are_summed_over_microbatches() -> None:
     layers, buffer = make("in place"), GradientBuffer()
     parts = torch.randn(3, 4, 6)
     for m, part in enumerate(parts):
         through_stages(layers, (2, 3), part, m, buffer)
-        plainly(layers, part, m)
+        run_plainly(layers, part, m)
     for parameter in layers.parameters():
         assert torch.equal(buffer.gradients[parameter], parameter.grad)
 
 
-def test_micro_batches_may_be_in_flight_together() -> None:
+def test_several_microbatches_can_be_in_flight() -> None:
     layers = make("dropout")
     (stage,), buffer = stages_of(layers, (4,)), GradientBuffer()
     parts = torch.randn(3, 4, 6)
@@ -254,17 +267,17 @@ def test_micro_batches_may_be_in_flight_together() -> None:
     for m in (1, 0, 2):
         stage.backward(m, [torch.full((4, 6), 0.5)], buffer)
     for m in (1, 0, 2):
-        plainly(layers, parts[m], m)
+        run_plainly(layers, parts[m], m)
     for parameter in layers.parameters():
         assert torch.equal(buffer.gradients[parameter], parameter.grad)
     stage.forward(5, parts[0], SEED)
-    stage.forget()
+    stage.drop_records()
     assert stage.in_flight == 0
 
 
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_one_graph_or_one_for_each_layer(name: str) -> None:
-    found = []
+def test_one_graph_per_layer_gives_the_gradients_of_one_graph_per_stage(name: str) -> None:
+    results = []
     for by_layer in (False, True):
         layers = make(name)
         (stage,), buffer = stages_of(layers, (len(layers),), by_layer), GradientBuffer()
@@ -272,63 +285,70 @@ def test_one_graph_or_one_for_each_layer(name: str) -> None:
             output = stage.forward(microbatch, torch.randn(2, 6), SEED)
             gradients = [torch.ones_like(t) for t in tensors_of(output)]
             stage.backward(microbatch, gradients, buffer)
-        found.append([buffer.gradients.get(p) for p in layers.parameters()])
-    for one, each in zip(*found, strict=True):
+        results.append([buffer.gradients.get(p) for p in layers.parameters()])
+    for one, each in zip(*results, strict=True):
         assert (one is None) == (each is None)
         assert one is None or torch.equal(one, each)
 
 
-def test_layers_report_from_the_last_to_the_first_with_their_gradients_final() -> None:
+def test_layer_done_is_called_from_the_last_layer_with_final_gradients() -> None:
     layers = make("trees")
     (stage,), buffer = stages_of(layers, (4,), by_layer=True), GradientBuffer()
     stage.forward(0, torch.randn(2, 6), SEED)
     seen: list[tuple[int, int]] = []
     stage.backward(
-        0, [torch.ones(2, 6)], buffer, lambda at: seen.append((at, len(buffer.gradients)))
+        0,
+        [torch.ones(2, 6)],
+        buffer,
+        lambda position: seen.append((position, len(buffer.gradients))),
     )
     assert seen == [(3, 2), (2, 2), (1, 6), (0, 8)]
 
 
-def test_dropout_depends_on_seed_micro_batch_and_layer_alone() -> None:
+def test_dropout_depends_only_on_seed_microbatch_and_layer() -> None:
     layers = [nn.Dropout(0.5), nn.Dropout(0.5)]
     x = torch.ones(64)
 
     def outputs(split: tuple[int, ...], seed: int, microbatch: int) -> list[Tensor]:
         torch.manual_seed(seed * 17 + len(split))
-        found, activation = [], x
+        activations, activation = [], x
         for stage in stages_of(layers, split):
-            activation = stage.forward(microbatch, activation, seed, keep=False)
-            found.append(activation)
-        return found
+            activation = stage.forward(microbatch, activation, seed, for_backward=False)
+            activations.append(activation)
+        return activations
 
     assert torch.equal(outputs((2,), 1, 0)[-1], outputs((1, 1), 1, 0)[-1])
     assert not torch.equal(outputs((2,), 1, 0)[-1], outputs((2,), 2, 0)[-1])
     assert not torch.equal(outputs((2,), 1, 0)[-1], outputs((2,), 1, 1)[-1])
     first, second = outputs((1, 1), 1, 0)
-    assert not torch.equal((first > 0), (second > 0)), "layers draw for themselves"
+    assert not torch.equal((first > 0), (second > 0)), "each layer has its own seed"
 
 
-def test_global_random_state_is_left_alone() -> None:
+def test_the_global_random_state_does_not_change() -> None:
     (stage,) = stages_of(make("dropout"), (4,))
     before = torch.get_rng_state()
     stage.forward(0, torch.ones(2, 6), SEED)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_keep_nothing_is_recorded() -> None:
+def test_a_forward_without_backward_records_nothing() -> None:
     (stage,) = stages_of(make("plain"), (3,))
     with torch.no_grad():
-        output = stage.forward(0, torch.ones(2, 6), SEED, keep=False)
+        output = stage.forward(0, torch.ones(2, 6), SEED, for_backward=False)
     assert stage.in_flight == 0
     assert not output.requires_grad
     with pytest.raises(KeyError):
         stage.backward(0, [torch.ones(2, 6)], GradientBuffer())
 
 
-def test_the_forward_runs_in_the_given_context() -> None:
+def test_forward_runs_inside_the_given_context() -> None:
     layer = nn.Linear(6, 6)
     stage = Stage(
-        [layer], [trainable(layer)], 0, CPU, lambda: torch.autocast("cpu", torch.bfloat16)
+        [layer],
+        [trainable(layer)],
+        first_layer=0,
+        device=CPU,
+        context=lambda: torch.autocast("cpu", torch.bfloat16),
     )
     output = stage.forward(0, torch.ones(2, 6), SEED)
     assert output.dtype == torch.bfloat16
@@ -337,7 +357,7 @@ def test_the_forward_runs_in_the_given_context() -> None:
     assert buffer.gradients[layer.weight].dtype == torch.float32
 
 
-def test_what_plain_autograd_refuses_is_refused() -> None:
+def test_an_in_place_change_that_autograd_refuses_is_refused() -> None:
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.ReLU(inplace=True)]
     (stage,) = stages_of(layers, (3,))
     stage.forward(0, torch.randn(2, 6), SEED)
@@ -345,7 +365,7 @@ def test_what_plain_autograd_refuses_is_refused() -> None:
         stage.backward(0, [torch.ones(2, 6)], GradientBuffer())
 
 
-def test_gradients_that_share_memory_are_never_written_to() -> None:
+def test_the_buffer_never_writes_to_gradients_that_share_storage() -> None:
     a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     gradient, expanded = torch.ones(3), torch.ones(1).expand(3)
     buffer = GradientBuffer()
@@ -370,7 +390,7 @@ def total_of(*gradients: Tensor) -> Tensor:
     return buffer.gradients[parameter].to_dense()
 
 
-def test_sparse_gradients_add_up() -> None:
+def test_sparse_gradients_are_summed() -> None:
     expected = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     assert torch.equal(total_of(sparse(), sparse(), sparse()), 3 * expected)
     dense = torch.ones(3, 2)
@@ -378,14 +398,16 @@ def test_sparse_gradients_add_up() -> None:
     assert torch.equal(dense, torch.ones(3, 2))
 
 
-def test_a_dense_gradient_after_a_sparse_one() -> None:
+def test_a_dense_gradient_can_follow_a_sparse_one() -> None:
     assert float(total_of(sparse(), torch.ones(3, 2)).sum()) == 8.0
 
 
-def test_a_tied_sparse_embedding() -> None:
+def test_a_tied_embedding_sums_sparse_and_dense_gradients() -> None:
     table = nn.Embedding(5, 6, sparse=True)
     layers = [table, lambda x: F.linear(x, table.weight)]
-    stage = Stage(layers, [[table.weight], [table.weight]], 0, CPU, nullcontext)
+    stage = Stage(
+        layers, [[table.weight], [table.weight]], first_layer=0, device=CPU, context=nullcontext
+    )
     tokens = torch.tensor([1, 1, 4])
     buffer = GradientBuffer()
     for m in range(2):
@@ -397,19 +419,19 @@ def test_a_tied_sparse_embedding() -> None:
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_gradients_go_to_the_stage_s_own_parameters_only(outside: bool) -> None:
-    """A tensor that is no parameter of the layers keeps its `.grad`, as does a frozen parameter."""
+def test_only_parameters_of_the_stage_get_gradients(outside: bool) -> None:
+    """Tensors outside of the layers and frozen parameters keep their `.grad`."""
     torch.manual_seed(1)
-    stranger = torch.ones(6, requires_grad=True)
+    outside_tensor = torch.ones(6, requires_grad=True)
     linear = nn.Linear(6, 6)
     linear.bias.requires_grad_(False)
-    layers = [linear, (lambda x: x * stranger) if outside else nn.Tanh()]
-    stage = Stage(layers, [[linear.weight], []], 0, CPU, nullcontext)
+    layers = [linear, (lambda x: x * outside_tensor) if outside else nn.Tanh()]
+    stage = Stage(layers, [[linear.weight], []], first_layer=0, device=CPU, context=nullcontext)
     sums = GradientBuffer()
     for microbatch in range(2):
         output = stage.forward(microbatch, torch.randn(4, 6), SEED)
         stage.backward(microbatch, [torch.ones_like(output)], sums)
     assert set(sums.gradients) == {linear.weight}
-    assert stranger.grad is None
+    assert outside_tensor.grad is None
     assert linear.bias.grad is None
     assert linear.weight.grad is None

@@ -132,7 +132,9 @@ def test_hooks_of_parameters_fire_once_from_stage_to_delivery() -> None:
     layer.weight.register_hook(lambda gradient: gradient * 2)
     layer(x).mean().backward()
     expected, layer.weight.grad = layer.weight.grad, None
-    stage = Stage([layer], [[layer.weight]], 0, torch.device("cpu"), nullcontext)
+    stage = Stage(
+        [layer], [[layer.weight]], first_layer=0, device=torch.device("cpu"), context=nullcontext
+    )
     buffer = GradientBuffer()
     with hooks_suspended(stage.parameters):
         for m, part in enumerate(x.chunk(2)):

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from lightning_dlres.pipeline.stage.remote_parameters import notice_gradient_reads
+from lightning_dlres.pipeline.stage.remote_parameters import set_gradient_read_hook
 
 # They read gradients for the code that calls them.
 _TOOLS = ("torch.nn.utils", "torch.utils", "lightning.pytorch.utilities")
@@ -41,7 +41,7 @@ def gradient_reads_noticed(
     def clip(*args: Any, **kwargs: Any) -> Any:
         result = clip_as_before(*args, **kwargs)
         # The last that runs before the optimizer, which may be a class of the user's.
-        notice_gradient_reads(None)
+        set_gradient_read_hook(None)
         return result
 
     own, clip_as_before = vars(module).get(_CLIPPING), getattr(module, _CLIPPING)
@@ -49,10 +49,10 @@ def gradient_reads_noticed(
         vars(module)[_CLIPPING] = clip
         undo.callback(_put_back, module, own)
         for optimizer in optimizers:
-            handle = optimizer.register_step_post_hook(lambda *_: notice_gradient_reads(notice))
+            handle = optimizer.register_step_post_hook(lambda *_: set_gradient_read_hook(notice))
             undo.callback(handle.remove)
-        undo.callback(notice_gradient_reads, None)
-        notice_gradient_reads(notice)
+        undo.callback(set_gradient_read_hook, None)
+        set_gradient_read_hook(notice)
         yield
 
 
