@@ -1,1 +1,1 @@
-"""Execute: the engine that follows a plan on one rank."""
+"""Execution of a plan on one rank."""

@@ -1,5 +1,7 @@
-"""Buffers of a stage (running statistics and the like) kept alike on all replicas: those of
-the first replica count."""
+"""Synchronisation of a stage's buffers, such as running statistics, over all replicas.
+
+The buffers of the first replica count.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,17 @@ from lightning_dlres.pipeline.comm.mailbox import wait_for
 
 
 class BufferSync:
-    """Sends the first replica's buffers to the same stage of the others, as
+    """Broadcasts the first replica's buffers to the same stage of the other replicas, as
     DistributedDataParallel does from its first rank.
 
     Args:
-        tensors: returns the stage's buffers, and the parameters that forward changes, in one order
-            on all replicas. A layer may replace a buffer at any time.
-        group: the ranks of this stage over all replicas; None if there is only one replica.
-        source: global rank of the stage in the first replica.
-        timeout, check: deadline in seconds, and what to call while waiting.
+        tensors: Returns the stage's buffers, and the parameters that forward changes, in the same
+            order on all replicas. It is called for each run, since a layer may replace a buffer at
+            any time.
+        group: Ranks of this stage in all replicas; None if there is only one replica.
+        source: Global rank of the stage in the first replica.
+        timeout: Deadline in seconds.
+        check: Called while waiting; raises if a rank is known to have failed.
     """
 
     def __init__(
@@ -36,13 +40,15 @@ class BufferSync:
         self._timeout, self._check = timeout, check
 
     def run(self) -> None:
-        """Make the buffers alike; called by all ranks of the group."""
+        """Make the buffers equal on all replicas; called by all ranks of the group."""
         buffers = self.tensors() if self._group is not None else []
+        # One broadcast per dtype, in an order that is the same on all ranks.
         for dtype in sorted({b.dtype for b in buffers}, key=str):
-            some = [b for b in buffers if b.dtype == dtype]
-            flat = torch.cat([b.detach().reshape(-1) for b in some])
+            of_dtype = [b for b in buffers if b.dtype == dtype]
+            flat = torch.cat([b.detach().reshape(-1) for b in of_dtype])
             work = dist.broadcast(flat, self._source, group=self._group, async_op=True)
             wait_for(work, "the buffers of the first replica", self._timeout, self._check)
+            values = flat.split([b.numel() for b in of_dtype])
             with torch.no_grad():
-                for buffer, value in zip(some, flat.split([b.numel() for b in some]), strict=True):
+                for buffer, value in zip(of_dtype, values, strict=True):
                     buffer.copy_(value.view(buffer.shape))

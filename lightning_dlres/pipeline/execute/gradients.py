@@ -1,9 +1,9 @@
-"""Gradients summed over the ranks that hold the same parameter (E3, E7): the same stage of every
-replica, and tied parameters.
+"""Sums of gradients over the ranks that hold the same parameter.
 
-The loss is that of the global batch, so the sum over replicas is the gradient, undivided.
-The gradients of a stage's own layers go out in buckets as soon as backward has passed the layer,
-while the layers below still compute; parameters with several holders follow when the stage is done.
+These ranks are the same stage of every replica, and for tied parameters several stages. The loss is
+that of the global batch, so the gradient is the sum over replicas, not their mean. The gradients of
+a stage's own layers are sent in buckets as soon as backward has passed the layer, while the layers
+below still compute. Parameters that several stages hold follow when the stage is done.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.stage import GradientBuffer
 
 BUCKET_BYTES = 4 << 20
+# Process groups by the stages whose ranks, in all replicas, are their members.
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def make_groups(
     plan: PipelinePlan, owners: Owners, timeout: Any
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return a process group for every set of stages that holds a parameter on more than one rank.
+    """Return a process group for every set of stages that holds a parameter on several ranks; only
+    groups of which this rank is a member.
 
-    Called by all ranks; each takes part in the making of every group.
+    Called by all ranks: torch needs all of them to make each group.
     """
     groups = {}
     for stages in sorted(set(owners.values()) | {(stage,) for stage in range(plan.stages)}):
         ranks = sorted(replica[stage] for replica in plan.replicas for stage in stages)
         if len(ranks) > 1:
             group = dist.new_group(ranks, timeout=timeout)
+            # Ranks outside of the group get a placeholder of another class.
             if isinstance(group, dist.ProcessGroup):
                 groups[stages] = group
     return groups
@@ -46,7 +49,14 @@ def make_groups(
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients travel together; ready when backward has passed `position`."""
+    """Parameters whose gradients are summed in one all-reduce.
+
+    Attributes:
+        stages: Stages that hold the parameters.
+        position: Lowest position in the stage of a layer with one of the parameters. The bucket is
+            complete when backward has passed this layer.
+        parameters: Parameters, all of one dtype.
+    """
 
     stages: tuple[int, ...]
     position: int
@@ -58,22 +68,25 @@ class _Bucket:
 
 
 class GradientSync:
-    """Sums a step's gradients over their holders.
+    """Sums the gradients of a step over the ranks that hold the parameters.
 
     Args:
-        layer_parameters: trainable parameters of every layer of this stage, by position.
-        non_pipelined: trainable parameters outside of the layers.
-        owners: the stages that hold each parameter.
-        groups: see `make_groups`.
-        stage: this stage.
-        timeout, check: deadline in seconds, and what to call while waiting.
-        tracer: gets a span for every bucket.
+        layer_parameters: Trainable parameters of every layer of this stage, by position.
+        non_pipelined: Trainable parameters outside of the layers.
+        owners: Stages that hold each parameter.
+        groups: Process groups from `make_groups`.
+        stage: This stage.
+        timeout: Deadline in seconds.
+        check: Called while waiting; raises if a rank is known to have failed.
+        tracer: Records a span for every bucket.
+        bucket_bytes: Size from which a bucket takes no more parameters.
     """
 
     def __init__(
         self,
         layer_parameters: Sequence[Sequence[nn.Parameter]],
         non_pipelined: Sequence[nn.Parameter],
+        *,
         owners: Owners,
         groups: Groups,
         stage: int,
@@ -91,10 +104,10 @@ class GradientSync:
         self._buckets = (
             _fill_buckets(list(own), lowest, (stage,), bucket_bytes) if (stage,) in groups else []
         )
-        # Every holder must meet the others in one order: that of the parameters in the whole model,
-        # which all ranks know.
-        mine = set(lowest) | set(non_pipelined)
-        shared = [p for p in owners if p in mine and p not in own and owners[p] in groups]
+        # All holders must start the all-reduces of shared parameters in one order, or they wait for
+        # each other forever. It is the order of parameters in the whole model, known to all ranks.
+        held = set(lowest) | set(non_pipelined)
+        shared = [p for p in owners if p in held and p not in own and owners[p] in groups]
         self._shared = [
             _Bucket(key, 0, [p for p in shared if owners[p] == key and p.dtype == dtype])
             for key in sorted({owners[p] for p in shared})
@@ -104,8 +117,8 @@ class GradientSync:
         self._launched = 0
 
     def layer_done(self, position: int, buffer: GradientBuffer) -> None:
-        """Send what is final now that the last micro-batch's backward has passed the layer at
-        `position`."""
+        """Send the buckets that are complete; called when the last micro-batch's backward has
+        passed the layer at `position`."""
         while (
             self._launched < len(self._buckets)
             and self._buckets[self._launched].position >= position
@@ -114,7 +127,7 @@ class GradientSync:
             self._launched += 1
 
     def finish(self, buffer: GradientBuffer) -> None:
-        """Send the rest, wait for all, and leave the sums in the buffer."""
+        """Send the other buckets, wait for all of them, and leave the sums in the buffer."""
         self.layer_done(0, buffer)
         for bucket in self._shared:
             self._launch(bucket, buffer)
@@ -136,7 +149,7 @@ class GradientSync:
         self._pending.append((bucket, data, work))
         stages, nbytes = bucket.stages, bucket.nbytes
 
-        def done(_: Any) -> None:
+        def record_span(_: Any) -> None:
             self._tracer.add(
                 "all-reduce",
                 "sync",
@@ -146,7 +159,7 @@ class GradientSync:
                 nbytes=nbytes,
             )
 
-        work.get_future().add_done_callback(done)
+        work.get_future().add_done_callback(record_span)
 
 
 def _fill_buckets(
@@ -155,6 +168,14 @@ def _fill_buckets(
     stages: tuple[int, ...],
     limit: int,
 ) -> list[_Bucket]:
+    """Return buckets in the order in which backward completes them.
+
+    Args:
+        parameters: Parameters to divide among the buckets.
+        lowest: Lowest position of a layer with the parameter.
+        stages: Stages that hold the parameters.
+        limit: Bytes from which a bucket takes no more parameters.
+    """
     buckets: list[_Bucket] = []
     for parameter in sorted(parameters, key=lambda p: -lowest[p]):
         bucket = buckets[-1] if buckets else None
@@ -171,27 +192,28 @@ def _fill_buckets(
 
 
 def _pack(bucket: _Bucket, buffer: GradientBuffer) -> Tensor:
-    """Return the gradients in one vector, followed by one number per parameter: 1 where there is a
-    gradient here.
+    """Return the gradients as one vector, followed by one number per parameter: 1 if this rank has
+    a gradient, else 0.
 
-    Holders without a gradient (a replica without a micro-batch, an unused parameter) add zero. If
-    no holder has one, there is none afterwards either, as in plain training.
+    Holders without a gradient (a replica without a micro-batch, an unused parameter) add zeros. If
+    no holder has one, the parameter has no gradient afterwards either, as in plain training.
     """
-    # Taken out of the buffer: what is on its way shall not be held twice.
-    found = [buffer.pop(p) for p in bucket.parameters]
+    # Removed from the buffer, so that gradients being sent are not in memory twice.
+    gradients = [buffer.pop(p) for p in bucket.parameters]
     flat = [
         torch.zeros_like(p).reshape(-1)
         if g is None
         else (g.to_dense() if g.is_sparse else g).reshape(-1).to(p.dtype)
-        for p, g in zip(bucket.parameters, found, strict=True)
+        for p, g in zip(bucket.parameters, gradients, strict=True)
     ]
-    return torch.cat([*flat, flat[0].new_tensor([float(g is not None) for g in found])])
+    return torch.cat([*flat, flat[0].new_tensor([float(g is not None) for g in gradients])])
 
 
 def _unpack(bucket: _Bucket, data: Tensor, buffer: GradientBuffer) -> None:
-    present = data[-len(bucket.parameters) :].tolist()
+    """Put the sums of a bucket into the buffer; the inverse of `_pack`."""
+    counts = data[-len(bucket.parameters) :].tolist()
     offset = 0
-    for parameter, count in zip(bucket.parameters, present, strict=True):
+    for parameter, count in zip(bucket.parameters, counts, strict=True):
         if count:
             total = data[offset : offset + parameter.numel()].view(parameter.shape)
             buffer.put(parameter, total)

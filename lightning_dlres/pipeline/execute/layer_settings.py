@@ -1,8 +1,9 @@
 """Settings that a training step must not change: `requires_grad` of parameters, and numbers,
 strings and flags of layers.
 
-A rank runs the step up to the module's call, or from the call on after its layers, or not at all.
-Such a change would come too late, or on some ranks only; in hooks it comes everywhere.
+A rank runs only a part of the step: up to the module's call, from the call on, or nothing. A change
+in the step would come too late for its layers, or happen on some ranks only. Hooks may change
+settings, because they run on all ranks.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Any
 
 from torch import nn
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-# Among them `training`: a step may put layers into evaluation mode again and again.
-_OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
+# Attributes of every module. One of them is `training`: steps may put layers into evaluation mode.
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class LayerSettings:
     """The settings of a model.
 
     Args:
-        root: the LightningModule.
-        layers: the modules that stages run.
+        root: The LightningModule.
+        layers: Modules that stages run.
     """
 
     def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -31,15 +32,15 @@ class LayerSettings:
         self._modules = [item for item in root.named_modules() if item[1] in inside]
 
     def trainable(self) -> list[bool]:
-        """Return which parameters ask for a gradient now."""
+        """Return the current `requires_grad` of every parameter."""
         return [parameter.requires_grad for _, parameter in self._parameters]
 
     def values(self) -> list[dict[str, Any]]:
-        """Return the plain attributes of layers now."""
-        return [_plain(module) for _, module in self._modules]
+        """Return the current plain attributes of every module in the layers."""
+        return [_plain_attributes(module) for _, module in self._modules]
 
-    def take_back_trainable(self, trainable: Sequence[bool]) -> str | None:
-        """Put `requires_grad` of all parameters back, and return an error that names a change."""
+    def restore_trainable(self, trainable: Sequence[bool]) -> str | None:
+        """Restore `requires_grad` of all parameters; return an error message if one had changed."""
         error = None
         for (name, parameter), before in zip(self._parameters, trainable, strict=True):
             if parameter.requires_grad is not before:
@@ -47,11 +48,11 @@ class LayerSettings:
                 error = error or _error(f"requires_grad of the parameter {name!r}")
         return error
 
-    def take_back(self, trainable: Sequence[bool], values: Sequence[dict[str, Any]]) -> str | None:
-        """Put all settings back, and return an error that names a change."""
-        error = self.take_back_trainable(trainable)
+    def restore(self, trainable: Sequence[bool], values: Sequence[dict[str, Any]]) -> str | None:
+        """Restore all settings; return an error message that names a change, or None."""
+        error = self.restore_trainable(trainable)
         for (path, module), before in zip(self._modules, values, strict=True):
-            now = _plain(module)
+            now = _plain_attributes(module)
             if now == before:
                 continue
             names = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
@@ -63,13 +64,18 @@ class LayerSettings:
         return error
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    own = vars(module).items()
-    return {name: v for name, v in own if type(v) in _PLAIN and name not in _OF_TORCH}
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    items = vars(module).items()
+    return {
+        name: value
+        for name, value in items
+        if type(value) in _PLAIN_TYPES and name not in _TORCH_ATTRIBUTES
+    }
 
 
-def _error(what: str) -> str:
+def _error(setting: str) -> str:
     return (
-        f"training_step changes {what}. A rank runs a part of the step only, so that not all ranks "
-        "would see it in time. Change it in a hook such as on_train_batch_start."
+        f"training_step changes {setting}. Each rank runs only a part of the step, so some ranks "
+        "would miss the change or see it too late. Change it in a hook such as "
+        "on_train_batch_start."
     )

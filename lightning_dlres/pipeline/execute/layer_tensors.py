@@ -1,8 +1,8 @@
-"""Tensors that layers make while they run, and that reach the step past the module's output: taken
-by forward hooks, or kept on a layer.
+"""Tensors that layers make while they run, and that reach the step by another way than the
+module's output: through a forward hook, or as an attribute of a layer.
 
-Layers run on their stage's rank, one micro-batch at a time. Where the loss is computed, such a
-tensor is missing, stale, or that of one micro-batch.
+Layers run on their stage's rank, one micro-batch at a time. On the rank that computes the loss,
+such a tensor is missing, stale, or that of a single micro-batch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from lightning_dlres.core.errors import UnsupportedStepError
 
 
 class LayerTensors:
-    """The tensors that layers were seen to make, by identity; those that are gone do not count."""
+    """The tensors that layers have made. References are weak, so that the tensors can be freed."""
 
     def __init__(self) -> None:
+        # By id(tensor): the tensor and the name of its layer.
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
     def __bool__(self) -> bool:
@@ -28,44 +29,51 @@ class LayerTensors:
 
     def add(self, tensor: Tensor, layer: str) -> None:
         """Remember that a layer made a tensor."""
-        # A parameter cannot be moved to another device while a weak reference to it exists.
+        # Parameters are left out: one with a weak reference cannot be moved to another device.
         if not isinstance(tensor, nn.Parameter):
             self._made[id(tensor)] = (weakref.ref(tensor), layer)
 
     def layer_of(self, tensor: Tensor) -> str | None:
         """Return the layer that made a tensor; None if none did."""
         made = self._made.get(id(tensor))
+        # The id of a freed tensor may belong to another one now.
         return made[1] if made is not None and made[0]() is tensor else None
 
     def layer_within(self, values: Iterable[Any]) -> str | None:
-        """Return the layer that made one of the tensors in arguments of an operation."""
+        """Return the layer that made one of the tensors among the arguments of an operation, which
+        may be nested in lists and tuples; None if none did."""
         for value in values:
-            found = None
+            layer = None
             if isinstance(value, Tensor):
-                found = self.layer_of(value)
+                layer = self.layer_of(value)
             elif isinstance(value, (list, tuple)):
-                found = self.layer_within(value)
-            if found is not None:
-                return found
+                layer = self.layer_within(value)
+            if layer is not None:
+                return layer
         return None
 
-    def let_go_of_graphs(self) -> None:
-        """Forget those that are gone, and detach the others: their graphs hold activations."""
+    def detach_all(self) -> None:
+        """Detach the tensors, as their graphs hold activations; forget those that were freed."""
         alive = {key: made for key, made in self._made.items() if made[0]() is not None}
         for reference, _ in alive.values():
             tensor = reference()
             if tensor is not None:
-                # Torch does not detach views in place.
+                # Torch cannot detach views in place.
                 with suppress(RuntimeError):
                     tensor.detach_()
         self._made = alive
 
 
-def uses_layer_tensor(layer: str, where: str) -> UnsupportedStepError:
-    """Return the error for a step that uses what a layer made past the module's output."""
+def layer_tensor_error(layer: str, where: str) -> UnsupportedStepError:
+    """Return the error for a step that uses a layer's tensor which is not in the module's output.
+
+    Args:
+        layer: Name of the layer.
+        where: Place of the use, such as "as the loss".
+    """
     return UnsupportedStepError(
-        f"training_step uses a tensor that layer {layer!r} made ({where}), taken by a forward hook "
-        "or kept on the layer. Layers run on their stage's rank, one micro-batch at a "
-        "time, so the tensor would be missing or stale where the loss is computed. Return it as a "
-        "part of the layers' output, passed on by all later layers."
+        f"training_step uses a tensor that layer {layer!r} made ({where}), from a forward hook or "
+        "an attribute of the layer. Layers run on their stage's rank, one micro-batch at a time, "
+        "so the tensor would be missing or stale on the rank that computes the loss. Return it as "
+        "a part of the layers' output, passed on by all later layers."
     )

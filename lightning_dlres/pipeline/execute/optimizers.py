@@ -1,8 +1,9 @@
-"""Is every parameter's update its own affair? Only then can each stage step its own parameters.
+"""Checks that an optimizer can run on stages, where each stage steps its own parameters.
 
-An optimizer that computes one number over all parameters (LBFGS, D-Adaptation, Prodigy) would
-compute another one on every stage. A small trial tells, for optimizers of any origin: two
-parameters stepped together must move as each does alone.
+This is right only if the optimizer updates each parameter independently. One that computes a number
+over all parameters (LBFGS, D-Adaptation, Prodigy) would compute another number on every stage. A
+small trial decides, for optimizers of any origin: two parameters stepped together must move as each
+of them does alone.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from lightning_dlres.pipeline.profile.optimizer_trials import NeedsClosure, step
 
 
 def require_separable(optimizer: Optimizer) -> None:
-    """Raise unless the optimizer treats parameters one by one.
+    """Check that the optimizer updates each parameter independently; warn if a trial fails.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: If it does not.
     """
     kind: Any = type(optimizer)
     try:
@@ -33,55 +34,65 @@ def require_separable(optimizer: Optimizer) -> None:
     except NeedsClosure:
         raise ConfigError(
             f"{kind.__name__} needs a closure in every step, because it evaluates the loss over "
-            "all parameters at once; a stage has only its own. Use an optimizer that treats "
-            "parameters one by one, such as AdamW or SGD."
+            "all parameters at once. A stage has only its own parameters. Use an optimizer that "
+            "updates each parameter independently, such as AdamW or SGD."
         ) from None
     except Exception as error:
         warnings.warn(
-            f"Could not find out whether {kind.__name__} treats parameters one by one "
-            f"({type(error).__name__}: {error}). If it computes anything over all parameters, "
-            "stages will disagree.",
+            f"A trial of {kind.__name__} failed ({type(error).__name__}: {error}), so it is not "
+            "known if it updates each parameter independently. If it computes anything over all "
+            "parameters, stages will disagree.",
             stacklevel=2,
         )
         return
     if not separable:
         raise ConfigError(
-            f"{kind.__name__} computes something over all parameters at once; a stage has only "
-            "its own, so every stage would take another step. Use an optimizer that treats "
-            "parameters one by one, such as AdamW or SGD."
+            f"{kind.__name__} computes something over all parameters at once. A stage has only its "
+            "own parameters, so the stages would disagree. Use an optimizer that updates each "
+            "parameter independently, such as AdamW or SGD."
         )
 
 
 def require_owned(optimizer: Optimizer, known: Container[nn.Parameter], model: str) -> None:
-    """Raise unless all of the optimizer's parameters are among the known ones of the model.
+    """Check that all parameters of the optimizer are parameters of the model.
+
+    Args:
+        optimizer: Optimizer to check.
+        known: Parameters of the model.
+        model: Name of the model, for the error.
 
     Raises:
-        ConfigError: some are not; they would get no gradient.
+        ConfigError: If some are not; they would get no gradient.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = [tuple(p.shape) for p in parameters if p not in known]
-    if strangers:
+    unknown_shapes = [tuple(p.shape) for p in parameters if p not in known]
+    if unknown_shapes:
         raise ConfigError(
-            f"The optimizer has {len(strangers)} parameters that are not parameters of {model} "
-            f"(the first of shape {strangers[0]}): they would get no gradient. Make them "
-            "attributes of the module, or put them into an nn.ParameterList, before the run begins."
+            f"The optimizer has {len(unknown_shapes)} parameters that are not parameters of "
+            f"{model} (the first of shape {unknown_shapes[0]}), so they would get no gradient. "
+            "Make them attributes of the module, or put them into an nn.ParameterList, before the "
+            "run begins."
         )
 
 
 def require_dense(optimizer: Optimizer, summed: Container[nn.Parameter]) -> None:
-    """Raise if the optimizer takes sparse gradients only, and has parameters whose gradients are
-    summed over ranks, which makes them dense.
+    """Check that an optimizer for sparse gradients only has no parameter whose gradient is summed
+    over ranks, which makes it dense.
+
+    Args:
+        optimizer: Optimizer to check.
+        summed: Parameters whose gradients are summed over ranks.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: If it has one.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, SparseAdam) and any(p in summed for p in parameters):
         raise ConfigError(
-            f"{type(optimizer).__name__} takes sparse gradients only, and gradients that are "
-            "summed over several ranks are dense: those of several replicas, and of "
-            "parameters outside of the layers. Use one replica with the embedding among "
-            "the layers, or Adam."
+            f"{type(optimizer).__name__} takes sparse gradients only, and gradients become dense "
+            "when they are summed over ranks. This applies to parameters of several replicas, and "
+            "to parameters outside of the layers. Use one replica with the embedding among the "
+            "layers, or Adam."
         )
 
 
@@ -98,8 +109,8 @@ def _trial(kind: Any, options: dict[str, Any], which: list[int]) -> list[Tensor]
 
 
 def set_state_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Move an optimizer's state to a device; scalar step counts stay where the optimizer keeps
-    them."""
+    """Move an optimizer's state to a device, except scalar step counts: each optimizer has its own
+    device for these."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if (

@@ -1,8 +1,8 @@
-"""Deploying a model over stages (Method D, D1): who owns which parameter, and remote ones without
+"""Partition of a model over stages: owners of each parameter, and remote parameters without
 storage.
 
-A remote parameter becomes a meta tensor *in place*: the Parameter object stays the same, so it
-keeps its index in the optimizer, its name in the state dict and its place in user code, and costs
+A remote parameter becomes a meta tensor *in place*. The Parameter object stays the same, so it
+keeps its index in the optimizer, its name in the state dict and its place in user code, and takes
 no memory.
 """
 
@@ -21,6 +21,7 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.initialise import initialise, replace_storage
 from lightning_dlres.pipeline.stage.remote_parameters import mark_remote, remote_buffer
 
+# The stages that hold each parameter, ascending, in the order of parameters in the whole model.
 Owners = dict[nn.Parameter, tuple[int, ...]]
 
 
@@ -29,9 +30,9 @@ class ModelLayers:
     """The layers of a model, in the order in which they are applied.
 
     Attributes:
-        root: the whole model; it may hold parameters outside of the layers.
-        names: name of each layer within the root, as in its state dict.
-        modules: the layers.
+        root: The whole model; it may have parameters outside of the layers.
+        names: Name of each layer within the root, as in its state dict.
+        modules: The layers.
     """
 
     root: nn.Module
@@ -39,58 +40,64 @@ class ModelLayers:
     modules: tuple[nn.Module, ...]
 
     def layer_of(self, name: str) -> int | None:
-        """Return the layer to which a parameter, buffer or state dict key belongs; None if to
-        none. A second name for the whole list of layers is as good as the first; a layer that has
-        a name of its own elsewhere is used there, too, and belongs to none under it."""
+        """Return the layer to which a parameter, buffer or state dict key belongs; None for those
+        outside of the layers.
+
+        A second name of the whole list of layers counts like the first. A single layer may have a
+        second name elsewhere in the model. The model uses it there too, so that name belongs to no
+        layer.
+        """
         while name and name not in self._layer_by_module:
             name = name.rpartition(".")[0]
         return self._layer_by_module[name]
 
     @cached_property
     def _layer_by_module(self) -> dict[str, int | None]:
+        """Layer of each module, by any of the module's names."""
         path = self.names[0].rpartition(".")[0] if len(self.names) > 1 else self.names[0]
-        whole = self.root.get_submodule(path)
+        container = self.root.get_submodule(path)
         named = dict(self.root.named_modules(remove_duplicate=False))
-        prefixes = [name for name, module in named.items() if module is whole]
+        prefixes = [name for name, module in named.items() if module is container]
         layers = {
             f"{prefix}{name[len(path) :]}": index
             for prefix in prefixes
             for index, name in enumerate(self.names)
         }
-        found: dict[str, int | None] = {}
+        layer_by_module: dict[str, int | None] = {}
         for name in named:
-            above = name
-            while above and above not in layers:
-                above = above.rpartition(".")[0]
-            found[name] = layers.get(above)
-        return found
+            ancestor = name
+            while ancestor and ancestor not in layers:
+                ancestor = ancestor.rpartition(".")[0]
+            layer_by_module[name] = layers.get(ancestor)
+        return layer_by_module
 
     def non_pipelined_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules outside of the layers, each once, with a name; layers are not walked
-        through, so that this costs little in every micro-batch."""
-        waiting = [("", self.root)]
+        """Yield each module outside of the layers once, with a name.
+
+        It does not walk through the layers, because it is called for every micro-batch.
+        """
+        pending = [("", self.root)]
         seen: set[nn.Module] = set()
-        while waiting:
-            name, module = waiting.pop()
+        while pending:
+            name, module = pending.pop()
             if module in seen or self._layer_by_module.get(name) is not None:
                 continue
             seen.add(module)
             yield name, module
             prefix = f"{name}." if name else ""
-            waiting += [(prefix + child, inner) for child, inner in module.named_children()]
+            pending += [(prefix + child, inner) for child, inner in module.named_children()]
 
     def stages_of_module(self, plan: PipelinePlan) -> dict[nn.Module, set[int]]:
-        """Return for every module the stages that run it; all of them for those outside."""
+        """Return the stages that run each module; all stages for modules outside of the layers."""
         stages: dict[nn.Module, set[int]] = {}
         for name, module in self.root.named_modules(remove_duplicate=False):
             layer = self.layer_of(name)
-            held = range(plan.stages) if layer is None else (plan.stage_of(layer),)
-            stages.setdefault(module, set()).update(held)
+            holders = range(plan.stages) if layer is None else (plan.stage_of(layer),)
+            stages.setdefault(module, set()).update(holders)
         return stages
 
     def parameter_bytes(self) -> list[int]:
-        """Return the bytes of every layer's parameters; a tied one counts where it is first
-        used."""
+        """Return the bytes of every layer's parameters; a tied one counts in its first layer."""
         seen: set[nn.Parameter] = set()
         sizes = []
         for module in self.modules:
@@ -102,15 +109,15 @@ class ModelLayers:
     def owners(self, plan: PipelinePlan) -> Owners:
         """Return the stages that hold each parameter, ascending.
 
-        A parameter that belongs to no layer is used by the steps themselves, which every rank
-        runs: all stages hold it. A parameter that layers of several stages share is held by each.
+        All stages hold a parameter outside of the layers, because the steps use it and every rank
+        runs the steps. Every stage with a layer that shares a parameter holds it.
         """
         stages: dict[nn.Parameter, set[int]] = {}
         for name, parameter in self.root.named_parameters(remove_duplicate=False):
             layer = self.layer_of(name)
-            held = range(plan.stages) if layer is None else (plan.stage_of(layer),)
-            stages.setdefault(parameter, set()).update(held)
-        return {parameter: tuple(sorted(held)) for parameter, held in stages.items()}
+            holders = range(plan.stages) if layer is None else (plan.stage_of(layer),)
+            stages.setdefault(parameter, set()).update(holders)
+        return {parameter: tuple(sorted(holders)) for parameter, holders in stages.items()}
 
     def trainable(self, layers: Sequence[int]) -> list[list[nn.Parameter]]:
         """Return the parameters of each of these layers that need a gradient."""
@@ -125,22 +132,23 @@ class ModelLayers:
         return [p for p in outside if p.requires_grad]
 
     @cached_property
-    def inner(self) -> frozenset[nn.Parameter]:
-        """The parameters that only layers have."""
+    def layer_only_parameters(self) -> frozenset[nn.Parameter]:
+        """Parameters that are in layers and nowhere else."""
         named = list(self.root.named_parameters(remove_duplicate=False))
         outside = {p for name, p in named if self.layer_of(name) is None}
         return frozenset(p for _, p in named if p not in outside)
 
 
 def is_on_meta(root: nn.Module) -> bool:
-    """Whether some parameter or buffer was made on the meta device."""
+    """Return True if some parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
 
 
 def partition(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
 ) -> None:
-    """Move what the stage holds to the device, and leave everything else without storage."""
+    """Move the parameters and buffers of a stage to the device, and free the storage of all
+    others."""
     with recurrent_weights_released(layers.root):
         _partition(layers, owners, plan, stage, device)
 
@@ -150,26 +158,29 @@ def _partition(
 ) -> None:
     stages_of = layers.stages_of_module(plan)
     for module in (module for module, stages in stages_of.items() if stage not in stages):
-        _drop_computed(module)
-    for parameter, held_by in owners.items():
-        if stage not in held_by:
+        _drop_computed_tensors(module)
+    for parameter, holders in owners.items():
+        if stage not in holders:
             if not parameter.is_meta:
                 replace_storage(parameter, torch.empty_like(parameter, device="meta"))
             mark_remote(parameter)
         elif not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)
     for module, stages in stages_of.items():
-        held = stage in stages
+        is_held = stage in stages
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if not held:
+            if not is_held:
                 setattr(module, name, remote_buffer(buffer))
             elif buffer.device != device and not buffer.is_meta:
                 setattr(module, name, buffer.to(device))
 
 
-def _drop_computed(module: nn.Module) -> None:
-    """Let go of tensors that a module has computed from its parameters (as `weight_norm` does),
-    whose graph would keep these from being moved. Where the module runs, they are computed anew."""
+def _drop_computed_tensors(module: nn.Module) -> None:
+    """Drop tensors that a remote module has computed from its parameters, as `weight_norm` does.
+
+    Their graph refers to the parameters, and would prevent `replace_storage`. The stage that runs
+    the module computes them again.
+    """
     for name, value in list(vars(module).items()):
         if isinstance(value, Tensor) and value.grad_fn is not None:
             setattr(module, name, remote_buffer(value))
@@ -183,23 +194,24 @@ def materialise(
     device: torch.device,
     seed: int,
 ) -> None:
-    """Give storage and initial values to what the stage holds and was made on the meta device.
+    """Give storage and initial values to the meta tensors that a stage holds.
 
-    Every module is initialised by its own `reset_parameters`, under a seed that depends on the
-    layer alone, so that the initial weights do not depend on the plan.
+    Every module is initialised by its own `reset_parameters`. The seed depends on the layer alone,
+    so that the initial weights do not depend on the plan.
 
     Raises:
-        ConfigError: a module owns meta tensors but has no `reset_parameters`.
+        ConfigError: If a module has meta tensors but no `reset_parameters`.
     """
-    mine = [(layer, layers.modules[layer]) for layer in plan.layers_of(stage)]
+    held_layers = [(layer, layers.modules[layer]) for layer in plan.layers_of(stage)]
     names = {id(module): name for name, module in layers.root.named_modules()}
-    within = {id(m) for layer in layers.modules for m in layer.modules()}
-    non_pipelined = [m for m in layers.root.modules() if id(m) not in within]
+    inside = {id(m) for layer in layers.modules for m in layer.modules()}
+    non_pipelined = [m for m in layers.root.modules() if id(m) not in inside]
     for layer, modules in [
         (-1, non_pipelined),
-        *((index, list(module.modules())) for index, module in mine),
+        *((index, list(module.modules())) for index, module in held_layers),
     ]:
         with forked(device):
+            # Layer -1 stands for the modules outside of the layers.
             torch.manual_seed(derive_seed(seed, layer + 1))
             for module in modules:
                 initialise(module, device, names.get(id(module), type(module).__name__))
@@ -208,8 +220,8 @@ def materialise(
 def held_tensors(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int
 ) -> dict[str, Tensor]:
-    """Return the parameters and buffers that a stage holds, by name (a tied parameter under its
-    first name)."""
+    """Return the parameters and buffers that a stage holds, by name; a tied parameter has its first
+    name."""
     held: dict[str, Tensor] = {
         n: p for n, p in layers.root.named_parameters() if stage in owners[p]
     }

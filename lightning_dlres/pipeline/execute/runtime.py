@@ -1,8 +1,8 @@
-"""The engine: executes a plan's schedule on this rank (Method D, D2; Method E, E7). It decides
-nothing.
+"""One rank's part of the pipeline: its stage, its neighbours, and the messages between them.
 
-What belongs to user code (the step up to the module's call, and from it to the loss) comes in
-through `UserStep`, so that the engine runs the same under any front end.
+The runtime follows a plan and decides nothing. User code (the step up to the module's call, and
+from the call to the loss) comes in through `UserStep`, so that the pipeline is the same under any
+front end.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Runtime:
     """One rank's part of the pipeline.
 
     Args:
-        plan: who is where.
-        rank: this rank.
-        stage: this stage's layers.
-        non_pipelined: trainable parameters that user code uses outside of the layers.
-        sync: sums gradients over their holders.
-        buffers: keeps the stage's buffers alike over replicas.
-        mailbox: messages.
-        tracer: gets a span for every action.
-        microbatches: into how many the global batch is cut; fewer if it has fewer samples.
-        slowdown: every computation is stretched to this many times its time; for demos and tests on
-            one machine.
+        plan: Plan of the run.
+        rank: This rank.
+        stage: Layers of this rank's stage.
+        non_pipelined: Trainable parameters that user code uses outside of the layers.
+        sync: Sums gradients over the ranks that hold them.
+        buffers: Keeps the stage's buffers equal in all replicas.
+        mailbox: Sends and receives messages.
+        tracer: Records a span for every computation.
+        microbatches: Number of micro-batches of the global batch; fewer if it has fewer samples.
+        slowdown: Factor by which every computation is stretched, to emulate a slower device.
     """
 
     def __init__(
         self,
+        *,
         plan: PipelinePlan,
         rank: int,
         stage: Stage,
@@ -57,34 +57,37 @@ class Runtime:
         self.plan, self.rank, self.tracer, self.microbatches = plan, rank, tracer, microbatches
         self.replica, self.stage_index = plan.place(rank)
         self._ranks = plan.replicas[self.replica]
-        self.stage, self.non_pipelined, self.sync, self.buffers = (
-            stage,
-            list(non_pipelined),
-            sync,
-            buffers,
-        )
+        self.stage, self.sync, self.buffers = stage, sync, buffers
+        self.non_pipelined = list(non_pipelined)
         self._mailbox, self._slowdown = mailbox, slowdown
-        self._count = 0
+        # Number of passes so far (training steps and forwards without recording). All ranks count
+        # alike, so it tells the messages of one pass from those of the next.
+        self._pass_number = 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank runs the step up to the module's call."""
+        """True if this rank runs the step up to the module's call."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank runs the step from the module's call on."""
+        """True if this rank runs the step from the module's call on."""
         return self.stage_index == self.plan.stages - 1
 
-    def train_only(
+    def set_trainable(
         self,
-        trainable: Sequence[Sequence[nn.Parameter]],
+        layer_parameters: Sequence[Sequence[nn.Parameter]],
         non_pipelined: Sequence[nn.Parameter],
         sync: GradientSync,
     ) -> None:
-        """From now on, train these parameters of every layer of the stage, and these outside of the
-        layers; other parameters were frozen or unfrozen."""
-        self.stage.set_parameters(trainable)
+        """Train these parameters from now on, after user code has frozen or unfrozen some.
+
+        Args:
+            layer_parameters: Trainable parameters of every layer of the stage.
+            non_pipelined: Trainable parameters outside of the layers.
+            sync: Sums the gradients of these parameters.
+        """
+        self.stage.set_parameters(layer_parameters)
         self.non_pipelined, self.sync = list(non_pipelined), sync
 
     def forward(
@@ -95,12 +98,17 @@ class Runtime:
         everywhere: bool = True,
         place: str = "in a training step",
     ) -> Tree:
-        """Run the layers forward over the global batch without recording; called by all ranks, each
-        with the inputs. `place` says where in errors, as for `announce`.
+        """Run the layers forward over the global batch without recording; called by all ranks.
+
+        Args:
+            inputs: Inputs of the pipelined module, the same on all ranks.
+            seed: Seed of the pass.
+            batch_digest: Fingerprint of the batch that this rank sees.
+            everywhere: True returns the output on every rank, False on the last stages only.
+            place: Place of the call in user code, for errors; see `announce`.
 
         Returns:
-            The output of the whole batch on every rank, or, with `everywhere` off, on the last
-            stages only (else None).
+            The output of the whole batch, or None on ranks that do not get it.
         """
         sizes = self.announce(inputs if self.is_first else None, batch_digest, place)
         own = share(len(sizes), len(self.plan.replicas), self.replica)
@@ -110,88 +118,108 @@ class Runtime:
             if self.is_first:
                 activation = parts[microbatch]
             else:
-                activation = self.take(Channel.ACTIVATION, -1, microbatch, "the activations")
+                activation = self.receive(Channel.ACTIVATION, -1, microbatch, "the activations")
             with self.computing("forward", microbatch):
                 activation = self.stage.forward(microbatch, activation, seed, for_backward=False)
             if self.is_last:
                 outputs.append(activation)
             else:
-                self.give(Channel.ACTIVATION, 1, microbatch, activation)
+                self.send(Channel.ACTIVATION, 1, microbatch, activation)
         return self._share_output(outputs, sizes, own, everywhere)
 
     def announce(
         self, inputs: Tree | None, batch_digest: int, place: str = "in a training step"
     ) -> list[int]:
-        """Tell all ranks how the batch is cut; every rank compares its batch, and the place in the
-        user's code, with those of the announcing rank."""
-        self._count += 1
+        """Begin a pass: return the sizes of its micro-batches, which one rank announces to all.
+
+        Args:
+            inputs: Inputs of the pipelined module; only those of the announcing rank count.
+            batch_digest: Fingerprint of the batch that this rank sees.
+            place: Place of the call in user code; it must be the same on all ranks.
+
+        Raises:
+            UnsupportedStepError: If this rank is at another place than the announcing one.
+            BatchMismatchError: If this rank sees another batch than the announcing one.
+        """
+        self._pass_number += 1
         announcer = self.plan.replicas[0][0]
         message = None
         if self.rank == announcer:
             samples = samples_in(inputs) or 1
             message = [microbatch_sizes(samples, self.microbatches), batch_digest, place]
-        sizes, expected, there = self._mailbox.broadcast(
-            announcer, Channel.STEP, ("step", self._count), message, "the start of the step"
+        sizes, expected_digest, expected_place = self._mailbox.broadcast(
+            announcer, Channel.STEP, ("step", self._pass_number), message, "the start of the step"
         )
-        if there != place:
+        if expected_place != place:
             raise UnsupportedStepError(
                 f"{self.plan.rank_name(self.rank)} is {place}, and "
-                f"{self.plan.rank_name(announcer)} is {there}. The pipelined module must be "
-                "called on all ranks or on none. Call it without a condition on the rank."
+                f"{self.plan.rank_name(announcer)} is {expected_place}. The pipelined module must "
+                "be called on all ranks or on none. Call it without a condition on the rank."
             )
-        if expected != batch_digest:
+        if expected_digest != batch_digest:
             raise BatchMismatchError(
                 f"{self.plan.rank_name(self.rank)} sees another batch than "
                 f"{self.plan.rank_name(announcer)}: the fingerprints are {batch_digest:#010x} and "
-                f"{expected:#010x}. One rank reads for all, so user code changed the batch: look "
-                "for something random or rank-dependent in on_before_batch_transfer, "
-                "on_after_batch_transfer or on_train_batch_start."
+                f"{expected_digest:#010x}. One rank reads the data for all, so user code changed "
+                "the batch. Look for random or rank-dependent code in on_before_batch_transfer, "
+                "on_after_batch_transfer and on_train_batch_start."
             )
         return list(sizes)
 
     def explaining(self, reason: str) -> AbstractContextManager[None]:
-        """Context manager that names the likely reason of a long wait; see `Mailbox`."""
+        """Context manager that adds the likely reason to the error after a long wait; see
+        `Mailbox`."""
         return self._mailbox.explaining(reason)
 
     def key(self, *parts: str | int) -> Key:
-        """Return a message key that no other step shares."""
-        return (*parts, self._count)
+        """Return a message key that is unique to this pass."""
+        return (*parts, self._pass_number)
 
-    def take(self, channel: Channel, step: int, microbatch: int, what: str) -> Tree:
-        """Receive from the neighbour `step` stages on."""
-        peer = self._ranks[self.stage_index + step]
+    def receive(self, channel: Channel, offset: int, microbatch: int, what: str) -> Tree:
+        """Receive a micro-batch's message from the stage at `offset` from this one.
+
+        Args:
+            channel: Channel of the message.
+            offset: -1 for the previous stage, 1 for the next.
+            microbatch: Index in the global batch.
+            what: Content of the message, for errors.
+        """
+        peer = self._ranks[self.stage_index + offset]
         return self._mailbox.receive(
             peer, channel, self.key(microbatch), f"{what} of micro-batch {microbatch}"
         )
 
-    def give(self, channel: Channel, step: int, microbatch: int, tree: Tree) -> None:
-        """Send to the neighbour `step` stages on."""
+    def send(self, channel: Channel, offset: int, microbatch: int, tree: Tree) -> None:
+        """Send a micro-batch's message to the stage at `offset` from this one."""
         self._mailbox.send(
-            self._ranks[self.stage_index + step], channel, self.key(microbatch), tree
+            self._ranks[self.stage_index + offset], channel, self.key(microbatch), tree
         )
 
     @contextmanager
     def computing(self, name: str, microbatch: int) -> Iterator[None]:
-        """Trace a computation, and stretch it where a slower device is emulated."""
+        """Context manager that traces a computation, and stretches it to emulate a slower
+        device."""
         with self.tracer.span(name, "compute", stage=self.stage_index, microbatch=microbatch):
             if self._slowdown <= 1.0:
                 yield
                 return
-            start, busy = time.perf_counter(), time.process_time()
+            start, cpu_start = time.perf_counter(), time.process_time()
             yield
-            # Where other processes take the core away, the time that was really computed counts.
-            elapsed = time.perf_counter() - start
-            computed = min(elapsed, time.process_time() - busy)
+            # On a shared core the wall time includes other processes, and the CPU time does not.
+            wall_seconds = time.perf_counter() - start
+            computed = min(wall_seconds, time.process_time() - cpu_start)
             time.sleep(computed * (self._slowdown - 1.0))
 
     def last_ranks(self, sizes: Sequence[int]) -> list[int]:
         """Return the last stage's rank of every replica that has a micro-batch."""
         replicas = self.plan.replicas
         return [
-            m[-1] for index, m in enumerate(replicas) if share(len(sizes), len(replicas), index)
+            ranks[-1]
+            for index, ranks in enumerate(replicas)
+            if share(len(sizes), len(replicas), index)
         ]
 
-    def machine_sizes(self, sizes: Sequence[int]) -> list[int]:
+    def replica_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Return the number of samples of every replica that has a micro-batch."""
         replicas = len(self.plan.replicas)
         counts = [
@@ -200,8 +228,8 @@ class Runtime:
         return [count for count in counts if count]
 
     def exchange_outputs(self, output: Tree, sizes: Sequence[int]) -> list[Tree]:
-        """Last stages: return every replica's output, in order; this rank's own is passed through
-        untouched."""
+        """Return every replica's output, in order; called by the last stages. This rank's own is
+        the same object."""
         ranks = self.last_ranks(sizes)
         for peer in ranks:
             if peer != self.rank:
@@ -209,13 +237,13 @@ class Runtime:
         return [output if peer == self.rank else self._output_of(peer) for peer in ranks]
 
     def share_record(self, record: Tree, sources: Sequence[int]) -> None:
-        """Last stages: send what the step recorded to all ranks."""
+        """Send the record of the step to all ranks, if this rank is one of the sources."""
         if self.rank in sources:
             others = [peer for peer in range(self.plan.world_size) if peer != self.rank]
             self._mailbox.send_copies(others, Channel.RECORD, self.key("record"), record)
 
     def gather_records(self, record: Tree, sources: Sequence[int]) -> list[Tree]:
-        """Return what each of the sources recorded."""
+        """Return the records of all sources, in order."""
         return [
             record
             if source == self.rank
@@ -233,14 +261,22 @@ class Runtime:
     def _share_output(
         self, outputs: list[Tree], sizes: list[int], own: range, everywhere: bool
     ) -> Tree:
+        """Return the output of the whole batch, or None on ranks that do not get it.
+
+        Args:
+            outputs: Outputs of this rank's micro-batches, on the last stage.
+            sizes: Samples of every micro-batch.
+            own: Micro-batches of this replica.
+            everywhere: True sends the output to all ranks, False to the last stages only.
+        """
         ranks = self.last_ranks(sizes)
-        mine = join(outputs, [sizes[m] for m in own]) if self.is_last and own else None
-        peers = range(self.plan.world_size) if everywhere else ranks
+        own_output = join(outputs, [sizes[m] for m in own]) if self.is_last and own else None
+        receivers = range(self.plan.world_size) if everywhere else ranks
         if self.rank in ranks:
-            # Copies: user code may change the output in place while it is still under way.
-            others = [peer for peer in peers if peer != self.rank]
-            self._mailbox.send_copies(others, Channel.OUTPUT, self.key("output"), mine)
-        if self.rank not in peers:
+            # Copies are sent, since user code may change the output in place during the transfer.
+            others = [peer for peer in receivers if peer != self.rank]
+            self._mailbox.send_copies(others, Channel.OUTPUT, self.key("output"), own_output)
+        if self.rank not in receivers:
             return None
-        parts = [mine if peer == self.rank else self._output_of(peer) for peer in ranks]
-        return join(parts, self.machine_sizes(sizes))
+        parts = [own_output if peer == self.rank else self._output_of(peer) for peer in ranks]
+        return join(parts, self.replica_sizes(sizes))

@@ -1,7 +1,7 @@
-"""Weights and optimizer states collected from, and handed out to, the stages that hold them.
+"""Weights and optimizer states, gathered from the stages that hold them and distributed to them.
 
-What rank 0 gets is the ordinary single-device state: the same keys, the same indices, real tensors.
-Nothing in a checkpoint tells how many stages wrote it.
+Rank 0 gathers the ordinary state of single-device training: the same keys, the same indices, real
+tensors. So a checkpoint does not depend on the number of stages that wrote it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ from lightning_dlres.pipeline.stage.initialise import replace_storage
 def gather_model_state(
     state: dict[str, Any], layers: ModelLayers, plan: PipelinePlan, mailbox: Mailbox
 ) -> dict[str, Any]:
-    """Return the whole model's state dict on rank 0, in the order of its own keys; elsewhere the
-    local one.
+    """Return the whole model's state dict on rank 0, in the order of its own keys. Other ranks get
+    their local one back.
 
     Args:
-        state: the local state dict; remote entries are meta tensors.
+        state: Local state dict; remote entries are meta tensors.
+        layers: Layers of the model.
+        plan: Plan of the run.
+        mailbox: Mailbox of this rank.
     """
-    home = {key: _home(layers.layer_of(key), plan) for key in state}
-    mine = {key: _on_cpu(value) for key, value in state.items() if home[key] == mailbox.rank}
-    parts = _to_rank_zero(mine, sorted(set(home.values())), mailbox, "its weights")
+    sources = {key: _source_rank(layers.layer_of(key), plan) for key in state}
+    own_entries = {
+        key: _on_cpu(value) for key, value in state.items() if sources[key] == mailbox.rank
+    }
+    parts = _to_rank_zero(own_entries, sorted(set(sources.values())), mailbox, "its weights")
     if mailbox.rank != 0:
         return state
     merged = {key: value for part in parts for key, value in part.items()}
@@ -45,17 +50,22 @@ def gather_optimizer_state(
     plan: PipelinePlan,
     mailbox: Mailbox,
 ) -> dict[str, Any]:
-    """Return the whole optimizer's state dict on rank 0; elsewhere the local one.
+    """Return the whole optimizer's state dict on rank 0. Other ranks get their local one back.
 
     Args:
-        state: the local optimizer's `state_dict()`.
-        parameters: the optimizer's parameters, by index.
+        state: `state_dict()` of the local optimizer.
+        parameters: Parameters of the optimizer, by index.
+        owners: Stages that hold each parameter.
+        plan: Plan of the run.
+        mailbox: Mailbox of this rank.
     """
-    home = [plan.replicas[0][owners[p][0]] for p in parameters]
-    mine = {
-        i: _on_cpu_tree(entry) for i, entry in state["state"].items() if home[i] == mailbox.rank
+    sources = [plan.replicas[0][owners[p][0]] for p in parameters]
+    own_entries = {
+        index: {key: _on_cpu(value) for key, value in entry.items()}
+        for index, entry in state["state"].items()
+        if sources[index] == mailbox.rank
     }
-    parts = _to_rank_zero(mine, sorted(set(home)), mailbox, "its optimizer state")
+    parts = _to_rank_zero(own_entries, sorted(set(sources)), mailbox, "its optimizer state")
     if mailbox.rank != 0:
         return state
     merged = {index: entry for part in parts for index, entry in part.items()}
@@ -67,34 +77,40 @@ def own_optimizer_state(
 ) -> dict[str, Any]:
     """Return an optimizer's state dict without the entries of parameters that the stage does not
     hold."""
-    kept = {i: entry for i, entry in state["state"].items() if stage in owners[parameters[i]]}
-    return {**state, "state": kept}
+    own_entries = {
+        index: entry
+        for index, entry in state["state"].items()
+        if stage in owners[parameters[index]]
+    }
+    return {**state, "state": own_entries}
 
 
-def spread_from_rank_zero(
+def distribute_from_rank_zero(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
 ) -> None:
-    """Make every rank's parameters and buffers those of rank 0, which holds the whole model; called
-    before partitioning.
+    """Give every rank the parameters and buffers of rank 0 that it will hold.
 
-    Without a common seed each rank initialised its own model; holders of one parameter must start
-    alike.
+    Called before the model is partitioned, while rank 0 has all of it. Without a common seed each
+    rank has initialised its own model, but all holders of a parameter must start with one value.
     """
     for rank in range(1, plan.world_size):
         _, stage = plan.place(rank)
         if mailbox.rank == 0:
             held = held_tensors(layers, owners, plan, stage)
-            mailbox.send(rank, Channel.STATE, ("spread",), {n: t.detach() for n, t in held.items()})
+            values = {name: tensor.detach() for name, tensor in held.items()}
+            mailbox.send(rank, Channel.STATE, ("distribute",), values)
         elif mailbox.rank == rank:
-            sent = mailbox.receive(0, Channel.STATE, ("spread",), "the initial weights")
-            _write(held_tensors(layers, owners, plan, stage), sent)
+            values = mailbox.receive(0, Channel.STATE, ("distribute",), "the initial weights")
+            _copy_values(values, held_tensors(layers, owners, plan, stage))
 
 
 def align_holders(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
 ) -> None:
-    """Make parameters with several holders equal to the first holder's; for models that were
-    materialised piece by piece."""
+    """Give parameters that several ranks hold the first holder's value.
+
+    Used for models from the meta device, in which every rank has initialised its own layers.
+    """
     for name, parameter in layers.root.named_parameters():
         ranks = [replica[stage] for replica in plan.replicas for stage in owners[parameter]]
         if len(ranks) > 1 and mailbox.rank in ranks:
@@ -102,76 +118,79 @@ def align_holders(
                 for rank in ranks[1:]:
                     mailbox.send(rank, Channel.STATE, ("align", name), {name: parameter.detach()})
             else:
-                sent = mailbox.receive(
+                values = mailbox.receive(
                     ranks[0], Channel.STATE, ("align", name), f"the initial value of {name}"
                 )
-                _write({name: parameter}, sent)
+                _copy_values(values, {name: parameter})
 
 
-def make_whole(layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox) -> None:
-    """Give every rank all parameters and buffers again, on the CPU."""
+def restore_whole_model(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
+) -> None:
+    """Give every rank all parameters and buffers again, on the CPU; the inverse of `partition`."""
     with recurrent_weights_released(layers.root):
-        _make_whole(layers, owners, plan, mailbox)
+        _restore_whole_model(layers, owners, plan, mailbox)
 
 
-def _make_whole(layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox) -> None:
-    holders = plan.replicas[0]
-    home: dict[nn.Module, int] = {}
+def _restore_whole_model(
+    layers: ModelLayers, owners: Owners, plan: PipelinePlan, mailbox: Mailbox
+) -> None:
+    # The stage of a module's first layer.
+    first_stage: dict[nn.Module, int] = {}
     for index, layer in enumerate(layers.modules):
         for module in layer.modules():
-            home.setdefault(module, plan.stage_of(index))
+            first_stage.setdefault(module, plan.stage_of(index))
     modules = dict(layers.root.named_modules())
-    for stage, source in enumerate(holders):
-        held = held_tensors(layers, owners, plan, stage)
-        mine = None
+    for stage, source in enumerate(plan.replicas[0]):
+        own_values = None
         if mailbox.rank == source:
-            mine = {
+            own_values = {
                 name: tensor.detach().cpu()
-                for name, tensor in held.items()
-                # A buffer that several stages hold counts where it is used.
+                for name, tensor in held_tensors(layers, owners, plan, stage).items()
+                # Several stages may hold a buffer, with different values. That of the first stage
+                # that runs the module counts; stage 0 for modules outside of the layers.
                 if isinstance(tensor, nn.Parameter)
-                or home.get(modules[name.rpartition(".")[0]], 0) == stage
+                or first_stage.get(modules[name.rpartition(".")[0]], 0) == stage
             }
-        sent = mailbox.broadcast(
-            source, Channel.STATE, ("whole", stage), mine, "the trained weights"
+        values = mailbox.broadcast(
+            source, Channel.STATE, ("whole", stage), own_values, "the trained weights"
         )
         parameters = dict(layers.root.named_parameters())
-        for name, value in sent.items():
+        for name, value in values.items():
             if name not in parameters:
-                owner, _, key = name.rpartition(".")
-                setattr(layers.root.get_submodule(owner), key, value.clone())
+                module_name, _, key = name.rpartition(".")
+                setattr(layers.root.get_submodule(module_name), key, value.clone())
             elif parameters[name].is_meta:
                 replace_storage(parameters[name], value.clone())
             else:
                 parameters[name].data = parameters[name].data.cpu()
 
 
-def _home(layer: int | None, plan: PipelinePlan) -> int:
+def _source_rank(layer: int | None, plan: PipelinePlan) -> int:
+    """Return the rank of the first replica that contributes a layer's weights to the whole."""
     return 0 if layer is None else plan.replicas[0][plan.stage_of(layer)]
 
 
-def _to_rank_zero(mine: Tree, sources: list[int], mailbox: Mailbox, what: str) -> list[Tree]:
+def _to_rank_zero(own: Tree, sources: list[int], mailbox: Mailbox, what: str) -> list[Tree]:
+    """Return the entries of rank 0 and of all sources on rank 0; an empty list elsewhere."""
     if mailbox.rank != 0:
         if mailbox.rank in sources:
-            mailbox.send(0, Channel.STATE, ("gather",), mine)
+            mailbox.send(0, Channel.STATE, ("gather",), own)
         return []
     return [
-        mine if s == 0 else mailbox.receive(s, Channel.STATE, ("gather",), what)
-        for s in sorted({0, *sources})
+        own if source == 0 else mailbox.receive(source, Channel.STATE, ("gather",), what)
+        for source in sorted({0, *sources})
     ]
 
 
 def _on_cpu(value: Any) -> Any:
-    # A copy, so that training can go on while the message is under way and the file is being
-    # written.
+    """Return a copy of a tensor on the CPU, and other values as they are."""
+    # Always a copy: training may go on while the message is sent or the file is written.
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _on_cpu_tree(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: _on_cpu(value) for key, value in entry.items()}
-
-
-def _write(held: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+def _copy_values(values: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Copy values by name into the tensors that this rank holds."""
     with torch.no_grad():
-        for name, value in sent.items():
+        for name, value in values.items():
             held[name].copy_(value)

@@ -1,4 +1,4 @@
-"""One training step on one rank: the schedule's actions, carried out in order."""
+"""One training step on one rank: the actions of the schedule, run in order."""
 
 from __future__ import annotations
 
@@ -32,32 +32,37 @@ from lightning_dlres.pipeline.stage.stage import (
 
 
 class UserStep(Protocol):
-    """One training step of user code, seen from the pipeline."""
+    """One training step of user code, as the pipeline calls it."""
 
     def module_inputs(self) -> Tree:
-        """First stage: run the step up to the module's call, and return what the module is called
-        with."""
+        """Run the step up to the module's call, and return the module's inputs; called on the first
+        stage."""
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
-        """Last stage: run the step with `output` as the module's result, and return the loss.
+        """Run the step with `output` as the module's result, and return the loss; called on the
+        last stage.
 
-        `microbatch` is None if the output is that of the whole batch, else the index of the
-        micro-batch it belongs to.
+        Args:
+            output: Output of the whole batch, or of one micro-batch.
+            microbatch: Index of the micro-batch; None for the whole batch.
+            sizes: Samples of every micro-batch.
         """
 
     def record(self, sizes: Sequence[int]) -> Tree:
-        """Last stage, after the last `finish`: what the other ranks must know of the step."""
+        """Return everything that the other ranks need to know of the step; called on the last stage
+        after the last `finish`."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training step leaves on every rank.
+    """Result of a training step, on every rank.
 
     Attributes:
-        gradients: sum over the batch for every parameter held here, multiplied by the loss scale.
-        records: records of the last stages: of the first replica only under GPipe, of every
-            replica that had a micro-batch under 1F1B.
-        sizes: samples of every micro-batch.
+        gradients: Sum over the batch for every parameter that this rank holds, multiplied by the
+            loss scale.
+        records: Records of last stages: of the first replica under GPipe, of every replica that had
+            a micro-batch under 1F1B.
+        sizes: Samples of every micro-batch.
     """
 
     gradients: Gradients
@@ -68,13 +73,16 @@ class TrainResult:
 class TrainingStep:
     """One training step over the global batch; every rank makes and runs one.
 
+    Micro-batches are numbered over the global batch, except in `Action`: there the number counts
+    the micro-batches of this replica.
+
     Args:
-        runtime: this rank's part of the pipeline.
-        user: the user's step.
-        schedule: "gpipe" (the loss once, over the whole batch) or "1f1b" (a loss per micro-batch,
+        runtime: This rank's part of the pipeline.
+        user: The user's step.
+        schedule: "gpipe" (one loss, over the whole batch) or "1f1b" (one loss per micro-batch,
             weighted by samples).
-        seed: seed of this step for what is random in the layers.
-        scale: the loss is multiplied by this before backward (mixed precision).
+        seed: Seed of this step for randomness in the layers.
+        scale: Factor of the loss before backward (mixed precision).
     """
 
     def __init__(
@@ -84,23 +92,31 @@ class TrainingStep:
         self.seed, self.scale = seed, scale
         self.stage, self.sync = runtime.stage, runtime.sync
         self.buffer = GradientBuffer()
+        # By micro-batch, between receiving and sending: inputs and outputs of the stage, and the
+        # gradients that go into or come out of its backward.
         self.inputs: dict[int, Tree] = {}
         self.outputs: dict[int, Tree] = {}
         self.gradients: dict[int, Sequence[Tensor | None]] = {}
+        # On the first stage: the module's input tensors and their gradients.
         self.input_gradients: list[tuple[Tensor, Tensor]] = []
         self.sizes: list[int] = []
+        # Micro-batches of this replica.
         self.own = range(0)
         self.record: Tree = None
 
     def run(self, batch_digest: int) -> TrainResult:
-        """Run the step; `batch_digest` is the fingerprint of the batch that this rank sees.
+        """Run the step.
+
+        Args:
+            batch_digest: Fingerprint of the batch that this rank sees.
 
         Raises:
-            BatchMismatchError: this rank's batch is not that of the first rank.
-            PeerError: a peer is late, lost, or out of step; the message names stage, micro-batch
+            BatchMismatchError: If this rank's batch is not that of the first rank.
+            PeerError: If a peer is late, lost, or out of step; the message names stage, micro-batch
                 and peer.
         """
         try:
+            # Hooks on parameters run when the strategy delivers the gradients, not here.
             with hooks_suspended([*self.stage.parameters, *self.runtime.non_pipelined]):
                 return self._run(batch_digest)
         except BaseException:
@@ -109,11 +125,11 @@ class TrainingStep:
 
     def _run(self, batch_digest: int) -> TrainResult:
         runtime, plan = self.runtime, self.runtime.plan
-        whole = self.user.module_inputs() if runtime.is_first else None
-        self.sizes = runtime.announce(whole, batch_digest)
+        module_inputs = self.user.module_inputs() if runtime.is_first else None
+        self.sizes = runtime.announce(module_inputs, batch_digest)
         self.own = share(len(self.sizes), len(plan.replicas), runtime.replica)
         if runtime.is_first:
-            parts = cut(whole, self.sizes)
+            parts = cut(module_inputs, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
         for action in build_schedule(
             self.schedule,
@@ -127,19 +143,20 @@ class TrainingStep:
         self.backward_into_step()
         self.sync.finish(self.buffer)
         runtime.buffers.run()
-        records = runtime.gather_records(self.record, self.sources())
+        records = runtime.gather_records(self.record, self.record_sources())
         return TrainResult(self.buffer.gradients, records, self.sizes)
 
     def perform(self, action: Action) -> None:
         whole = action.microbatch == ALL_MICROBATCHES
-        _DO[action.op](self, ALL_MICROBATCHES if whole else self.own[action.microbatch])
+        _METHODS[action.op](self, ALL_MICROBATCHES if whole else self.own[action.microbatch])
 
-    def sources(self) -> list[int]:
+    def record_sources(self) -> list[int]:
+        """Return the ranks whose records count; see `TrainResult`."""
         ranks = self.runtime.last_ranks(self.sizes)
         return ranks[:1] if self.schedule == "gpipe" else ranks
 
     def receive_activation(self, m: int) -> None:
-        self.inputs[m] = self.runtime.take(Channel.ACTIVATION, -1, m, "the activations")
+        self.inputs[m] = self.runtime.receive(Channel.ACTIVATION, -1, m, "the activations")
 
     def forward(self, m: int) -> None:
         with self.runtime.computing("forward", m), self.explaining_single_samples(m):
@@ -149,8 +166,8 @@ class TrainingStep:
 
     @contextmanager
     def explaining_single_samples(self, m: int) -> Iterator[None]:
-        """Context manager that says so if a layer fails on one sample of a larger batch, as
-        BatchNorm does."""
+        """Context manager that explains the error of a layer on a micro-batch of one sample, such
+        as BatchNorm's."""
         try:
             yield
         except Exception as error:
@@ -161,20 +178,21 @@ class TrainingStep:
                 f"A layer fails on a micro-batch of one sample ({type(error).__name__}: {error}). "
                 f"The batch of {samples} samples was cut into {len(self.sizes)} micro-batches. "
                 "Set drop_last=True in the DataLoader if the last batch is small, or use "
-                "HeteroPipeStrategy(microbatches=...) with fewer."
+                "HeteroPipeStrategy(microbatches=...) with fewer micro-batches."
             ) from error
 
     def send_activation(self, m: int) -> None:
-        self.runtime.give(Channel.ACTIVATION, 1, m, self.outputs.pop(m))
+        self.runtime.send(Channel.ACTIVATION, 1, m, self.outputs.pop(m))
 
     def loss(self, m: int) -> None:
         if m != ALL_MICROBATCHES:
-            self.loss_of_part(m)
+            self.loss_of_microbatch(m)
         elif self.own:
-            self.loss_of_whole()
+            self.loss_of_batch()
 
-    def loss_of_whole(self) -> None:
-        """GPipe: the user's step runs once on the output of the whole batch, exact for any loss."""
+    def loss_of_batch(self) -> None:
+        """Run the user's step once on the output of the whole batch, as GPipe does: exact for any
+        loss."""
         sizes = [self.sizes[m] for m in self.own]
         trees = [self.outputs.pop(m) for m in self.own]
         leaves = [tensors_of(tree) for tree in trees]
@@ -182,19 +200,20 @@ class TrainingStep:
         if len(self.runtime.plan.replicas) > 1:
             output = join(
                 self.runtime.exchange_outputs(output, self.sizes),
-                self.runtime.machine_sizes(self.sizes),
+                self.runtime.replica_sizes(self.sizes),
             )
         with self.runtime.computing("loss", ALL_MICROBATCHES):
             loss = self.user.finish(output, None, self.sizes)
-            del output  # a copy of all outputs, which the loss may not need any more
-            # Every replica's last stage computes the same loss over the same batch: parameters
-            # outside of the layers count once.
+            # It is a copy of all outputs, which the loss may not need any more.
+            del output
+            # The last stage of every replica computes the same loss over the same batch, so
+            # the gradients of parameters outside of the layers must count in one replica only.
             non_pipelined = self.runtime.non_pipelined if self.runtime.replica == 0 else []
             self.take_gradients(loss, leaves, non_pipelined, self.scale)
         self.finish_loss()
 
-    def loss_of_part(self, m: int) -> None:
-        """1F1B: the user's step runs on one micro-batch, and counts by its samples."""
+    def loss_of_microbatch(self, m: int) -> None:
+        """Run the user's step on one micro-batch, as 1F1B does, weighted by its samples."""
         tree = self.outputs.pop(m)
         with self.runtime.computing("loss", m):
             loss = self.user.finish(_entered(tree), m, self.sizes)
@@ -206,8 +225,9 @@ class TrainingStep:
             self.finish_loss()
 
     def finish_loss(self) -> None:
+        """Send the record of the step to all ranks, after the last loss."""
         self.record = self.user.record(self.sizes)
-        self.runtime.share_record(self.record, self.sources())
+        self.runtime.share_record(self.record, self.record_sources())
 
     def take_gradients(
         self,
@@ -217,30 +237,47 @@ class TrainingStep:
         scale: float,
         microbatches: Sequence[int] | None = None,
     ) -> None:
-        wanted = [leaf for part in leaves for leaf in part if leaf.requires_grad]
-        results: Iterator[Tensor | None] = iter([None] * len(wanted))
-        if loss.requires_grad and (wanted or non_pipelined):
-            # The gradient of scale * loss, which need not be computed for that. In half precision
-            # the scale may be infinite, as that gradient would be: a product is, `full` raises.
+        """Run backward through the user's step, from the loss to the stage's outputs.
+
+        Args:
+            loss: Loss of the batch, or of one micro-batch.
+            leaves: Output tensors of every micro-batch in the loss.
+            non_pipelined: Parameters that get a gradient from the loss itself.
+            scale: Factor of the loss.
+            microbatches: Micro-batches in the loss; None for all of this replica.
+        """
+        with_gradient = [leaf for part in leaves for leaf in part if leaf.requires_grad]
+        leaf_gradients: Iterator[Tensor | None] = iter([None] * len(with_gradient))
+        if loss.requires_grad and (with_gradient or non_pipelined):
+            # The gradient of scale * loss, without computing that product. In half precision the
+            # scale may overflow to infinity, as the gradient of the product would. `mul_` gives
+            # infinity then, and `torch.full` would raise.
             start = torch.ones_like(loss).mul_(scale)
-            found = torch.autograd.grad(loss, [*wanted, *non_pipelined], start, allow_unused=True)
-            results = iter(found)
-            for parameter, gradient in zip(non_pipelined, found[len(wanted) :], strict=True):
+            gradients = torch.autograd.grad(
+                loss, [*with_gradient, *non_pipelined], start, allow_unused=True
+            )
+            leaf_gradients = iter(gradients)
+            for parameter, gradient in zip(
+                non_pipelined, gradients[len(with_gradient) :], strict=True
+            ):
                 if gradient is not None:
                     self.buffer.add(parameter, gradient)
         for m, part in zip(microbatches or self.own, leaves, strict=True):
-            self.gradients[m] = [next(results) if leaf.requires_grad else None for leaf in part]
+            self.gradients[m] = [
+                next(leaf_gradients) if leaf.requires_grad else None for leaf in part
+            ]
 
     def recompute(self, m: int) -> None:
         with self.runtime.computing("recompute", m):
             self.stage.recompute(m)
 
     def receive_gradient(self, m: int) -> None:
-        self.gradients[m] = self.runtime.take(Channel.GRADIENT, 1, m, "the gradients")
+        self.gradients[m] = self.runtime.receive(Channel.GRADIENT, 1, m, "the gradients")
 
     def backward(self, m: int) -> None:
-        last = m == self.own[-1]
-        done = (lambda position: self.sync.layer_done(position, self.buffer)) if last else None
+        # Gradients are final, and can be sent, once the last micro-batch's backward has passed.
+        is_last = m == self.own[-1]
+        done = (lambda position: self.sync.layer_done(position, self.buffer)) if is_last else None
         with self.runtime.computing("backward", m):
             gradients = self.stage.backward(m, self.gradients.pop(m), self.buffer, done)
         if not self.runtime.is_first:
@@ -251,15 +288,19 @@ class TrainingStep:
                 self.input_gradients.append((tensor, gradient))
 
     def send_gradient(self, m: int) -> None:
-        # A parameter gradient may share memory with what is sent, and is written to by the next
-        # micro-batch and by clipping. Those of earlier micro-batches cannot.
-        kept = self.buffer.pop_new_storages()
-        found = self.gradients.pop(m)
-        gradients = [g.clone() if g is not None and storage_id(g) in kept else g for g in found]
-        self.runtime.give(Channel.GRADIENT, -1, m, gradients)
+        # A message must not share storage with a parameter's gradient: the next micro-batch and
+        # clipping write to that. It can share storage only with gradients that are new since the
+        # last message.
+        new_storages = self.buffer.pop_new_storages()
+        gradients = [
+            g.clone() if g is not None and storage_id(g) in new_storages else g
+            for g in self.gradients.pop(m)
+        ]
+        self.runtime.send(Channel.GRADIENT, -1, m, gradients)
 
     def backward_into_step(self) -> None:
-        """First stage: go on through what the step did before the module's call."""
+        """Run backward through the part of the user's step before the module's call, on the first
+        stage."""
         non_pipelined = self.runtime.non_pipelined
         if not self.input_gradients or not non_pipelined:
             return
@@ -273,9 +314,9 @@ class TrainingStep:
                 self.buffer.add(parameter, gradient)
 
 
-# Not bound to a step: a step that refers to itself would keep its gradients until Python collects
-# cycles.
-_DO: dict[Op, Callable[[TrainingStep, int], None]] = {
+# Unbound methods: a step with references to itself would be freed, with its gradients, only when
+# Python collects cycles.
+_METHODS: dict[Op, Callable[[TrainingStep, int], None]] = {
     Op.RECEIVE_ACTIVATION: TrainingStep.receive_activation,
     Op.FORWARD: TrainingStep.forward,
     Op.SEND_ACTIVATION: TrainingStep.send_activation,
@@ -288,8 +329,8 @@ _DO: dict[Op, Callable[[TrainingStep, int], None]] = {
 
 
 def _entered(tree: Tree) -> Tree:
-    """Return the tree with tensors that user code may change in place, which leaves do not
-    allow."""
+    """Return the tree with tensors that user code may change in place; autograd refuses that for
+    leaves."""
 
     def enter(tensor: Tensor) -> Tensor:
         return enter_inplace_safe([tensor])[0] if tensor.requires_grad else tensor

@@ -283,8 +283,8 @@ class Stage:
         self._seeds.clear()
 
     def _run_layers(self, run: range, inputs: Tree, seed: int, microbatch: int) -> Tree:
-        # All seeds are derived first. Between two layers, the code that derives them would have left
-        # the processor's caches.
+        # All seeds are derived first. Between two layers the code for it would have left the
+        # processor's caches.
         first = self._first_layer
         seeds = [derive_seed(seed, microbatch, first + position) for position in run]
         for position, layer_seed in zip(run, seeds, strict=True):

@@ -35,11 +35,11 @@ from lightning_dlres.pipeline.execute.partition import materialise, partition
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.execute.states import (
     align_holders,
+    distribute_from_rank_zero,
     gather_model_state,
     gather_optimizer_state,
-    make_whole,
     own_optimizer_state,
-    spread_from_rank_zero,
+    restore_whole_model,
 )
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planning import (
@@ -136,7 +136,7 @@ class Deployment:
         self.seed = int(self._connection.broadcast(torch.initial_seed() % (1 << 62), 0))
         mailbox = self._connection.mailbox
         if self.whole:
-            spread_from_rank_zero(self._layers, self.owners, self.plan, mailbox)
+            distribute_from_rank_zero(self._layers, self.owners, self.plan, mailbox)
         elif self.module in _LEFT_PARTITIONED:
             self._require_own_parameters()
         partition(self._layers, self.owners, self.plan, self.stage, self._device)
@@ -198,13 +198,19 @@ class Deployment:
             },
             by_layer=len(plan.replicas) > 1,
         )
-        waiting = (options.timeout, connection.check)
 
         def make_sync(
             trainable: list[list[nn.Parameter]], non_pipelined: list[nn.Parameter]
         ) -> GradientSync:
             return GradientSync(
-                trainable, non_pipelined, self.owners, groups, self.stage, *waiting, self._tracer
+                trainable,
+                non_pipelined,
+                owners=self.owners,
+                groups=groups,
+                stage=self.stage,
+                timeout=options.timeout,
+                check=connection.check,
+                tracer=self._tracer,
             )
 
         self._make_sync = make_sync
@@ -216,19 +222,23 @@ class Deployment:
             return buffers + [p for some in modules for p in some.parameters() if p in written]
 
         buffer_sync = BufferSync(
-            changed_in_forward, replica_group, plan.replicas[0][self.stage], *waiting
+            changed_in_forward,
+            replica_group,
+            plan.replicas[0][self.stage],
+            options.timeout,
+            connection.check,
         )
         runtime = Runtime(
-            plan,
-            connection.rank,
-            stage,
-            non_pipelined,
-            make_sync(trainable, non_pipelined),
-            buffer_sync,
-            connection.mailbox,
-            self._tracer,
-            options.microbatches or plan.microbatches or 4 * plan.world_size,
-            self._slowdown,
+            plan=plan,
+            rank=connection.rank,
+            stage=stage,
+            non_pipelined=non_pipelined,
+            sync=make_sync(trainable, non_pipelined),
+            buffers=buffer_sync,
+            mailbox=connection.mailbox,
+            tracer=self._tracer,
+            microbatches=options.microbatches or plan.microbatches or 4 * plan.world_size,
+            slowdown=self._slowdown,
         )
         self._undo.enter_context(
             clipping_over_stages(self._precision, self.owners, self.stage, self._sum_over_stages)
@@ -266,7 +276,7 @@ class Deployment:
         self._trainable = trainable
         of_layers = self._layers.trainable(self.plan.layers_of(self.stage))
         non_pipelined = self._layers.non_pipelined_parameters()
-        runtime.train_only(of_layers, non_pipelined, self._make_sync(of_layers, non_pipelined))
+        runtime.set_trainable(of_layers, non_pipelined, self._make_sync(of_layers, non_pipelined))
 
     def _which_train(self) -> list[bool]:
         return [p.requires_grad for p, stages in self.owners.items() if self.stage in stages]
@@ -278,7 +288,7 @@ class Deployment:
         """Take everything back; in an orderly end, called by all ranks, a model that came whole
         leaves whole."""
         if orderly and self.whole:
-            make_whole(self._layers, self.owners, self.plan, self._connection.mailbox)
+            restore_whole_model(self._layers, self.owners, self.plan, self._connection.mailbox)
         elif not self.whole:
             _LEFT_PARTITIONED.add(self.module)
         self.take_back()

@@ -1,4 +1,4 @@
-"""Batches that differ in anything have different fingerprints, equal ones the same."""
+"""Equal batches have the same fingerprint, and different batches have different ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_dlres.pipeline.execute.digest import digest
 from tests.support.examples import examples
 
-BYTE_BY_BYTE = 1 << 20
+WHOLE_BYTES = 1 << 20
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -21,7 +21,7 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 SMALL, LARGE = rows(50), rows(40_000)
-# Rows of one word each, so that a sum of words does not tell their order.
+# Rows of one 8-byte word each: their sum does not depend on the order.
 WORDS = torch.arange(400_000, dtype=torch.int32).view(-1, 2)
 
 
@@ -29,7 +29,7 @@ def distinct(*trees: Any) -> bool:
     return len({digest(tree) for tree in trees}) == len(trees)
 
 
-def test_what_makes_a_difference() -> None:
+def test_structure_dtype_shape_and_content_change_the_fingerprint() -> None:
     x = torch.arange(6.0)
     assert distinct(
         x,
@@ -63,15 +63,15 @@ def test_what_makes_a_difference() -> None:
 
 def test_an_equal_batch_has_the_same_fingerprint() -> None:
     tree = {"x": [SMALL, LARGE], "y": ("label", 3)}
-    again = {"x": [SMALL.clone(), LARGE.clone()], "y": ("label", 3)}
-    assert digest(tree) == digest(again)
+    copy = {"x": [SMALL.clone(), LARGE.clone()], "y": ("label", 3)}
+    assert digest(tree) == digest(copy)
     assert 0 <= digest(tree) < 2**32
-    assert digest(SMALL) == digest(SMALL.clone().requires_grad_()), "its content counts"
+    assert digest(SMALL) == digest(SMALL.clone().requires_grad_()), "only the content counts"
 
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from([SMALL, LARGE]), st.data())
-def test_one_changed_element_makes_a_difference(x: torch.Tensor, data: st.DataObject) -> None:
+def test_one_changed_bit_changes_the_fingerprint(x: torch.Tensor, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, x.numel() - 1))
     bit = data.draw(st.integers(0, 31))
     other = x.clone()
@@ -82,14 +82,14 @@ def test_one_changed_element_makes_a_difference(x: torch.Tensor, data: st.DataOb
 @settings(max_examples=examples(30))
 @given(st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("x", [SMALL, LARGE, WORDS], ids=["small", "large", "words"])
-def test_a_shuffle_makes_a_difference(x: torch.Tensor, seed: int) -> None:
+def test_a_shuffle_changes_the_fingerprint(x: torch.Tensor, seed: int) -> None:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     assert digest(x[order]) != digest(x)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 4, 7])
-@pytest.mark.parametrize("count", [1000, BYTE_BY_BYTE, BYTE_BY_BYTE + 1, BYTE_BY_BYTE + 4101])
-def test_where_the_bytes_lie_does_not_matter(count: int, offset: int) -> None:
+@pytest.mark.parametrize("count", [1000, WHOLE_BYTES, WHOLE_BYTES + 1, WHOLE_BYTES + 4101])
+def test_alignment_does_not_change_the_fingerprint(count: int, offset: int) -> None:
     storage = torch.arange(count + 8, dtype=torch.int32).to(torch.uint8)
     view = storage[offset : offset + count]
     assert digest(view) == digest(view.clone())
@@ -97,11 +97,11 @@ def test_where_the_bytes_lie_does_not_matter(count: int, offset: int) -> None:
     assert digest(torch.from_numpy(raw.copy())) == digest(view)
     end = view.clone()
     end[-1] += 1
-    assert digest(end) != digest(view), "the last bytes beyond the last whole word count"
+    assert digest(end) != digest(view), "bytes after the last whole word count"
 
 
 @pytest.mark.parametrize("x", [SMALL, LARGE], ids=["small", "large"])
-def test_how_the_elements_lie_does_not_matter(x: torch.Tensor) -> None:
+def test_strides_do_not_change_the_fingerprint(x: torch.Tensor) -> None:
     spread = torch.zeros(len(x), 80)
     spread[:, 3:77:2] = x
     for view in (x.t().contiguous().t(), spread[:, 3:77:2], x.flip(0).flip(0)):
@@ -123,5 +123,5 @@ def test_every_dtype_has_a_fingerprint(dtype: torch.dtype, count: int) -> None:
     assert distinct(x, x.view(-1))
 
 
-def test_a_column_of_a_single_row_has_a_fingerprint() -> None:
+def test_a_one_element_view_has_one_fingerprint() -> None:
     assert digest(SMALL[:1, 0]) == digest(SMALL[0, :1])

@@ -1,4 +1,4 @@
-"""Gradients are summed over exactly the ranks that hold a parameter, and early."""
+"""Gradients are summed over the ranks that hold a parameter, while backward still runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Replicas = tuple[tuple[int, ...], ...]
 
 
 class Model(nn.Module):
-    """Four layers; the first and the last share a weight, and one parameter lies outside."""
+    """A model of four layers, and one parameter outside of them.
+
+    The first and the last layer share a weight.
+    """
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ def layers_of(model: Model) -> ModelLayers:
 def make_sync(
     context: RankContext, model: Model, plan: PipelinePlan, bucket_bytes: int = 4 << 20
 ) -> tuple[GradientSync, list[nn.Parameter], Tracer]:
-    """Return what one rank needs: its sync, the trainable parameters that it holds, the tracer."""
+    """Return a rank's sync, the trainable parameters that it holds, and its tracer."""
     context.init_process_group()
     layers, tracer = layers_of(model), Tracer()
     owners = layers.owners(plan)
@@ -58,32 +61,33 @@ def make_sync(
     sync = GradientSync(
         own,
         layers.non_pipelined_parameters(),
-        owners,
-        groups,
-        stage,
-        SECONDS,
-        lambda: None,
-        tracer,
-        bucket_bytes,
+        owners=owners,
+        groups=groups,
+        stage=stage,
+        timeout=SECONDS,
+        check=lambda: None,
+        tracer=tracer,
+        bucket_bytes=bucket_bytes,
     )
     held = list(dict.fromkeys([p for ps in own for p in ps] + layers.non_pipelined_parameters()))
     return sync, held, tracer
 
 
 def gradient(parameter: nn.Parameter, name: str, rank: int) -> Tensor:
-    """What a rank computed: small integers, so that sums are exact in any order."""
+    """Return a rank's gradient of small integers, so that sums are exact in any order."""
     generator = torch.Generator().manual_seed(len(name) * 31 + sum(map(ord, name)) + 1000 * rank)
     return torch.randint(-9, 9, parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def sums(
+def sum_gradients(
     context: RankContext, replicas: Replicas, split: tuple[int, ...], bucket_bytes: int, skip: Any
 ) -> dict[str, Tensor | None]:
+    """Return the sums of a second step by parameter; `skip` holds (rank, name) without gradient."""
     model = Model()
     plan = PipelinePlan(replicas=replicas, split=split)
     sync, held, _ = make_sync(context, model, plan, bucket_bytes)
     names = {p: name for name, p in model.named_parameters()}
-    found: dict[str, Tensor | None] = {}
+    totals: dict[str, Tensor | None] = {}
     for step in range(2):
         buffer = GradientBuffer()
         for p in held:
@@ -93,9 +97,9 @@ def sums(
         for position in reversed(range(split[stage])):
             sync.layer_done(position, buffer)
         sync.finish(buffer)
-        found = {names[p]: buffer.gradients.get(p) for p in held}
+        totals = {names[p]: buffer.gradients.get(p) for p in held}
         assert set(buffer.gradients) <= set(held)
-    return found
+    return totals
 
 
 def expected_sum(
@@ -115,15 +119,15 @@ def assert_sums(
     leave_out: str = "",
 ) -> None:
     world = sum(map(len, replicas))
-    results = pool.run(sums, world, replicas, split, bucket_bytes, skip)
+    results = pool.run(sum_gradients, world, replicas, split, bucket_bytes, skip)
     for name in {name for result in results for name in result} - {leave_out}:
         holders = [rank for rank in range(world) if name in results[rank]]
         expected = expected_sum(name, holders, skip)
         for rank in holders:
-            found = results[rank][name]
-            assert (found is None) == (expected is None), (name, rank)
-            assert found is None or torch.equal(found, expected), (name, rank)
-            assert found is None or found.dtype == expected.dtype
+            total = results[rank][name]
+            assert (total is None) == (expected is None), (name, rank)
+            assert total is None or torch.equal(total, expected), (name, rank)
+            assert total is None or total.dtype == expected.dtype
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 4 << 20])
@@ -131,17 +135,17 @@ def test_replicas_sum_their_gradients(pool: RankPool, bucket_bytes: int) -> None
     assert_sums(pool, ((0,), (1,)), (4,), bucket_bytes, leave_out="outer")
 
 
-def test_stages_sum_what_they_share(pool: RankPool) -> None:
+def test_stages_sum_gradients_of_shared_parameters(pool: RankPool) -> None:
     assert_sums(pool, ((0, 1),), (2, 2))
     assert_sums(pool, ((1, 0),), (1, 3))
     assert_sums(pool, ((0, 1, 2),), (1, 2, 1))
 
 
-def test_replicas_and_stages(pool: RankPool) -> None:
+def test_replicas_of_several_stages_sum_their_gradients(pool: RankPool) -> None:
     assert_sums(pool, arrange(4, 2), (1, 3), bucket_bytes=40)
 
 
-def test_replicas_of_one_stage_sum_what_lies_outside_of_the_layers(pool: RankPool) -> None:
+def test_replicas_of_one_stage_sum_gradients_outside_of_the_layers(pool: RankPool) -> None:
     assert_sums(pool, ((0,), (1,)), (4,))
 
 
@@ -154,59 +158,67 @@ def test_replicas_of_one_stage_sum_what_lies_outside_of_the_layers(pool: RankPoo
     ],
     ids=["on one rank", "on all ranks", "a replica without a micro-batch"],
 )
-def test_gradients_that_are_missing(pool: RankPool, skip: set[tuple[int, str]]) -> None:
+def test_missing_gradients_count_as_zero(pool: RankPool, skip: set[tuple[int, str]]) -> None:
     assert_sums(pool, ((0,), (1,)), (4,), 40, frozenset(skip), leave_out="outer")
     assert_sums(pool, ((0, 1),), (2, 2), skip=frozenset(skip))
 
 
-def alone(context: RankContext) -> None:
+def sync_alone(context: RankContext) -> None:
     model = Model()
     sync, held, tracer = make_sync(context, model, PipelinePlan(replicas=((0,),), split=(4,)))
     buffer = GradientBuffer()
-    sent = {p: torch.ones_like(p) for p in held}
-    for p, g in sent.items():
+    gradients = {p: torch.ones_like(p) for p in held}
+    for p, g in gradients.items():
         buffer.add(p, g)
     for position in reversed(range(4)):
         sync.layer_done(position, buffer)
     sync.finish(buffer)
-    assert all(buffer.gradients[p] is g for p, g in sent.items()), "nothing is copied"
+    assert all(buffer.gradients[p] is g for p, g in gradients.items()), "nothing is copied"
     assert not tracer.spans()
 
 
 def test_a_single_rank_sends_nothing(pool: RankPool) -> None:
-    pool.run(alone, 1)
+    pool.run(sync_alone, 1)
 
 
-def overlap(context: RankContext) -> dict[int, tuple[int, int, int]]:
-    """Return by size of bucket when its all-reduce started and ended, and when the lowest layer's
-    backward began."""
+def record_overlap(context: RankContext) -> dict[int, tuple[int, int, int]]:
+    """Return, by size of bucket in bytes, the start and end of its all-reduce, and the start of the
+    lowest layer's backward, in nanoseconds."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 32)]
     model = nn.ModuleDict({"net": nn.Sequential(*layers)})
     plan = PipelinePlan(replicas=((0,), (1,)), split=(3,))
     context.init_process_group()
-    known = ModelLayers(model, ("net.0", "net.1", "net.2"), tuple(layers))
-    owners, tracer = known.owners(plan), Tracer()
+    model_layers = ModelLayers(model, ("net.0", "net.1", "net.2"), tuple(layers))
+    owners, tracer = model_layers.owners(plan), Tracer()
     groups = make_groups(plan, owners, timedelta(seconds=SECONDS))
-    parameters = known.trainable(range(3))
+    parameters = model_layers.trainable(range(3))
     sync = GradientSync(
-        parameters, [], owners, groups, 0, SECONDS, lambda: None, tracer, bucket_bytes=1
+        parameters,
+        [],
+        owners=owners,
+        groups=groups,
+        stage=0,
+        timeout=SECONDS,
+        check=lambda: None,
+        tracer=tracer,
+        bucket_bytes=1,
     )
-    began = 0
+    lowest_began = 0
 
     def lowest(x: Tensor) -> Tensor:
-        class Look(torch.autograd.Function):
+        class RecordBackward(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, y: Tensor) -> Tensor:
                 return y.clone()
 
             @staticmethod
             def backward(ctx: Any, g: Tensor) -> Tensor:
-                nonlocal began
-                began = time.perf_counter_ns()
+                nonlocal lowest_began
+                lowest_began = time.perf_counter_ns()
                 return g
 
-        return Look.apply(layers[0](x))
+        return RecordBackward.apply(layers[0](x))
 
     stage = Stage(
         [lowest, *layers[1:]],
@@ -223,22 +235,22 @@ def overlap(context: RankContext) -> dict[int, tuple[int, int, int]]:
     sync.finish(buffer)
     spans = [span for span in tracer.spans() if span.name == "all-reduce"]
     assert all(span.category == "sync" for span in spans)
-    return {int(s.args["nbytes"] or 0): (s.start_ns, s.end_ns, began) for s in spans}
+    return {int(s.args["nbytes"] or 0): (s.start_ns, s.end_ns, lowest_began) for s in spans}
 
 
 def test_upper_layers_are_sent_while_lower_ones_compute(pool: RankPool) -> None:
-    for result in pool.run(overlap, 2):
+    for result in pool.run(record_overlap, 2):
         sizes = [32 * 16 * 4, 32 * 4, 16 * 8 * 4, 8 * 8 * 4]
         assert sorted(result) == sorted(sizes), "a bucket for each parameter"
         *upper, lowest = (result[size] for size in sizes)
-        for start, end, lowest_began in upper:
-            assert start < lowest_began
+        for start, end, lowest_start in upper:
+            assert start < lowest_start
             assert start <= end
-        assert lowest[0] > lowest[2], "the lowest layer's gradient is final only afterwards"
+        assert lowest[0] > lowest[2], "the lowest layer's gradient is sent after its backward"
 
 
-def stale(context: RankContext) -> bool:
-    """A parameter without a gradient in this step must not keep that of the last one."""
+def sync_twice(context: RankContext) -> bool:
+    """Return True if a step without gradients keeps none of the step before."""
     model = Model(tied=False)
     plan = PipelinePlan(replicas=((0,), (1,)), split=(4,))
     sync, held, _ = make_sync(context, model, plan)
@@ -250,8 +262,8 @@ def stale(context: RankContext) -> bool:
     return not second.gradients
 
 
-def test_steps_do_not_mix(pool: RankPool) -> None:
-    assert pool.run(stale, 2) == [True, True]
+def test_gradients_of_one_step_are_not_in_the_next(pool: RankPool) -> None:
+    assert pool.run(sync_twice, 2) == [True, True]
 
 
 def make_all_groups(context: RankContext) -> list[tuple[tuple[int, ...], list[int]]]:
@@ -262,7 +274,7 @@ def make_all_groups(context: RankContext) -> list[tuple[tuple[int, ...], list[in
     return [(stages, dist.get_process_group_ranks(group)) for stages, group in groups.items()]
 
 
-def test_groups_are_the_ranks_that_hold_something(pool: RankPool) -> None:
+def test_groups_are_the_ranks_that_hold_a_parameter(pool: RankPool) -> None:
     both = ((0, 1), [0, 1, 2, 3])
     for rank, groups in enumerate(pool.run(make_all_groups, 4)):
         own = ((0,), [0, 2]) if rank in (0, 2) else ((1,), [1, 3])

@@ -1,4 +1,4 @@
-"""Only optimizers whose every parameter moves on its own may step on stages."""
+"""Only optimizers that update each parameter independently may run on stages."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ SHIPPED = sorted(
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
 )
-# Evaluates the loss over all parameters.
-OTHERS = {"LBFGS"}
+# LBFGS evaluates the loss over all parameters.
+REFUSED = {"LBFGS"}
 
 
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5, 2))]
 
 
-def accepted(optimizer: Optimizer) -> None:
+def assert_accepted(optimizer: Optimizer) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         require_separable(optimizer)
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in OTHERS])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in REFUSED])
 def test_optimizers_of_torch_are_accepted(name: str) -> None:
-    accepted(getattr(torch.optim, name)(parameters(), lr=0.01))
+    assert_accepted(getattr(torch.optim, name)(parameters(), lr=0.01))
 
 
 def test_lbfgs_is_refused() -> None:
@@ -58,16 +58,16 @@ def test_lbfgs_is_refused() -> None:
         (torch.optim.Adam, {"differentiable": False, "betas": (0.5, 0.9)}),
     ],
 )
-def test_settings_are_part_of_the_trial(kind: type[Optimizer], options: dict[str, Any]) -> None:
-    accepted(kind(parameters(), **{"lr": 0.01, **options}))
+def test_options_are_part_of_the_trial(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    assert_accepted(kind(parameters(), **{"lr": 0.01, **options}))
 
 
-def test_the_optimizer_itself_is_left_alone() -> None:
+def test_the_trial_does_not_change_the_optimizer() -> None:
     values = parameters()
     before = [p.detach().clone() for p in values]
     optimizer = torch.optim.AdamW(values, lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    accepted(optimizer)
+    assert_accepted(optimizer)
     assert all(map(torch.equal, values, before))
     assert not optimizer.state
     assert optimizer.param_groups[0]["params"] == values
@@ -75,7 +75,7 @@ def test_the_optimizer_itself_is_left_alone() -> None:
 
 
 class NormalizedSGD(Optimizer):
-    """Divides by the norm over all parameters."""
+    """An optimizer that divides by the norm over all parameters."""
 
     def __init__(self, params: Any, lr: float = 0.1, enabled: bool = True) -> None:
         super().__init__(params, {"lr": lr, "enabled": enabled})
@@ -90,7 +90,7 @@ class NormalizedSGD(Optimizer):
 
 
 class GlobalClip(NormalizedSGD):
-    """Clips to a norm over all parameters, as a subclass."""
+    """An optimizer that clips to a norm over all parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -101,29 +101,29 @@ class GlobalClip(NormalizedSGD):
 
 
 @pytest.mark.parametrize("kind", [NormalizedSGD, GlobalClip])
-def test_what_computes_over_all_parameters_is_refused(kind: type[Optimizer]) -> None:
+def test_optimizers_that_compute_over_all_parameters_are_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__} computes something over all"):
         require_separable(kind(parameters()))  # type: ignore[call-arg]
 
 
-def test_a_setting_may_make_the_difference() -> None:
-    accepted(NormalizedSGD(parameters(), enabled=False))
+def test_an_option_can_make_an_optimizer_separable() -> None:
+    assert_accepted(NormalizedSGD(parameters(), enabled=False))
 
 
 class NeedsModel(Optimizer):
-    """Cannot be made from parameters alone."""
+    """An optimizer that needs more than parameters to be made."""
 
     def __init__(self, params: Any, model: nn.Module) -> None:
         super().__init__(params, {"lr": 0.1})
 
 
-def test_what_cannot_be_tried_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"NeedsModel treats.*TypeError"):
+def test_an_optimizer_that_cannot_be_made_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"A trial of NeedsModel failed.*TypeError"):
         require_separable(NeedsModel(parameters(), nn.Linear(1, 1)))
 
 
-class Shy(Optimizer):
-    """Does not step."""
+class Failing(Optimizer):
+    """An optimizer that fails in every step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -132,12 +132,12 @@ class Shy(Optimizer):
         raise ValueError("not today")
 
 
-def test_an_error_of_the_optimizer_is_a_warning() -> None:
+def test_an_optimizer_that_fails_in_the_trial_is_a_warning() -> None:
     with pytest.warns(UserWarning, match="ValueError: not today"):
-        require_separable(Shy(parameters()))
+        require_separable(Failing(parameters()))
 
 
-def test_state_moves_and_step_counts_stay() -> None:
+def test_state_is_moved_and_step_counts_are_not() -> None:
     (p, _), meta = parameters(), torch.device("meta")
     optimizer = torch.optim.AdamW([p])
     p.grad = torch.ones_like(p)
@@ -149,16 +149,16 @@ def test_state_moves_and_step_counts_stay() -> None:
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
-    same: Tensor = state["exp_avg"]
+    moved: Tensor = state["exp_avg"]
     set_state_device(optimizer, meta)
-    assert optimizer.state[p]["exp_avg"] is same
+    assert optimizer.state[p]["exp_avg"] is moved
 
 
-# --- What the trial does not see.
+# --- Optimizers that a simple trial would misjudge.
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-9])
-def test_a_warm_up_from_zero_hides_nothing(lr: float) -> None:
+def test_a_learning_rate_of_almost_zero_does_not_hide_the_fault(lr: float) -> None:
     optimizer = NormalizedSGD(parameters())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10) + lr)
     with pytest.raises(ConfigError):
@@ -173,7 +173,7 @@ def test_every_group_is_tried() -> None:
 
 
 class Noisy(NormalizedSGD):
-    """Adds noise to every step."""
+    """An optimizer that adds noise to every step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -182,7 +182,7 @@ class Noisy(NormalizedSGD):
                 p -= group["lr"] * (p.grad + torch.randn_like(p))
 
 
-def test_the_trial_leaves_the_generator_alone() -> None:
+def test_the_trial_does_not_change_the_global_random_state() -> None:
     optimizer, before = Noisy(parameters()), torch.get_rng_state()
     with contextlib.suppress(ConfigError):
         require_separable(optimizer)
@@ -199,15 +199,15 @@ def test_the_trial_leaves_the_generator_alone() -> None:
         (torch.optim.SparseAdam, {}, (0.0, 0.0, 0.0)),
     ],
 )
-def test_bytes_that_a_step_needs_for_a_moment(
+def test_temporary_bytes_of_an_optimizer_step(
     kind: type[Optimizer], options: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
     optimizer = kind(parameters(), lr=0.01, **options)
-    found = update_bytes(optimizer, torch.device("cpu"))
-    assert (found.own, found.before, found.of_all) == pytest.approx(expected, abs=0.01)
+    measured = update_bytes(optimizer, torch.device("cpu"))
+    assert (measured.own, measured.before, measured.of_all) == pytest.approx(expected, abs=0.01)
 
 
-def test_bytes_that_a_step_needs_for_parameters_in_order() -> None:
+def test_temporary_bytes_depend_on_the_order_of_parameters() -> None:
     adam = UpdateBytes(own=2.0, before=1.0)
     assert adam.of([]) == 0
     assert adam.of([10]) == 20

@@ -1,4 +1,4 @@
-"""Parameters stay the same objects, wherever their data is; who owns what follows from the plan."""
+"""A partition follows the plan, and parameters keep their identity."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Scale(nn.Module):
 
 
 class Model(nn.Module):
-    """Four layers, one of them frozen, two that share a weight, and something outside of them."""
+    """A model of four layers, a head and a buffer outside of them. One layer is frozen; two layers
+    share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ def deploy(model: nn.Module, split: tuple[int, ...], stage: int) -> ModelLayers:
     return layers
 
 
-def test_who_owns_what() -> None:
+def test_the_plan_determines_the_owners_of_each_parameter() -> None:
     model = Model()
     layers = layers_of(model)
     owners = layers.owners(plan_of(2, 1, 1))
@@ -87,21 +88,23 @@ def test_who_owns_what() -> None:
         "head.weight": (0, 1, 2),
         "head.bias": (0, 1, 2),
     }
-    assert list(owners) == list(model.parameters()), "in an order that all ranks know"
+    assert list(owners) == list(model.parameters()), (
+        "in the model's order, which is the same on all ranks"
+    )
     assert layers.trainable(range(2)) == [list(model.net[0].parameters()), [model.net[1].weight]]
     assert layers.trainable([2]) == [[]]
     assert layers.non_pipelined_parameters() == list(model.head.parameters())
     assert layers.parameter_bytes() == [80, 16, 32, 16], "the tied weight counts once"
 
 
-def test_names_belong_to_layers() -> None:
+def test_layer_of_a_name() -> None:
     layers = layers_of(Model())
     names = ["net.1.weight", "net.1", "net.10.weight", "head.weight", "steps", "net", "network.1"]
     assert [layers.layer_of(name) for name in names] == [1, 1, None, None, None, None, None]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stage_keeps_its_own_and_the_identity_of_all(stage: int) -> None:
+def test_a_stage_holds_its_own_parameters_and_all_keep_their_identity(stage: int) -> None:
     model = Model()
     before = dict(model.named_parameters())
     values = {name: p.detach().clone() for name, p in before.items()}
@@ -116,7 +119,7 @@ def test_a_stage_keeps_its_own_and_the_identity_of_all(stage: int) -> None:
         assert parameter.shape == values[name].shape
         assert parameter.requires_grad == ("net.2" not in name)
         assert parameter.is_meta or torch.equal(parameter, values[name])
-    assert model.net[3].weight is model.net[0].weight, "still tied"
+    assert model.net[3].weight is model.net[0].weight, "the weight stays tied"
     assert is_on_meta(model)
     assert resident_parameter_bytes(model) == sum(
         t.numel() * 4 for t in held.values() if isinstance(t, nn.Parameter)
@@ -124,24 +127,24 @@ def test_a_stage_keeps_its_own_and_the_identity_of_all(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_buffers_lie_with_their_layer_and_those_outside_everywhere(stage: int) -> None:
+def test_buffers_are_on_the_stage_of_their_layer_and_others_on_all_stages(stage: int) -> None:
     model = Model()
     layers = deploy(model, (2, 2), stage)
     meta = {name for name, buffer in model.named_buffers() if buffer.is_meta}
-    mine = {"net.1.count", "net.1.cache"}
-    theirs = {"net.2.running_mean", "net.2.running_var", "net.2.num_batches_tracked"}
-    assert meta == (theirs if stage == 0 else mine)
+    of_stage_0 = {"net.1.count", "net.1.cache"}
+    of_stage_1 = {"net.2.running_mean", "net.2.running_var", "net.2.num_batches_tracked"}
+    assert meta == (of_stage_1 if stage == 0 else of_stage_0)
     plan = plan_of(2, 2)
     held = held_tensors(layers, layers.owners(plan), plan, stage)
     assert {n for n, t in held.items() if not isinstance(t, nn.Parameter)} == {
         "steps",
-        *(mine if stage == 0 else theirs),
+        *(of_stage_0 if stage == 0 else of_stage_1),
     }
-    assert list(model.net[1].state_dict()) == ["weight", "count"], "still not persistent"
+    assert list(model.net[1].state_dict()) == ["weight", "count"], "the cache stays non-persistent"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_optimizer_follows(when: str) -> None:
+def test_an_optimizer_steps_the_held_parameters(when: str) -> None:
     model = Model()
     if when == "before":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
@@ -155,8 +158,8 @@ def test_an_optimizer_follows(when: str) -> None:
     bias.grad = torch.ones_like(bias)
     optimizer.step()
     assert torch.allclose(bias, before - 0.1, atol=0.01)
-    assert list(optimizer.state) == [bias], "foreign parameters have no state"
-    assert list(optimizer.state_dict()["state"]) == [5], "but keep their places"
+    assert list(optimizer.state) == [bias], "remote parameters have no state"
+    assert list(optimizer.state_dict()["state"]) == [5], "remote parameters keep their indices"
 
 
 # --- Models that were made on the meta device.
@@ -188,10 +191,10 @@ def test_initial_values_do_not_depend_on_the_split(split: tuple[int, ...]) -> No
     for stage, (start, stop) in enumerate(pairwise(first)):
         torch.manual_seed(stage)
         model = deploy_meta(split, stage)
-        held = [f"net.{index}." for index in range(start, stop)] + ["head."]
+        prefixes = [f"net.{index}." for index in range(start, stop)] + ["head."]
         for name, value in model.state_dict().items():
             # A tied weight gets the values of its first holder; see below.
-            if name not in TIED and any(name.startswith(prefix) for prefix in held):
+            if name not in TIED and any(name.startswith(prefix) for prefix in prefixes):
                 assert torch.equal(value, values[name]), name
         assert model.net[1].cache.is_meta == (not start <= 1 < stop)
     assert whole.net[1].cache.tolist() == [2.0, 2.0]
@@ -199,21 +202,21 @@ def test_initial_values_do_not_depend_on_the_split(split: tuple[int, ...]) -> No
     assert whole.net[3].weight is whole.net[0].weight
 
 
-def test_a_tied_weight_starts_with_the_values_of_its_first_layer() -> None:
+def test_a_tied_weight_gets_the_initial_values_of_its_first_layer() -> None:
     whole, first = deploy_meta((4,), 0), deploy_meta((3, 1), 0)
     assert torch.equal(whole.net[0].weight, first.net[0].weight)
 
 
-def test_initial_values_depend_on_the_seed_and_leave_the_generator_alone() -> None:
+def test_initial_values_depend_on_the_seed_only() -> None:
     before = torch.get_rng_state()
     one, two, three = deploy_meta((4,), 0, 5), deploy_meta((4,), 0, 6), deploy_meta((4,), 0, 5)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(one.head.weight, two.head.weight)
     assert torch.equal(one.head.weight, three.head.weight)
-    assert not torch.equal(one.net[0].bias, one.net[3].bias), "layers draw for themselves"
+    assert not torch.equal(one.net[0].bias, one.net[3].bias), "each layer has its own seed"
 
 
-def test_identity_on_meta() -> None:
+def test_materialised_parameters_keep_their_identity() -> None:
     model = made_on_meta()
     before = list(model.parameters())
     layers, plan = layers_of(model), plan_of(4)
@@ -222,7 +225,7 @@ def test_identity_on_meta() -> None:
     assert [p.requires_grad for p in model.net[2].parameters()] == [False, False]
 
 
-def test_a_module_without_reset_parameters_is_named() -> None:
+def test_the_error_names_a_module_without_reset_parameters() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -237,7 +240,7 @@ def test_a_module_without_reset_parameters_is_named() -> None:
         materialise(layers, plan, owners, 1, CPU, 1)
 
 
-# --- What is known not to work.
+# --- Unusual models.
 
 
 class Rotary(nn.Module):
@@ -256,14 +259,14 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_module_with_buffers_that_layers_share(stage: int) -> None:
+def test_layers_can_share_a_module_with_buffers(stage: int) -> None:
     rotary = Rotary()
     model = nn.ModuleDict({"net": nn.Sequential(Block(rotary), Block(rotary))})
     deploy(model, (1, 1), stage)
     assert not is_on_meta(model["net"][stage])
 
 
-def test_a_second_name_for_the_layers_changes_nothing() -> None:
+def test_the_list_of_layers_can_have_a_second_name() -> None:
     class Aliased(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -274,8 +277,8 @@ def test_a_second_name_for_the_layers_changes_nothing() -> None:
     assert model.net[1].weight.is_meta
 
 
-def test_a_layer_with_a_name_of_its_own_outside_is_held_by_all() -> None:
-    """An embedding that is the first layer, and by its other name the last step of the loss."""
+def test_all_stages_hold_a_layer_with_a_second_name() -> None:
+    """The layer is an embedding; by its second name the loss uses it too."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:

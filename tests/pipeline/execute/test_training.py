@@ -1,4 +1,4 @@
-"""What a training step does with the loss's gradient, apart from any schedule."""
+"""Gradients of the loss in a training step, without a schedule."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_dlres.pipeline.execute.training import TrainingStep
         (torch.float32, 0.25, 0.75),
         (torch.float64, 1e300, 3e300),
         (torch.float16, 2.0**15, float("inf")),
-        # Beyond the largest half: a gradient scaler skips the step, as in plain training.
+        # Larger than the largest float16: a gradient scaler skips the step, as in plain training.
         (torch.float16, 2.0**16, float("inf")),
     ],
 )
-def test_gradients_are_those_of_the_scaled_loss(
+def test_take_gradients_gives_the_gradients_of_the_scaled_loss(
     dtype: torch.dtype, scale: float, expected: float
 ) -> None:
     output = torch.ones(2, dtype=dtype, requires_grad=True)

@@ -87,8 +87,8 @@ def inspect_step(context: StepContext, batch: Any) -> Findings:
     finally:
         step.undo_metrics()
         rewind_random_state()
-        findings.refusal = context.settings.take_back_trainable(trainable) or findings.refusal
-    guard.made.let_go_of_graphs()
+        findings.refusal = context.settings.restore_trainable(trainable) or findings.refusal
+    guard.made.detach_all()
     context.leftovers = guard.made
     return findings
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import tensors_of
-from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors, uses_layer_tensor
+from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors, layer_tensor_error
 
 # What asks for the shape of things, and not for values.
 HARMLESS = {
@@ -62,7 +62,7 @@ class PipelinedWeightGuard(TorchFunctionMode):
         if self.made and name not in HARMLESS:
             layer = self.made.layer_within((*args, *kwargs.values()))
             if layer is not None:
-                raise uses_layer_tensor(layer, f"in {name}")
+                raise layer_tensor_error(layer, f"in {name}")
         if function is torch.autograd.grad:
             inputs, outputs = self._call
             of, by = (tensors_of(list(given)) for given in args[:2])
@@ -153,7 +153,7 @@ class LayerTensorGuard(PipelinedWeightGuard):
             self._note(list(result.values()), operands)
 
     def _refused(self, layer: str, where: str) -> UnsupportedStepError:
-        error = uses_layer_tensor(layer, where)
+        error = layer_tensor_error(layer, where)
         self.refusal = self.refusal or error
         return error
 

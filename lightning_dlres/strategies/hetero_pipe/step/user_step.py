@@ -308,7 +308,7 @@ class LightningStep:
         try:
             yield
         finally:
-            error = settings.take_back(trainable, values)
+            error = settings.restore(trainable, values)
         if error is not None and not self.trial:
             raise UnsupportedStepError(error)
 
@@ -352,7 +352,7 @@ class LightningStep:
 
     def _refuse_use_of_layers(self, results: Sequence[Tensor]) -> None:
         """Raise where a gradient would flow into a layer past the pipeline: it would be lost."""
-        within = self.context.pipelined.layers.inner
+        within = self.context.pipelined.layers.layer_only_parameters
         if any(leaf in within for leaf in leaves_of(results)):
             raise weight_of_a_layer("its gradient")
 
