@@ -46,7 +46,7 @@ from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
 from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.cache.space import CacheSpace, check_fits
 from lightning_dlres.prefetch.storage.base import Storage
-from lightning_dlres.prefetch.storage.source import open_storage
+from lightning_dlres.prefetch.storage.registry import open_storage
 
 # Nothing has moved for so long: what is in use, or promised to ranks that do not come for it, does
 # not leave room for what is needed next. Where that goes on, nobody waits as long again.
@@ -337,6 +337,8 @@ def main() -> NoReturn:
     sys.setswitchinterval(_SWITCH_SECONDS)
     status = 1
     try:
+        # Security: the configuration names a module to import. It comes from the process of this
+        # user that has started this one. Never take a configuration from the socket.
         config = from_json(sys.stdin.buffer.read(), HostConfig)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         status = _serve(config, directory)
@@ -355,10 +357,11 @@ def main() -> NoReturn:
 def _serve(config: HostConfig, directory: Path) -> int:
     with contextlib.ExitStack() as stack:
         try:
-            # Before anybody waits for it.
-            load_all()
             storage = open_storage(config.source, directory, _Progress(directory))
             stack.callback(storage.close)
+            # Compiled functions are loaded before anybody waits for them, those of the storage's
+            # module too, which is only imported when it is opened.
+            load_all()
             host = CacheHost(storage, config, directory / "cache.sock")
         except DlresError as error:
             failed = messages.Failed(-1, type(error).__name__, text_of(error))

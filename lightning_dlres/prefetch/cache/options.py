@@ -12,7 +12,13 @@ from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.core.wire.keys import load_keys, load_public_key
 from lightning_dlres.prefetch.cache.messages import HostConfig
 from lightning_dlres.prefetch.storage.listings import is_url
-from lightning_dlres.prefetch.storage.source import KINDS
+from lightning_dlres.prefetch.storage.registry import (
+    AUTO,
+    DIRECT,
+    load_opener,
+    storage_backend,
+    storage_names,
+)
 from lightning_dlres.prefetch.storage.source_options import (
     Extensions,
     SourceConfig,
@@ -61,6 +67,7 @@ def host_config(
             cache's process runs storage nodes over the source; "files": it reads the source
             itself; "nodes": `source` has addresses; "auto": "nodes" for addresses, "files" for a
             URL, "embedded" where nodes, replicas, pinned or lookahead=0 ask for it, else "direct".
+            Or the name of a backend of `register_storage`, which checks the source itself.
         nodes: N, where they are not addresses; None: 4 embedded ones, one for files.
         replicas: on how many nodes each sample is.
         capacity: bytes of the cache of one host.
@@ -87,7 +94,7 @@ def host_config(
     Raises:
         ConfigError: a bad value.
     """
-    instance("storage", storage, (str,), f"one of {', '.join(('auto', *KINDS))}", "'auto'")
+    instance("storage", storage, (str,), f"one of {', '.join((AUTO, *storage_names()))}", "'auto'")
     for name, number in (
         ("nodes", nodes),
         ("replicas", replicas),
@@ -118,14 +125,16 @@ def host_config(
     kept = parse_bytes(pinned, "pinned")
     # What only a cache can do.
     cached = nodes is not None or replicas > 1 or ahead == 0 or kept > 0
-    if storage == "auto":
+    if storage == AUTO:
         is_local = "://" not in addresses[0] or addresses[0].startswith("file://")
         local = "embedded" if cached else "direct"
         kind = "nodes" if are_nodes else local if is_local else "files"
-    if kind not in KINDS:
-        known = " or ".join(map(repr, ("auto", *KINDS)))
-        raise ConfigError(got_expected("storage", storage, known, "storage='auto'"))
-    if (kind == "nodes") != are_nodes or (kind != "nodes" and len(addresses) > 1):
+    backend = storage_backend(kind)
+    if kind != DIRECT:
+        # A backend that is not there is said now, and not by the process that keeps the cache.
+        load_opener(kind, backend.opener)
+    is_files = not are_nodes and len(addresses) == 1
+    if (kind == "nodes" and not are_nodes) or (backend.reads_files and not is_files):
         raise ConfigError(
             got_expected(
                 f"a source for storage={kind!r}",
@@ -186,7 +195,8 @@ def host_config(
     own = load_keys(Path(key)) if key is not None else None
     return HostConfig(
         source=SourceConfig(
-            kind=kind,
+            storage=kind,
+            opener=backend.opener,
             addresses=addresses,
             nodes=count,
             replicas=replicas,

@@ -30,6 +30,7 @@ from lightning_dlres.prefetch.loading.workers import (
     Workers,
 )
 from lightning_dlres.prefetch.order.sequence import Positions, ShardSpec, Tail, mixed
+from lightning_dlres.prefetch.storage.registry import DIRECT
 
 _VERSION = 1
 
@@ -208,7 +209,7 @@ class PrefetchLoader:
     def client(self) -> CacheClient | DirectClient:
         """The connection to the cache, or what reads without one; made when it is first needed."""
         if self._client is None:
-            if self._config.source.kind == "direct":
+            if self._config.source.storage == DIRECT:
                 self._client = DirectClient(self._config, self._reads_in_workers)
             else:
                 self._client = CacheClient(self._cache, self._config)

@@ -14,6 +14,9 @@ from lightning_dlres.core.errors import StorageError
 from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
+# Called with a line of text that says how far a long start has come.
+ReportProgress = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class Reply:

@@ -7,6 +7,7 @@ import resource
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -15,9 +16,11 @@ from numpy.typing import NDArray
 from lightning_dlres.core.errors import StorageError
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.prefetch.order.sequence import Positions
-from lightning_dlres.prefetch.storage.base import Reply, Storage
+from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader, check
+from lightning_dlres.prefetch.storage.source import read_source
+from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # A read that ends shortly after its deadline says more than that it hangs.
@@ -136,6 +139,14 @@ class FileStorage(Storage):
 
     def _first(self, numbers: Positions) -> str:
         return f"sample {self.table.key(int(numbers[0]))!r} or one of {len(numbers) - 1} after it"
+
+
+def open_files(
+    config: SourceConfig, directory: Path, report_progress: ReportProgress | None = None
+) -> FileStorage:
+    """Return the storage of `storage="files"`; see `open_storage`."""
+    reader = read_source(config, report_progress)
+    return FileStorage(reader, config.nodes, config.threads, config.timeout)
 
 
 def _own_switches() -> int:

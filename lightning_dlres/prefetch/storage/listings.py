@@ -17,13 +17,12 @@ import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerTimeoutError
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.prefetch.storage.base import ReportProgress
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.readers import Files, LocalFiles, Reader
 from lightning_dlres.prefetch.storage.source_options import hide_secrets
 from lightning_dlres.prefetch.storage.url_files import UrlFiles, is_web
 
-# Told what has been done.
-Listed = Callable[[str], None]
 # What packs are called.
 PACKS = "samples-*-of-*.bin"
 _LISTINGS = (".txt", ".tsv")
@@ -36,7 +35,7 @@ _Found = TypeVar("_Found")
 
 def open_reader(
     source: str | Path,
-    listed: Listed | None = None,
+    report_progress: ReportProgress | None = None,
     *,
     follow_links: bool = False,
     extensions: tuple[str, ...] = (),
@@ -50,7 +49,7 @@ def open_reader(
 
     Args:
         source: what to read.
-        listed: called now and then with what has been done.
+        report_progress: called now and then with what has been done.
         follow_links: whether links of a local folder are followed out of it, too; else `note` of
             the reader says how many were left out.
         extensions: endings of the keys of samples, in lower case; none: all files are samples.
@@ -61,7 +60,7 @@ def open_reader(
     """
     text = str(source)
     if is_url(text):
-        found = _open_url(text, listed, extensions, storage_options or {})
+        found = _open_url(text, report_progress, extensions, storage_options or {})
         if isinstance(found, Reader):
             return found
         text = found
@@ -71,9 +70,9 @@ def open_reader(
             table = SampleTable.load(path / MANIFEST)
             if table.packs:
                 return _packed(table, LocalFiles(keep_open=True), f"{path}/", extensions)
-        return _folder(path, listed, follow_links, extensions)
+        return _folder(path, report_progress, follow_links, extensions)
     if path.suffix in _LISTINGS and path.is_file():
-        return _listing(path, listed, extensions)
+        return _listing(path, report_progress, extensions)
     raise ConfigError(
         "A source must be a folder, a store, a listing (.txt or .tsv) or a URL, got "
         f"{text!r}. "
@@ -122,7 +121,10 @@ def _refuse_none(
 
 
 def _folder(
-    root: Path, listed: Listed | None, follow_links: bool, extensions: tuple[str, ...]
+    root: Path,
+    report_progress: ReportProgress | None,
+    follow_links: bool,
+    extensions: tuple[str, ...],
 ) -> Reader:
     keys: list[str] = []
     left_out: list[str] = []
@@ -131,8 +133,8 @@ def _folder(
         total += 1
         if _is_chosen(key, extensions):
             keys.append(key)
-        if listed:
-            listed(f"{total} files listed")
+        if report_progress:
+            report_progress(f"{total} files listed")
     keys.sort()
     _refuse_none(keys, extensions, root, total)
     note = _note(root, left_out)
@@ -143,7 +145,7 @@ def _folder(
         )
     _refuse_unfinished(keys, str(root))
     paths = [f"{root}/{key}" for key in keys]
-    table = SampleTable.build(keys, _sizes(paths, listed))
+    table = SampleTable.build(keys, _sizes(paths, report_progress))
     return Reader(table, LocalFiles(), paths, packed=False, note=note)
 
 
@@ -202,7 +204,9 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _listing(listing: Path, listed: Listed | None, extensions: tuple[str, ...]) -> Reader:
+def _listing(
+    listing: Path, report_progress: ReportProgress | None, extensions: tuple[str, ...]
+) -> Reader:
     try:
         # A text editor may have put a byte order mark first.
         text = listing.read_bytes().decode("utf-8-sig")
@@ -230,7 +234,7 @@ def _listing(listing: Path, listed: Listed | None, extensions: tuple[str, ...]) 
                 keys.append(key)
                 paths.append(str(listing.parent / (path if tab else key)))
     _refuse_none(keys, extensions, listing, total)
-    table = SampleTable.build(keys, _sizes(paths, listed))
+    table = SampleTable.build(keys, _sizes(paths, report_progress))
     return Reader(table, LocalFiles(), paths, packed=False)
 
 
@@ -256,12 +260,12 @@ def _refuse_unfinished(keys: Sequence[str], name: str) -> None:
         )
 
 
-def _sizes(paths: Iterable[str], listed: Listed | None) -> list[int]:
+def _sizes(paths: Iterable[str], report_progress: ReportProgress | None) -> list[int]:
     sizes: list[int] = []
     for path in paths:
         sizes.append(_size(path))
-        if listed:
-            listed(f"{len(sizes)} samples measured")
+        if report_progress:
+            report_progress(f"{len(sizes)} samples measured")
     return sizes
 
 
@@ -287,7 +291,10 @@ def _size(path: str) -> int:
 
 
 def _open_url(
-    url: str, listed: Listed | None, extensions: tuple[str, ...], options: Mapping[str, Any]
+    url: str,
+    report_progress: ReportProgress | None,
+    extensions: tuple[str, ...],
+    options: Mapping[str, Any],
 ) -> Reader | str:
     """Return the reader of a URL, or the path that it means on this machine."""
     # Takes a while, and not everybody has a URL.
@@ -302,7 +309,7 @@ def _open_url(
         return files.call(lambda: _look(system, files, str(root), url, extensions))
 
     try:
-        return _in_time(look, f"listing {url}", listed)
+        return _in_time(look, f"listing {url}", report_progress)
     except DlresError:
         raise
     except Exception as error:  # whatever a file system of fsspec may raise
@@ -369,7 +376,9 @@ def _web_key(quoted: str) -> str:
     return key if key.count("/") == quoted.count("/") else quoted
 
 
-def _in_time(call: Callable[[], _Found], what: str, listed: Listed | None) -> _Found:
+def _in_time(
+    call: Callable[[], _Found], what: str, report_progress: ReportProgress | None
+) -> _Found:
     """Return what a call returns that tells nothing of itself: tell that it goes on, and do not
     wait for ever."""
     found: Future[_Found] = Future()
@@ -390,6 +399,6 @@ def _in_time(call: Callable[[], _Found], what: str, listed: Listed | None) -> _F
                 f"{what}: no answer in {format_seconds(taken)}. Does the server still answer? A "
                 "store (`dlres store put`) is opened by reading one file."
             )
-        if listed:
-            listed(f"{what} for {format_seconds(taken)}")
+        if report_progress:
+            report_progress(f"{what} for {format_seconds(taken)}")
     return found.result()

@@ -20,12 +20,27 @@ _SHORTEST_SECRET = 4
 
 
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where samples come from. `kind`: "direct" (local files, without a cache), "nodes" (addresses
-    of storage nodes), "embedded" (nodes that the cache's process runs over a source), "files" (a
-    source that it reads itself). `storage_options` is JSON; `classes` are the folders that samples
-    may lie in, () where they have no labels."""
+    """Description of where samples come from.
 
-    kind: str
+    Attributes:
+        storage: Name of a registered storage backend, or "direct" for local files without a cache.
+        opener: Import path of the function that opens the backend, "module:function"; "" for
+            "direct". Security: it is imported, so never take a configuration from a socket.
+        addresses: Addresses of storage nodes, in order; or one folder, store, listing or URL.
+        nodes: Number of storage nodes, N.
+        replicas: Number of nodes that have each sample.
+        threads: Number of requests that one node, or a reader of files, reads at once.
+        timeout: Seconds after which a request has failed for good.
+        public_key, secret_key: This side's CURVE keys; b"" without CURVE.
+        server_key: Public CURVE key of the storage nodes; b"" without CURVE.
+        follow_links: True if links of a local folder are followed out of it.
+        extensions: Endings of sample names in lower case; () for all files.
+        storage_options: Arguments of the file system behind a URL, as JSON; b"" for none.
+        classes: Folders that samples may lie in; () if samples have no labels.
+    """
+
+    storage: str
+    opener: str
     addresses: tuple[str, ...]
     nodes: int = 1
     replicas: int = 1
@@ -41,7 +56,7 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         # A log or a traceback must not show keys and passwords.
-        return f"SourceConfig(kind={self.kind!r}, addresses={self.addresses!r}, ...)"
+        return f"SourceConfig(storage={self.storage!r}, addresses={self.addresses!r}, ...)"
 
 
 def parse_extensions(extensions: Extensions) -> tuple[str, ...]:

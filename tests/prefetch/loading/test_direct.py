@@ -41,7 +41,7 @@ def direct(
     stack: ExitStack, source: Path, ranks: Ranks | None = None, cache: Any = (), **options: Any
 ) -> PrefetchLoader:
     config = host_config(source, **dict(cache))
-    assert config.source.kind == "direct"
+    assert config.source.storage == "direct"
     rest = {"batch_size": 7, "decode": facts, "collate": list, "tail": "uneven", **options}
     return stack.enter_context(closing(PrefetchLoader("none", config, ranks=ranks, **rest)))
 
@@ -62,8 +62,8 @@ def test_local_files_are_read_without_a_cache_unless_one_is_asked_for(
     options: dict[str, Any], kind: str
 ) -> None:
     for source in ("data", "file:///data"):
-        assert host_config(source, **options).source.kind == kind
-    assert host_config("s3://bucket/data").source.kind == "files"
+        assert host_config(source, **options).source.storage == kind
+    assert host_config("s3://bucket/data").source.storage == "files"
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 2}, {"pinned": 1}, {"lookahead": 0}])

@@ -20,7 +20,7 @@ from lightning_dlres.core.errors import ConfigError, StorageError
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.storage.listings import open_reader
-from lightning_dlres.prefetch.storage.source import open_storage
+from lightning_dlres.prefetch.storage.registry import open_storage
 from lightning_dlres.prefetch.storage.source_options import parse_storage_options
 
 SECRET = "hunter2-secret"
@@ -75,7 +75,7 @@ def test_options_reach_the_file_system_and_are_not_shown(
             assert [bytes(sample.data) for sample in batch] == [b"a", b"b", b"c"]
         assert SECRET not in f"{config!r} {config} {config.source!r} {loader!r}"
     cached = host_config("vault://data", storage_options=OPTIONS).source
-    assert cached.kind == "files"
+    assert cached.storage == "files"
     with closing(open_storage(cached, tmp_path)) as storage:
         assert len(storage.table) == 3
     assert main(["store", "ls", "vault://data", "--storage-options", str(path)]) == 0

@@ -29,7 +29,7 @@ from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader
-from lightning_dlres.prefetch.storage.source import open_storage
+from lightning_dlres.prefetch.storage.registry import open_storage
 from lightning_dlres.prefetch.storage.writer import damaged, put
 from tests.support.examples import examples
 from tests.support.sample_files import SAMPLES, bytes_of, pack_of

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -28,7 +29,7 @@ from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.net import Client
 from lightning_dlres.prefetch.order.sequence import Positions
-from lightning_dlres.prefetch.storage.base import Reply, Storage
+from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.nodes import protocol
 from lightning_dlres.prefetch.storage.nodes.connection import (
@@ -38,6 +39,7 @@ from lightning_dlres.prefetch.storage.nodes.connection import (
     RequestFailure,
 )
 from lightning_dlres.prefetch.storage.readers import check
+from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 _TABLE_PART = 1 << 18
 # How long is waited for nodes whose samples others have, too.
@@ -343,6 +345,19 @@ class NodeStorage(Storage):
             f"{format_seconds(self._timeout)}; the last of {request.tries} tries: "
             f"{request.reasons[-1].rstrip('.')}. {advice}."
         )
+
+
+def open_nodes(
+    config: SourceConfig, directory: Path, report_progress: ReportProgress | None = None
+) -> NodeStorage:
+    """Return the storage of `storage="nodes"`; see `open_storage`."""
+    identity = None
+    if config.secret_key:
+        keys = CurveKeys(config.public_key, config.secret_key)
+        identity = Identity(keys, config.server_key)
+    return NodeStorage(
+        config.addresses, replicas=config.replicas, timeout=config.timeout, identity=identity
+    )
 
 
 def _version(welcome: protocol.Welcome) -> str:

@@ -1,0 +1,77 @@
+"""Storage nodes inside of the cache's process: what runs on many hosts, on one."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
+from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
+from lightning_dlres.prefetch.storage.nodes.server import StoreNode
+from lightning_dlres.prefetch.storage.source import read_source
+from lightning_dlres.prefetch.storage.source_options import SourceConfig
+
+
+class EmbeddedStorage(Storage):
+    """Storage nodes in this process, over Unix sockets that only this user can reach.
+
+    Args:
+        config: Describes the source and the nodes.
+        directory: Folder for the sockets; only this user may enter it.
+        report_progress: See `open_reader`.
+
+    Raises:
+        ConfigError: If there is no such source.
+    """
+
+    def __init__(
+        self,
+        config: SourceConfig,
+        directory: Path,
+        report_progress: ReportProgress | None = None,
+    ) -> None:
+        super().__init__()
+        reader = read_source(config, report_progress)
+        with ExitStack() as stack:
+            running = [
+                stack.enter_context(
+                    StoreNode(
+                        reader,
+                        node=node,
+                        nodes=config.nodes,
+                        path=directory / f"node{node}.sock",
+                        concurrency=config.threads,
+                    )
+                )
+                for node in range(config.nodes)
+            ]
+            self._inner = NodeStorage(
+                [node.endpoint for node in running],
+                replicas=config.replicas,
+                timeout=config.timeout,
+            )
+            self._running = stack.pop_all()
+        self.table, self.nodes = self._inner.table, self._inner.nodes
+        self.note = reader.note
+        self._inner.on_reply = self._forward
+
+    def submit(self, ticket: int, node: int, numbers: Positions) -> None:
+        """See `Storage`."""
+        self._inner.submit(ticket, node, numbers)
+
+    def replies(self) -> list[Reply]:
+        """See `Storage`."""
+        return self._inner.replies()
+
+    def close(self) -> None:
+        """See `Storage`."""
+        self._inner.close()
+        self._running.close()
+
+    def _forward(self) -> None:
+        self.on_reply()
+
+
+# Opener of storage="embedded".
+open_embedded = EmbeddedStorage

@@ -1,0 +1,215 @@
+"""The registry of storage backends, with a backend from a module outside of the package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+import lightning_dlres as dlres
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.prefetch.cache.client import CacheClient
+from lightning_dlres.prefetch.cache.options import host_config
+from lightning_dlres.prefetch.cache.samples import Sample
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
+from lightning_dlres.prefetch.order.sequence import shuffled
+from lightning_dlres.prefetch.storage import registry
+from lightning_dlres.prefetch.storage.registry import (
+    open_storage,
+    register_storage,
+    storage_names,
+)
+from lightning_dlres.prefetch.storage.source import source_classes
+from tests.support.quiet import trainer
+
+SAMPLES = 40
+MODULE = "storage_of_squares"
+OPENER = f"{MODULE}:open_squares"
+# A whole backend: sample i of "squares://n" is i * i as text, of n samples in two folders.
+CODE = """
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.prefetch.storage.base import Reply, Storage
+from lightning_dlres.prefetch.storage.manifest import SampleTable
+
+
+class Squares(Storage):
+    def __init__(self, count, nodes):
+        super().__init__()
+        samples = [str(index * index).encode() for index in range(count)]
+        keys = [f"{'even' if index % 2 == 0 else 'odd'}/{index}" for index in range(count)]
+        self.table = SampleTable.build(keys, [len(sample) for sample in samples])
+        self.nodes = nodes
+        self._samples = samples
+
+    def submit(self, ticket, node, numbers):
+        joined = b"".join(self._samples[number] for number in numbers.tolist())
+        self._reply(Reply(ticket, np.frombuffer(joined, dtype=np.uint8)))
+
+    def close(self):
+        pass
+
+
+def open_squares(config, directory, report_progress):
+    scheme, _, count = config.addresses[0].partition("://")
+    if scheme != "squares":
+        raise ConfigError(f"A source must be squares://COUNT, got {config.addresses[0]}.")
+    return Squares(int(count), config.nodes)
+
+
+def open_nothing(config, directory, report_progress):
+    return None
+
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def forked_caches() -> None:
+    """Start the process of a cache as users do, not forked off a process with other modules."""
+
+
+@pytest.fixture(autouse=True)
+def squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Register the backend "squares" for one test."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / f"{MODULE}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    register_storage("squares", OPENER)
+    yield
+    sys.modules.pop(MODULE, None)
+
+
+def index_and_value(sample: Sample) -> tuple[int, int]:
+    return sample.number, int(bytes(sample.data))
+
+
+@pytest.mark.parametrize("options", [{}, {"nodes": 3, "lookahead": 0}, {"pinned": "1KiB"}])
+def test_a_loader_reads_an_outside_backend_through_the_cache(options: dict[str, Any]) -> None:
+    config = host_config(
+        f"squares://{SAMPLES}", storage="squares", capacity="4KiB", prefetch=4, **options
+    )
+    loader = PrefetchLoader("squares", config, batch_size=7, decode=index_and_value, seed=2)
+    with closing(loader):
+        for epoch in range(2):
+            batches = list(loader)
+            order = shuffled(SAMPLES, 2, epoch)
+            assert torch.cat([indices for indices, _ in batches]).tolist() == order.tolist()
+            assert torch.cat([values for _, values in batches]).tolist() == (order**2).tolist()
+        assert isinstance(loader.client, CacheClient)
+
+
+class Model(LightningModule):
+    """Notes the values and labels of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.seen: list[tuple[int, int]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        values, labels = batch
+        self.seen += zip(values.tolist(), labels.tolist(), strict=True)
+        return self.net(values.float().unsqueeze(1)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_data_module_trains_on_an_outside_backend_with_labels(tmp_path: Path) -> None:
+    model = Model()
+    data = dlres.PrefetchCacheDataModule(
+        train=f"squares://{SAMPLES}",
+        storage="squares",
+        labels="folder",
+        batch_size=8,
+        capacity="4KiB",
+        decode=lambda sample: int(bytes(sample.data)),
+    )
+    trainer(tmp_path, max_epochs=1).fit(model, datamodule=data)
+    assert data.classes == ["even", "odd"]
+    order = shuffled(SAMPLES, 0, 0).tolist()
+    assert model.seen == [(index * index, index % 2) for index in order]
+
+
+def test_classes_of_an_outside_backend_are_checked() -> None:
+    config = host_config("squares://4", storage="squares").source
+    assert source_classes(config) == ("even", "odd")
+    config = host_config("squares://4", storage="squares", classes=("even",)).source
+    with pytest.raises(ConfigError, match="the folder 'odd' in squares://4"):
+        open_storage(config, Path())
+
+
+def test_an_error_of_an_opener_reaches_the_loader() -> None:
+    config = host_config("circles://4", storage="squares")
+    with closing(PrefetchLoader("squares", config)) as loader:
+        with pytest.raises(ConfigError, match=r"must be squares://COUNT, got circles://4"):
+            _ = loader.data_set
+
+
+@pytest.mark.parametrize(
+    ("opener", "words"),
+    [
+        ("no_such_module_at_all:open", "'broken' must be importable.*No module named"),
+        (f"{MODULE}:open_circles", "'broken' must be importable.*open_circles"),
+        (f"{MODULE}:not_a_function", "'broken' must be a function.*int"),
+    ],
+)
+def test_an_opener_that_cannot_be_imported_is_refused_before_anything_starts(
+    opener: str, words: str
+) -> None:
+    register_storage("broken", opener)
+    with pytest.raises(ConfigError, match=words):
+        host_config("squares://4", storage="broken")
+
+
+def test_an_opener_must_return_a_storage() -> None:
+    register_storage("nothing", f"{MODULE}:open_nothing")
+    config = host_config("squares://4", storage="nothing").source
+    with pytest.raises(ConfigError, match="'nothing' must return a Storage, got a NoneType"):
+        open_storage(config, Path())
+
+
+@pytest.mark.parametrize(
+    "opener", ["storage_of_squares", "a b:open", "module:", ":open", "a.:b", 3]
+)
+def test_the_form_of_an_import_path_is_checked(opener: Any) -> None:
+    with pytest.raises(ConfigError, match="opener must be an import path 'module:function'"):
+        register_storage("other", opener)
+
+
+@pytest.mark.parametrize("name", ["auto", "direct", "files", "squares"])
+def test_a_name_that_is_taken_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no other storage has, got '{name}'"):
+        register_storage(name, "other_module:open_storage")
+
+
+@pytest.mark.parametrize("name", ["", "tcp://host:1", 3])
+def test_a_name_must_be_a_word(name: Any) -> None:
+    with pytest.raises(ConfigError, match="name must be a word"):
+        register_storage(name, OPENER)
+
+
+def test_a_backend_may_be_registered_twice() -> None:
+    register_storage("squares", OPENER)
+    assert storage_names() == ("direct", "embedded", "files", "nodes", "squares")
+
+
+def test_an_unknown_storage_is_refused_with_the_names_of_all() -> None:
+    with pytest.raises(
+        ConfigError, match=r"storage must be .* or 'squares', got 'cubes'"
+    ):
+        host_config("squares://4", storage="cubes")
