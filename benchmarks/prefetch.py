@@ -50,7 +50,7 @@ class Settings:
     seconds: float = 8.0
     repeats: int = 3
     delay: str = "5ms"
-    concurrency: int = 4
+    read_threads: int = 4
     prefetch: int = 32
     shard_bytes: tuple[int, ...] = (1 << 20, 4 << 20)
     peer_workers: tuple[int, ...] = (4, 8)
@@ -244,8 +244,8 @@ def _serving(bed: Testbed, source: Path, settings: Settings) -> Iterator[str]:
                 "--insecure",
                 "--bind",
                 bed.hosts[node].address,
-                "--concurrency",
-                settings.concurrency,
+                "--read-threads",
+                settings.read_threads,
                 "--emulate-delay",
                 settings.delay,
             ]

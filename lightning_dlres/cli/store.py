@@ -91,7 +91,7 @@ def _serve(settings: argparse.Namespace) -> int:
                     curve=load_keys(settings.key) if settings.key else None,
                     allowed=[load_public_key(path) for path in settings.allow],
                     insecure=settings.insecure,
-                    concurrency=settings.concurrency,
+                    read_threads=settings.read_threads,
                     emulate_delay=settings.emulate_delay,
                 )
             )
@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--port", type=int, default=_PORT, help=f"of node 0; node m has the m-th after it ({_PORT})"
     )
-    serve.add_argument("--concurrency", type=int, default=4, help="requests read at once (4)")
+    serve.add_argument("--read-threads", type=int, default=4, help="requests read at once (4)")
     serve.add_argument("--emulate-delay", default="0s", help="how much longer a request takes")
     serve.add_argument("--key", type=Path, help="NAME.key_secret: let in only --allow, encrypted")
     serve.add_argument("--allow", type=Path, nargs="+", default=[], help="public keys of clients")

@@ -16,4 +16,4 @@ def needed(samples: int, begin: Begin) -> Positions:
         else np.arange(samples, dtype=np.uint32)
     )
     deal = ShardSpec(samples, begin.consumed, begin.ranks, begin.batch, begin.tail)
-    return deal.numbers(order, begin.local_ranks)
+    return deal.sample_ids(order, begin.local_ranks)

@@ -153,9 +153,9 @@ class CacheHost:
         for reply in self._storage.replies():
             self._last_move = time.monotonic()
             if isinstance(reply.data, DlresError):
-                self._engine.fail(reply.ticket, reply.data)
+                self._engine.fail(reply.fetch_id, reply.data)
             else:
-                self._engine.arrive(reply.ticket, reply.data)
+                self._engine.arrive(reply.fetch_id, reply.data)
         if self._engine.blocked and time.monotonic() > self._last_move + self._patience:
             self._engine.relieve()
             self._patience = max(self._patience / 4, _LEAST_PATIENCE)

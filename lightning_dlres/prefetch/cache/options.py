@@ -200,7 +200,7 @@ def host_config(
             addresses=addresses,
             nodes=count,
             replicas=replicas,
-            threads=read_threads,
+            read_threads=read_threads,
             timeout=_positive(parse_seconds(timeout, "timeout")),
             public_key=own.public if own else b"",
             secret_key=own.secret if own else b"",

@@ -48,10 +48,10 @@ class DirectClient:
         source = config.source
         self.reader = open_source(source)
         self._in_workers = in_workers
-        self._storage = FileStorage(self.reader, 1, source.threads, source.timeout)
+        self._storage = FileStorage(self.reader, 1, source.read_threads, source.timeout)
         self._storage.on_reply = self._deliver
         self._budget = config.lookahead or -(-config.capacity // 2)
-        self._window, self._most_at_once = _FIRST_WINDOW, source.threads
+        self._window, self._most_at_once = _FIRST_WINDOW, source.read_threads
         self._tickets, self._generations = itertools.count(), itertools.count()
         # The samples of the epoch under way; of every take that was not delivered its future and
         # numbers; the bytes of every one that was not handed over.
@@ -163,7 +163,7 @@ class DirectClient:
     def _deliver(self) -> None:
         """Hand over what was read; runs in the storage's threads, too."""
         for reply in self._storage.replies():
-            taken = self._takes.pop(reply.ticket, None)
+            taken = self._takes.pop(reply.fetch_id, None)
             if taken is None:
                 continue
             future, numbers = taken

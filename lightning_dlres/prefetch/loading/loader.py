@@ -284,7 +284,7 @@ class PrefetchLoader:
 
     def _batches(self, consumed: int) -> int:
         """Return how many batches of this rank are left of an epoch."""
-        return -(-self._deal(consumed).samples_of(self._ranks.rank) // self._batch_size)
+        return -(-self._deal(consumed).num_samples(self._ranks.rank) // self._batch_size)
 
     def _next_epoch(self) -> None:
         self._epoch += 1
@@ -339,7 +339,7 @@ class _Iteration(Iterator[Any]):
         deal = loader._deal(loader._start)
         self._generation = loader._start_epoch()
         self._stride, self._lane = len(ranks.local), ranks.local.index(ranks.rank)
-        self._mine = deal.samples_of(ranks.rank)
+        self._mine = deal.num_samples(ranks.rank)
         self._batches = -(-self._mine // loader._batch_size)
         self._asked = 0
         self._pool = loader._decoders()

@@ -79,7 +79,7 @@ class ShardSpec:
         one_of("tail", self.tail, get_args(Tail), "tail='pad'")
 
     @property
-    def dealt(self) -> int:
+    def num_assigned(self) -> int:
         """How many samples are dealt to all ranks, those dealt twice counted twice."""
         left = self.samples - self.consumed
         whole = self.ranks * self.batch
@@ -87,27 +87,27 @@ class ShardSpec:
             return left // whole * whole
         return -(-left // self.ranks) * self.ranks if self.tail == "pad" else left
 
-    def samples_of(self, rank: int) -> int:
+    def num_samples(self, rank: int) -> int:
         """Return how many samples a rank gets."""
-        return self.dealt // self.ranks + (rank < self.dealt % self.ranks)
+        return self.num_assigned // self.ranks + (rank < self.num_assigned % self.ranks)
 
-    def batches_of(self, rank: int) -> int:
+    def num_batches(self, rank: int) -> int:
         """Return how many batches a rank gets."""
-        return -(-self.samples_of(rank) // self.batch)
+        return -(-self.num_samples(rank) // self.batch)
 
     def consumed_after(self, batches: int) -> int:
         """Return how many samples of the epoch have been trained on after so many further batches
         of every rank; padding does not count."""
         return min(self.consumed + batches * self.ranks * self.batch, self.samples)
 
-    def numbers(self, order: Positions, ranks: tuple[int, ...]) -> Positions:
+    def sample_ids(self, order: Positions, ranks: tuple[int, ...]) -> Positions:
         """Return the numbers of the samples dealt to some ranks (ascending), in the order of the
         epoch; `order` is uint32[samples].
 
         The j-th sample of the l-th of these ranks is at j * len(ranks) + l.
         """
-        dealt = order[self.consumed : self.consumed + self.dealt]
-        if (missing := self.dealt - len(dealt)) > 0:
+        dealt = order[self.consumed : self.consumed + self.num_assigned]
+        if (missing := self.num_assigned - len(dealt)) > 0:
             # More ranks than samples: the start of the epoch comes round again.
             dealt = np.concatenate([dealt, np.resize(order, missing)])
         if len(ranks) == self.ranks:

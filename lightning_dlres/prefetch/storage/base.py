@@ -22,7 +22,7 @@ ReportProgress = Callable[[str], None]
 class Reply:
     """The end of a request: uint8, the samples one behind the other, or why they cannot be had."""
 
-    ticket: int
+    fetch_id: int
     data: NDArray[np.uint8] | StorageError
 
 
@@ -46,9 +46,9 @@ class Storage(ABC):
         self._replies: deque[Reply] = deque()
 
     @abstractmethod
-    def submit(self, ticket: int, node: int, numbers: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, numbers: Positions) -> None:
         """Ask a node for samples (uint32[n], all of this node). Returns at once; a reply with this
-        ticket follows within the storage's deadline, whatever happens. For one thread."""
+        fetch_id follows within the storage's deadline, whatever happens. For one thread."""
 
     @abstractmethod
     def close(self) -> None:

@@ -45,11 +45,13 @@ class FileStorage(Storage):
     Args:
         reader: of the source.
         nodes: into how many prefetch lists the samples are split.
-        threads: how many requests are read at once, where the reader allows several.
+        read_threads: how many requests are read at once, where the reader allows several.
         timeout: seconds for which a request is tried again.
     """
 
-    def __init__(self, reader: Reader, nodes: int = 1, threads: int = 4, timeout: float = 30.0):
+    def __init__(
+        self, reader: Reader, nodes: int = 1, read_threads: int = 4, timeout: float = 30.0
+    ):
         super().__init__()
         self.table, self.nodes, self.note = reader.table, nodes, reader.note
         self._reader, self._timeout = reader, timeout
@@ -60,15 +62,15 @@ class FileStorage(Storage):
         # Whether the last read has waited for the storage, and was not only copied from memory.
         self.has_waited = True
         # A request that only waited for another one's read would count as begun, and as hung.
-        threads = threads if reader.is_concurrent else 1
-        self._most_threads, self._threads = threads, 0
+        self._most_threads = read_threads if reader.is_concurrent else 1
+        self._threads = 0
         self._queue: SimpleQueue[tuple[int, Positions] | None] = SimpleQueue()
 
-    def submit(self, ticket: int, node: int, numbers: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, numbers: Positions) -> None:
         """See `Storage`."""
         with self._lock:
-            self._open[ticket] = _Open(numbers, time.monotonic())
-        self._queue.put((ticket, numbers))
+            self._open[fetch_id] = _Open(numbers, time.monotonic())
+        self._queue.put((fetch_id, numbers))
         if self._threads < self._most_threads:
             self._threads += 1
             # One that hangs must not keep the interpreter from ending, as a pool's thread would.
@@ -95,21 +97,21 @@ class FileStorage(Storage):
         with self._lock:
             stuck = self._last_answer < latest
             late = [
-                (ticket, found)
-                for ticket, found in self._open.items()
+                (fetch_id, found)
+                for fetch_id, found in self._open.items()
                 if (found.begun < latest if found.begun else stuck and found.asked < latest)
             ]
-        for ticket, found in late:
+        for fetch_id, found in late:
             what = "reading has hung" if found.begun else "all that reads has hung"
             text = (
                 f"{self._first(found.numbers)}: {what} for more than "
                 f"{format_seconds(self._timeout)}. Does the file system still answer?"
             )
-            self._settle(Reply(ticket, StorageError(text)))
+            self._settle(Reply(fetch_id, StorageError(text)))
 
     def _settle(self, reply: Reply) -> None:
         with self._lock:
-            known = self._open.pop(reply.ticket, None)
+            known = self._open.pop(reply.fetch_id, None)
             self._last_answer = time.monotonic()
         if known is not None:
             self._reply(reply)
@@ -118,21 +120,21 @@ class FileStorage(Storage):
         while (request := self._queue.get()) is not None:
             self._run(*request)
 
-    def _run(self, ticket: int, numbers: Positions) -> None:
+    def _run(self, fetch_id: int, numbers: Positions) -> None:
         with self._lock:
-            if ticket not in self._open:
+            if fetch_id not in self._open:
                 return
-            self._open[ticket].begun = time.monotonic()
+            self._open[fetch_id].begun = time.monotonic()
         try:
             switches = _own_switches()
             data = self._read(numbers)
             # A thread that is only pushed aside by others gives up the processor unasked.
             self.has_waited = _own_switches() - switches >= len(numbers) / _FILES_A_WAIT
-            self._settle(Reply(ticket, data))
+            self._settle(Reply(fetch_id, data))
         except StorageError as error:
-            self._settle(Reply(ticket, error))
+            self._settle(Reply(fetch_id, error))
         except Exception as error:  # whatever a file system of fsspec may raise
-            self._settle(Reply(ticket, StorageError(f"{self._first(numbers)}: {error!r}.")))
+            self._settle(Reply(fetch_id, StorageError(f"{self._first(numbers)}: {error!r}.")))
 
     def _read(self, numbers: Positions) -> NDArray[np.uint8]:
         return read_in_time(self._reader, numbers, self._timeout, self._closing)
@@ -146,7 +148,7 @@ def open_files(
 ) -> FileStorage:
     """Return the storage of `storage="files"`; see `open_storage`."""
     reader = read_source(config, report_progress)
-    return FileStorage(reader, config.nodes, config.threads, config.timeout)
+    return FileStorage(reader, config.nodes, config.read_threads, config.timeout)
 
 
 def _own_switches() -> int:

@@ -29,7 +29,7 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
         addresses: Addresses of storage nodes, in order; or one folder, store, listing or URL.
         nodes: Number of storage nodes, N.
         replicas: Number of nodes that have each sample.
-        threads: Number of requests that one node, or a reader of files, reads at once.
+        read_threads: Number of requests that one node, or a reader of files, reads at once.
         timeout: Seconds after which a request has failed for good.
         public_key, secret_key: This side's CURVE keys; b"" without CURVE.
         server_key: Public CURVE key of the storage nodes; b"" without CURVE.
@@ -44,7 +44,7 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     nodes: int = 1
     replicas: int = 1
-    threads: int = 4
+    read_threads: int = 4
     timeout: float = 30.0
     public_key: bytes = b""
     secret_key: bytes = b""

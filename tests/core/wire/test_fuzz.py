@@ -119,11 +119,11 @@ def test_a_storage_node(stack: ExitStack, folder: Path, count: int) -> None:
     stack.callback(storage.close)
     came = threading.Event()
     storage.on_reply = came.set
-    tickets = itertools.count()
+    fetch_ids = itertools.count()
 
     def good() -> None:
         came.clear()
-        storage.submit(next(tickets), 0, np.arange(SAMPLES, dtype=np.uint32))
+        storage.submit(next(fetch_ids), 0, np.arange(SAMPLES, dtype=np.uint32))
         assert came.wait(2 * SECONDS)
         (reply,) = storage.replies()
         assert isinstance(reply.data, np.ndarray), reply.data

@@ -52,12 +52,12 @@ def test_along_restarts_with_other_ranks_every_sample_is_dealt_once(data: st.Dat
             data.draw(st.integers(1, 9)),
             "uneven",
         )
-        every = deal.numbers(order, tuple(range(deal.ranks)))
-        most = max(deal.batches_of(rank) for rank in range(deal.ranks))
+        every = deal.sample_ids(order, tuple(range(deal.ranks)))
+        most = max(deal.num_batches(rank) for rank in range(deal.ranks))
         steps = data.draw(st.integers(1, most))
         for rank in range(deal.ranks):
-            mine = deal.numbers(order, (rank,))
-            assert len(mine) == deal.samples_of(rank)
+            mine = deal.sample_ids(order, (rank,))
+            assert len(mine) == deal.num_samples(rank)
             assert np.array_equal(mine, every[rank :: deal.ranks])
             seen.extend(mine[: steps * deal.batch].tolist())
         consumed = deal.consumed_after(steps)
@@ -77,10 +77,10 @@ def test_the_tails(samples: int, consumed: int, ranks: int, batch: int, tail: st
     consumed = min(consumed, samples)
     deal = ShardSpec(samples, consumed, ranks, batch, tail)  # type: ignore[arg-type]
     order = shuffled(samples, 0, 0)
-    dealt = deal.numbers(order, tuple(range(ranks)))
+    dealt = deal.sample_ids(order, tuple(range(ranks)))
     left = samples - consumed
-    counts = {deal.samples_of(rank) for rank in range(ranks)}
-    assert sum(deal.samples_of(rank) for rank in range(ranks)) == len(dealt) == deal.dealt
+    counts = {deal.num_samples(rank) for rank in range(ranks)}
+    assert sum(deal.num_samples(rank) for rank in range(ranks)) == len(dealt) == deal.num_assigned
     if tail == "drop":
         assert len(counts) == 1
         assert counts.pop() % batch == 0
@@ -95,9 +95,9 @@ def test_the_tails(samples: int, consumed: int, ranks: int, batch: int, tail: st
     if len(dealt) <= left:
         assert np.array_equal(dealt, order[consumed : consumed + len(dealt)])
     some = tuple(range(0, ranks, 2))
-    mine = deal.numbers(order, some)
+    mine = deal.sample_ids(order, some)
     for at, rank in enumerate(some):
-        own = deal.numbers(order, (rank,))
+        own = deal.sample_ids(order, (rank,))
         assert np.array_equal(mine[at :: len(some)], own)
 
 

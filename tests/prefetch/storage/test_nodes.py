@@ -106,14 +106,14 @@ def fetch(storage: NodeStorage, numbers: Sequence[int], seconds: float = 20.0) -
     while len(found) < len(asked):
         assert came.wait(max(0.0, deadline - time.monotonic())), f"only {len(found)} replies"
         came.clear()
-        found.update({reply.ticket: reply for reply in storage.replies()})
+        found.update({reply.fetch_id: reply for reply in storage.replies()})
     return [found[node] for node in asked]
 
 
 def check(storage: NodeStorage, replies: list[Reply], numbers: Sequence[int]) -> None:
     for reply in replies:
         assert not isinstance(reply.data, StorageError), reply.data
-        mine = [number for number in numbers if number % storage.nodes == reply.ticket]
+        mine = [number for number in numbers if number % storage.nodes == reply.fetch_id]
         assert reply.data.tobytes() == b"".join(map(bytes_of, mine))
 
 
@@ -450,7 +450,7 @@ def test_bad_nodes(folder: Path) -> None:
     reader = open_reader(folder)
     for options, word in [
         ({"node": 2, "nodes": 2}, "node"),
-        ({"concurrency": 0}, "concurrency"),
+        ({"read_threads": 0}, "read_threads"),
         ({"emulate_delay": "soon"}, "emulate_delay"),
     ]:
         with pytest.raises(ConfigError, match=word):

@@ -52,9 +52,9 @@ class Squares(Storage):
         self.nodes = nodes
         self._samples = samples
 
-    def submit(self, ticket, node, numbers):
+    def submit(self, fetch_id, node, numbers):
         joined = b"".join(self._samples[number] for number in numbers.tolist())
-        self._reply(Reply(ticket, np.frombuffer(joined, dtype=np.uint8)))
+        self._reply(Reply(fetch_id, np.frombuffer(joined, dtype=np.uint8)))
 
     def close(self):
         pass
@@ -209,7 +209,5 @@ def test_a_backend_may_be_registered_twice() -> None:
 
 
 def test_an_unknown_storage_is_refused_with_the_names_of_all() -> None:
-    with pytest.raises(
-        ConfigError, match=r"storage must be .* or 'squares', got 'cubes'"
-    ):
+    with pytest.raises(ConfigError, match=r"storage must be .* or 'squares', got 'cubes'"):
         host_config("squares://4", storage="cubes")

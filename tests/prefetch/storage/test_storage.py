@@ -333,20 +333,20 @@ def test_files_that_change_or_vanish_are_named(tmp_path: Path) -> None:
 
 
 def test_a_storage_of_files_answers_every_request(folder: Path) -> None:
-    storage = FileStorage(open_reader(folder), nodes=3, threads=2, timeout=0.3)
+    storage = FileStorage(open_reader(folder), nodes=3, read_threads=2, timeout=0.3)
     came = threading.Event()
     storage.on_reply = came.set
-    for ticket in range(9):
-        storage.submit(ticket, ticket % 3, np.arange(ticket, SAMPLES, 9, dtype=np.uint32))
+    for fetch_id in range(9):
+        storage.submit(fetch_id, fetch_id % 3, np.arange(fetch_id, SAMPLES, 9, dtype=np.uint32))
     found: dict[int, bytes] = {}
     while len(found) < 9:
         assert came.wait(20)
         came.clear()
         for reply in storage.replies():
             assert not isinstance(reply.data, StorageError)
-            found[reply.ticket] = reply.data.tobytes()
-    for ticket, data in found.items():
-        assert data == b"".join(bytes_of(n) for n in range(ticket, SAMPLES, 9))
+            found[reply.fetch_id] = reply.data.tobytes()
+    for fetch_id, data in found.items():
+        assert data == b"".join(bytes_of(n) for n in range(fetch_id, SAMPLES, 9))
     storage.close()
 
 
@@ -372,15 +372,15 @@ def test_a_read_that_hangs_is_an_error_and_does_not_keep_anybody(
     reader = open_reader(folder)
     monkeypatch.setattr(reader, "read_joined", lambda numbers: let_go.wait(60))
     monkeypatch.setattr(files, "GRACE", 0.05)
-    storage = FileStorage(reader, threads=1, timeout=0.2)
-    for ticket in range(2):
+    storage = FileStorage(reader, read_threads=1, timeout=0.2)
+    for fetch_id in range(2):
         # The second is not even begun.
-        storage.submit(ticket, 0, np.array([1 + ticket, 5], np.uint32))
+        storage.submit(fetch_id, 0, np.array([1 + fetch_id, 5], np.uint32))
     replies = []
     wait_until(lambda: replies.extend(storage.replies()) or len(replies) == 2, "both are told")
     for reply in replies:
         assert isinstance(reply.data, StorageError)
-        assert f"sample 'part0/sample 00{1 + reply.ticket}.bin'" in str(reply.data)
+        assert f"sample 'part0/sample 00{1 + reply.fetch_id}.bin'" in str(reply.data)
         assert "has hung for more than 200 ms" in str(reply.data)
     storage.close()
     assert storage.replies() == []

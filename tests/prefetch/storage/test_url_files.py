@@ -103,16 +103,16 @@ def test_threads_that_read_an_archive_get_its_bytes(
 
 def test_a_storage_node_serves_an_archive_to_many_at_once(archives: Path) -> None:
     reader = open_reader(f"tar://set::file://{archives}/a.tar")
-    with StoreNode(reader, concurrency=READERS) as node:
+    with StoreNode(reader, read_threads=READERS) as node:
         storage = NodeStorage([node.endpoint], timeout=30)
         wished = np.array_split(np.random.default_rng(0).permutation(COUNT).astype(np.uint32), 16)
-        for ticket, numbers in enumerate(wished):
-            storage.submit(ticket, 0, numbers)
+        for fetch_id, numbers in enumerate(wished):
+            storage.submit(fetch_id, 0, numbers)
         replies: list[Any] = []
         wait_until(lambda: replies.extend(storage.replies()) or len(replies) == 16, "all replies")
         storage.close()
     for reply in replies:
-        assert reply.data.tobytes() == b"".join(map(content, wished[reply.ticket].tolist()))
+        assert reply.data.tobytes() == b"".join(map(content, wished[reply.fetch_id].tolist()))
 
 
 def test_only_file_systems_that_are_known_to_be_safe_are_called_by_several_threads() -> None:

@@ -41,7 +41,7 @@ class EmbeddedStorage(Storage):
                         node=node,
                         nodes=config.nodes,
                         path=directory / f"node{node}.sock",
-                        concurrency=config.threads,
+                        read_threads=config.read_threads,
                     )
                 )
                 for node in range(config.nodes)
@@ -56,9 +56,9 @@ class EmbeddedStorage(Storage):
         self.note = reader.note
         self._inner.on_reply = self._forward
 
-    def submit(self, ticket: int, node: int, numbers: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, numbers: Positions) -> None:
         """See `Storage`."""
-        self._inner.submit(ticket, node, numbers)
+        self._inner.submit(fetch_id, node, numbers)
 
     def replies(self) -> list[Reply]:
         """See `Storage`."""

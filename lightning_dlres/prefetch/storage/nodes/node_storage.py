@@ -57,7 +57,7 @@ class Identity:
 
 @dataclass(eq=False)
 class _Request:
-    ticket: int
+    fetch_id: int
     node: int
     # What is still to come; behind `pieces`, which have.
     numbers: Positions
@@ -122,9 +122,9 @@ class NodeStorage(Storage):
             for node in range(self.nodes)
         ]
 
-    def submit(self, ticket: int, node: int, numbers: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, numbers: Positions) -> None:
         """See `Storage`."""
-        self._try(_Request(ticket, node, numbers, time.monotonic() + self._timeout))
+        self._try(_Request(fetch_id, node, numbers, time.monotonic() + self._timeout))
 
     def close(self) -> None:
         """See `Storage`."""
@@ -270,7 +270,7 @@ class NodeStorage(Storage):
         if isinstance(failure, Message):
             found = self._accept(request, failure)
             if found is None and not len(request.numbers):
-                self._reply(Reply(request.ticket, _joined(request.pieces)))
+                self._reply(Reply(request.fetch_id, _joined(request.pieces)))
                 return
             if found is None:
                 # The rest has a deadline of its own: something has come.
@@ -288,13 +288,13 @@ class NodeStorage(Storage):
         if failure.is_final:
             request.lost[node] = reason
             if len(request.lost) == self._replicas:
-                self._reply(Reply(request.ticket, self._lost(request)))
+                self._reply(Reply(request.fetch_id, self._lost(request)))
                 return
         rounds = request.tries // self._replicas
         another = request.tries % self._replicas
         pause = 0.0 if another else min(_FIRST_PAUSE * 2**rounds, _LONGEST_PAUSE)
         if time.monotonic() + pause >= request.deadline:
-            self._reply(Reply(request.ticket, self._error(request)))
+            self._reply(Reply(request.fetch_id, self._error(request)))
         else:
             self._try(request, pause)
 

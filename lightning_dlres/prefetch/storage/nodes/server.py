@@ -69,7 +69,7 @@ class StoreNode:
         reader: of the source.
         node, nodes: which node of how many this is.
         bind, port, path, curve, allowed, allow_any, insecure: as for `core.net.Server`.
-        concurrency: how many requests are read at once.
+        read_threads: how many requests are read at once.
         emulate_delay: seconds, or text such as "5ms", that every request takes longer; for
             measuring.
         patience: with clients that read slowly.
@@ -92,14 +92,14 @@ class StoreNode:
         allowed: Collection[bytes] = (),
         allow_any: bool = False,
         insecure: bool = False,
-        concurrency: int = 4,
+        read_threads: int = 4,
         emulate_delay: float | str = 0.0,
         patience: SendPatience | None = None,
     ) -> None:
         if not 0 <= node < nodes:
             raise ConfigError(got_expected("node", node, f"0 to {nodes - 1}", "node=0, nodes=1"))
-        if concurrency < 1:
-            raise ConfigError(got_expected("concurrency", concurrency, "at least 1", "4"))
+        if read_threads < 1:
+            raise ConfigError(got_expected("read_threads", read_threads, "at least 1", "4"))
         self._delay = parse_seconds(emulate_delay, "emulate_delay")
         self._reader = reader
         table = reader.table
@@ -119,13 +119,13 @@ class StoreNode:
         self._outbox = Outbox(self._server, patience)
         # Clients whose requests wait, in the order in which they are served.
         self._waiting: OrderedDict[str, deque[_Work]] = OrderedDict()
-        self._reading, self._concurrency = 0, concurrency
+        self._reading, self._read_threads = 0, read_threads
         self.endpoint = self._server.endpoint
         self.requests = 0
         self.sent_bytes = 0
         self._done: deque[tuple[_Work, str, bytes]] = deque()
         self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="dlres-store-read")
+        self._pool = ThreadPoolExecutor(read_threads, thread_name_prefix="dlres-store-read")
         self._thread = start_service(self._run, "dlres-store")
 
     def close(self) -> None:
@@ -201,14 +201,14 @@ class StoreNode:
         if len(own) >= _MOST_WAITING:
             raise ProtocolError(
                 f"{peer} has {len(own)} requests under way, expected fewer. Try a smaller "
-                "`requests_under_way`."
+                "`max_inflight_requests`."
             )
         own.append(work)
 
     def _start_reading(self) -> None:
         """Begin with those requests, one of each client in turn, whose replies have room."""
         for peer in list(self._waiting):
-            if self._reading >= self._concurrency:
+            if self._reading >= self._read_threads:
                 return
             own = self._waiting[peer]
             if self._outbox.reserve(own[0].message, own[0].nbytes):
