@@ -23,9 +23,9 @@ from benchmarks.support.unbatched_client import OneByOne
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.options import host_config
-from lightning_dlres.prefetch.cache.pinned import PinnedSamples
 from lightning_dlres.prefetch.cache.samples import Sample
-from lightning_dlres.prefetch.cache.space import CacheSpace
+from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace
+from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.order.sequence import shuffled
 

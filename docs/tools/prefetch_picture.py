@@ -12,9 +12,9 @@ from matplotlib.patches import Patch
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.index import CacheIndex
-from lightning_dlres.prefetch.cache.pinned import PinnedSamples
-from lightning_dlres.prefetch.cache.space import CacheSpace, Move
-from lightning_dlres.prefetch.cache.space_kernels import HIT, IN_USE, WAITING
+from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace, Move
+from lightning_dlres.prefetch.cache.space.entry_kernels import HIT, IN_USE, WAITING
+from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.order.sequence import shuffled
 
 _COLOURS = {WAITING: "#4c78a8", IN_USE: "#f58518", HIT: "#d0d0d0"}

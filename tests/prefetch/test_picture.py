@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.tools.prefetch_picture import draw, simulate
-from lightning_dlres.prefetch.cache.space_kernels import HIT, IN_USE, WAITING
+from lightning_dlres.prefetch.cache.space.entry_kernels import HIT, IN_USE, WAITING
 
 
 def test_a_history_shows_zone_moves_and_states() -> None:

@@ -14,8 +14,8 @@ from lightning_dlres.prefetch.cache.exchange import (
     BatchReply,
     Request,
 )
-from lightning_dlres.prefetch.cache.pinned import PinnedSamples
-from lightning_dlres.prefetch.cache.space import CacheSpace
+from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace
+from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 
 
 def content(number: int, size: int) -> np.ndarray:

@@ -28,10 +28,10 @@ from lightning_dlres.prefetch.cache.exchange import (
     Request,
 )
 from lightning_dlres.prefetch.cache.index import CacheIndex, extend, missing
-from lightning_dlres.prefetch.cache.pending_writes import PendingWrites
-from lightning_dlres.prefetch.cache.pinned import PinnedSamples
-from lightning_dlres.prefetch.cache.space import Bytes, CacheSpace, Lengths, Used
-from lightning_dlres.prefetch.cache.space_kernels import ASKED, BROKEN, DONE, KEPT, UNASKED
+from lightning_dlres.prefetch.cache.space.cache_space import Bytes, CacheSpace, Lengths, Used
+from lightning_dlres.prefetch.cache.space.entry_kernels import ASKED, BROKEN, DONE, KEPT, UNASKED
+from lightning_dlres.prefetch.cache.space.pending_writes import PendingWrites
+from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.order.sequence import Positions
 
 

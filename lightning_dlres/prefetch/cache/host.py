@@ -43,8 +43,8 @@ from lightning_dlres.prefetch.cache.exchange import BatchReply
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.launch import PROGRESS, failure_path
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
-from lightning_dlres.prefetch.cache.pinned import PinnedSamples
-from lightning_dlres.prefetch.cache.space import CacheSpace, check_fits
+from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace, check_fits
+from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.storage.base import Storage
 from lightning_dlres.prefetch.storage.registry import open_storage
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.prefetch.cache.space_kernels import DONE, KEPT, UNASKED
+from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, KEPT, UNASKED
 from lightning_dlres.prefetch.order.sequence import Positions
 
 Flags = NDArray[np.bool_]

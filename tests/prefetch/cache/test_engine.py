@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_dlres.core.errors import ConfigError, StorageError
 from lightning_dlres.prefetch.cache.exchange import BatchReply
 from lightning_dlres.prefetch.cache.index import CacheIndex
-from lightning_dlres.prefetch.cache.pinned import PinnedSamples
+from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.order.sequence import shuffled
 from tests.support.engine_harness import Bench
 from tests.support.examples import examples

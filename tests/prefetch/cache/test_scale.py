@@ -8,8 +8,8 @@ import numpy as np
 
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.index import CacheIndex
-from lightning_dlres.prefetch.cache.pinned import PinnedSamples
-from lightning_dlres.prefetch.cache.space import CacheSpace
+from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace
+from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.order.sequence import shuffled
 
 SAMPLES, NODES, BATCH = 1_000_000, 8, 256

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.prefetch.cache.space import CacheSpace, Move, Used, check_fits
-from lightning_dlres.prefetch.cache.space_kernels import DONE, HIT, IN_USE, WAITING
+from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace, Move, Used, check_fits
+from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, HIT, IN_USE, WAITING
 from tests.support.examples import examples
 
 POSITIONS = 400

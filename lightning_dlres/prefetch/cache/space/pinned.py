@@ -14,7 +14,7 @@ from numba import int64, uint32
 from numpy.typing import NDArray
 
 from lightning_dlres.core.compiled import compiled
-from lightning_dlres.prefetch.cache.space import Bytes
+from lightning_dlres.prefetch.cache.space.cache_space import Bytes
 from lightning_dlres.prefetch.order.sequence import Positions
 
 

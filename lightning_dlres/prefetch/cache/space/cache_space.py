@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import format_bytes
-from lightning_dlres.prefetch.cache import space_kernels as kernels
+from lightning_dlres.prefetch.cache.space import entry_kernels as kernels
 from lightning_dlres.prefetch.order.sequence import Positions
 
 Lengths = NDArray[np.int64]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dlres.prefetch.cache.space import Bytes, CacheSpace, Lengths
+from lightning_dlres.prefetch.cache.space.cache_space import Bytes, CacheSpace, Lengths
 from lightning_dlres.prefetch.order.sequence import Positions
 
 
