@@ -13,6 +13,8 @@ from random import Random
 
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
+from lightning_dlres.pipeline.plan.schedules.base import Schedule
+from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
 from lightning_dlres.pipeline.profile.model_profile import (
     Cluster,
     Device,
@@ -21,6 +23,7 @@ from lightning_dlres.pipeline.profile.model_profile import (
     StepCosts,
 )
 
+GPIPE, ONE_F_ONE_B = SCHEDULES = (schedule_named("gpipe"), schedule_named("1f1b"))
 MIB = 1 << 20
 Replicas = tuple[tuple[int, ...], ...]
 
@@ -129,7 +132,7 @@ def small_workload(
     replicas: int = 1,
     layers: int | None = None,
     recompute: str = "auto",
-    schedule: str | None = None,
+    schedule: Schedule | None = None,
     extra: int = 0,
 ) -> Workload:
     """Return a workload that brute force can search; nobody has a memory limit.
@@ -159,7 +162,7 @@ def small_workload(
         small_step(random, kinds),
         Cluster(kinds=tuple("abcdefgh"[:kinds]), devices=devices, links=links),
         tuple(tuple(range(m * stages, (m + 1) * stages)) for m in range(replicas)),
-        schedule or random.choice(["gpipe", "1f1b"]),
+        schedule or random.choice(SCHEDULES),
         random.randint(1, 6),
         recompute,
         extra,
@@ -281,7 +284,7 @@ def large_workload(
         ),
         unlike_cluster(random, speeds),
         (tuple(range(stages)),),
-        "1f1b",
+        ONE_F_ONE_B,
         microbatches,
     )
     least = smallest_limit(workload)

@@ -15,12 +15,7 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.comm.mailbox import Channel
 from lightning_dlres.pipeline.execute.runtime import Runtime
-from lightning_dlres.pipeline.plan.schedules.schedule import (
-    ALL_MICROBATCHES,
-    Action,
-    Op,
-    build_schedule,
-)
+from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
 from lightning_dlres.pipeline.stage.microbatch import cut, join, share
 from lightning_dlres.pipeline.stage.stage import (
@@ -60,8 +55,8 @@ class TrainResult:
     Attributes:
         gradients: Sum over the batch for every parameter that this rank holds, multiplied by the
             loss scale.
-        records: Records of last stages: of the first replica under GPipe, of every replica that had
-            a micro-batch under 1F1B.
+        records: Records of last stages: of the first replica after a loss over the whole batch, else
+            of every replica that had a micro-batch.
         sizes: Samples of every micro-batch.
     """
 
@@ -79,14 +74,14 @@ class TrainingStep:
     Args:
         runtime: This rank's part of the pipeline.
         user: The user's step.
-        schedule: "gpipe" (one loss, over the whole batch) or "1f1b" (one loss per micro-batch,
-            weighted by samples).
+        schedule: Order of each stage's actions, with one loss over the whole batch or one loss per
+            micro-batch, weighted by samples.
         seed: Seed of this step for randomness in the layers.
         scale: Factor of the loss before backward (mixed precision).
     """
 
     def __init__(
-        self, runtime: Runtime, user: UserStep, schedule: str, seed: int, scale: float = 1.0
+        self, runtime: Runtime, user: UserStep, schedule: Schedule, seed: int, scale: float = 1.0
     ) -> None:
         self.runtime, self.user, self.schedule = runtime, user, schedule
         self.seed, self.scale = seed, scale
@@ -102,6 +97,8 @@ class TrainingStep:
         self.sizes: list[int] = []
         # Micro-batches of this replica.
         self.own = range(0)
+        # Last micro-batch of each kind of action: a schedule may run backwards in any order.
+        self.last: dict[Op, int] = {}
         self.record: Tree = None
 
     def run(self, batch_digest: int) -> TrainResult:
@@ -131,29 +128,31 @@ class TrainingStep:
         if runtime.is_first:
             parts = cut(module_inputs, self.sizes)
             self.inputs = {m: parts[m] for m in self.own}
-        for action in build_schedule(
-            self.schedule,
+        actions = self.schedule.actions(
             plan.stages,
             runtime.stage_index,
             len(self.own),
-            self.stage.recomputes,
-            plan.extra_in_flight,
-        ):
-            self.perform(action)
+            recompute=self.stage.recomputes,
+            extra_in_flight=plan.extra_in_flight,
+        )
+        self.last = {action.op: self.microbatch_of(action) for action in actions}
+        for action in actions:
+            _METHODS[action.op](self, self.microbatch_of(action))
         self.backward_into_step()
         self.sync.finish(self.buffer)
         runtime.buffers.run()
         records = runtime.gather_records(self.record, self.record_sources())
         return TrainResult(self.buffer.gradients, records, self.sizes)
 
-    def perform(self, action: Action) -> None:
+    def microbatch_of(self, action: Action) -> int:
+        """Return the number of an action's micro-batch in the global batch."""
         whole = action.microbatch == ALL_MICROBATCHES
-        _METHODS[action.op](self, ALL_MICROBATCHES if whole else self.own[action.microbatch])
+        return ALL_MICROBATCHES if whole else self.own[action.microbatch]
 
     def record_sources(self) -> list[int]:
         """Return the ranks whose records count; see `TrainResult`."""
         ranks = self.runtime.last_ranks(self.sizes)
-        return ranks[:1] if self.schedule == "gpipe" else ranks
+        return ranks[:1] if self.schedule.whole_batch_loss else ranks
 
     def receive_activation(self, m: int) -> None:
         self.inputs[m] = self.runtime.receive(Channel.ACTIVATION, -1, m, "the activations")
@@ -191,8 +190,7 @@ class TrainingStep:
             self.loss_of_batch()
 
     def loss_of_batch(self) -> None:
-        """Run the user's step once on the output of the whole batch, as GPipe does: exact for any
-        loss."""
+        """Run the user's step once on the output of the whole batch: exact for any loss."""
         sizes = [self.sizes[m] for m in self.own]
         trees = [self.outputs.pop(m) for m in self.own]
         leaves = [tensors_of(tree) for tree in trees]
@@ -213,7 +211,7 @@ class TrainingStep:
         self.finish_loss()
 
     def loss_of_microbatch(self, m: int) -> None:
-        """Run the user's step on one micro-batch, as 1F1B does, weighted by its samples."""
+        """Run the user's step on one micro-batch, weighted by its samples."""
         tree = self.outputs.pop(m)
         with self.runtime.computing("loss", m):
             loss = self.user.finish(_entered(tree), m, self.sizes)
@@ -221,7 +219,7 @@ class TrainingStep:
             self.take_gradients(
                 loss, [tensors_of(tree)], self.runtime.non_pipelined, self.scale * weight, [m]
             )
-        if m == self.own[-1]:
+        if m == self.last[Op.LOSS]:
             self.finish_loss()
 
     def finish_loss(self) -> None:
@@ -276,7 +274,7 @@ class TrainingStep:
 
     def backward(self, m: int) -> None:
         # Gradients are final, and can be sent, once the last micro-batch's backward has passed.
-        is_last = m == self.own[-1]
+        is_last = m == self.last[Op.BACKWARD]
         done = (lambda position: self.sync.layer_done(position, self.buffer)) if is_last else None
         with self.runtime.computing("backward", m):
             gradients = self.stage.backward(m, self.gradients.pop(m), self.buffer, done)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_dlres.core.checks import instance, one_of, whole_number
+from lightning_dlres.core.checks import instance, whole_number
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Work
-from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
+from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
 from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepCosts
 
 
@@ -63,7 +63,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             whole_number("split", number, "split=(1, 1)", least=0)
         for number in self.recompute:
             whole_number("recompute", number, "recompute=()", least=0)
-        one_of("schedule", self.schedule, SCHEDULES, "schedule='1f1b'")
+        schedule_named(self.schedule)
         whole_number("microbatches", self.microbatches, "microbatches=0", least=0)
         whole_number("extra_in_flight", self.extra_in_flight, "extra_in_flight=0", least=0)
         ranks = sorted(rank for replica in self.replicas for rank in replica)
@@ -154,7 +154,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             self.step,
             self.cluster,
             self.replicas,
-            self.schedule,
+            schedule_named(self.schedule),
             self.microbatches,
             extra_in_flight=self.extra_in_flight,
         )
@@ -225,10 +225,10 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         found = []
         for replica, share in enumerate(workload.shares):
             cost = workload.stage_cost(replica, stage, self.layers_of(stage), self.recompute)
-            once = self.schedule == "gpipe"
+            losses = workload.schedule.losses(share)
             found.append(
                 sum(
-                    seconds * (1 if once and work is Work.LOSS else share)
+                    seconds * (losses if work is Work.LOSS else share)
                     for work, seconds in cost.seconds.items()
                     if work in COMPUTING
                 )

@@ -14,6 +14,7 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 from lightning_dlres.pipeline.plan.host_limits import within_hosts
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
 from lightning_dlres.pipeline.plan.planner import decide
+from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile
 from lightning_dlres.pipeline.profile.run_profile import RunProfile
@@ -34,7 +35,7 @@ class PlanConstraints:
 
     stages: int | None
     replicas: Replicas | None
-    schedule: str
+    schedule: Schedule
     recompute: str
 
 
@@ -159,7 +160,7 @@ def _fastest_plan(
             replicas=chosen.replicas,
             split=decision.split,
             recompute=decision.recompute,
-            schedule=wishes.schedule,
+            schedule=wishes.schedule.name,
             microbatches=profile.microbatches,
             extra_in_flight=chosen.extra_in_flight,
             layers=profile.layers,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lightning_dlres.core.trace import Span
 from lightning_dlres.pipeline.plan.cost_model.simulator import Activity, Timeline
-from lightning_dlres.pipeline.plan.schedules.schedule import ALL_MICROBATCHES
+from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES
 
 WARM_UP_STEPS = 2
 COMPUTING = ("forward", "loss", "recompute", "backward")

@@ -12,12 +12,15 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange
 from lightning_dlres.pipeline.plan.planning import PlanConstraints
-from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
+from lightning_dlres.pipeline.plan.schedules.registry import (
+    AUTO,
+    initial_schedule,
+    schedule_names,
+)
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch
 
 Replicas = tuple[tuple[int, ...], ...]
-Schedule = Literal["auto", "gpipe", "1f1b"]
 Recompute = Literal["auto", "never", "always"]
 RECOMPUTE = ("auto", "never", "always")
 _LONGEST_TIMEOUT = 100 * 86400.0  # in seconds; torch counts them in nanoseconds in 64 bits
@@ -35,7 +38,7 @@ class PipeOptions:
         self,
         stages: int | Literal["auto"],
         microbatches: int | Literal["auto"],
-        schedule: Schedule,
+        schedule: str,
         module: str | None,
         device_map: Sequence[Sequence[int]] | None,
         plan: PipelinePlan | str | Path | None,
@@ -48,8 +51,8 @@ class PipeOptions:
     ) -> None:
         self.stages = _count("stages", stages)
         self.microbatches = _count("microbatches", microbatches)
-        if schedule not in ("auto", *SCHEDULES):
-            names = f"'auto' or one of {SCHEDULES}"
+        if not isinstance(schedule, str) or schedule not in (AUTO, *schedule_names()):
+            names = f"'auto' or one of {schedule_names()}"
             raise ConfigError(got_expected("schedule", schedule, names, "schedule='auto'"))
         self.schedule = schedule
         if module is not None:
@@ -81,7 +84,7 @@ class PipeOptions:
         wishes = (self.microbatches, self.plan, self.split_batch, self.emulate_speed)
         return (
             world_size == 1
-            and self.schedule == "auto"
+            and self.schedule == AUTO
             and self.recompute != "always"
             and all(wish is None for wish in wishes)
         )
@@ -140,7 +143,7 @@ class PipeOptions:
     @property
     def wishes(self) -> PlanConstraints:
         """What is fixed of the plan."""
-        schedule = "gpipe" if self.schedule == "gpipe" else "1f1b"
+        schedule = initial_schedule(self.schedule)
         return PlanConstraints(self.stages, self.fixed_replicas, schedule, self.recompute)
 
     @property

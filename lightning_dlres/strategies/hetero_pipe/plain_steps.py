@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import LightningModule
 
 from lightning_dlres.core.trace import Tracer
+from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 
 
 class PlainSteps:
@@ -24,7 +25,7 @@ class PlainSteps:
         tracer: gets spans of every training step.
     """
 
-    schedule: ClassVar[str] = "gpipe"
+    schedule: ClassVar[str] = GPipe.name
     """The loss is computed once, over the whole batch."""
 
     def __init__(

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planning import even_step_seconds
+from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
 from lightning_dlres.pipeline.report.gantt import draw
 from lightning_dlres.pipeline.report.report import RunReport, run_report
 from lightning_dlres.pipeline.report.timeline import WARM_UP_STEPS, measure
@@ -60,4 +61,4 @@ def _even_seconds(plan: PipelinePlan, schedule: str) -> float | None:
         return None
     if schedule == plan.schedule and plan.even_seconds is not None:
         return plan.even_seconds
-    return even_step_seconds(replace(plan.workload(), schedule=schedule))
+    return even_step_seconds(replace(plan.workload(), schedule=schedule_named(schedule)))

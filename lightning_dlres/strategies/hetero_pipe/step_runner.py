@@ -17,6 +17,12 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.execute.training import TrainingStep, TrainResult
+from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
+from lightning_dlres.pipeline.plan.schedules.registry import (
+    AUTO,
+    initial_schedule,
+    schedule_named,
+)
 from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     refuse,
@@ -36,7 +42,8 @@ from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import Pipeline
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
 _EVALUATION = 1
-# After so many batches that looked wrong and were not, GPipe costs less than checking each.
+# After this many batches that only looked wrong, a loss over the whole batch costs less than
+# checking each batch.
 _MOST_DOUBTS = 3
 
 
@@ -46,7 +53,7 @@ class StepRunner:
     Args:
         context: what all steps share.
         runtime: this rank's part of the pipeline.
-        schedule: "auto", "gpipe" or "1f1b".
+        schedule: "auto", or the name of a registered schedule.
         seed: base seed of what is random in the layers.
         meet: waits for all ranks.
         say: prints a line on rank 0.
@@ -67,14 +74,19 @@ class StepRunner:
     ) -> None:
         self.context, self.runtime, self.seed = context, runtime, seed
         self.meet, self.say, self._changed, self._zeroes = meet, say, changed, zeroes
-        self.may_change = schedule == "auto"
-        self.schedule = "1f1b" if schedule == "auto" else schedule
+        self.may_change = schedule == AUTO
+        self.schedule = initial_schedule(schedule).name
         self.changing: list[int] = []
         self._steps = 0
         self._not_sent: set[str] = set()
         self._doubts = 0
         self._checked_operations: set[str] = set()
         self._evaluations = 0
+
+    @property
+    def loss_by_parts(self) -> bool:
+        """Whether the schedule computes the loss per micro-batch, which only a mean allows."""
+        return not schedule_named(self.schedule).whole_batch_loss
 
     def train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
         """Run one training step and return its loss, whose backward delivers the gradients.
@@ -89,7 +101,7 @@ class StepRunner:
 
     def _train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
         seed, fingerprint = derive_seed(self.seed, batch), digest(args[0])
-        by_parts = self.schedule == "1f1b" and self.runtime.microbatches > 1
+        by_parts = self.loss_by_parts and self.runtime.microbatches > 1
         checked = by_parts and self._check_is_due()
         if checked:
             self._check(args, seed, fingerprint)
@@ -98,12 +110,12 @@ class StepRunner:
             for parameter in (*self.runtime.stage.parameters, *self.runtime.non_pipelined):
                 parameter.grad = None
         # The check may have changed the schedule.
-        by_parts = by_parts and self.schedule == "1f1b"
+        by_parts = by_parts and self.loss_by_parts
         before = _Before(self, args) if by_parts else None
         step, result = self._run(args, seed, scale, fingerprint)
         if before is not None and len(result.sizes) > 1:
             self._look_at(before, step, result, seed, scale, fingerprint, checked)
-            if self.schedule != "1f1b":
+            if not self.loss_by_parts:
                 step, result = self._run(before.args, seed, scale, fingerprint)
         loss, extra = self._conclude(step, result)
         delivered = with_gradients(loss, result.gradients, scale)
@@ -149,7 +161,9 @@ class StepRunner:
     ) -> tuple[LightningStep, TrainResult]:
         runs_twice = self.runtime.is_first and self.runtime.is_last
         step = LightningStep(self.context, args, untouched=runs_twice)
-        return step, TrainingStep(self.runtime, step, self.schedule, seed, scale).run(fingerprint)
+        schedule = schedule_named(self.schedule)
+        training = TrainingStep(self.runtime, step, schedule, seed, scale)
+        return step, training.run(fingerprint)
 
     def _look_at(
         self,
@@ -179,7 +193,7 @@ class StepRunner:
             else:
                 self._check(before.args, seed, fingerprint)
                 self._doubts += doubt is not None
-            if self.schedule == "1f1b" and self.may_change and self._doubts >= _MOST_DOUBTS:
+            if self.loss_by_parts and self.may_change and self._doubts >= _MOST_DOUBTS:
                 self._fall_back(f"{doubt}, so that every batch would have to be checked")
 
     def _logs_of(self, result: TrainResult) -> list[list[LogRecord]]:
@@ -230,20 +244,21 @@ class StepRunner:
             self._fall_back(reason)
         elif self._steps == 0 and self.may_change:
             self.say(
-                "dlres: schedule 1f1b: the loss is a mean over samples, so it is computed per "
-                "micro-batch."
+                f"dlres: schedule {self.schedule}: the loss is a mean over samples, so it is "
+                "computed per micro-batch."
             )
 
     def _fall_back(self, reason: str) -> None:
         if not self.may_change:
             # All ranks know the reason before the first one leaves, so that each gives this error.
             self.meet()
-            raise refuse(reason)
+            raise refuse(reason, self.schedule)
         self.say(
-            f"dlres: schedule gpipe, which computes the loss once over the whole batch: {reason}."
+            f"dlres: schedule {GPipe.name}, which computes the loss once over the whole batch: "
+            f"{reason}."
         )
-        self._changed("gpipe")
-        self.schedule = "gpipe"
+        self._changed(GPipe.name)
+        self.schedule = GPipe.name
 
     def _conclude(
         self, step: LightningStep, result: TrainResult
@@ -253,7 +268,7 @@ class StepRunner:
         metrics, records = self.context.metrics, result.records
         logs = self._logs_of(result)
         losses = torch.cat([record["losses"].to(self.context.device) for record in records])
-        if self.schedule == "gpipe":
+        if not self.loss_by_parts:
             loss, merged = losses[0], logs[0]
             if not step.logs:
                 metrics.apply(records[0]["metrics"])
@@ -310,7 +325,7 @@ class _Before:
         self._put(self._buffers)
         self._rewind_random_state()
         yield
-        if self._runner.schedule == "1f1b":
+        if self._runner.loss_by_parts:
             self._put(after)
             redo_random_state()
 

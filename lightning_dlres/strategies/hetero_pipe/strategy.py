@@ -57,7 +57,6 @@ from lightning_dlres.strategies.hetero_pipe.options import (
     MemoryLimit,
     PipeOptions,
     Recompute,
-    Schedule,
 )
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import loss_scale, overflow_shared
@@ -91,6 +90,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         schedule: "gpipe" computes the loss once over the whole batch, exact for any loss; "1f1b"
             holds fewer activations, and computes the loss per micro-batch, which is checked on real
             batches and refused where it is not exact. "auto": 1f1b where it is exact, else gpipe.
+            Any other name is that of a schedule registered with `register_schedule`.
         module: Name of the module to cut into stages: an `nn.Sequential`, or an `nn.ModuleList`
             whose members are called one after the other. None finds it.
         device_map: For every replica its ranks in stage order. None: consecutive ranks.
@@ -131,7 +131,7 @@ class HeteroPipeStrategy(ParallelStrategy):
         self,
         stages: int | Literal["auto"] = "auto",
         microbatches: int | Literal["auto"] = "auto",
-        schedule: Schedule = "auto",
+        schedule: str = "auto",
         module: str | None = None,
         device_map: Sequence[Sequence[int]] | None = None,
         plan: PipelinePlan | str | Path | None = None,

@@ -185,7 +185,7 @@ def test_names_of_ranks() -> None:
         ({"split": (2, 2)}, "plan.split must add up to the 3 layers"),
         ({"recompute": (3,)}, "indices of layers from 0 to 2"),
         ({"recompute": (-1,)}, "recompute must be a whole number"),
-        ({"schedule": "2bw"}, "schedule must be one of 'gpipe' or '1f1b'"),
+        ({"schedule": "2bw"}, "schedule must be one of 'gpipe', '1f1b'"),
         ({"microbatches": -1}, "must be a whole number of at least 0, got -1"),
         ({"extra_in_flight": -1}, "must be a whole number of at least 0, got -1"),
     ],

@@ -21,7 +21,7 @@ from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate, step_seconds
 from lightning_dlres.pipeline.plan.plan import arrange
 from lightning_dlres.pipeline.plan.planner import PlannerResult, decide, start_order, start_split
-from lightning_dlres.pipeline.plan.schedules.schedule import SCHEDULES
+from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of, stage_counts
 from lightning_dlres.pipeline.plan.search.milp import SplitProgram
 from lightning_dlres.pipeline.profile.model_profile import (
@@ -33,6 +33,9 @@ from lightning_dlres.pipeline.profile.model_profile import (
 )
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
+    GPIPE,
+    ONE_F_ONE_B,
+    SCHEDULES,
     large_workload,
     limited,
     plain_cluster,
@@ -147,7 +150,7 @@ def check_optimal(workload: Workload, stages: int) -> None:
 class TestAgainstEveryPlan:
     @settings(exhaustive, max_examples=examples(120))
     @given(randoms, st.integers(1, 3), schedules)
-    def test_one_machine(self, random: Random, stages: int, schedule: str) -> None:
+    def test_one_machine(self, random: Random, stages: int, schedule: Schedule) -> None:
         layers = random.randint(stages, 7)
         check_optimal(
             small_workload(random, stages=stages, layers=layers, schedule=schedule), stages
@@ -156,7 +159,7 @@ class TestAgainstEveryPlan:
     @settings(exhaustive, max_examples=examples(120))
     @given(randoms, st.integers(1, 3), schedules)
     def test_one_machine_with_little_memory(
-        self, random: Random, stages: int, schedule: str
+        self, random: Random, stages: int, schedule: Schedule
     ) -> None:
         layers = random.randint(stages, 6)
         workload = small_workload(random, stages=stages, layers=layers, schedule=schedule)
@@ -164,7 +167,7 @@ class TestAgainstEveryPlan:
 
     @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.integers(1, 3), schedules)
-    def test_two_replicas(self, random: Random, stages: int, schedule: str) -> None:
+    def test_two_replicas(self, random: Random, stages: int, schedule: Schedule) -> None:
         layers = random.randint(stages, 6)
         workload = small_workload(
             random, stages=stages, replicas=2, layers=layers, schedule=schedule
@@ -174,7 +177,7 @@ class TestAgainstEveryPlan:
     @settings(exhaustive, max_examples=examples(150))
     @given(randoms, st.integers(1, 2), schedules)
     def test_two_replicas_whose_stages_are_unlike(
-        self, random: Random, stages: int, schedule: str
+        self, random: Random, stages: int, schedule: Schedule
     ) -> None:
         layers = random.randint(stages, 6)
         workload = small_workload(
@@ -198,7 +201,7 @@ class TestAgainstEveryPlan:
             ]
         )
         cluster = Cluster(kinds=("a", "b"), devices=(Device(kind=0), Device(kind=1)))
-        workload = Workload(layers, StepCosts(), cluster, ((0,), (1,)), "gpipe", 5)
+        workload = Workload(layers, StepCosts(), cluster, ((0,), (1,)), GPIPE, 5)
         # 3 * 10 for each of two layers; one of them is recomputed with 10 bytes for a moment.
         found = decide(everywhere(workload, 40), 1)
         assert (found.recompute, found.seconds) == ((0,), 42.0)
@@ -206,7 +209,7 @@ class TestAgainstEveryPlan:
     @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.sampled_from(["never", "always"]), schedules)
     def test_without_a_choice_of_what_is_recomputed(
-        self, random: Random, recompute: str, schedule: str
+        self, random: Random, recompute: str, schedule: Schedule
     ) -> None:
         workload = small_workload(random, stages=2, recompute=recompute, schedule=schedule)
         check_optimal(randomly_limited(random, workload, 2), 2)
@@ -229,7 +232,9 @@ class TestAgainstEveryPlan:
 
     @settings(exhaustive, max_examples=examples(40))
     @given(randoms, schedules)
-    def test_only_splits_in_an_order_that_is_given(self, random: Random, schedule: str) -> None:
+    def test_only_splits_in_an_order_that_is_given(
+        self, random: Random, schedule: Schedule
+    ) -> None:
         workload = small_workload(random, stages=3, schedule=schedule)
         found = decide(workload, keep_order=True)
         check_sound(found)
@@ -270,7 +275,7 @@ class TestStart:
                 for ranks, speed in [*links, *(((a, b), inf) for a in (0, 2) for b in (1, 3))]
             ),
         )
-        return Workload(layers, StepCosts(), cluster, arrange(4, 2), "1f1b", 2)
+        return Workload(layers, StepCosts(), cluster, arrange(4, 2), ONE_F_ONE_B, 2)
 
     def test_order_and_split_by_hand(self) -> None:
         workload = self.two_replicas()
@@ -303,7 +308,7 @@ class TestStart:
     def test_the_slowest_device_of_a_stage_sets_its_share(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 1.0, 0.5, 0.25])
         workload = Workload(
-            plain_layers([1.0] * 10), StepCosts(), cluster, ((0, 2), (1, 3)), "1f1b", 4
+            plain_layers([1.0] * 10), StepCosts(), cluster, ((0, 2), (1, 3)), ONE_F_ONE_B, 4
         )
         assert start_split(workload) == (8, 2)
 
@@ -362,7 +367,7 @@ class TestMemory:
 
     def test_the_refusal_says_what_would_help(self) -> None:
         layers = plain_layers([1.0] * 4, parameter_bytes=100, gradient_bytes=100)
-        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 2)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2)
         # Two layers each: weights and gradients.
         with pytest.raises(ConfigError, match=r"at least 400 bytes.*got 300 B: no plan fits"):
             decide(everywhere(workload, 300), 2)
@@ -375,7 +380,7 @@ class TestMemory:
         """Two layers, two stages, two micro-batches, and stage 0 keeps both. 1 s forward, 2 s
         backward: while the first stage waits for a gradient it has time to compute again."""
         layers = plain_layers([1.0, 1.0], saved_bytes=100, output_bytes=10)
-        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 2)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2)
         free = decide(workload, 2)
         assert (free.recompute, free.seconds) == ((), 9.0)
         # Kept: 2 * 110 bytes on stage 0, 110 on stage 1 that also holds its input.
@@ -384,7 +389,7 @@ class TestMemory:
 
     def test_little_memory_for_the_first_stage_moves_layers_down(self) -> None:
         layers = plain_layers([1.0] * 6, parameter_bytes=100, gradient_bytes=100)
-        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 4)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 4)
         assert decide(workload, 2).split == (3, 3)
         assert decide(limited(workload, [400, None]), keep_order=True).split == (2, 4)
 
@@ -392,13 +397,13 @@ class TestMemory:
 class TestDegenerate:
     def test_one_stage(self) -> None:
         layers = plain_layers([1.0, 2.0, 3.0])
-        found = decide(Workload(layers, StepCosts(), plain_cluster(1), ((0,),), "1f1b", 2), 1)
+        found = decide(Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 2), 1)
         assert (found.split, found.recompute, found.seconds) == ((3,), (), 36.0)
         assert found.start_seconds == 36.0
 
     def test_one_layer(self) -> None:
         workload = Workload(
-            plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 2
+            plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2
         )
         with pytest.raises(ConfigError, match="1 layers for 2 ranks, expected at least 2"):
             decide(workload)
@@ -411,21 +416,21 @@ class TestDegenerate:
 
     def test_as_many_stages_as_layers(self) -> None:
         layers = plain_layers([3.0, 1.0, 2.0])
-        workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), "gpipe", 2)
+        workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), GPIPE, 2)
         found = decide(workload, 3)
         assert found.split == (1, 1, 1)
         assert found.seconds == found.start_seconds == step_seconds(workload, (1, 1, 1))
 
     def test_more_stages_than_layers(self) -> None:
         workload = Workload(
-            plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 2
+            plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2
         )
         with pytest.raises(ConfigError, match="1 layers for 2 stages"):
             decide(workload, 2)
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
     @pytest.mark.parametrize("limit", [None, 800])
-    def test_layers_that_take_no_time(self, schedule: str, limit: int | None) -> None:
+    def test_layers_that_take_no_time(self, schedule: Schedule, limit: int | None) -> None:
         layers = plain_layers([0.0] * 5, parameter_bytes=100, gradient_bytes=100, saved_bytes=9)
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), schedule, 3)
         found = decide(everywhere(workload, limit), 2)
@@ -434,7 +439,7 @@ class TestDegenerate:
 
     def test_some_layers_that_take_no_time(self) -> None:
         layers = plain_layers([0.0, 4.0, 0.0, 0.0, 4.0, 0.0])
-        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 4)
+        workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 4)
         found = decide(workload, 2)
         # 12 s a stage and micro-batch, four of them and one to fill; any cut between 2 and 4.
         assert found.seconds == 60.0
@@ -442,14 +447,14 @@ class TestDegenerate:
 
     def test_ties_are_decided_alike_every_time(self) -> None:
         layers = plain_layers([1.0] * 8)
-        workload = Workload(layers, StepCosts(), plain_cluster(4), ((0, 1, 2, 3),), "1f1b", 4)
+        workload = Workload(layers, StepCosts(), plain_cluster(4), ((0, 1, 2, 3),), ONE_F_ONE_B, 4)
         found = {(d.workload.replicas, d.split) for d in (decide(workload, 4) for _ in range(3))}
         assert found == {(((0, 1, 2, 3),), (2, 2, 2, 2))}
 
     def test_one_microbatch(self) -> None:
         # Nothing overlaps, and nothing takes time but the layers: every split is as good.
         workload = Workload(
-            plain_layers([1.0] * 4), StepCosts(), plain_cluster(2), ((0, 1),), "1f1b", 1
+            plain_layers([1.0] * 4), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 1
         )
         assert decide(workload, 2).seconds == 12.0
 

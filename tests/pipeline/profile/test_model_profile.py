@@ -16,7 +16,7 @@ from lightning_dlres.pipeline.profile.model_profile import (
     Link,
     StepCosts,
 )
-from tests.support.pipeline_profiles import plain_cluster, plain_layers
+from tests.support.pipeline_profiles import ONE_F_ONE_B, plain_cluster, plain_layers
 
 HOSTS = ("a", "a", "a", "b", "b", "c", "c")
 
@@ -76,7 +76,7 @@ def test_bad_links(ranks: tuple[int, int], latency: float, bytes_per_second: flo
 def test_times_for_every_kind_or_no_workload() -> None:
     layers = (*plain_layers([1.0]), LayerProfile(name="new", forward=(1.0,)))
     with pytest.raises(ConfigError, match="'new' has times for 1 kinds of device, expected 1: dev"):
-        Workload(layers, StepCosts(), plain_cluster(1), ((0,),), "1f1b", 1)
+        Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 1)
 
 
 def test_a_profile_is_plain_data() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.events import Work
-from lightning_dlres.pipeline.plan.schedules.schedule import in_flight
+from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepCosts
 from lightning_dlres.pipeline.stage.microbatch import share
 
@@ -49,17 +49,17 @@ class Workload:
         step: what a step does beside the layers.
         cluster: the devices.
         replicas: ranks of every replica, in stage order.
-        schedule: name of the schedule.
+        schedule: order of each stage's actions.
         microbatches: into how many the batch is cut.
         recompute: "auto" (where memory asks for it), "never" or "always".
-        extra_in_flight: see `build_schedule`.
+        extra_in_flight: see `Schedule.actions`.
     """
 
     layers: tuple[LayerProfile, ...]
     step: StepCosts
     cluster: Cluster
     replicas: tuple[tuple[int, ...], ...]
-    schedule: str
+    schedule: Schedule
     microbatches: int
     recompute: str = "auto"
     extra_in_flight: int = 0
@@ -117,7 +117,7 @@ class Workload:
         messages = (stage > 0) + (stage < self.stages - 1)
         message = messages * _of(self.step.message, kind)
         last = stage == self.stages - 1
-        whole = self.microbatches if self.schedule == "gpipe" else 1
+        whole = self.microbatches if self.schedule.whole_batch_loss else 1
         return StageCost(
             seconds={
                 Work.FORWARD: message + math.fsum(self.forward_seconds(i, kind) for i in layers),
@@ -179,7 +179,7 @@ class Workload:
         below it is made yet; from the second on there are two of it, but fewer micro-batches."""
         bound, apart = self._busy_bytes(stage, layers, recomputed), self.apart_bytes(stage, layers)
         count = self.in_flight(stage)
-        if self.schedule != "gpipe":
+        if not self.schedule.whole_batch_loss:
             return max(bound, apart)
         last, loss = stage == self.stages - 1, self.microbatches * self.step.loss_bytes
         kept, again = self.kept_bytes(stage, layers, recomputed)
@@ -203,7 +203,7 @@ class Workload:
             static += held[0].input_bytes
         if stage < self.stages - 1:
             static += held[-1].gradient_output_bytes
-        elif self.schedule == "gpipe":
+        elif self.schedule.whole_batch_loss:
             static += self.microbatches * self.step.loss_bytes
         count = self.in_flight(stage)
         kept, again = self.kept_bytes(stage, layers, recomputed)
@@ -238,7 +238,7 @@ class Workload:
     def check_bytes(self, stage: int, layers: range) -> int:
         """Return what a last stage holds while it checks that the loss of the whole batch is the
         mean of the micro-batches', as 1F1B asks; nothing is in flight then."""
-        if stage < self.stages - 1 or self.schedule == "gpipe" or self.microbatches == 1:
+        if stage < self.stages - 1 or self.schedule.whole_batch_loss or self.microbatches == 1:
             return 0
         loss = self.layers[layers[-1]].output_bytes + self.step.loss_bytes
         return self.resident_bytes(layers) + self.microbatches * loss
@@ -290,7 +290,7 @@ class Workload:
     def in_flight(self, stage: int) -> int:
         """Return the most micro-batches that a stage keeps at a time."""
         return max(
-            in_flight(self.schedule, self.stages, stage, count, self.extra_in_flight)
+            self.schedule.max_in_flight(self.stages, stage, count, self.extra_in_flight)
             for count in self.shares
         )
 

@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-from lightning_dlres.pipeline.plan.schedules.schedule import (
-    ALL_MICROBATCHES,
-    Action,
-    Op,
-    build_schedule,
-)
+from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 
 
 class Work(IntEnum):
@@ -64,24 +59,26 @@ class ScheduleEvent:
 
 @lru_cache(maxsize=64)
 def event_graph(
-    schedule: str, stages: int, microbatches: tuple[int, ...], extra_in_flight: int = 0
+    schedule: Schedule, stages: int, microbatches: tuple[int, ...], extra_in_flight: int = 0
 ) -> tuple[ScheduleEvent, ...]:
     """Return the events of one step, predecessors first.
 
     A stage computes one thing at a time, in the order of its actions; messages of one kind between
-    two stages travel one after the other, beside the computing. Under GPipe the last stages of all
-    replicas exchange their outputs, so a loss waits for all forwards.
+    two stages travel one after the other, beside the computing. For a loss over the whole
+    batch the last stages of all replicas exchange their outputs, so it waits for all forwards.
 
     Args:
-        schedule: name of the schedule.
+        schedule: order of each stage's actions.
         stages: stages of every replica.
         microbatches: number of micro-batches of each replica; one without any has no events.
-        extra_in_flight: see `build_schedule`.
+        extra_in_flight: see `Schedule.actions`.
     """
     builder = _Builder()
     for replica, count in enumerate(microbatches):
         for stage in range(stages if count else 0):
-            actions = build_schedule(schedule, stages, stage, count, True, extra_in_flight)
+            actions = schedule.actions(
+                stages, stage, count, recompute=True, extra_in_flight=extra_in_flight
+            )
             builder.add(replica, stage, actions)
     return builder.build()
 
@@ -92,7 +89,7 @@ class _Builder:
         self.events: list[ScheduleEvent] = []
         self.index: dict[tuple[Work, int, int, int], int] = {}
         self.latest: dict[tuple[Work | None, int, int], int] = {}
-        self.arrived: dict[tuple[int, int], int] = {}
+        self.arrived: dict[tuple[int, int], list[int]] = {}
 
     def add(self, replica: int, stage: int, actions: list[Action]) -> None:
         self.actions[replica, stage] = actions
@@ -120,7 +117,7 @@ class _Builder:
             )
             if sent not in self.index:
                 return False
-            self.arrived[replica, stage] = self.index[sent]
+            self.arrived.setdefault((replica, stage), []).append(self.index[sent])
             return True
         work, after = _WORK_OF[op], list[int]()
         if work is Work.LOSS and microbatch == ALL_MICROBATCHES:
@@ -138,8 +135,8 @@ class _Builder:
             for line in lines
             if (line, replica, stage) in self.latest
         ]
-        if computing and (arrived := self.arrived.pop((replica, stage), None)) is not None:
-            after.append(arrived)
+        if computing:
+            after += self.arrived.pop((replica, stage), [])
         index = len(self.events)
         self.events.append(
             ScheduleEvent(work, replica, stage, microbatch, tuple(sorted(set(after))))
@@ -150,5 +147,5 @@ class _Builder:
 
     def _last_forward(self, replica: int, stage: int) -> int | None:
         """Return the event of the last forward of a stage; None where it has not been added yet."""
-        last = max(a.microbatch for a in self.actions[replica, stage] if a.op is Op.FORWARD)
+        last = [a.microbatch for a in self.actions[replica, stage] if a.op is Op.FORWARD][-1]
         return self.index.get((Work.FORWARD, replica, stage, last))

@@ -38,7 +38,7 @@ class Footprint:
             found[:-1] += (1 + count) * _bytes(layer.input_bytes for layer in layers)[:, None]
         if not last:
             found[:, 1:] += _bytes(layer.gradient_output_bytes for layer in layers)
-        elif workload.schedule == "gpipe":
+        elif workload.schedule.whole_batch_loss:
             found += workload.microbatches * workload.step.loss_bytes
         return found
 
@@ -91,7 +91,8 @@ class Footprint:
     def _check(self, stage: int) -> Bytes:
         """Return `Workload.check_bytes` of every run."""
         workload = self.workload
-        if stage < workload.stages - 1 or workload.schedule == "gpipe" or workload.microbatches < 2:
+        whole = workload.schedule.whole_batch_loss
+        if stage < workload.stages - 1 or whole or workload.microbatches < 2:
             return np.zeros((self._count + 1, self._count + 1), np.int64)
         found, loss = self._resident.copy(), workload.step.loss_bytes
         outputs = _bytes(layer.output_bytes + loss for layer in workload.layers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_dlres.pipeline.plan.cost_model.costs import StageCost, Workload, layer_ranges
 from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, ScheduleEvent, event_graph
-from lightning_dlres.pipeline.plan.schedules.schedule import ALL_MICROBATCHES
+from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.events import Work
 from lightning_dlres.pipeline.plan.cost_model.footprint import Footprint, Matrix
-from lightning_dlres.pipeline.plan.schedules.schedule import in_flight
 from lightning_dlres.pipeline.plan.search.knapsack import cheapest_cover, cheapest_covers
 
 # Bounds are sums in another order than the simulator's: rounding must not cut off the best plan.
@@ -179,9 +178,8 @@ class Segments:
         )
 
     def _busy(self, seconds: dict[Work, float], share: int) -> float:
-        once = self.workload.schedule == "gpipe"
         work = seconds[Work.FORWARD] + seconds[Work.BACKWARD] + seconds[Work.RECOMPUTE]
-        return share * work + seconds[Work.LOSS] * (1 if once else share)
+        return share * work + seconds[Work.LOSS] * self.workload.schedule.losses(share)
 
     def _recomputed(self, stage: int, layers: range) -> tuple[int, ...] | None:
         workload = self.workload
@@ -211,15 +209,12 @@ class Segments:
         )
         after = self._round_after[replica][stage]
         _, _, last_loss, _ = self._own(replica, stages - 1)
-        own_loss = loss * (share if schedule != "gpipe" else 1)
+        own_loss = loss * schedule.losses(share)
         busy = share * (forward + backward + again) + own_loss
         bound = np.maximum(before[:, None] + busy, before_forward[:, None] + busy + tail)
-        if schedule == "gpipe":
-            work = share * (forward + backward)
-        else:
-            extra = self.workload.extra_in_flight
-            warm = in_flight(schedule, stages, stage, share, extra) - 1
-            work = share * backward + max(share - warm, 1) * forward
+        extra = self.workload.extra_in_flight
+        forwards = schedule.serial_forwards(stages, stage, share, extra)
+        work = share * backward + forwards * forward
         # The first micro-batch is recomputed while its gradient is still on its way.
         work = work + (share - 1) * again
         bound = np.maximum(bound, before[:, None] + work + last_loss + after[None, :])
@@ -251,7 +246,7 @@ class Segments:
             sums.append(prefix[None, :] - prefix[:, None] + message)
         loss = 0.0
         if stage == workload.stages - 1 and workload.step.loss:
-            whole = workload.microbatches if workload.schedule == "gpipe" else 1
+            whole = workload.microbatches if workload.schedule.whole_batch_loss else 1
             loss = workload.step.loss[kind] * whole
         update = workload.step.update[kind] if workload.step.update else 0.0
         return sums[0], sums[1], loss, self._footprint.trained.astype(np.float64) * update

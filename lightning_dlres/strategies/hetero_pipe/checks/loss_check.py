@@ -19,6 +19,7 @@ from lightning_dlres.core import rng
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
+from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 from lightning_dlres.pipeline.stage.microbatch import cut
 from lightning_dlres.strategies.hetero_pipe.replay.attributes import (
     changed_lists,
@@ -267,9 +268,10 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     )
 
 
-def refuse(reason: str) -> UnsupportedStepError:
-    """Return the error for a step that 1F1B cannot compute exactly."""
+def refuse(reason: str, schedule: str) -> UnsupportedStepError:
+    """Return the error for a step that a loss per micro-batch does not compute exactly."""
     return UnsupportedStepError(
-        f"schedule='1f1b' would not train this model exactly: {reason}. Use schedule='gpipe', "
-        "which computes the loss once over the whole batch, or schedule='auto', which chooses."
+        f"schedule={schedule!r} would not train this model exactly: {reason}. Use "
+        f"schedule={GPipe.name!r}, which computes the loss once over the whole batch, or "
+        "schedule='auto', which chooses."
     )

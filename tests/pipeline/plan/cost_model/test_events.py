@@ -13,9 +13,10 @@ from lightning_dlres.pipeline.plan.cost_model.events import (
     Work,
     event_graph,
 )
-from lightning_dlres.pipeline.plan.schedules.schedule import ALL_MICROBATCHES, SCHEDULES
+from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Schedule
+from tests.support.pipeline_profiles import GPIPE, ONE_F_ONE_B, SCHEDULES
 
-names = st.sampled_from(SCHEDULES)
+schedules = st.sampled_from(SCHEDULES)
 stage_counts = st.integers(1, 4)
 shares = st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple)
 
@@ -30,7 +31,7 @@ def named(events: tuple[ScheduleEvent, ...]) -> list[tuple[str, set[str]]]:
 
 
 def test_one_microbatch_through_two_stages() -> None:
-    assert named(event_graph("1f1b", 2, (1,))) == [
+    assert named(event_graph(ONE_F_ONE_B, 2, (1,))) == [
         ("forward 0 on 0", set()),
         ("activation 0 on 0", {"forward 0 on 0"}),
         ("recompute 0 on 0", {"forward 0 on 0"}),
@@ -44,20 +45,20 @@ def test_one_microbatch_through_two_stages() -> None:
 
 
 def test_messages_travel_one_after_the_other_beside_the_computing() -> None:
-    waits = dict(named(event_graph("gpipe", 2, (2,))))
+    waits = dict(named(event_graph(GPIPE, 2, (2,))))
     assert waits["forward 1 on 0"] == {"forward 0 on 0"}
     assert waits["activation 1 on 0"] == {"forward 1 on 0", "activation 0 on 0"}
     assert waits["gradient 1 on 1"] == {"backward 1 on 1", "gradient 0 on 1"}
 
 
 def test_recomputing_does_not_wait_for_the_gradient() -> None:
-    waits = dict(named(event_graph("1f1b", 2, (3,))))
+    waits = dict(named(event_graph(ONE_F_ONE_B, 2, (3,))))
     assert waits["recompute 1 on 0"] == {"forward 2 on 0"}
     assert waits["backward 1 on 0"] == {"recompute 1 on 0", "gradient 1 on 1"}
 
 
 def test_the_loss_of_gpipe_waits_for_all_replicas() -> None:
-    events = event_graph("gpipe", 2, (2, 1, 0))
+    events = event_graph(GPIPE, 2, (2, 1, 0))
     losses = [event for event in events if event.work is Work.LOSS]
     assert {(loss.replica, loss.microbatch) for loss in losses} == {
         (0, ALL_MICROBATCHES),
@@ -68,10 +69,10 @@ def test_the_loss_of_gpipe_waits_for_all_replicas() -> None:
         assert waits == {(Work.FORWARD, 0, 1), (Work.FORWARD, 1, 0)}
 
 
-@given(names, stage_counts, shares)
-def test_everything_happens_once(name: str, stages: int, shares: tuple[int, ...]) -> None:
+@given(schedules, stage_counts, shares)
+def test_everything_happens_once(schedule: Schedule, stages: int, shares: tuple[int, ...]) -> None:
     found = Counter(
-        (e.work, e.replica, e.stage, e.microbatch) for e in event_graph(name, stages, shares)
+        (e.work, e.replica, e.stage, e.microbatch) for e in event_graph(schedule, stages, shares)
     )
     expected: Counter[tuple[Work, int, int, int]] = Counter()
     for replica, count in enumerate(shares):
@@ -80,15 +81,17 @@ def test_everything_happens_once(name: str, stages: int, shares: tuple[int, ...]
             works |= {Work.ACTIVATION} if stage < stages - 1 else set()
             works |= {Work.GRADIENT} if stage > 0 else set()
             expected.update((work, replica, stage, m) for work in works for m in range(count))
-        losses = range(count) if name == "1f1b" else [ALL_MICROBATCHES] * min(count, 1)
+        losses = range(count) if schedule == ONE_F_ONE_B else [ALL_MICROBATCHES] * min(count, 1)
         expected.update((Work.LOSS, replica, stages - 1, m) for m in losses)
     assert found == expected
 
 
-@given(names, stage_counts, shares)
-def test_a_stage_does_one_thing_at_a_time(name: str, stages: int, shares: tuple[int, ...]) -> None:
+@given(schedules, stage_counts, shares)
+def test_a_stage_does_one_thing_at_a_time(
+    schedule: Schedule, stages: int, shares: tuple[int, ...]
+) -> None:
     """Events stand after their predecessors, and each computation waits for the stage's last."""
-    events = event_graph(name, stages, shares)
+    events = event_graph(schedule, stages, shares)
     latest: dict[tuple[int, int], int] = {}
     for index, event in enumerate(events):
         assert all(before < index for before in event.after)

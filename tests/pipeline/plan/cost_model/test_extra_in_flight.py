@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
 from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_extra_in_flight
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
+from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.profile.model_profile import Link, StepCosts
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
+    GPIPE,
+    ONE_F_ONE_B,
     limited,
     plain_cluster,
     plain_layers,
@@ -24,7 +27,7 @@ from tests.support.pipeline_profiles import (
 )
 
 
-def two_stages(latency: float = 0.0, schedule: str = "1f1b") -> Workload:
+def two_stages(latency: float = 0.0, schedule: Schedule = ONE_F_ONE_B) -> Workload:
     links = (Link(ranks=(0, 1), latency=latency, bytes_per_second=1e9),) if latency else ()
     layers = plain_layers([1.0, 1.0], [2.0, 2.0])
     cluster = plain_cluster(2, links=links)
@@ -47,12 +50,12 @@ def test_it_is_taken_where_it_costs_nothing() -> None:
 
 def test_not_where_a_forward_would_hold_up_a_gradient() -> None:
     layers = plain_layers([4.0, 1.0, 1.0], [4.0, 1.0, 1.0])
-    workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), "1f1b", 3)
+    workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), ONE_F_ONE_B, 3)
     assert with_extra_in_flight(workload, [1, 1, 1], ()) == workload
 
 
 @pytest.mark.parametrize(
-    "workload", [two_stages(schedule="gpipe"), replace(two_stages(), microbatches=2)]
+    "workload", [two_stages(schedule=GPIPE), replace(two_stages(), microbatches=2)]
 )
 def test_not_where_nothing_more_would_be_in_flight(workload: Workload) -> None:
     assert with_extra_in_flight(workload, [1, 1], ()) == workload

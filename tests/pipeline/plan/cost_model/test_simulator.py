@@ -22,12 +22,7 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import (
     stage_costs,
     step_seconds,
 )
-from lightning_dlres.pipeline.plan.schedules.schedule import (
-    ALL_MICROBATCHES,
-    SCHEDULES,
-    Op,
-    build_schedule,
-)
+from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Op, Schedule
 from lightning_dlres.pipeline.profile.model_profile import (
     Cluster,
     Device,
@@ -37,6 +32,9 @@ from lightning_dlres.pipeline.profile.model_profile import (
 )
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
+    GPIPE,
+    ONE_F_ONE_B,
+    SCHEDULES,
     plain_cluster,
     plain_layers,
     random_recompute,
@@ -53,7 +51,7 @@ machine_counts = st.integers(1, 2)
 def pipeline(
     layers: Sequence[LayerProfile],
     microbatches: int,
-    schedule: str = "1f1b",
+    schedule: Schedule = ONE_F_ONE_B,
     step: StepCosts = NOTHING_ELSE,
     links: Sequence[Link] = (),
 ) -> Workload:
@@ -78,13 +76,12 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
     stages = workload.stages
     todo = {
         (replica, stage): deque(
-            build_schedule(
-                workload.schedule,
+            workload.schedule.actions(
                 stages,
                 stage,
                 share,
-                bool(recompute),
-                workload.extra_in_flight,
+                recompute=bool(recompute),
+                extra_in_flight=workload.extra_in_flight,
             )
         )
         for replica, share in enumerate(workload.shares)
@@ -227,7 +224,7 @@ class TestOneReplica:
     def test_gpipe_with_messages_and_a_loss(self) -> None:
         layers = plain_layers([1.0, 1.0], output_bytes=24, gradient_output_bytes=40)
         links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=16.0)]
-        workload = pipeline(layers, 2, "gpipe", step=StepCosts(loss=(0.5,)), links=links)
+        workload = pipeline(layers, 2, GPIPE, step=StepCosts(loss=(0.5,)), links=links)
         found = simulate(workload, [1, 1])
         # Messages are slower than stages: they queue on the link, and stages do not wait to send.
         assert times(found, "activation", 0) == [(1, 2.5), (2.5, 4)]
@@ -247,7 +244,9 @@ class TestOneReplica:
         assert times(found, "backward", 0) == [(7, 8), (9, 10)]
 
     @given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 9))
-    def test_stages_that_are_alike(self, schedule: str, stages: int, microbatches: int) -> None:
+    def test_stages_that_are_alike(
+        self, schedule: Schedule, stages: int, microbatches: int
+    ) -> None:
         """The pipelines' textbook formula."""
         found = simulate(
             pipeline(plain_layers([1.0] * stages), microbatches, schedule), [1] * stages
@@ -268,7 +267,7 @@ class TestOneReplica:
     def test_what_a_run_of_its_own_takes_longer(self) -> None:
         layers, step = plain_layers([1.0] * 4), StepCosts(run_overhead_seconds=(0.5,))
         replicas = ((0, 1),), ((0, 1), (2, 3))
-        one, two = (Workload(layers, step, plain_cluster(4), m, "1f1b", 1) for m in replicas)
+        one, two = (Workload(layers, step, plain_cluster(4), m, ONE_F_ONE_B, 1) for m in replicas)
         costs = one.stage_cost(0, 0, range(2), {1}).seconds
         assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2, 4)
         assert costs[Work.RECOMPUTE] == 1.5
@@ -302,7 +301,7 @@ class TestOneReplica:
 
 def two_replicas(
     microbatches: int,
-    schedule: str = "1f1b",
+    schedule: Schedule = ONE_F_ONE_B,
     *,
     layers: Sequence[LayerProfile] = (),
     step: StepCosts = NOTHING_ELSE,
@@ -337,7 +336,7 @@ class TestTwoMachines:
 
     def test_losses_of_gpipe_wait_for_all(self) -> None:
         step = StepCosts(loss=(0.5, 1.0))
-        workload = two_replicas(4, "gpipe", layers=plain_layers([1.0, 1.0]), step=step, stages=2)
+        workload = two_replicas(4, GPIPE, layers=plain_layers([1.0, 1.0]), step=step, stages=2)
         found = simulate(workload, [1, 1])
         assert times(found, "forward", 1)[-1] == (2, 3)
         assert times(found, "forward", 1, replica=1)[-1] == (4, 6)
@@ -347,7 +346,7 @@ class TestTwoMachines:
         assert times(found, "backward", 1)[0] == (8, 10)
 
     def test_a_machine_without_microbatches_does_nothing(self) -> None:
-        found = simulate(two_replicas(1, "gpipe", layers=plain_layers([1.0])), [1])
+        found = simulate(two_replicas(1, GPIPE, layers=plain_layers([1.0])), [1])
         assert {activity.replica for activity in found.activities} == {0}
         assert found.step_seconds == 3
         assert found.busy_seconds == ((3.0,), (0.0,))
@@ -385,7 +384,7 @@ class TestTwoMachines:
             StepCosts(),
             plain_cluster(3, links=links),
             ((0,), (1,), (2,)),
-            "1f1b",
+            ONE_F_ONE_B,
             3,
         )
         assert workload.sync_seconds(0, 6) == pytest.approx(4 * 0.5 + 4 / 3 * 6 / 2)
@@ -400,7 +399,7 @@ class TestMemory:
     @settings(max_examples=examples(50))
     @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2))
     def test_no_more_than_the_peak_counts(
-        self, schedule: str, stages: int, count: int, extra: int
+        self, schedule: Schedule, stages: int, count: int, extra: int
     ) -> None:
         workload = pipeline(plain_layers([1.0] * stages), count, schedule)
         workload = replace(workload, extra_in_flight=extra)
@@ -433,7 +432,7 @@ class TestMemory:
         assert workload.peak_bytes(0, range(2), (1,)) == static + 11 + 2 * 37 + 37
         # The loss needs more for a moment; one micro-batch and its input.
         assert workload.peak_bytes(1, range(2, 4), ()) == static + 4 + 5 + 5 + 2 * 37
-        gpipe = replace(workload, schedule="gpipe")
+        gpipe = replace(workload, schedule=GPIPE)
         bound = static + 4 + 5 + 3 * 17 + 3 * (5 + 2 * 37)
         assert gpipe.bound_bytes(1, range(2, 4), ()) == bound
         # Backward needs nothing more while the loss does.

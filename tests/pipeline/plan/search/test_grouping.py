@@ -24,7 +24,12 @@ from lightning_dlres.pipeline.plan.search.grouping import (
 )
 from lightning_dlres.pipeline.profile.model_profile import Cluster, Link, StepCosts
 from tests.support.examples import examples
-from tests.support.pipeline_profiles import alike_but_for_hosts, plain_cluster, small_layers
+from tests.support.pipeline_profiles import (
+    ONE_F_ONE_B,
+    alike_but_for_hosts,
+    plain_cluster,
+    small_layers,
+)
 
 
 def link(a: int, b: int, bytes_per_second: float, latency: float = 0.0) -> Link:
@@ -159,7 +164,7 @@ class TestDistinctOrders:
 
         def outcome(order: Slots) -> tuple[object, ...]:
             replicas = replicas_of(order)
-            workload = Workload(layers, StepCosts(), cluster, replicas, "1f1b", 3)
+            workload = Workload(layers, StepCosts(), cluster, replicas, ONE_F_ONE_B, 3)
             limits = [workload.limit(stage) for stage in range(stages)]
             return round(simulate(workload, split).step_seconds, 9), *limits
 

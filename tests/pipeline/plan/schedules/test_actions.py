@@ -9,25 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.plan.schedules.schedule import (
-    ALL_MICROBATCHES,
-    SCHEDULES,
-    Action,
-    Op,
-    build_schedule,
-)
-from lightning_dlres.pipeline.plan.schedules.schedule import in_flight as planned_in_flight
+from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 from tests.support.examples import examples
+from tests.support.pipeline_profiles import GPIPE, ONE_F_ONE_B, SCHEDULES
 
-names = st.sampled_from(SCHEDULES)
+schedules = st.sampled_from(SCHEDULES)
 stage_counts = st.integers(1, 7)
 microbatch_counts = st.integers(0, 12)
 extras = st.integers(0, 3)
 
 
-def actions(name: str, stages: int, microbatches: int, extra: int = 0) -> list[list[Action]]:
+def actions(
+    schedule: Schedule, stages: int, microbatches: int, extra: int = 0
+) -> list[list[Action]]:
     return [
-        build_schedule(name, stages, stage, microbatches, extra_in_flight=extra)
+        schedule.actions(stages, stage, microbatches, extra_in_flight=extra)
         for stage in range(stages)
     ]
 
@@ -55,9 +51,9 @@ class Simulation:
         """Let every stage go as far as it can, until all are at the end."""
         while any(self.step(stage) for stage in range(len(self.schedules))):
             pass
-        for stage, schedule in enumerate(self.schedules):
-            assert self.position[stage] == len(schedule), (
-                f"stage {stage} waits for ever for {schedule[self.position[stage]]}"
+        for stage, own in enumerate(self.schedules):
+            assert self.position[stage] == len(own), (
+                f"stage {stage} waits for ever for {own[self.position[stage]]}"
             )
         assert not any(self.links.values()), "a message was sent and not received"
 
@@ -100,27 +96,27 @@ class Simulation:
 
 
 @settings(max_examples=examples(200))
-@given(names, stage_counts, microbatch_counts, extras)
+@given(schedules, stage_counts, microbatch_counts, extras)
 def test_all_stages_together_reach_the_end(
-    name: str, stages: int, microbatches: int, extra: int
+    schedule: Schedule, stages: int, microbatches: int, extra: int
 ) -> None:
-    simulation = Simulation(actions(name, stages, microbatches, extra))
+    simulation = Simulation(actions(schedule, stages, microbatches, extra))
     simulation.run()
     assert simulation.done == [set(range(microbatches))] * stages
 
 
-@given(names, stage_counts, microbatch_counts, extras)
+@given(schedules, stage_counts, microbatch_counts, extras)
 def test_every_microbatch_once_and_in_order(
-    name: str, stages: int, microbatches: int, extra: int
+    schedule: Schedule, stages: int, microbatches: int, extra: int
 ) -> None:
     everything = list(range(microbatches))
-    for stage, schedule in enumerate(actions(name, stages, microbatches, extra)):
+    for stage, own in enumerate(actions(schedule, stages, microbatches, extra)):
         for op in (Op.FORWARD, Op.BACKWARD):
-            assert of(op, schedule) == everything
+            assert of(op, own) == everything
         for op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT):
-            assert of(op, schedule) == (everything if stage > 0 else [])
+            assert of(op, own) == (everything if stage > 0 else [])
         for op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT):
-            assert of(op, schedule) == (everything if stage < stages - 1 else [])
+            assert of(op, own) == (everything if stage < stages - 1 else [])
 
 
 def in_flight(schedule: list[Action]) -> int:
@@ -132,33 +128,33 @@ def in_flight(schedule: list[Action]) -> int:
     return most
 
 
-@given(names, stage_counts, microbatch_counts, extras)
+@given(schedules, stage_counts, microbatch_counts, extras)
 def test_stages_before_the_last_run_ahead_as_told(
-    name: str, stages: int, microbatches: int, extra: int
+    schedule: Schedule, stages: int, microbatches: int, extra: int
 ) -> None:
-    for stage, schedule in enumerate(actions(name, stages, microbatches, extra)):
+    for stage, own in enumerate(actions(schedule, stages, microbatches, extra)):
         ahead = stages - stage + (extra if stage < stages - 1 else 0)
-        expected = microbatches if name == "gpipe" else min(ahead, microbatches)
-        assert in_flight(schedule) == expected
-        assert planned_in_flight(name, stages, stage, microbatches, extra) == expected
+        expected = microbatches if schedule == GPIPE else min(ahead, microbatches)
+        assert in_flight(own) == expected
+        assert schedule.max_in_flight(stages, stage, microbatches, extra) == expected
 
 
 @given(stage_counts, microbatch_counts)
 def test_1f1b_holds_no_more_than_it_must(stages: int, microbatches: int) -> None:
-    for stage, schedule in enumerate(actions("1f1b", stages, microbatches)):
-        assert in_flight(schedule) == min(stages - stage, microbatches)
-        assert planned_in_flight("1f1b", stages, stage, microbatches) == in_flight(schedule)
+    for stage, own in enumerate(actions(ONE_F_ONE_B, stages, microbatches)):
+        assert in_flight(own) == min(stages - stage, microbatches)
+        assert ONE_F_ONE_B.max_in_flight(stages, stage, microbatches) == in_flight(own)
     for m in range(microbatches):
         # The last stage turns round at once, so that a gradient is on its way as early as can be.
-        at = schedule.index(Action(Op.FORWARD, m))
-        assert schedule[at + 1 : at + 3] == [Action(Op.LOSS, m), Action(Op.BACKWARD, m)]
+        at = own.index(Action(Op.FORWARD, m))
+        assert own[at + 1 : at + 3] == [Action(Op.LOSS, m), Action(Op.BACKWARD, m)]
 
 
 @given(stage_counts, microbatch_counts)
 def test_gpipe_computes_one_loss_between_all_forwards_and_all_backwards(
     stages: int, microbatches: int
 ) -> None:
-    *others, last = actions("gpipe", stages, microbatches)
+    *others, last = actions(GPIPE, stages, microbatches)
     assert not any(of(Op.LOSS, schedule) for schedule in others)
     computed = [a.op for a in last if a.op in (Op.FORWARD, Op.LOSS, Op.BACKWARD)]
     assert computed == [Op.FORWARD] * microbatches + [Op.LOSS] + [Op.BACKWARD] * microbatches
@@ -168,15 +164,14 @@ def test_gpipe_computes_one_loss_between_all_forwards_and_all_backwards(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("schedule", "arguments", "words"),
     [
-        (("zigzag", 2, 0, 1), ", got 'zigzag'"),
-        (("gpipe", 2, 2, 1), "No stage 2 of 2"),
-        (("1f1b", 2, -1, 1), "No stage -1 of 2"),
-        (("gpipe", 0, 0, 1), "No stage 0 of 0"),
-        (("1f1b", 2, 0, -1), "-1 micro-batches"),
+        (GPIPE, (2, 2, 1), "No stage 2 of 2"),
+        (ONE_F_ONE_B, (2, -1, 1), "No stage -1 of 2"),
+        (GPIPE, (0, 0, 1), "No stage 0 of 0"),
+        (ONE_F_ONE_B, (2, 0, -1), "-1 micro-batches"),
     ],
 )
-def test_bad_arguments(arguments: tuple[str, int, int, int], words: str) -> None:
+def test_bad_arguments(schedule: Schedule, arguments: tuple[int, int, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build_schedule(*arguments)
+        schedule.actions(*arguments)

@@ -1,0 +1,180 @@
+"""Base class of pipeline schedules: the order of each stage's actions within one training step.
+
+A schedule states its actions and the granularity of its loss. The simulator, the planner and the
+runtime derive everything else from these two, so all three speak of the same step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import ClassVar, final
+
+from lightning_dlres.core.errors import ConfigError
+
+
+class Op(str, Enum):
+    """Kind of an action of a stage."""
+
+    RECEIVE_ACTIVATION = "receive activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send activation"
+    LOSS = "loss"
+    RECOMPUTE = "recompute"
+    RECEIVE_GRADIENT = "receive gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send gradient"
+
+
+ALL_MICROBATCHES = -1
+"""Micro-batch index of an action on the whole batch."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action of a stage.
+
+    Attributes:
+        op: Kind of the action.
+        microbatch: Index into the replica's own micro-batches, or `ALL_MICROBATCHES` for a loss
+            over the whole batch.
+    """
+
+    op: Op
+    microbatch: int
+
+
+class Schedule(ABC):
+    """Order of each stage's actions within one training step.
+
+    A subclass defines `name`, `whole_batch_loss` and `build_actions`. It is stateless, flushes at
+    the end of the step, and is found by its name once `register_schedule` has checked it.
+
+    Attributes:
+        name: Name in options, plan.json and messages.
+        whole_batch_loss: Whether the last stage computes the loss once, over the whole batch, which
+            is exact for any loss. Otherwise the loss is computed per micro-batch, which is exact
+            only for a mean over samples. No backward can start before a loss over the whole batch,
+            so all forwards of every stage then precede all its backwards.
+    """
+
+    name: ClassVar[str]
+    whole_batch_loss: ClassVar[bool]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @abstractmethod
+    def build_actions(
+        self, stages: int, stage: int, microbatches: int, recompute: bool, extra_in_flight: int
+    ) -> list[Action]:
+        """Return the actions of one stage for one step; see `actions` for the arguments.
+
+        `forward_actions` and `backward_actions` give the actions of one micro-batch together with
+        their messages. `check_schedule` lists the rules for their order.
+        """
+
+    @final
+    def actions(
+        self,
+        stages: int,
+        stage: int,
+        microbatches: int,
+        *,
+        recompute: bool = False,
+        extra_in_flight: int = 0,
+    ) -> list[Action]:
+        """Return the actions of one stage for one step.
+
+        Args:
+            stages: Number of stages of the pipeline.
+            stage: Index of the stage; 0 is the first.
+            microbatches: Number of micro-batches of this replica in the step. It may be 0, or
+                smaller than `stages`.
+            recompute: Whether the stage recomputes layers before a micro-batch's backward.
+            extra_in_flight: Number of micro-batches by which stages before the last one run ahead,
+                beyond those that fill the pipeline. A schedule that cannot use them ignores it.
+
+        Raises:
+            ConfigError: If `stage` or `microbatches` is out of range.
+        """
+        if not 0 <= stage < stages or microbatches < 0:
+            raise ConfigError(f"No stage {stage} of {stages} with {microbatches} micro-batches.")
+        return self.build_actions(stages, stage, microbatches, recompute, extra_in_flight)
+
+    @final
+    def max_in_flight(
+        self, stages: int, stage: int, microbatches: int, extra_in_flight: int = 0
+    ) -> int:
+        """Return the largest number of micro-batches between their forward and their backward on a
+        stage."""
+        return _counts(self, stages, stage, microbatches, extra_in_flight).max_in_flight
+
+    @final
+    def serial_forwards(
+        self, stages: int, stage: int, microbatches: int, extra_in_flight: int = 0
+    ) -> int:
+        """Return the number of forwards of a stage that cannot overlap with the first round trip.
+
+        This round trip takes the micro-batch whose backward comes first through the stages below.
+        Forwards up to that of this micro-batch come before it, forwards after the first backward
+        come after it. A loss over the whole batch waits for all forwards.
+        """
+        return _counts(self, stages, stage, microbatches, extra_in_flight).serial_forwards
+
+    @final
+    def losses(self, microbatches: int) -> int:
+        """Return how often the last stage of a replica computes the loss in one step."""
+        return 1 if self.whole_batch_loss else microbatches
+
+
+def forward_actions(stages: int, stage: int, microbatch: int) -> list[Action]:
+    """Return the forward of one micro-batch on one stage, with its messages."""
+    receive = [Action(Op.RECEIVE_ACTIVATION, microbatch)] if stage > 0 else []
+    send = [Action(Op.SEND_ACTIVATION, microbatch)] if stage < stages - 1 else []
+    return [*receive, Action(Op.FORWARD, microbatch), *send]
+
+
+def backward_actions(stages: int, stage: int, microbatch: int, recompute: bool) -> list[Action]:
+    """Return the backward of one micro-batch on one stage, with its messages.
+
+    The stage recomputes before it waits for the gradient, in time that would be idle otherwise.
+    """
+    recomputation = [Action(Op.RECOMPUTE, microbatch)] if recompute else []
+    receive = [Action(Op.RECEIVE_GRADIENT, microbatch)] if stage < stages - 1 else []
+    send = [Action(Op.SEND_GRADIENT, microbatch)] if stage > 0 else []
+    return [*recomputation, *receive, Action(Op.BACKWARD, microbatch), *send]
+
+
+@dataclass(frozen=True)
+class _Counts:
+    max_in_flight: int
+    serial_forwards: int
+
+
+@lru_cache(maxsize=4096)
+def _counts(
+    schedule: Schedule, stages: int, stage: int, microbatches: int, extra_in_flight: int
+) -> _Counts:
+    """Return the figures of one stage's actions; the planner asks for the same ones many times."""
+    actions = schedule.actions(stages, stage, microbatches, extra_in_flight=extra_in_flight)
+    held = most = 0
+    forwards: list[int] = []
+    before_first_backward = after_first_backward = 0
+    first_backward: int | None = None
+    for action in actions:
+        if action.op is Op.FORWARD:
+            held += 1
+            most = max(most, held)
+            forwards.append(action.microbatch)
+            after_first_backward += first_backward is not None
+        elif action.op is Op.BACKWARD:
+            held -= 1
+            if first_backward is None:
+                first_backward = action.microbatch
+                before_first_backward = forwards.index(first_backward) + 1
+    if schedule.whole_batch_loss:
+        return _Counts(most, microbatches)
+    return _Counts(most, before_first_backward + after_first_backward)
