@@ -18,7 +18,12 @@ from typing import Any
 from benchmarks.support.command import flags
 from benchmarks.support.report import at_most, conclude, table
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
-from lightning_dlres.pipeline.plan.planner import PlannerResult, decide, start_order, start_split
+from lightning_dlres.pipeline.plan.search.device_orders import (
+    SearchResult,
+    search_plan,
+    start_order,
+    start_split,
+)
 from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of
 from tests.support.pipeline_profiles import large_workload, limited
 
@@ -79,7 +84,7 @@ def measure(size: Size, seed: int, room: float | None) -> dict[str, Any]:
     """Plan for one profile."""
     workload = profile(size, seed, room)
     started = time.perf_counter()
-    found = decide(workload, size.stages, keep_order=not size.any_order)
+    found = search_plan(workload, size.stages, keep_order=not size.any_order)
     return {
         "seed": seed,
         "room": room,
@@ -93,7 +98,7 @@ def measure(size: Size, seed: int, room: float | None) -> dict[str, Any]:
     }
 
 
-def over_start(found: PlannerResult) -> float | None:
+def over_start(found: SearchResult) -> float | None:
     """Return the step as a share of that of E4's order with a split in proportion to power; None
     where memory does not hold that."""
     if math.isinf(found.start_seconds):

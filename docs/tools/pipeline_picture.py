@@ -12,14 +12,9 @@ from pathlib import Path
 
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
-from lightning_dlres.pipeline.plan.planner import decide
-from lightning_dlres.pipeline.profile.model_profile import (
-    Cluster,
-    Device,
-    LayerProfile,
-    Link,
-    StepCosts,
-)
+from lightning_dlres.pipeline.plan.search.device_orders import decide
+from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 from lightning_dlres.pipeline.report.gantt import Panel, draw
 
 # The second device takes three times as long as the first.

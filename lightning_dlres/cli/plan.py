@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.plan.planning import measured_plan
+from lightning_dlres.pipeline.plan.planner import measured_plan
+from lightning_dlres.pipeline.profile.cluster import Cluster
 from lightning_dlres.pipeline.profile.cluster_file import load_cluster
-from lightning_dlres.pipeline.profile.model_profile import Cluster
 from lightning_dlres.strategies.capabilities import PipelinePlanning
 from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_here
 

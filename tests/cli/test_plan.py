@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dlres.cli.main import main
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.profile import run_profile
+from lightning_dlres.pipeline.profile import profiler
 from tests.cli.test_cli import CONFIG, TINY, assert_trained, run_in
 from tests.support.rank_pool import RankContext, RankOutcome, RankPool
 from tests.support.scripts import RunScript
@@ -53,7 +53,7 @@ def test_a_plan_for_a_cluster_that_is_not_at_hand(pool: RankPool, tmp_path: Path
 def run_with_little_room(context: RankContext, directory: str, *options: str) -> int:
     """Run `dlres` in a directory, on a machine whose memory is full."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_profile, "available_bytes", lambda: 1000)
+        patch.setattr(profiler, "available_bytes", lambda: 1000)
         return run_in(context, directory, *options)
 
 

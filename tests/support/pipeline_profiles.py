@@ -15,13 +15,8 @@ from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
-from lightning_dlres.pipeline.profile.model_profile import (
-    Cluster,
-    Device,
-    LayerProfile,
-    Link,
-    StepCosts,
-)
+from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
 GPIPE, ONE_F_ONE_B = SCHEDULES = (schedule_named("gpipe"), schedule_named("1f1b"))
 MIB = 1 << 20

@@ -55,8 +55,8 @@ class TrainResult:
     Attributes:
         gradients: Sum over the batch for every parameter that this rank holds, multiplied by the
             loss scale.
-        records: Records of last stages: of the first replica after a loss over the whole batch, else
-            of every replica that had a micro-batch.
+        records: Records of last stages: of the first replica after a loss over the whole batch,
+            else of every replica that had a micro-batch.
         sizes: Samples of every micro-batch.
     """
 

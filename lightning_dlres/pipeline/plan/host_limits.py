@@ -10,7 +10,7 @@ import msgspec
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.profile.model_profile import Cluster
+from lightning_dlres.pipeline.profile.cluster import Cluster
 
 
 def within_hosts(

@@ -18,7 +18,8 @@ from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Work
 from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
-from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepCosts
+from lightning_dlres.pipeline.profile.cluster import Cluster
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):

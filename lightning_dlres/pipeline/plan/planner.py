@@ -1,216 +1,186 @@
-"""The planner (Method E, E2-E4, E6): number of stages, order of devices, split, and what is
-recomputed.
-
-A pure function of the profile. Every order of unlike devices is searched, each by an integer
-program (see `program`) that is asked only for what is faster than the best plan known; the start is
-E4's order with a split in proportion to power, so the result is never worse than that in the
-simulator."""
+"""From a profile to a plan that all ranks share: decided on rank 0, adopted where one was given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice, pairwise
-from math import inf
+
+import msgspec
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.units import format_bytes
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
-from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
-from lightning_dlres.pipeline.plan.search.feasible_order import fitting_order
-from lightning_dlres.pipeline.plan.search.grouping import (
-    Slots,
-    distinct_orders,
-    group,
-    order_by_ratio,
-    replicas_of,
-    slot_power,
-    stage_counts,
-)
-from lightning_dlres.pipeline.plan.search.milp import GAP, SplitChoice, SplitProgram
+from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_extra_in_flight
+from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
+from lightning_dlres.pipeline.plan.host_limits import within_hosts
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.plan.schedules.base import Schedule
+from lightning_dlres.pipeline.plan.search.device_orders import search_plan
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
+from lightning_dlres.pipeline.profile.cluster import Cluster
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile
 
-# More orders than this are not tried one by one: two devices in E4's order are exchanged while that
-# helps.
-_MOST_ORDERS = 200
+Replicas = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class PlannerResult:
-    """What the planner decided.
+class PlanConstraints:
+    """What the user fixed of the plan.
 
     Attributes:
-        workload: the devices in the order that was chosen.
-        split, recompute: see `SplitChoice`.
-        seconds: of the step, in the simulator.
-        start_seconds: of E4's order with a split in proportion to power, in the simulator; infinite
-            where memory does not hold it.
-        gap: no plan of the orders that were searched is faster by a larger share.
+        stages: number of stages; None: whatever is fastest.
+        replicas: the ranks of every replica in stage order; None: free.
+        schedule: the schedule to plan for.
+        recompute: "auto", "never" or "always".
     """
 
-    workload: Workload
-    split: tuple[int, ...]
-    recompute: tuple[int, ...]
-    seconds: float
-    start_seconds: float
-    gap: float
+    stages: int | None
+    replicas: Replicas | None
+    schedule: Schedule
+    recompute: str
 
 
-def decide(
-    workload: Workload,
-    stages: int | None = None,
-    keep_order: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> PlannerResult:
-    """Return the fastest plan.
+def adopt_plan(
+    given: PipelinePlan, layers: tuple[LayerProfile, ...], path: str, world_size: int
+) -> PipelinePlan:
+    """Return a plan that was given, completed with the model's layers.
 
     Args:
-        workload: what to run; its replicas are the ones to be used if `keep_order` is set, else
-            only the cluster counts.
-        stages: number of stages of a replica; None: whatever is fastest of `stage_counts`.
-        keep_order: search only splits.
-        say: gets a line about what is going on.
+        given: the plan.
+        layers: the model's layers, measured or not.
+        path: name of the pipelined module.
+        world_size: number of ranks.
 
     Raises:
-        ConfigError: no plan fits into memory (the message says which limit would do), or the
-            numbers do not divide.
+        ConfigError: it is for another model or another number of ranks, or breaks a memory limit.
     """
-    if keep_order:
-        return _require(_search(workload, [workload.replicas]), [workload])
-    world, layers = len(workload.cluster.devices), len(workload.layers)
-    counts = (
-        [stages]
-        if stages is not None
-        else [count for count in stage_counts(world) if count <= layers]
-    )
-    if not counts:
+    names = tuple(layer.name for layer in layers)
+    if given.world_size != world_size:
         raise ConfigError(
-            f"Got {layers} layers for {world} ranks, expected at least "
-            f"{min(stage_counts(world))}, one for every stage of the shortest pipeline. Use fewer "
-            "ranks, or stages=1."
+            f"plan must be for {world_size} ranks, got one for {given.world_size}. Plan again."
         )
-    best: PlannerResult | None = None
-    tried = []
-    for count in counts:
-        slots = group(workload.cluster, count)
-        first = start_order(workload, slots)
-        variant = replace(workload, replicas=replicas_of(first))
-        tried.append(variant)
-        orders = list(islice(distinct_orders(workload.cluster, first), _MOST_ORDERS + 1))
-        arranged = [replicas_of(order) for order in orders]
-        if len(orders) <= _MOST_ORDERS:
-            found = _search(variant, arranged, best)
-        else:
-            # Where memory limits differ, another order may fit where E4's does not.
-            found = _search(variant, arranged[:1])
-            if found is None and (fitting := fitting_order(variant, first)) is not None:
-                found = _search(variant, [replicas_of(fitting)])
-                found = replace(found, start_seconds=inf) if found is not None else None
-            found = _exchange(found) if found is not None else None
-        if found is not None:
-            say(f"{count} stages: {found.seconds * 1e3:.1f} ms a step")
-        best = found if best is None or (found and found.seconds < best.seconds) else best
-    return _require(best, tried)
+    if sum(given.split) != len(names):
+        raise ConfigError(
+            f"plan.split must add up to the {len(names)} layers of {path!r}, got "
+            f"{list(given.split)} for {sum(given.split)} layers. Edit the split, or plan again."
+        )
+    known = tuple(layer.name for layer in given.layers)
+    if known and known != names:
+        raise ConfigError(
+            f"plan must be for the model's layers {list(names)}, got one for {list(known)}. Plan "
+            "again."
+        )
+    plan = msgspec.structs.replace(given, layers=given.layers or layers)
+    return predicted(plan) if plan.is_measured else plan
 
 
-def start_order(workload: Workload, slots: Slots) -> Slots:
-    """Return E4's order of the stages."""
-    fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
-    work = sum(layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers)
-    gradients = sum(layer.gradient_bytes + sum(layer.shared.values()) for layer in workload.layers)
-    return order_by_ratio(workload.cluster, slots, work * max(workload.microbatches, 1), gradients)
+def predicted(plan: PipelinePlan) -> PipelinePlan:
+    """Return a measured plan with its step times as the simulator finds them, whatever was edited.
 
-
-def start_split(workload: Workload) -> tuple[int, ...]:
-    """Return the split in proportion to power (E2)."""
-    fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
-    work = [layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers]
-    slots = list(zip(*workload.replicas, strict=True))
-    return proportional_split(work, [slot_power(workload.cluster, slot) for slot in slots])
-
-
-def _search(
-    workload: Workload,
-    orders: Sequence[tuple[tuple[int, ...], ...]],
-    known: PlannerResult | None = None,
-) -> PlannerResult | None:
-    """Return the best plan over some orders, the first of which is E4's."""
-    programs = [SplitProgram(replace(workload, replicas=replicas)) for replicas in orders]
-    start_seconds, best = inf, None
-    limit = known.seconds if known is not None else inf
-    found: SplitChoice | None = None
-    start = programs[0].evaluate(_stops(start_split(programs[0].workload)))
-    if start is not None:
-        start_seconds = start.seconds
-        found = programs[0].improve(_stops(start.split), start)
-        best = programs[0]
-    # The most promising order first: what it reaches cuts off the others.
-    for program in sorted(programs, key=lambda p: p.segments.root_bound):
-        target = min(limit, found.seconds if found is not None else inf) * (1 - GAP)
-        if program.segments.root_bound >= target:
-            continue
-        better = _solve(program, target)
-        if better is not None:
-            found, best = better, program
-    if found is None or best is None or found.seconds >= limit:
-        return None
-    gap = GAP
-    if not all(program.in_time for program in programs):
-        least = min(program.segments.root_bound for program in programs)
-        gap = max(GAP, 1 - least / found.seconds)
-    return PlannerResult(
-        best.workload, found.split, found.recompute, found.seconds, start_seconds, gap
+    Raises:
+        ConfigError: a stage breaks its memory limit.
+    """
+    workload = plan.workload()
+    for stage in range(plan.stages):
+        peak = workload.peak_bytes(stage, plan.layers_of(stage), plan.recompute)
+        limit = workload.limit(stage)
+        if limit is not None and peak > limit:
+            raise ConfigError(
+                f"plan must keep stage {stage} within its memory limit of {limit} bytes, got "
+                f"{peak}. Give it fewer layers, recompute more of them, or plan again."
+            )
+    return msgspec.structs.replace(
+        plan,
+        predicted_seconds=step_seconds(workload, plan.split, plan.recompute),
+        even_seconds=even_step_seconds(workload),
     )
 
 
-def _solve(program: SplitProgram, target: float) -> SplitChoice | None:
-    """Return the fastest plan below the target, to within the gap: the better the plan that is
-    known before, the fewer segments are left to the program."""
-    best = None
-    start = program.evaluate(program.segments.root_stops)
-    if start is not None:
-        start = program.improve(_stops(start.split), start)
-        if start.seconds < target:
-            best, target = start, start.seconds * (1 - GAP)
-    found = program.solve(target)
-    return best if found is None else program.improve(_stops(found.split), found)
+def with_schedule(plan: PipelinePlan, schedule: str) -> PipelinePlan:
+    """Return the plan as it is under another schedule: the same layers on the same devices.
+
+    Raises:
+        ConfigError: a stage breaks its memory limit under it.
+    """
+    changed = msgspec.structs.replace(plan, schedule=schedule)
+    if schedule == plan.schedule or not plan.is_measured:
+        return changed
+    try:
+        return predicted(changed)
+    except ConfigError as error:
+        raise ConfigError(
+            f"The loss needs schedule {schedule!r}, for which the plan was not made: {error} Use "
+            f"HeteroPipeStrategy(schedule={schedule!r}), so that it is."
+        ) from None
 
 
-def _exchange(start: PlannerResult) -> PlannerResult:
-    best = start
-    improved = True
-    while improved:
-        improved = False
-        slots = tuple(zip(*best.workload.replicas, strict=True))
-        for one, other in combinations(range(len(slots)), 2):
-            moved = [*slots]
-            moved[one], moved[other] = moved[other], moved[one]
-            found = _search(best.workload, [replicas_of(tuple(moved))], best)
-            if found is not None:
-                best, improved = replace(found, start_seconds=start.start_seconds), True
-                break
-    return best
+def even_step_seconds(workload: Workload) -> float:
+    """Return the step time of what one would do without a profile: equal numbers of layers, devices
+    in the order of ranks, nothing recomputed."""
+    replicas = arrange(len(workload.cluster.devices), workload.stages)
+    even = even_split(len(workload.layers), workload.stages)
+    return step_seconds(replace(workload, replicas=replicas), even)
 
 
-def _require(found: PlannerResult | None, tried: Sequence[Workload]) -> PlannerResult:
-    if found is not None:
-        return found
-    least = min(smallest_limit(workload) for workload in tried)
-    limits = {device.memory_limit for device in tried[0].cluster.devices}
-    given = " and ".join(
-        format_bytes(limit) for limit in sorted(x for x in limits if x is not None)
+def measured_plan(
+    profile: RunProfile,
+    wishes: PlanConstraints,
+    warn: Callable[[str], None],
+    say: Callable[[str], None] = lambda line: None,
+) -> PipelinePlan:
+    """Return the fastest plan for a profile.
+
+    Raises:
+        ConfigError: none fits into memory, or the ranks do not divide into stages.
+    """
+    return within_hosts(
+        lambda cluster: _fastest_plan(profile, cluster, wishes, say),
+        profile.cluster,
+        profile.host_memory,
+        warn,
     )
-    raise ConfigError(
-        f"memory_limit must be at least {least} bytes ({format_bytes(least)}) on every device"
-        f"{'' if len(limits) == 1 else ' where all have the same'}"
-        f"{'' if tried[0].recompute != 'never' else ' without recomputation'}, got {given}: no "
-        "plan fits. Use a larger limit, more devices, or more micro-batches."
+
+
+def _fastest_plan(
+    profile: RunProfile, cluster: Cluster, wishes: PlanConstraints, say: Callable[[str], None]
+) -> PipelinePlan:
+    world = len(cluster.devices)
+    workload = Workload(
+        profile.layers,
+        profile.step,
+        cluster,
+        wishes.replicas or arrange(world, world if world <= len(profile.layers) else 1),
+        wishes.schedule,
+        profile.microbatches,
+        wishes.recompute,
+    )
+    decision = search_plan(workload, wishes.stages, keep_order=wishes.replicas is not None, say=say)
+    chosen = with_extra_in_flight(decision.workload, decision.split, decision.recompute)
+    return predicted(
+        PipelinePlan(
+            replicas=chosen.replicas,
+            split=decision.split,
+            recompute=decision.recompute,
+            schedule=wishes.schedule.name,
+            microbatches=profile.microbatches,
+            extra_in_flight=chosen.extra_in_flight,
+            layers=profile.layers,
+            step=profile.step,
+            cluster=cluster,
+        )
     )
 
 
-def _stops(split: Sequence[int]) -> list[int]:
-    stops = [0]
-    for count in split:
-        stops.append(stops[-1] + count)
-    assert all(a < b for a, b in pairwise(stops))
-    return stops[1:]
+def unmeasured_layers(names: Sequence[str], sizes: Sequence[int]) -> tuple[LayerProfile, ...]:
+    """Return the profiles of layers that were not run: names and parameter bytes."""
+    return tuple(
+        LayerProfile(name=name, parameter_bytes=size)
+        for name, size in zip(names, sizes, strict=True)
+    )
+
+
+def unmeasured_plan(layers: tuple[LayerProfile, ...], replicas: Replicas) -> PipelinePlan:
+    """Split by parameter bytes, as if all devices were alike; where there is nothing to measure
+    with."""
+    sizes = [float(layer.parameter_bytes) for layer in layers]
+    split = proportional_split(sizes, [1.0] * len(replicas[0]))
+    return PipelinePlan(replicas=replicas, split=split, layers=layers)

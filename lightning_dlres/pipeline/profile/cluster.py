@@ -1,203 +1,103 @@
-"""What the ranks' measurements say about the cluster (Method E, E1, E3): kinds of devices, their
-power, and the links between them."""
+"""Cluster that a model is trained on: the devices and the links between them, as plain data."""
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from collections.abc import Sequence
+from itertools import chain
 
-import torch
+import msgspec
 
-from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
-from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
-from lightning_dlres.pipeline.profile.model_profile import Link
-
-# Two devices are of one kind if their times differ by no more than noise does.
-_ALIKE = 1.15
-_MESSAGES_OF_A_TRIP = 3
-_FIRST_PROBE, _LARGEST_PROBE = 1 << 18, 1 << 24
-# Of a probe: of a longer profile no more.
-MOST_ROUNDS, MOST_SECONDS = 8, 0.05
+from lightning_dlres.core.checks import finite, instance, whole_number
+from lightning_dlres.core.errors import ConfigError, got_expected
 
 
-def completed(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return each rank's times of all layers without NaN.
-
-    A rank has no time (NaN) for a layer for which it has no room, and which no plan puts there.
-    It is taken to need what the others do, times the factor by which the layers take longer on it
-    that both could run; as long as them where there are none of these. Where no rank has room, a
-    layer takes as long as the rank's longest one.
-    """
-    rows = []
-    for row in seconds:
-        known = [i for i, value in enumerate(row) if not math.isnan(value)]
-        filled = list(row)
-        for index in set(range(len(row))).difference(known):
-            guesses = []
-            for other in seconds:
-                if not math.isnan(other[index]):
-                    both = [i for i in known if not math.isnan(other[i])]
-                    of_other = sum(other[i] for i in both)
-                    factor = sum(row[i] for i in both) / of_other if of_other > 0 else 1.0
-                    guesses.append(other[index] * factor)
-            longest = max((row[i] for i in known), default=1.0)
-            filled[index] = statistics.median(guesses) if guesses else longest
-        rows.append(filled)
-    return rows
-
-
-def kinds_of(names: Sequence[str], seconds: Sequence[Sequence[float]]) -> list[int]:
-    """Return the kind of every rank: 0 is the fastest.
-
-    Args:
-        names: what each rank's device is called; unlike names are unlike kinds.
-        seconds: each rank's times of all layers.
-    """
-    totals = [sum(row) for row in seconds]
-    kinds = [0] * len(totals)
-    found: list[tuple[str, float]] = []
-    for rank in sorted(range(len(totals)), key=lambda r: (totals[r], r)):
-        alike = [
-            kind
-            for kind, (name, fastest) in enumerate(found)
-            if name == names[rank] and totals[rank] <= fastest * _ALIKE
-        ]
-        if alike:
-            kinds[rank] = alike[0]
-        else:
-            kinds[rank] = len(found)
-            found.append((names[rank], totals[rank]))
-    return kinds
-
-
-def times_of_kinds(kinds: Sequence[int], values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the median over the ranks of a kind of each of their values."""
-    return [
-        [
-            statistics.median(column)
-            for column in zip(
-                *(row for k, row in zip(kinds, values, strict=True) if k == kind), strict=True
-            )
-        ]
-        for kind in range(max(kinds) + 1)
-    ]
-
-
-def powers_of(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the compute power of each device relative to the fastest, from its seconds for every
-    layer.
-
-    A device's power is the median over layers of (fastest device's seconds / its seconds), so that
-    one disturbed measurement does not make a device look slow."""
-    totals = [sum(row) for row in seconds]
-    best = seconds[totals.index(min(totals))]
-    raw = [
-        statistics.median([b / s for b, s in zip(best, row, strict=True) if s > 0] or [1.0])
-        for row in seconds
-    ]
-    return [power / max(raw) for power in raw]
-
-
-def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return one pair of ranks for every pair of hosts, and one within every host that has two
-    ranks."""
-    by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    return list(_pairs(list(by_host.values())))
-
-
-def _pairs(groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    for a, b in combinations_with_replacement(groups, 2):
-        if a is not b:
-            yield a[0], b[0]
-        elif len(a) > 1:
-            yield a[0], a[1]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What one rank saw of a link.
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's device.
 
     Attributes:
-        link: the way.
-        message: seconds that sending or receiving a message took from this process.
+        kind: index of its kind: devices of one kind take the same time for every layer.
+        power: compute power; the fastest device has 1.0.
+        host: name of its host; links inside and between hosts differ.
+        memory_limit: bytes that the model may take there; None: no limit.
     """
 
-    link: Link
-    message: float
+    kind: int = 0
+    power: float = 1.0
+    host: str = ""
+    memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("kind", self.kind, "kind=0", least=0)
+        finite("power", self.power, "power=1.0", above=True)
+        instance("host", self.host, (str,), "a name", "host=''")
+        if self.memory_limit is not None:
+            whole_number("memory_limit", self.memory_limit, "memory_limit=None", least=0)
 
 
-def probe(
-    mailbox: Mailbox,
-    a: int,
-    b: int,
-    nbytes: int,
-    caches: CpuCacheFlusher,
-    rounds: int = MOST_ROUNDS,
-    long_enough: float = MOST_SECONDS,
-) -> Probe | None:
-    """Measure the way between two ranks; called by all, and None for those that it does not
-    concern.
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """A way between two ranks: seconds before the first byte, and bytes a second after it."""
 
-    Args:
-        nbytes: size of a typical message, for what a message takes from the process.
-        caches: they are cold when a message comes.
-        rounds: number of messages of each kind that are timed.
-        long_enough: seconds that a message takes whose bandwidth is believed; larger ones are
-            tried until then.
+    ranks: tuple[int, int]
+    latency: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        pair = self.ranks if isinstance(self.ranks, (list, tuple)) else ()
+        if len(pair) != 2 or any(type(rank) is not int or rank < 0 for rank in pair):
+            raise ConfigError(got_expected("ranks", self.ranks, "two ranks", "ranks=(0, 1)"))
+        finite("latency", self.latency, "latency=0.0")
+        # A perfect link is infinitely fast.
+        if self.bytes_per_second != float("inf"):
+            finite("bytes_per_second", self.bytes_per_second, "bytes_per_second=1e9", above=True)
+
+
+_PERFECT = Link(ranks=(0, 0), latency=0.0, bytes_per_second=float("inf"))
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The devices and what joins them.
+
+    Attributes:
+        kinds: name of each kind of device.
+        devices: one per rank.
+        links: measured ways. A pair that is not in the list is like a measured pair of the same two
+            hosts, else like one of the same nature (within a host, between hosts), else perfect.
     """
-    if mailbox.rank not in (a, b):
-        return None
-    pings = _Pings(mailbox, b if mailbox.rank == a else a, leads=mailbox.rank == a)
-    pings.trip(1)
-    latency = statistics.median(pings.trip(1) for _ in range(rounds)) / 2
-    size = _FIRST_PROBE
-    while (seconds := pings.trip(size) / 2) < long_enough and size < _LARGEST_PROBE:
-        size *= 4
-    seconds = statistics.median([seconds, pings.trip(size) / 2, pings.trip(size) / 2])
-    bandwidth = size / max(seconds - latency, 1e-9)
-    # Other threads carry the messages. Where the processor is a fraction of a core, they take it
-    # from the computing.
-    now = time.process_time if torch.get_num_threads() == 1 else time.thread_time
-    spent = 0.0
-    for _ in range(rounds):
-        caches.overwrite()
-        start = now()
-        pings.trip(max(nbytes, 1))
-        spent += now() - start
-    return Probe(
-        Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth),
-        spent / (_MESSAGES_OF_A_TRIP * rounds),
-    )
 
+    kinds: tuple[str, ...]
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
 
-class _Pings:
-    def __init__(self, mailbox: Mailbox, peer: int, leads: bool) -> None:
-        self._mailbox, self._peer, self._leads = mailbox, peer, leads
-        self._count = 0
+    def __post_init__(self) -> None:
+        for rank, device in enumerate(self.devices):
+            if device.kind >= len(self.kinds):
+                raise ConfigError(
+                    f"devices must be of one of the {len(self.kinds)} kinds, got kind "
+                    f"{device.kind} for rank {rank}. Name that kind in kinds."
+                )
+        for link in self.links:
+            if max(link.ranks) >= len(self.devices):
+                raise ConfigError(
+                    f"links must be between ranks below {len(self.devices)}, got {link.ranks}. "
+                    "Add the device, or remove the link."
+                )
 
-    def trip(self, nbytes: int) -> float:
-        """Send so many bytes there and back, and return the seconds, the same on both ranks."""
-        self._count += 1
-        start = time.perf_counter()
-        if self._leads:
-            self._send("there", torch.zeros(nbytes, dtype=torch.uint8))
-            self._receive("back")
-            seconds = time.perf_counter() - start
-            self._send("took", seconds)
-            return seconds
-        self._send("back", self._receive("there"))
-        return float(self._receive("took"))
+    def link(self, a: int, b: int) -> Link:
+        """Return the way between two ranks."""
 
-    def _send(self, word: str, tree: Tree) -> None:
-        self._mailbox.send(self._peer, Channel.PROBE, (word, self._count), tree)
+        def hosts(ranks: Sequence[int]) -> list[str]:
+            return sorted(self.devices[rank].host for rank in ranks)
 
-    def _receive(self, word: str) -> Tree:
-        key = (word, self._count)
-        return self._mailbox.receive(self._peer, Channel.PROBE, key, "the link's measurement")
+        def inside(ranks: Sequence[int]) -> bool:
+            return len(set(hosts(ranks))) == 1
+
+        wanted = (a, b)
+        same_ranks = (x for x in self.links if sorted(x.ranks) == sorted(wanted))
+        same_hosts = (x for x in self.links if hosts(x.ranks) == hosts(wanted))
+        same_nature = (x for x in self.links if inside(x.ranks) == inside(wanted))
+        return next(chain(same_ranks, same_hosts, same_nature), _PERFECT)
+
+    def transfer_seconds(self, a: int, b: int, nbytes: int) -> float:
+        """Return the seconds that a message takes from one rank to another."""
+        link = self.link(a, b)
+        return link.latency + nbytes / link.bytes_per_second

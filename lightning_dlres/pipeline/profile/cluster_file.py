@@ -22,7 +22,7 @@ import msgspec
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import parse_bytes, parse_rate, parse_seconds
-from lightning_dlres.pipeline.profile.model_profile import Cluster, Device, Link
+from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 
 
 class KindSpec(msgspec.Struct, forbid_unknown_fields=True):

@@ -42,18 +42,18 @@ from lightning_dlres.pipeline.execute.states import (
     restore_whole_model,
 )
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.plan.planning import (
+from lightning_dlres.pipeline.plan.planner import (
     adopt_plan,
-    for_schedule,
     measured_plan,
     unmeasured_layers,
     unmeasured_plan,
+    with_schedule,
 )
 from lightning_dlres.pipeline.plan.search.grouping import stage_counts
 from lightning_dlres.pipeline.profile.config import ProfileSamples
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
-from lightning_dlres.pipeline.profile.model_profile import LayerProfile
-from lightning_dlres.pipeline.profile.run_profile import Profiler, ProfilingError, RunProfile
+from lightning_dlres.pipeline.profile.profiler import Profiler, ProfilingError
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile
 from lightning_dlres.pipeline.stage.stage import Stage
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
@@ -282,7 +282,7 @@ class Deployment:
         return [p.requires_grad for p, stages in self.owners.items() if self.stage in stages]
 
     def _follow_schedule(self, schedule: str) -> None:
-        self.plan = for_schedule(self.plan, schedule)
+        self.plan = with_schedule(self.plan, schedule)
 
     def end(self, orderly: bool) -> None:
         """Take everything back; in an orderly end, called by all ranks, a model that came whole

@@ -11,7 +11,7 @@ from lightning_dlres.core.checks import function, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange
-from lightning_dlres.pipeline.plan.planning import PlanConstraints
+from lightning_dlres.pipeline.plan.planner import PlanConstraints
 from lightning_dlres.pipeline.plan.schedules.registry import (
     AUTO,
     initial_schedule,

@@ -9,10 +9,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_dlres.pipeline.profile.cluster import Cluster
 from lightning_dlres.pipeline.profile.config import ProfileConfig
-from lightning_dlres.pipeline.profile.model_profile import Cluster
 from lightning_dlres.pipeline.profile.profiled_model import LossRun, ProfiledModel
-from lightning_dlres.pipeline.profile.run_profile import RunProfile, profile_for_cluster
+from lightning_dlres.pipeline.profile.profiler import profile_for_cluster
+from lightning_dlres.pipeline.profile.run_profile import RunProfile
 from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module

@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.plan.planning import even_step_seconds
+from lightning_dlres.pipeline.plan.planner import even_step_seconds
 from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
 from lightning_dlres.pipeline.report.gantt import draw
 from lightning_dlres.pipeline.report.report import RunReport, run_report

@@ -11,12 +11,8 @@ import pytest
 from lightning_dlres import PipelinePlan
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.host_limits import within_hosts
-from lightning_dlres.pipeline.profile.model_profile import (
-    Cluster,
-    Device,
-    LayerProfile,
-    StepCosts,
-)
+from lightning_dlres.pipeline.profile.cluster import Cluster, Device
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
 SIZES = (100, 60, 20, 60)
 LAYERS = tuple(

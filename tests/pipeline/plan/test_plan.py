@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
-from lightning_dlres.pipeline.profile.model_profile import (
-    Cluster,
-    Device,
-    LayerProfile,
-    StepCosts,
-)
+from lightning_dlres.pipeline.profile.cluster import Cluster, Device
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
 
 def layer(name: str, size: int, seconds: float) -> LayerProfile:

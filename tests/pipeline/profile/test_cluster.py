@@ -1,73 +1,81 @@
-"""Kinds, powers and pairs are what a reader would work out by hand."""
+"""What is not measured is taken from what is most like it; and a profile that cannot be is said."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lightning_dlres.pipeline.profile.cluster import (
-    completed,
-    kinds_of,
-    pairs_to_measure,
-    powers_of,
-    times_of_kinds,
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.pipeline.plan.cost_model.costs import Workload
+from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
+from tests.support.pipeline_profiles import ONE_F_ONE_B, plain_cluster, plain_layers
+
+HOSTS = ("a", "a", "a", "b", "b", "c", "c")
+
+
+def cluster(*links: tuple[int, int, float]) -> Cluster:
+    return plain_cluster(
+        len(HOSTS),
+        hosts=HOSTS,
+        links=[Link(ranks=(a, b), latency=x, bytes_per_second=1.0) for a, b, x in links],
+    )
+
+
+def test_the_measured_way_counts_in_both_directions() -> None:
+    found = cluster((0, 1, 7.0), (1, 3, 8.0))
+    assert found.link(0, 1).latency == found.link(1, 0).latency == 7.0
+    assert found.link(3, 1).latency == 8.0
+
+
+def test_a_way_that_was_not_measured_is_like_the_most_similar_one() -> None:
+    found = cluster((3, 4, 1.0), (0, 1, 2.0), (5, 0, 4.0), (0, 3, 3.0))
+    assert found.link(1, 2).latency == 2.0, "same host"
+    assert found.link(4, 2).latency == 3.0, "same two hosts"
+    assert found.link(5, 6).latency == 1.0, "within a host, as the first such way"
+    assert found.link(3, 6).latency == 4.0, "between hosts, as the first such way"
+
+
+def test_without_any_such_way_it_takes_no_time() -> None:
+    found = cluster((0, 1, 2.0))
+    assert found.transfer_seconds(0, 3, 10**12) == 0.0
+    assert found.transfer_seconds(1, 2, 10) == 12.0
+
+
+def test_shared_parameters_count_once_in_a_stage() -> None:
+    layer = LayerProfile(name="x", parameter_bytes=3, shared={"a": 4, "b": 5})
+    assert layer.all_parameter_bytes == 12
+
+
+@pytest.mark.parametrize("device", [{"kind": 1}, {"kind": -1}, {"power": 0.0}])
+def test_bad_devices(device: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"(devices|kind|power) must be "):
+        Cluster(kinds=("cpu",), devices=(Device(**device),))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "latency", "bytes_per_second"),
+    [((0, 2), 0.0, 1.0), ((-1, 0), 0.0, 1.0), ((0, 1), -1.0, 1.0), ((0, 1), 0.0, 0.0)],
 )
+def test_bad_links(ranks: tuple[int, int], latency: float, bytes_per_second: float) -> None:
+    def make() -> None:
+        link = Link(ranks=ranks, latency=latency, bytes_per_second=bytes_per_second)
+        plain_cluster(2, links=[link])
+
+    with pytest.raises(ConfigError, match=r"(links|ranks|latency|bytes_per_second) must be "):
+        make()
 
 
-def test_a_rank_of_half_the_speed() -> None:
-    assert powers_of([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]) == [1.0, 0.5]
-    assert powers_of([[4.0, 8.0], [1.0, 2.0], [2.0, 4.0]]) == [0.25, 1.0, 0.5]
-    assert powers_of([[0.5, 0.25]]) == [1.0]
+def test_times_for_every_kind_or_no_workload() -> None:
+    layers = (*plain_layers([1.0]), LayerProfile(name="new", forward=(1.0,)))
+    with pytest.raises(ConfigError, match="'new' has times for 1 kinds of device, expected 1: dev"):
+        Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 1)
 
 
-def test_one_disturbed_layer_changes_no_power() -> None:
-    assert powers_of([[1.0, 1.0, 1.0], [2.0, 50.0, 2.0]]) == [1.0, 0.5]
-    assert powers_of([[1.0, 1.0, 90.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]) == [1.0, 0.5, 1.0]
-
-
-def test_layers_that_take_no_measurable_time_do_not_count() -> None:
-    assert powers_of([[0.0, 1.0, 1.0], [0.0, 2.0, 2.0]]) == [1.0, 0.5]
-    assert powers_of([[0.0, 0.0], [0.0, 0.0]]) == [1.0, 1.0]
-
-
-@given(
-    st.lists(st.floats(1e-5, 10.0), min_size=1, max_size=6),
-    st.lists(st.sampled_from([1.0, 2.0, 4.0, 8.0]), min_size=1, max_size=4),
-)
-def test_powers_are_the_inverse_of_slowdowns(layers: list[float], slowdowns: list[float]) -> None:
-    fastest = min(slowdowns)
-    found = powers_of([[seconds * s for seconds in layers] for s in slowdowns])
-    assert found == pytest.approx([fastest / s for s in slowdowns])
-    assert max(found) == 1.0
-
-
-def test_a_layer_without_room_takes_what_others_need_times_the_slowdown() -> None:
-    nan = float("nan")
-    assert completed([[1.0, 2.0, 8.0], [2.0, 4.0, nan]]) == [[1.0, 2.0, 8.0], [2.0, 4.0, 16.0]]
-    assert completed([[1.0, nan], [nan, 3.0]]) == [[1.0, 3.0], [1.0, 3.0]]
-    rows = [[1.0, 10.0], [1.0, 12.0], [1.0, 11.0], [3.0, nan]]
-    assert completed(rows)[3] == [3.0, 33.0]
-    assert completed([[1.0, 2.0, nan], [nan, nan, nan]]) == [[1.0, 2.0, 2.0], [1.0, 2.0, 1.0]]
-
-
-def test_noise_invents_no_kinds() -> None:
-    names = ["cpu"] * 4
-    assert kinds_of(names, [[1.0, 1.0], [1.1, 1.05], [0.98, 1.0], [4.0, 4.0]]) == [0, 0, 0, 1]
-    assert kinds_of(["cpu", "cuda", "cpu", "cpu"], [[1.0], [1.0], [1.0], [2.0]]) == [0, 1, 0, 2]
-
-
-@given(st.lists(st.floats(0.95, 1.05), min_size=1, max_size=8))
-def test_equal_devices_are_one_kind_whatever_their_noise(noise: list[float]) -> None:
-    assert set(kinds_of(["cpu"] * len(noise), [[x, 2 * x] for x in noise])) == {0}
-
-
-def test_a_kind_takes_the_median_of_its_devices() -> None:
-    rows = [[1.0, 2.0], [3.0, 2.2], [1.1, 2.1], [8.0, 8.0]]
-    assert times_of_kinds([0, 0, 0, 1], rows) == [[1.1, 2.1], [8.0, 8.0]]
-
-
-def test_one_pair_for_every_kind_of_way() -> None:
-    assert pairs_to_measure(["a", "a", "a"]) == [(0, 1)]
-    assert pairs_to_measure(["a", "b", "a", "c"]) == [(0, 2), (0, 1), (0, 3), (1, 3)]
-    assert pairs_to_measure(["a"]) == []
+def test_a_profile_is_plain_data() -> None:
+    given = cluster((0, 1, 2.0))
+    assert msgspec.json.decode(msgspec.json.encode(given), type=Cluster) == given
+    layer = LayerProfile(name="x", shared={"a": 4}, forward=(1.0, 2.0), backward=(2.0, 3.0))
+    assert msgspec.json.decode(msgspec.json.encode(layer), type=LayerProfile) == layer

@@ -11,7 +11,8 @@ import pytest
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.profile.model_profile import Link, StepCosts
+from lightning_dlres.pipeline.profile.cluster import Link
+from lightning_dlres.pipeline.profile.run_profile import StepCosts
 from lightning_dlres.pipeline.report.report import RunReport, run_report
 from lightning_dlres.pipeline.report.timeline import Measurement, measure
 from tests.support.pipeline_profiles import plain_cluster, plain_layers

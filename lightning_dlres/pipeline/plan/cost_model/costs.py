@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.events import Work
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
-from lightning_dlres.pipeline.profile.model_profile import Cluster, LayerProfile, StepCosts
+from lightning_dlres.pipeline.profile.cluster import Cluster
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 from lightning_dlres.pipeline.stage.microbatch import share
 
 BUCKET_BYTES = 4 << 20

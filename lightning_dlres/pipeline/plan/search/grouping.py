@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.profile.model_profile import Cluster
+from lightning_dlres.pipeline.profile.cluster import Cluster
 
 Slots = tuple[tuple[int, ...], ...]
 

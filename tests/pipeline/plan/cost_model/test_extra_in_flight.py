@@ -13,7 +13,8 @@ from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_range
 from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_extra_in_flight
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
-from lightning_dlres.pipeline.profile.model_profile import Link, StepCosts
+from lightning_dlres.pipeline.profile.cluster import Link
+from lightning_dlres.pipeline.profile.run_profile import StepCosts
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
     GPIPE,

@@ -23,13 +23,8 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import (
     step_seconds,
 )
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Op, Schedule
-from lightning_dlres.pipeline.profile.model_profile import (
-    Cluster,
-    Device,
-    LayerProfile,
-    Link,
-    StepCosts,
-)
+from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
     GPIPE,

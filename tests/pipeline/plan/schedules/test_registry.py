@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate, step_seconds
-from lightning_dlres.pipeline.plan.planner import decide
 from lightning_dlres.pipeline.plan.schedules import registry
 from lightning_dlres.pipeline.plan.schedules.base import (
     ALL_MICROBATCHES,
@@ -30,6 +29,7 @@ from lightning_dlres.pipeline.plan.schedules.registry import (
     schedule_named,
     schedule_names,
 )
+from lightning_dlres.pipeline.plan.search.device_orders import search_plan
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import GPIPE, ONE_F_ONE_B, small_workload
 from tests.support.rank_pool import RankContext, RankPool
@@ -99,7 +99,7 @@ def test_the_planner_finds_the_fastest_split_of_a_registered_schedule(
     toy: Schedule, random: Random, stages: int
 ) -> None:
     workload = small_workload(random, stages=stages, recompute="never", schedule=toy)
-    result = decide(workload, stages, keep_order=True)
+    result = search_plan(workload, stages, keep_order=True)
     fastest = min(step_seconds(workload, s, ()) for s in splits(len(workload.layers), stages))
     assert result.seconds <= fastest * (1 + 1e-3)
     assert result.seconds >= fastest * (1 - 1e-9)

@@ -22,7 +22,8 @@ from lightning_dlres.pipeline.plan.search.grouping import (
     replicas_of,
     slot_power,
 )
-from lightning_dlres.pipeline.profile.model_profile import Cluster, Link, StepCosts
+from lightning_dlres.pipeline.profile.cluster import Cluster, Link
+from lightning_dlres.pipeline.profile.run_profile import StepCosts
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
     ONE_F_ONE_B,

@@ -15,22 +15,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.plan import planner
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
 from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate, step_seconds
 from lightning_dlres.pipeline.plan.plan import arrange
-from lightning_dlres.pipeline.plan.planner import PlannerResult, decide, start_order, start_split
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
+from lightning_dlres.pipeline.plan.search import device_orders
+from lightning_dlres.pipeline.plan.search.device_orders import (
+    SearchResult,
+    search_plan,
+    start_order,
+    start_split,
+)
 from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of, stage_counts
 from lightning_dlres.pipeline.plan.search.milp import SplitProgram
-from lightning_dlres.pipeline.profile.model_profile import (
-    Cluster,
-    Device,
-    LayerProfile,
-    Link,
-    StepCosts,
-)
+from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
     GPIPE,
@@ -123,7 +123,7 @@ def randomly_limited(random: Random, workload: Workload, stages: int) -> Workloa
     )
 
 
-def check_sound(found: PlannerResult) -> None:
+def check_sound(found: SearchResult) -> None:
     """The plan is one, fits into memory, and takes as long as the simulator says."""
     workload = found.workload
     timeline = simulate(workload, found.split, found.recompute)
@@ -139,9 +139,9 @@ def check_optimal(workload: Workload, stages: int) -> None:
     optimum = fastest_of_all(workload, stages)
     if optimum == inf:
         with pytest.raises(ConfigError, match="no plan fits"):
-            decide(workload, stages)
+            search_plan(workload, stages)
         return
-    found = decide(workload, stages)
+    found = search_plan(workload, stages)
     check_sound(found)
     assert found.seconds <= optimum * (1 + OPTIMAL)
     assert found.seconds >= optimum * (1 - 1e-9)
@@ -203,7 +203,7 @@ class TestAgainstEveryPlan:
         cluster = Cluster(kinds=("a", "b"), devices=(Device(kind=0), Device(kind=1)))
         workload = Workload(layers, StepCosts(), cluster, ((0,), (1,)), GPIPE, 5)
         # 3 * 10 for each of two layers; one of them is recomputed with 10 bytes for a moment.
-        found = decide(everywhere(workload, 40), 1)
+        found = search_plan(everywhere(workload, 40), 1)
         assert (found.recompute, found.seconds) == ((0,), 42.0)
 
     @settings(exhaustive, max_examples=examples(60))
@@ -224,9 +224,9 @@ class TestAgainstEveryPlan:
         optimum = min(fastest_of_all(workload, count) for count in counts)
         if optimum == inf:
             with pytest.raises(ConfigError, match="no plan fits"):
-                decide(workload)
+                search_plan(workload)
             return
-        found = decide(workload)
+        found = search_plan(workload)
         check_sound(found)
         assert optimum * (1 - 1e-9) <= found.seconds <= optimum * (1 + OPTIMAL)
 
@@ -236,7 +236,7 @@ class TestAgainstEveryPlan:
         self, random: Random, schedule: Schedule
     ) -> None:
         workload = small_workload(random, stages=3, schedule=schedule)
-        found = decide(workload, keep_order=True)
+        found = search_plan(workload, keep_order=True)
         check_sound(found)
         assert found.workload.replicas == workload.replicas
         optimum = min(step_seconds(workload, split) for split in splits(workload))
@@ -293,7 +293,7 @@ class TestStart:
         ring of two; b's take 60 / 12 = 5 s after its backward."""
         workload = self.two_replicas()
         assert step_seconds(workload, (3, 6)) == 24 + 20
-        assert decide(workload, 2).start_seconds == 24 + 20
+        assert search_plan(workload, 2).start_seconds == 24 + 20
 
     def test_the_other_way_round_when_links_are_exchanged(self) -> None:
         workload = self.two_replicas()
@@ -325,7 +325,7 @@ class TestStart:
             by_rank = dict(zip(start.replicas[0], limits, strict=True))
             start = limited(start, [by_rank[rank] for rank in range(4)])
         try:
-            found = decide(start, 4)
+            found = search_plan(start, 4)
         except ConfigError:
             assert smallest_limit(start) > min(d.memory_limit or 0 for d in start.cluster.devices)
             return
@@ -350,11 +350,11 @@ class TestMemory:
         workload = small_workload(random, stages=stages, replicas=replicas, recompute=recompute)
         least = least_memory(workload, stages)
         with pytest.raises(ConfigError, match="no plan fits") as refusal:
-            decide(everywhere(workload, least - 1), stages)
+            search_plan(everywhere(workload, least - 1), stages)
         wanted = re.search(r"at least (\d+) bytes", str(refusal.value))
         assert wanted is not None
         assert int(wanted[1]) == least
-        check_sound(decide(everywhere(workload, least), stages))
+        check_sound(search_plan(everywhere(workload, least), stages))
 
     @settings(exhaustive, max_examples=examples(15))
     @given(randoms)
@@ -362,42 +362,44 @@ class TestMemory:
         workload = small_workload(random, stages=4, layers=random.randint(4, 6))
         least = min(least_memory(workload, stages) for stages in stage_counts(4))
         with pytest.raises(ConfigError, match=f"at least {least} bytes"):
-            decide(everywhere(workload, least - 1))
-        check_sound(decide(everywhere(workload, least)))
+            search_plan(everywhere(workload, least - 1))
+        check_sound(search_plan(everywhere(workload, least)))
 
     def test_the_refusal_says_what_would_help(self) -> None:
         layers = plain_layers([1.0] * 4, parameter_bytes=100, gradient_bytes=100)
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2)
         # Two layers each: weights and gradients.
         with pytest.raises(ConfigError, match=r"at least 400 bytes.*got 300 B: no plan fits"):
-            decide(everywhere(workload, 300), 2)
+            search_plan(everywhere(workload, 300), 2)
         with pytest.raises(ConfigError, match=r"where all have the same, got 100 B and 300 B"):
-            decide(limited(workload, [100, 300]), 2)
+            search_plan(limited(workload, [100, 300]), 2)
         with pytest.raises(ConfigError, match="without recomputation"):
-            decide(everywhere(replace(workload, recompute="never"), 300), 2)
+            search_plan(everywhere(replace(workload, recompute="never"), 300), 2)
 
     def test_recomputing_hides_where_a_stage_waits(self) -> None:
         """Two layers, two stages, two micro-batches, and stage 0 keeps both. 1 s forward, 2 s
         backward: while the first stage waits for a gradient it has time to compute again."""
         layers = plain_layers([1.0, 1.0], saved_bytes=100, output_bytes=10)
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2)
-        free = decide(workload, 2)
+        free = search_plan(workload, 2)
         assert (free.recompute, free.seconds) == ((), 9.0)
         # Kept: 2 * 110 bytes on stage 0, 110 on stage 1 that also holds its input.
-        tight = decide(everywhere(workload, 219), 2)
+        tight = search_plan(everywhere(workload, 219), 2)
         assert (tight.recompute, tight.seconds) == ((0,), 9.0)
 
     def test_little_memory_for_the_first_stage_moves_layers_down(self) -> None:
         layers = plain_layers([1.0] * 6, parameter_bytes=100, gradient_bytes=100)
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 4)
-        assert decide(workload, 2).split == (3, 3)
-        assert decide(limited(workload, [400, None]), keep_order=True).split == (2, 4)
+        assert search_plan(workload, 2).split == (3, 3)
+        assert search_plan(limited(workload, [400, None]), keep_order=True).split == (2, 4)
 
 
 class TestDegenerate:
     def test_one_stage(self) -> None:
         layers = plain_layers([1.0, 2.0, 3.0])
-        found = decide(Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 2), 1)
+        found = search_plan(
+            Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 2), 1
+        )
         assert (found.split, found.recompute, found.seconds) == ((3,), (), 36.0)
         assert found.start_seconds == 36.0
 
@@ -406,18 +408,18 @@ class TestDegenerate:
             plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2
         )
         with pytest.raises(ConfigError, match="1 layers for 2 ranks, expected at least 2"):
-            decide(workload)
+            search_plan(workload)
         # The devices are two replicas then.
-        found = decide(workload, 1)
+        found = search_plan(workload, 1)
         assert (found.workload.replicas, found.split) == (((0,), (1,)), (1,))
         assert found.seconds == 3.0
         alone = replace(workload, cluster=plain_cluster(1), replicas=((0,),))
-        assert decide(alone).seconds == 6.0
+        assert search_plan(alone).seconds == 6.0
 
     def test_as_many_stages_as_layers(self) -> None:
         layers = plain_layers([3.0, 1.0, 2.0])
         workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), GPIPE, 2)
-        found = decide(workload, 3)
+        found = search_plan(workload, 3)
         assert found.split == (1, 1, 1)
         assert found.seconds == found.start_seconds == step_seconds(workload, (1, 1, 1))
 
@@ -426,21 +428,21 @@ class TestDegenerate:
             plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2
         )
         with pytest.raises(ConfigError, match="1 layers for 2 stages"):
-            decide(workload, 2)
+            search_plan(workload, 2)
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
     @pytest.mark.parametrize("limit", [None, 800])
     def test_layers_that_take_no_time(self, schedule: Schedule, limit: int | None) -> None:
         layers = plain_layers([0.0] * 5, parameter_bytes=100, gradient_bytes=100, saved_bytes=9)
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), schedule, 3)
-        found = decide(everywhere(workload, limit), 2)
+        found = search_plan(everywhere(workload, limit), 2)
         check_sound(found)
         assert found.seconds == 0.0
 
     def test_some_layers_that_take_no_time(self) -> None:
         layers = plain_layers([0.0, 4.0, 0.0, 0.0, 4.0, 0.0])
         workload = Workload(layers, StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 4)
-        found = decide(workload, 2)
+        found = search_plan(workload, 2)
         # 12 s a stage and micro-batch, four of them and one to fill; any cut between 2 and 4.
         assert found.seconds == 60.0
         assert found.split[0] in (2, 3, 4)
@@ -448,7 +450,9 @@ class TestDegenerate:
     def test_ties_are_decided_alike_every_time(self) -> None:
         layers = plain_layers([1.0] * 8)
         workload = Workload(layers, StepCosts(), plain_cluster(4), ((0, 1, 2, 3),), ONE_F_ONE_B, 4)
-        found = {(d.workload.replicas, d.split) for d in (decide(workload, 4) for _ in range(3))}
+        found = {
+            (d.workload.replicas, d.split) for d in (search_plan(workload, 4) for _ in range(3))
+        }
         assert found == {(((0, 1, 2, 3),), (2, 2, 2, 2))}
 
     def test_one_microbatch(self) -> None:
@@ -456,7 +460,7 @@ class TestDegenerate:
         workload = Workload(
             plain_layers([1.0] * 4), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 1
         )
-        assert decide(workload, 2).seconds == 12.0
+        assert search_plan(workload, 2).seconds == 12.0
 
 
 class TestLittleTime:
@@ -473,10 +477,10 @@ class TestLittleTime:
 
     def test_the_gap_is_not_claimed(self, hard: Workload) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planner, "SplitProgram", partial(SplitProgram, seconds=0.0))
-            found = decide(hard, keep_order=True)
+            patch.setattr(device_orders, "SplitProgram", partial(SplitProgram, seconds=0.0))
+            found = search_plan(hard, keep_order=True)
         check_sound(found)
-        best = decide(hard, keep_order=True)
+        best = search_plan(hard, keep_order=True)
         assert best.seconds <= found.seconds
         assert best.seconds >= found.seconds * (1 - found.gap)
         assert found.gap > best.gap
@@ -490,11 +494,11 @@ class TestManyOrders:
     def test_not_worse_than_the_start(self, random: Random, microbatches: int) -> None:
         workload = large_workload(random, 10, 4, microbatches, gpt=random.random() < 0.5)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planner, "_MOST_ORDERS", 1)
-            found = decide(workload, 4)
+            patch.setattr(device_orders, "_MOST_ORDERS", 1)
+            found = search_plan(workload, 4)
         check_sound(found)
         assert found.seconds <= found.start_seconds
-        assert found.seconds >= decide(workload, 4).seconds * (1 - OPTIMAL)
+        assert found.seconds >= search_plan(workload, 4).seconds * (1 - OPTIMAL)
 
     @settings(exhaustive, max_examples=examples(60))
     @given(randoms, st.integers(2, 3))
@@ -502,8 +506,8 @@ class TestManyOrders:
         workload = small_workload(random, stages=stages, layers=random.randint(stages, 5))
         workload = randomly_limited(random, workload, stages)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planner, "_MOST_ORDERS", 1)
+            patch.setattr(device_orders, "_MOST_ORDERS", 1)
             try:
-                check_sound(decide(workload, stages))
+                check_sound(search_plan(workload, stages))
             except ConfigError:
                 assert fastest_of_all(workload, stages) == inf

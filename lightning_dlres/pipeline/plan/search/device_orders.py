@@ -1,0 +1,216 @@
+"""The planner (Method E, E2-E4, E6): number of stages, order of devices, split, and what is
+recomputed.
+
+A pure function of the profile. Every order of unlike devices is searched, each by an integer
+program (see `program`) that is asked only for what is faster than the best plan known; the start is
+E4's order with a split in proportion to power, so the result is never worse than that in the
+simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, islice, pairwise
+from math import inf
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.core.units import format_bytes
+from lightning_dlres.pipeline.plan.cost_model.costs import Workload
+from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
+from lightning_dlres.pipeline.plan.search.feasible_order import fitting_order
+from lightning_dlres.pipeline.plan.search.grouping import (
+    Slots,
+    distinct_orders,
+    group,
+    order_by_ratio,
+    replicas_of,
+    slot_power,
+    stage_counts,
+)
+from lightning_dlres.pipeline.plan.search.milp import GAP, SplitChoice, SplitProgram
+from lightning_dlres.pipeline.plan.search.proportional import proportional_split
+
+# More orders than this are not tried one by one: two devices in E4's order are exchanged while that
+# helps.
+_MOST_ORDERS = 200
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What the planner decided.
+
+    Attributes:
+        workload: the devices in the order that was chosen.
+        split, recompute: see `SplitChoice`.
+        seconds: of the step, in the simulator.
+        start_seconds: of E4's order with a split in proportion to power, in the simulator; infinite
+            where memory does not hold it.
+        gap: no plan of the orders that were searched is faster by a larger share.
+    """
+
+    workload: Workload
+    split: tuple[int, ...]
+    recompute: tuple[int, ...]
+    seconds: float
+    start_seconds: float
+    gap: float
+
+
+def search_plan(
+    workload: Workload,
+    stages: int | None = None,
+    keep_order: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> SearchResult:
+    """Return the fastest plan.
+
+    Args:
+        workload: what to run; its replicas are the ones to be used if `keep_order` is set, else
+            only the cluster counts.
+        stages: number of stages of a replica; None: whatever is fastest of `stage_counts`.
+        keep_order: search only splits.
+        say: gets a line about what is going on.
+
+    Raises:
+        ConfigError: no plan fits into memory (the message says which limit would do), or the
+            numbers do not divide.
+    """
+    if keep_order:
+        return _require(_search(workload, [workload.replicas]), [workload])
+    world, layers = len(workload.cluster.devices), len(workload.layers)
+    counts = (
+        [stages]
+        if stages is not None
+        else [count for count in stage_counts(world) if count <= layers]
+    )
+    if not counts:
+        raise ConfigError(
+            f"Got {layers} layers for {world} ranks, expected at least "
+            f"{min(stage_counts(world))}, one for every stage of the shortest pipeline. Use fewer "
+            "ranks, or stages=1."
+        )
+    best: SearchResult | None = None
+    tried = []
+    for count in counts:
+        slots = group(workload.cluster, count)
+        first = start_order(workload, slots)
+        variant = replace(workload, replicas=replicas_of(first))
+        tried.append(variant)
+        orders = list(islice(distinct_orders(workload.cluster, first), _MOST_ORDERS + 1))
+        arranged = [replicas_of(order) for order in orders]
+        if len(orders) <= _MOST_ORDERS:
+            found = _search(variant, arranged, best)
+        else:
+            # Where memory limits differ, another order may fit where E4's does not.
+            found = _search(variant, arranged[:1])
+            if found is None and (fitting := fitting_order(variant, first)) is not None:
+                found = _search(variant, [replicas_of(fitting)])
+                found = replace(found, start_seconds=inf) if found is not None else None
+            found = _exchange(found) if found is not None else None
+        if found is not None:
+            say(f"{count} stages: {found.seconds * 1e3:.1f} ms a step")
+        best = found if best is None or (found and found.seconds < best.seconds) else best
+    return _require(best, tried)
+
+
+def start_order(workload: Workload, slots: Slots) -> Slots:
+    """Return E4's order of the stages."""
+    fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
+    work = sum(layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers)
+    gradients = sum(layer.gradient_bytes + sum(layer.shared.values()) for layer in workload.layers)
+    return order_by_ratio(workload.cluster, slots, work * max(workload.microbatches, 1), gradients)
+
+
+def start_split(workload: Workload) -> tuple[int, ...]:
+    """Return the split in proportion to power (E2)."""
+    fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
+    work = [layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers]
+    slots = list(zip(*workload.replicas, strict=True))
+    return proportional_split(work, [slot_power(workload.cluster, slot) for slot in slots])
+
+
+def _search(
+    workload: Workload,
+    orders: Sequence[tuple[tuple[int, ...], ...]],
+    known: SearchResult | None = None,
+) -> SearchResult | None:
+    """Return the best plan over some orders, the first of which is E4's."""
+    programs = [SplitProgram(replace(workload, replicas=replicas)) for replicas in orders]
+    start_seconds, best = inf, None
+    limit = known.seconds if known is not None else inf
+    found: SplitChoice | None = None
+    start = programs[0].evaluate(_stops(start_split(programs[0].workload)))
+    if start is not None:
+        start_seconds = start.seconds
+        found = programs[0].improve(_stops(start.split), start)
+        best = programs[0]
+    # The most promising order first: what it reaches cuts off the others.
+    for program in sorted(programs, key=lambda p: p.segments.root_bound):
+        target = min(limit, found.seconds if found is not None else inf) * (1 - GAP)
+        if program.segments.root_bound >= target:
+            continue
+        better = _solve(program, target)
+        if better is not None:
+            found, best = better, program
+    if found is None or best is None or found.seconds >= limit:
+        return None
+    gap = GAP
+    if not all(program.in_time for program in programs):
+        least = min(program.segments.root_bound for program in programs)
+        gap = max(GAP, 1 - least / found.seconds)
+    return SearchResult(
+        best.workload, found.split, found.recompute, found.seconds, start_seconds, gap
+    )
+
+
+def _solve(program: SplitProgram, target: float) -> SplitChoice | None:
+    """Return the fastest plan below the target, to within the gap: the better the plan that is
+    known before, the fewer segments are left to the program."""
+    best = None
+    start = program.evaluate(program.segments.root_stops)
+    if start is not None:
+        start = program.improve(_stops(start.split), start)
+        if start.seconds < target:
+            best, target = start, start.seconds * (1 - GAP)
+    found = program.solve(target)
+    return best if found is None else program.improve(_stops(found.split), found)
+
+
+def _exchange(start: SearchResult) -> SearchResult:
+    best = start
+    improved = True
+    while improved:
+        improved = False
+        slots = tuple(zip(*best.workload.replicas, strict=True))
+        for one, other in combinations(range(len(slots)), 2):
+            moved = [*slots]
+            moved[one], moved[other] = moved[other], moved[one]
+            found = _search(best.workload, [replicas_of(tuple(moved))], best)
+            if found is not None:
+                best, improved = replace(found, start_seconds=start.start_seconds), True
+                break
+    return best
+
+
+def _require(found: SearchResult | None, tried: Sequence[Workload]) -> SearchResult:
+    if found is not None:
+        return found
+    least = min(smallest_limit(workload) for workload in tried)
+    limits = {device.memory_limit for device in tried[0].cluster.devices}
+    given = " and ".join(
+        format_bytes(limit) for limit in sorted(x for x in limits if x is not None)
+    )
+    raise ConfigError(
+        f"memory_limit must be at least {least} bytes ({format_bytes(least)}) on every device"
+        f"{'' if len(limits) == 1 else ' where all have the same'}"
+        f"{'' if tried[0].recompute != 'never' else ' without recomputation'}, got {given}: no "
+        "plan fits. Use a larger limit, more devices, or more micro-batches."
+    )
+
+
+def _stops(split: Sequence[int]) -> list[int]:
+    stops = [0]
+    for count in split:
+        stops.append(stops[-1] + count)
+    assert all(a < b for a, b in pairwise(stops))
+    return stops[1:]
