@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
-from lightning_dlres.pipeline.plan.search.device_orders import decide
+from lightning_dlres.pipeline.plan.schedules.registry import schedule_named
+from lightning_dlres.pipeline.plan.search.device_orders import search_plan
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 from lightning_dlres.pipeline.report.gantt import Panel, draw
@@ -39,11 +40,11 @@ def picture() -> bytes:
             links=(Link(ranks=(0, 1), latency=2e-4, bytes_per_second=25e6),),
         ),
         replicas=((0, 1),),
-        schedule="1f1b",
+        schedule=schedule_named("1f1b"),
         microbatches=_MICROBATCHES,
     )
     even = (_LAYERS // 2, _LAYERS // 2)
-    planned = decide(workload, 2, keep_order=True).split
+    planned = search_plan(workload, 2, keep_order=True).split
     panels = [
         Panel(f"Even split, {even[0]} + {even[1]} layers", simulate(workload, even)),
         Panel(f"Planned split, {planned[0]} + {planned[1]} layers", simulate(workload, planned)),
