@@ -1,2 +1,1 @@
-"""Methods D and E: pipeline plus data parallelism over devices of unlike speed. Nothing here knows
-Lightning."""
+"""Pipeline and data parallelism over heterogeneous devices; nothing here knows Lightning."""

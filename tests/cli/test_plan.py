@@ -91,10 +91,10 @@ def test_a_plan_on_ranks_and_training_with_it(pool: RankPool, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("kinds: {}\nhosts: []\n", "expected at least one device"),
+        ("kinds: {}\nhosts: []\n", "at least one device"),
         ("kinds: {a: {power: 1}}\nhosts: [{devices: [b]}]\n", "unknown kinds ['b']"),
-        ("kinds: {a: {power: 0}}\nhosts: [{devices: [a]}]\n", "expected positive numbers"),
-        ("kinds: {a: {powr: 1}}\nhosts: []\n", "cannot be read"),
+        ("kinds: {a: {power: 0}}\nhosts: [{devices: [a]}]\n", "power must be positive"),
+        ("kinds: {a: {powr: 1}}\nhosts: []\n", "must be a file with kinds"),
         (
             "kinds: {a: {power: 1}}\nhosts: [{devices: [a, a]}]\n"
             "links: {within_host: {bandwidth: fast}}\n",

@@ -1,4 +1,4 @@
-"""A process that measures layers when it is told to, for a test that throttles it before."""
+"""Process that measures layers on request, for a test that throttles it first."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def main(talk: Talk) -> None:
             seconds=0.6,
             clock=clock,
         )
-        talk.say({"pace": clock.wall_per_cpu_second()})
+        talk.say({"wall_per_cpu_second": clock.wall_per_cpu_second()})

@@ -1,1 +1,1 @@
-"""Profile: times, sizes and links, measured on the devices at hand."""
+"""Profile: layer times, sizes, devices and links, measured on the devices at hand."""

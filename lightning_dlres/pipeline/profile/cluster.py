@@ -15,10 +15,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's device.
 
     Attributes:
-        kind: index of its kind: devices of one kind take the same time for every layer.
-        power: compute power; the fastest device has 1.0.
-        host: name of its host; links inside and between hosts differ.
-        memory_limit: bytes that the model may take there; None: no limit.
+        kind: Index of the device's kind. Devices of one kind take the same time for every layer.
+        power: Compute power relative to the fastest device, which has 1.0.
+        host: Name of the device's host. Links within hosts and between hosts differ.
+        memory_limit: Bytes that the model may take on the device; None: no limit.
     """
 
     kind: int = 0
@@ -35,7 +35,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """A way between two ranks: seconds before the first byte, and bytes a second after it."""
+    """A link between two ranks, the same in both directions.
+
+    Attributes:
+        ranks: The two ranks.
+        latency: Seconds before the first byte arrives.
+        bytes_per_second: Bandwidth after the first byte; infinite for a perfect link.
+    """
 
     ranks: tuple[int, int]
     latency: float
@@ -46,22 +52,20 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         if len(pair) != 2 or any(type(rank) is not int or rank < 0 for rank in pair):
             raise ConfigError(got_expected("ranks", self.ranks, "two ranks", "ranks=(0, 1)"))
         finite("latency", self.latency, "latency=0.0")
-        # A perfect link is infinitely fast.
         if self.bytes_per_second != float("inf"):
             finite("bytes_per_second", self.bytes_per_second, "bytes_per_second=1e9", above=True)
 
 
-_PERFECT = Link(ranks=(0, 0), latency=0.0, bytes_per_second=float("inf"))
+_PERFECT_LINK = Link(ranks=(0, 0), latency=0.0, bytes_per_second=float("inf"))
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices and what joins them.
+    """The devices of all ranks and the links between them.
 
     Attributes:
-        kinds: name of each kind of device.
-        devices: one per rank.
-        links: measured ways. A pair that is not in the list is like a measured pair of the same two
-            hosts, else like one of the same nature (within a host, between hosts), else perfect.
+        kinds: Name of each kind of device.
+        devices: One device per rank.
+        links: Measured links. `link` derives all others from these.
     """
 
     kinds: tuple[str, ...]
@@ -83,21 +87,25 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def link(self, a: int, b: int) -> Link:
-        """Return the way between two ranks."""
+        """Return the link between two ranks.
+
+        It is the measured link of these ranks, else one of the same two hosts, else one of the same
+        nature (within a host or between hosts), else a perfect link.
+        """
 
         def hosts(ranks: Sequence[int]) -> list[str]:
             return sorted(self.devices[rank].host for rank in ranks)
 
-        def inside(ranks: Sequence[int]) -> bool:
+        def is_within_host(ranks: Sequence[int]) -> bool:
             return len(set(hosts(ranks))) == 1
 
-        wanted = (a, b)
-        same_ranks = (x for x in self.links if sorted(x.ranks) == sorted(wanted))
-        same_hosts = (x for x in self.links if hosts(x.ranks) == hosts(wanted))
-        same_nature = (x for x in self.links if inside(x.ranks) == inside(wanted))
-        return next(chain(same_ranks, same_hosts, same_nature), _PERFECT)
+        pair = (a, b)
+        same_ranks = (x for x in self.links if sorted(x.ranks) == sorted(pair))
+        same_hosts = (x for x in self.links if hosts(x.ranks) == hosts(pair))
+        same_nature = (x for x in self.links if is_within_host(x.ranks) == is_within_host(pair))
+        return next(chain(same_ranks, same_hosts, same_nature), _PERFECT_LINK)
 
     def transfer_seconds(self, a: int, b: int, nbytes: int) -> float:
-        """Return the seconds that a message takes from one rank to another."""
+        """Return the seconds that a message of this many bytes takes from one rank to another."""
         link = self.link(a, b)
         return link.latency + nbytes / link.bytes_per_second

@@ -1,4 +1,4 @@
-"""A cluster described by hand (`cluster.yaml`), to plan for machines that are not at hand.
+"""Cluster file (`cluster.yaml`): a description by hand, to plan for a cluster elsewhere.
 
     kinds:
       fast: {power: 1.0, memory: 24GiB}
@@ -11,7 +11,7 @@
       between_hosts: {bandwidth: 500Mbit/s, latency: 200us}
     measured_on: fast
 
-Ranks are numbered in the order of hosts and of their devices.
+Ranks are numbered by host, in the order of the file, then by device.
 """
 
 from __future__ import annotations
@@ -26,43 +26,47 @@ from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 
 
 class KindSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """A kind of device: its power relative to the others, and the memory that the model may
-    take."""
+    """A kind of device in a cluster file.
+
+    Attributes:
+        power: Compute power relative to other kinds.
+        memory: Memory that the model may take, in bytes or as "24GiB"; None: no limit.
+    """
 
     power: float
     memory: str | int | None = None
 
 
 class HostSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """A host: the kind of each of its devices."""
+    """A host in a cluster file: the name of the kind of each of its devices."""
 
     devices: list[str]
     name: str = ""
 
 
 class LinkSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """A way between two devices."""
+    """A link between two devices in a cluster file: bandwidth and latency, with units."""
 
     bandwidth: str | float
     latency: str | float = 0.0
 
 
 class LinksSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """The ways inside of a host and between hosts; a missing one is perfect."""
+    """The links within a host and between hosts; a missing link is perfect."""
 
     within_host: LinkSpec | None = None
     between_hosts: LinkSpec | None = None
 
 
 class ClusterFile(msgspec.Struct, forbid_unknown_fields=True):
-    """What a cluster file holds.
+    """Contents of a cluster file.
 
     Attributes:
-        kinds: by name.
-        hosts: in the order of ranks.
-        links: the ways between devices.
-        measured_on: the kind of device that this machine counts as when layers are measured here;
-            empty: one of power 1.
+        kinds: Kinds of devices by name.
+        hosts: Hosts in the order of ranks.
+        links: Links between devices.
+        measured_on: Kind of the device on which the layers are measured, the local one; empty: a
+            device of power 1.
     """
 
     kinds: dict[str, KindSpec]
@@ -75,38 +79,38 @@ def load_cluster(path: str | Path) -> tuple[Cluster, list[float]]:
     """Read a cluster file.
 
     Returns:
-        The cluster, and for every kind the factor by which a layer takes longer there than on this
-        machine.
+        The cluster, and for every kind the ratio of a layer's time there to its time on the local
+        device.
 
     Raises:
-        ConfigError: it cannot be read, or makes no sense.
+        ConfigError: If the file cannot be read, names an unknown kind, or has no device.
     """
     try:
         given = msgspec.yaml.decode(Path(path).read_bytes(), type=ClusterFile)
     except OSError as error:
         raise ConfigError(
-            f"cluster: cannot read {str(path)!r}: {error.strerror}. Expected the path of a cluster "
-            "file in YAML."
+            f"cluster must be the path of a cluster file in YAML, got {str(path)!r} "
+            f"({error.strerror}). Correct the path."
         ) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"cluster: {str(path)!r} cannot be read: {error}. Expected kinds, hosts and links; see "
-            "docs/hetero_pipe.md."
+            f"cluster must be a file with kinds, hosts and links, got {str(path)!r}: {error}. See "
+            "the example in docs/hetero_pipe.md."
         ) from None
     names = list(given.kinds)
     used = [kind for host in given.hosts for kind in host.devices]
-    asked = [*used, given.measured_on] if given.measured_on else used
-    unknown = sorted(set(asked) - set(names))
+    referenced = [*used, given.measured_on] if given.measured_on else used
+    unknown = sorted(set(referenced) - set(names))
     if unknown or not used:
         raise ConfigError(
-            f"cluster: got devices of the kinds {used} and unknown kinds {unknown}, expected at "
-            f"least one device, of {names}."
+            f"cluster must have at least one device and only devices of the kinds {names}, got "
+            f"devices of the kinds {used} with unknown kinds {unknown}. Add the kinds or devices."
         )
     if any(not kind.power > 0 for kind in given.kinds.values()):
         powers = {name: kind.power for name, kind in given.kinds.items()}
-        raise ConfigError(f"cluster: got powers {powers}, expected positive numbers.")
+        raise ConfigError(f"cluster: power must be positive, got {powers}. Use power: 1.0.")
     fastest = max(given.kinds[name].power for name in used)
-    here = given.kinds[given.measured_on].power if given.measured_on else 1.0
+    local_power = given.kinds[given.measured_on].power if given.measured_on else 1.0
     devices = []
     for number, host in enumerate(given.hosts):
         for name in host.devices:
@@ -122,7 +126,7 @@ def load_cluster(path: str | Path) -> tuple[Cluster, list[float]]:
     cluster = Cluster(
         kinds=tuple(names), devices=tuple(devices), links=_links(given.links, devices)
     )
-    return cluster, [here / kind.power for kind in given.kinds.values()]
+    return cluster, [local_power / kind.power for kind in given.kinds.values()]
 
 
 def _memory(kind: KindSpec) -> int | None:
@@ -130,21 +134,21 @@ def _memory(kind: KindSpec) -> int | None:
 
 
 def _links(links: LinksSpec, devices: list[Device]) -> tuple[Link, ...]:
-    """Return one link for each nature of pair that there is; see `Cluster.link`."""
-    found = []
-    for spec, inside in ((links.within_host, True), (links.between_hosts, False)):
+    """Return one link within a host and one between hosts; `Cluster.link` derives the others."""
+    made = []
+    for spec, within_host in ((links.within_host, True), (links.between_hosts, False)):
         pairs = [
             (a, b)
             for a in range(len(devices))
             for b in range(a + 1, len(devices))
-            if (devices[a].host == devices[b].host) == inside
+            if (devices[a].host == devices[b].host) == within_host
         ]
         if spec is not None and pairs:
-            found.append(
+            made.append(
                 Link(
                     ranks=pairs[0],
                     latency=parse_seconds(spec.latency, "cluster: latency"),
                     bytes_per_second=parse_rate(spec.bandwidth, "cluster: bandwidth"),
                 )
             )
-    return tuple(found)
+    return tuple(made)

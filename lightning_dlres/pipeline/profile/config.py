@@ -12,19 +12,19 @@ from lightning_dlres.core.wire.tree import Tree
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """How the model is profiled before training (Method E, E5).
+    """Options of the profile that is taken before training.
 
     Args:
         samples: Number of training samples to run; "auto": one micro-batch.
         batch: Number of samples in a profiled batch; "auto": that of the loader.
         microbatch: Number of samples that are run at once; "auto": as many as in training.
-        repeats: Least number of runs of every layer.
-        seconds: Least time over which the layers are measured on every rank. A throttled processor
-            shows its sustained speed only over a while, and so does one that others use, too. In a
-            shorter profile than the default's, links are measured with smaller and fewer messages.
+        repeats: Minimum number of runs of every layer.
+        seconds: Minimum time, in seconds, over which the layers are measured on every rank. A
+            throttled or shared processor shows its sustained speed only over a while. A profile
+            that is shorter than the default also measures links with fewer and smaller messages.
 
     Raises:
-        ConfigError: a number is not positive.
+        ConfigError: If a number is not positive.
     """
 
     samples: int | Literal["auto"] = "auto"
@@ -39,17 +39,22 @@ class ProfileConfig:
             if value != "auto" and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
-                expected = "a positive integer or 'auto'"
-                raise ConfigError(got_expected(f"profile.{name}", value, expected, "'auto'"))
+                rule = "a positive integer or 'auto'"
+                raise ConfigError(got_expected(f"profile.{name}", value, rule, "'auto'"))
         whole_number("profile.repeats", self.repeats, "repeats=5")
         finite("profile.seconds", self.seconds, "seconds=3.0")
 
 
 @dataclass(frozen=True)
 class ProfileSamples:
-    """What rank 0 read: micro-batches as the first layer gets them, the batches they were made
-    from, how many micro-batches there are in a training batch, and the samples as one batch, two at
-    least where there are as many."""
+    """Samples that rank 0 read for the profile.
+
+    Attributes:
+        inputs: Micro-batches, as the first layer receives them.
+        batches: The batches that `inputs` were made from.
+        microbatches: Number of micro-batches in a training batch.
+        together: All samples as one batch; at least two samples where there are as many.
+    """
 
     inputs: list[Tree]
     batches: list[Any]

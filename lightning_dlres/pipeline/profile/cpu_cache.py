@@ -1,20 +1,22 @@
-"""What a step does once for every micro-batch or batch finds the processor's caches full of layers.
-Repeated on its own it would look faster than it is in training."""
+"""Flush of the CPU caches, for the timing of what a step does once per micro-batch or batch.
+
+In training, such work finds the caches full of layers. Repeated on its own it would look faster.
+"""
 
 from __future__ import annotations
 
 import torch
 
-# More than a core's share of the caches.
+# More bytes than one core's share of the caches.
 COLD_BYTES = 32 << 20
 
 
 class CpuCacheFlusher:
-    """The caches of the CPU, and as much memory as it takes to fill them."""
+    """A buffer that is larger than the caches; writing to it evicts everything else."""
 
     def __init__(self) -> None:
-        self._other = torch.zeros(COLD_BYTES, dtype=torch.uint8)
+        self._buffer = torch.zeros(COLD_BYTES, dtype=torch.uint8)
 
     def overwrite(self) -> None:
-        """Fill them with something else, as layers do."""
-        self._other.add_(1)
+        """Fill the caches with the buffer, as layers fill them in training."""
+        self._buffer.add_(1)

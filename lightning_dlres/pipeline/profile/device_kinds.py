@@ -6,62 +6,66 @@ import math
 import statistics
 from collections.abc import Sequence
 
-# Two devices are of one kind if their times differ by no more than noise does.
-_ALIKE = 1.15
+# Factor up to which the layer times of two devices of one kind may differ: more than noise does.
+_SAME_KIND_FACTOR = 1.15
 
 
-def completed(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return each rank's times of all layers without NaN.
+def fill_missing_times(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return each rank's times of all layers, with estimates in the place of NaN.
 
-    A rank has no time (NaN) for a layer for which it has no room, and which no plan puts there.
-    It is taken to need what the others do, times the factor by which the layers take longer on it
-    that both could run; as long as them where there are none of these. Where no rank has room, a
-    layer takes as long as the rank's longest one.
+    A rank has no time (NaN) for a layer that does not fit into its memory; no plan puts the layer
+    there. The estimate is the median over other ranks of their time, scaled by the ratio of the
+    total times of the layers that both ranks have run. Without such layers the factor is 1. Where
+    no rank has a time for a layer, the estimate is the longest time of the rank's own layers.
+
+    Args:
+        seconds: One row per rank, one time per layer.
     """
     rows = []
     for row in seconds:
-        known = [i for i, value in enumerate(row) if not math.isnan(value)]
+        measured = [i for i, value in enumerate(row) if not math.isnan(value)]
         filled = list(row)
-        for index in set(range(len(row))).difference(known):
-            guesses = []
+        for index in set(range(len(row))).difference(measured):
+            estimates = []
             for other in seconds:
                 if not math.isnan(other[index]):
-                    both = [i for i in known if not math.isnan(other[i])]
-                    of_other = sum(other[i] for i in both)
-                    factor = sum(row[i] for i in both) / of_other if of_other > 0 else 1.0
-                    guesses.append(other[index] * factor)
-            longest = max((row[i] for i in known), default=1.0)
-            filled[index] = statistics.median(guesses) if guesses else longest
+                    common = [i for i in measured if not math.isnan(other[i])]
+                    total = sum(other[i] for i in common)
+                    factor = sum(row[i] for i in common) / total if total > 0 else 1.0
+                    estimates.append(other[index] * factor)
+            longest = max((row[i] for i in measured), default=1.0)
+            filled[index] = statistics.median(estimates) if estimates else longest
         rows.append(filled)
     return rows
 
 
 def kinds_of(names: Sequence[str], seconds: Sequence[Sequence[float]]) -> list[int]:
-    """Return the kind of every rank: 0 is the fastest.
+    """Return the kind of every rank's device; kind 0 is the fastest.
 
     Args:
-        names: what each rank's device is called; unlike names are unlike kinds.
-        seconds: each rank's times of all layers.
+        names: Name of each rank's device model. Devices of different names are of different kinds.
+        seconds: Each rank's times of all layers.
     """
     totals = [sum(row) for row in seconds]
     kinds = [0] * len(totals)
-    found: list[tuple[str, float]] = []
+    # Name and total time of the fastest device of each kind.
+    fastest_of_kind: list[tuple[str, float]] = []
     for rank in sorted(range(len(totals)), key=lambda r: (totals[r], r)):
-        alike = [
+        same = [
             kind
-            for kind, (name, fastest) in enumerate(found)
-            if name == names[rank] and totals[rank] <= fastest * _ALIKE
+            for kind, (name, fastest) in enumerate(fastest_of_kind)
+            if name == names[rank] and totals[rank] <= fastest * _SAME_KIND_FACTOR
         ]
-        if alike:
-            kinds[rank] = alike[0]
+        if same:
+            kinds[rank] = same[0]
         else:
-            kinds[rank] = len(found)
-            found.append((names[rank], totals[rank]))
+            kinds[rank] = len(fastest_of_kind)
+            fastest_of_kind.append((names[rank], totals[rank]))
     return kinds
 
 
 def times_of_kinds(kinds: Sequence[int], values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the median over the ranks of a kind of each of their values."""
+    """Return one row per kind: the median of each value over the ranks of the kind."""
     return [
         [
             statistics.median(column)
@@ -74,15 +78,15 @@ def times_of_kinds(kinds: Sequence[int], values: Sequence[Sequence[float]]) -> l
 
 
 def powers_of(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the compute power of each device relative to the fastest, from its seconds for every
-    layer.
+    """Return the compute power of each device relative to the fastest, from its layer times.
 
-    A device's power is the median over layers of (fastest device's seconds / its seconds), so that
-    one disturbed measurement does not make a device look slow."""
+    A device's power is the median over layers of (fastest device's seconds / its seconds). With the
+    median, one disturbed measurement does not make a device look slow.
+    """
     totals = [sum(row) for row in seconds]
-    best = seconds[totals.index(min(totals))]
-    raw = [
-        statistics.median([b / s for b, s in zip(best, row, strict=True) if s > 0] or [1.0])
+    fastest = seconds[totals.index(min(totals))]
+    ratios = [
+        statistics.median([f / s for f, s in zip(fastest, row, strict=True) if s > 0] or [1.0])
         for row in seconds
     ]
-    return [power / max(raw) for power in raw]
+    return [ratio / max(ratios) for ratio in ratios]

@@ -1,6 +1,7 @@
-"""What the user's own layers, loss and optimizer cost on this device (Method E, E1, E5).
+"""Costs of the user's layers, loss and optimizer on this rank's device.
 
-Weights, buffers, metrics and logs stay as they were."""
+The measurement restores weights, buffers, metrics and logs.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +34,16 @@ from lightning_dlres.pipeline.stage.microbatch import samples_in
 
 @dataclass(frozen=True)
 class DeviceMeasurement:
-    """What a run costs on one device.
+    """Costs of a run on one device.
 
     Attributes:
-        layers: what each layer costs.
-        loss: seconds of the loss of one micro-batch, forward and backward.
-        loss_bytes: what it needs for a moment.
-        update: seconds that the optimizer takes for a byte of a gradient.
-        run_overhead_seconds: extra seconds of a layer that is a run of its own, forward and
-            backward.
-        wall_per_cpu_second: ratio of wall time to processor time.
+        layers: Costs of each layer.
+        loss: Seconds of the loss of one micro-batch, forward and backward.
+        loss_bytes: Temporary memory of the loss.
+        update: Seconds of the optimizer per byte of gradient.
+        run_overhead_seconds: Extra seconds, forward and backward, of a layer that is a run of its
+            own.
+        wall_per_cpu_second: Ratio of wall time to processor time.
     """
 
     layers: list[LayerMeasurement]
@@ -53,118 +54,125 @@ class DeviceMeasurement:
     wall_per_cpu_second: float
 
 
-def measure(
+def measure_device(
     model: ProfiledModel,
     samples: ProfileSamples,
     config: ProfileConfig,
+    *,
     layer_context: Callable[[], AbstractContextManager[Any]],
     optimizers: Sequence[Optimizer],
-    caches: CpuCacheFlusher,
+    flusher: CpuCacheFlusher,
     limit: int | None,
     slowdown: float | None = None,
 ) -> tuple[DeviceMeasurement, Callable[[], None]]:
-    """Return what the layers, the loss and the optimizer cost on this device, and what keeps it
-    busy afterwards.
+    """Measure the layers, the loss and the optimizer on this device.
 
     Args:
-        model, samples, config, layer_context, optimizers: see `Profiler`.
-        caches: they are cold where training finds them so.
-        limit: bytes that the device has.
-        slowdown: where speeds are emulated, with one rank for each core or not: then processor time
-            counts alone.
+        model: The model to measure.
+        samples: Samples to run.
+        config: Options of the profile.
+        layer_context: Returns a context manager for every forward (mixed precision).
+        optimizers: Optimizers of the run.
+        flusher: Makes the CPU caches cold where training finds them cold.
+        limit: Bytes that the device has; None: unknown.
+        slowdown: Factor of an emulated slower device; None where nothing is emulated. With emulated
+            speeds only processor time counts, since ranks may share a core.
+
+    Returns:
+        The measurement, and a function that keeps the device busy; see `measure_layers`.
     """
-    clock, runs, losses = ComputeClock(model.device, stretched=slowdown is None), [], []
+    clock, layer_runs, losses = ComputeClock(model.device, stretched=slowdown is None), [], []
     slowdown = slowdown or 1.0
     count = len(samples.inputs)
     for inputs, batch in zip(samples.inputs, samples.batches, strict=True):
-        layers, output, again = measure_layers(
+        layers, output, load = measure_layers(
             model.modules,
             model.bind,
             inputs,
             model.device,
             layer_context,
-            slowdown,
-            -(-config.repeats // count),
-            config.seconds / count,
-            clock,
-            limit,
+            slowdown=slowdown,
+            repeats=-(-config.repeats // count),
+            seconds=config.seconds / count,
+            clock=clock,
+            limit=limit,
         )
-        runs.append(layers)
-        losses.append(_measure_loss(model, batch, output, config.repeats, caches))
+        layer_runs.append(layers)
+        losses.append(_measure_loss(model, batch, output, config.repeats, flusher))
     wall_per_cpu_second = clock.wall_per_cpu_second()
     weights = [p for module in model.modules for p in module.parameters()]
     update = max(
-        (update_seconds(each, weights, clock, config.repeats, caches) for each in optimizers),
+        (update_seconds(each, weights, clock, config.repeats, flusher) for each in optimizers),
         default=0.0,
     )
     run_overheads = [
         layer.run_overhead_seconds
-        for layers in runs
+        for layers in layer_runs
         for layer in layers
         if layer.run_overhead_seconds is not None
     ]
-    found = DeviceMeasurement(
-        [_mean(list(alike)) for alike in zip(*runs, strict=True)],
+    measurement = DeviceMeasurement(
+        [_mean(list(same)) for same in zip(*layer_runs, strict=True)],
         statistics.fmean(seconds for seconds, _ in losses) * wall_per_cpu_second * slowdown,
         max(nbytes for _, nbytes in losses),
         update * wall_per_cpu_second,
-        # Where two times differ by less than their noise.
+        # At least 0: the difference of two times may be smaller than their noise.
         max(statistics.fmean(run_overheads), 0.0) if run_overheads else 0.0,
         wall_per_cpu_second,
     )
-    return found, again
+    return measurement, load
 
 
-def typical(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
-    """Return the median of every time."""
+def median_measurement(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
+    """Return the median of every time over several measurements of one device."""
     layers = [
         replace(
-            alike[0],
-            forward=_median(layer.forward for layer in alike),
-            backward=_median(layer.backward for layer in alike),
+            same[0],
+            forward=_median(layer.forward for layer in same),
+            backward=_median(layer.backward for layer in same),
         )
-        for alike in zip(*(found.layers for found in rounds), strict=True)
+        for same in zip(*(each.layers for each in rounds), strict=True)
     ]
     return DeviceMeasurement(
         layers,
-        statistics.median(found.loss for found in rounds),
-        max(found.loss_bytes for found in rounds),
-        statistics.median(found.update for found in rounds),
-        statistics.median(found.run_overhead_seconds for found in rounds),
-        statistics.median(found.wall_per_cpu_second for found in rounds),
+        statistics.median(each.loss for each in rounds),
+        max(each.loss_bytes for each in rounds),
+        statistics.median(each.update for each in rounds),
+        statistics.median(each.run_overhead_seconds for each in rounds),
+        statistics.median(each.wall_per_cpu_second for each in rounds),
     )
 
 
 def _measure_loss(
-    model: ProfiledModel, batch: Any, output: Tree, repeats: int, caches: CpuCacheFlusher
+    model: ProfiledModel, batch: Any, output: Tree, repeats: int, flusher: CpuCacheFlusher
 ) -> tuple[float, int]:
-    """Return the counted seconds of the step from the module's call on, forward and backward, and
-    the bytes that it needs; zeros where user code cannot be run outside of training."""
+    """Return the clock's seconds and the temporary bytes of a step after the module's call, forward
+    and backward. Both are 0 if user code cannot run outside of training."""
     clock, rewind_random_state = ComputeClock(model.device), rng.held(model.device)
     leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
-    wanted = [t for t in tensors_of(leaves) if t.requires_grad]
-    wanted += [p for p in model.non_pipelined if p.device == model.device]
+    differentiable = [t for t in tensors_of(leaves) if t.requires_grad]
+    differentiable += [p for p in model.non_pipelined if p.device == model.device]
     spent, live = [], LiveBytes()
     try:
         with torch.enable_grad():
             for run in range(repeats + 1):
                 step = model.start_loss(batch)
-                caches.overwrite()
+                flusher.overwrite()
                 start = clock.now()
-                # Counting bytes takes time: in the run that warms up.
+                # Bytes are counted in the warm-up run: counting takes time.
                 with live if run == 0 else nullcontext():
-                    given = map_tensors(Tensor.clone, leaves) if run == 0 else leaves
-                    loss = step.finish(given, None, [samples_in(batch) or 1])
-                    del given
-                    if loss.requires_grad and wanted:
-                        torch.autograd.grad(loss, wanted, allow_unused=True)
+                    leaves_copy = map_tensors(Tensor.clone, leaves) if run == 0 else leaves
+                    loss = step.finish(leaves_copy, None, [samples_in(batch) or 1])
+                    del leaves_copy
+                    if loss.requires_grad and differentiable:
+                        torch.autograd.grad(loss, differentiable, allow_unused=True)
                 if run:
                     spent.append(clock.now() - start)
                 step.undo_metrics()
     except Exception as error:
         model.warn(
             f"dlres: the loss could not be timed before training ({type(error).__name__}: "
-            f"{error}); the plan counts it as nothing."
+            f"{error}). The plan assumes that it takes no time."
         )
         return 0.0, 0
     finally:
@@ -181,6 +189,6 @@ def _mean(runs: list[LayerMeasurement]) -> LayerMeasurement:
 
 
 def _median(seconds: Iterable[float]) -> float:
-    """Return the median; NaN if some are, as of a layer for which there was no room at a time."""
-    found = list(seconds)
-    return math.nan if any(map(math.isnan, found)) else statistics.median(found)
+    """Return the median; NaN if any value is, since then the layer did not fit into memory once."""
+    values = list(seconds)
+    return math.nan if any(map(math.isnan, values)) else statistics.median(values)

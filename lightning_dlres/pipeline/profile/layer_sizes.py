@@ -1,7 +1,7 @@
-"""The sizes of a layer: what enters, leaves, is kept for backward, and is needed for a moment.
+"""Sizes of a layer: bytes of inputs, outputs, saved tensors and temporary memory.
 
-Whether a device has room for a layer is found without running it: under FakeTensor, which follows
-shapes and dtypes through every operation, and makes no storage.
+The memory that a layer needs is found without running it, under FakeTensor. This follows shapes and
+dtypes through every operation, and allocates no storage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Sizes(NamedTuple):
-    """Bytes of one layer, under one micro-batch; see `LayerProfile`."""
+    """Bytes of one layer for one micro-batch; see `LayerProfile`."""
 
     input_bytes: int
     output_bytes: int
@@ -35,15 +35,15 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A layer, and what it takes to call it.
+    """A layer with the arguments of its call.
 
     Attributes:
-        module: the layer; on the CPU or the meta device.
-        bind: makes a callable of a layer's index and its copy.
-        index: the layer's.
-        inputs: what it is called with.
-        device: where it runs.
-        context: entered around its forward (mixed precision).
+        module: The layer, on the CPU or the meta device.
+        bind: Returns the callable for a layer's index and a copy of its module.
+        index: Index of the layer.
+        inputs: Inputs of the call.
+        device: Device on which a copy of the layer runs.
+        context: Returns a context manager for the forward (mixed precision).
     """
 
     module: nn.Module
@@ -55,13 +55,14 @@ class LayerCall:
 
 
 class SavedTensorBytes:
-    """What autograd keeps for the backward of a layer."""
+    """Bytes of the tensors that autograd saves for the backward of a layer."""
 
     def __init__(self) -> None:
+        # Bytes of each storage by `storage_key`: tensors of one storage count once.
         self._bytes: dict[int, int] = {}
 
     def recorded(self) -> AbstractContextManager[Any]:
-        """Enter this around the forward."""
+        """Context manager that records the tensors saved by the forward inside."""
 
         def pack(tensor: Tensor) -> Tensor:
             self._bytes[storage_key(tensor)] = _storage_bytes(tensor)
@@ -70,65 +71,75 @@ class SavedTensorBytes:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def sizes(
-        self, held: Sequence[Tensor], entered: Sequence[Tensor], left: Sequence[Tensor], moment: int
+        self,
+        weights: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        workspace_bytes: int,
     ) -> Sizes:
         """Return the sizes of a layer.
 
         Args:
-            held: its parameters and buffers.
-            entered, left: its inputs and outputs.
-            moment: bytes that its backward needs for a moment.
+            weights: Parameters and buffers of the layer.
+            inputs: Inputs of the layer.
+            outputs: Outputs of the layer.
+            workspace_bytes: Temporary memory of its backward.
         """
-        known = {storage_key(t) for t in (*held, *entered, *left)}
+        counted_elsewhere = {storage_key(t) for t in (*weights, *inputs, *outputs)}
         return Sizes(
-            _distinct_bytes(entered),
-            _distinct_bytes(left),
-            _distinct_bytes([t for t in left if t.requires_grad]),
-            sum(size for key, size in self._bytes.items() if key not in known),
-            moment,
+            _distinct_bytes(inputs),
+            _distinct_bytes(outputs),
+            _distinct_bytes([t for t in outputs if t.requires_grad]),
+            sum(size for key, size in self._bytes.items() if key not in counted_elsewhere),
+            workspace_bytes,
         )
 
 
 def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, int]:
-    """Return what makes the output of a layer, as zeros on the device; its sizes; and the bytes
-    that it takes to run it forward and backward, the gradients of a run before among them.
+    """Find the sizes of a layer without running it.
+
+    Returns:
+        A function that makes an output of zeros on the device; the sizes; and the bytes that a run
+        forward and backward takes, with the gradients of a previous run.
 
     Raises:
-        Exception: of any kind, where the layer asks for values, which there are not.
+        Exception: Of any kind, if the layer reads values of tensors, which FakeTensor lacks.
     """
     device, saved, live = call.device, SavedTensorBytes(), LiveBytes()
-    made: dict[int, Any] = {}
+    # `deepcopy` takes these in the place of the module's own tensors, by their id.
+    fakes: dict[int, Any] = {}
     with without_storage() as mode:
         for tensor in (*call.module.parameters(), *call.module.buffers()):
-            made[id(tensor)] = _of_its_kind(tensor, _empty_like(tensor, device))
-    # Outside: plain tensors that a layer holds are copied with their values.
-    module_copy = copy.deepcopy(call.module, made).train()
-    held = [*module_copy.parameters(), *module_copy.buffers()]
+            fakes[id(tensor)] = _as_parameter_like(tensor, _empty_like(tensor, device))
+    # Outside of the mode: plain tensors that a layer holds are copied with their values.
+    module_copy = copy.deepcopy(call.module, fakes).train()
+    weights = [*module_copy.parameters(), *module_copy.buffers()]
     with mode:
-        weights = [p for p in module_copy.parameters() if p.requires_grad]
-        given = map_tensors(
+        trained = [p for p in module_copy.parameters() if p.requires_grad]
+        fake_inputs = map_tensors(
             lambda t: _empty_like(t, device).requires_grad_(t.requires_grad), call.inputs
         )
-        structure, entered = flatten(given)
-        wanted = [t for t in entered if t.requires_grad]
+        structure, inputs = flatten(fake_inputs)
+        differentiable = [t for t in inputs if t.requires_grad]
         with live:
             with saved.recorded(), call.context():
-                safe = iter(enter_inplace_safe(wanted) if wanted else ())
-                leaves = [next(safe) if t.requires_grad else t for t in entered]
+                safe = iter(enter_inplace_safe(differentiable) if differentiable else ())
+                leaves = [next(safe) if t.requires_grad else t for t in inputs]
                 output = call.bind(call.index, module_copy)(unflatten(structure, leaves))
-            kept, left = live.now, tensors_of(output)
-            flowing = [(t, torch.ones_like(t)) for t in left if t.requires_grad]
+            live_after_forward, outputs = live.now, tensors_of(output)
+            starts = [(t, torch.ones_like(t)) for t in outputs if t.requires_grad]
             gradients: tuple[Tensor | None, ...] = ()
-            if flowing and (wanted or weights):
+            if starts and (differentiable or trained):
                 gradients = torch.autograd.grad(
-                    [t for t, _ in flowing],
-                    [*wanted, *weights],
-                    [g for _, g in flowing],
+                    [t for t, _ in starts],
+                    [*differentiable, *trained],
+                    [g for _, g in starts],
                     allow_unused=True,
                 )
-        of_weights = bytes_of(g for g in gradients[len(wanted) :] if g is not None)
-        sizes = saved.sizes(held, entered, left, max(live.peak - kept, of_weights))
-        need = bytes_of(held) + sizes.input_bytes + live.peak + of_weights
+        gradient_bytes = bytes_of(g for g in gradients[len(differentiable) :] if g is not None)
+        workspace_bytes = max(live.peak - live_after_forward, gradient_bytes)
+        sizes = saved.sizes(weights, inputs, outputs, workspace_bytes)
+        need = bytes_of(weights) + sizes.input_bytes + live.peak + gradient_bytes
 
     def zeros() -> Tree:
         return map_tensors(
@@ -142,12 +153,12 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all elements."""
+    """Return the bytes of all elements of some tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of tensors, of which those in the same memory count once."""
+    """Return the bytes of tensors; tensors of one storage count once."""
     return sum({storage_key(t): bytes_of([t]) for t in tensors}.values())
 
 
@@ -156,14 +167,14 @@ def _storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if strided else bytes_of([tensor])
 
 
-def _of_its_kind(tensor: Tensor, made: Tensor) -> Tensor:
+def _as_parameter_like(tensor: Tensor, made: Tensor) -> Tensor:
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    # From its sizes: FakeTensor notes down every tensor that it is given, which then cannot be
-    # swapped any more.
+    # Made from the sizes alone: FakeTensor keeps a reference to every real tensor that it sees, and
+    # a tensor with such a reference cannot be swapped any more.
     if tensor.layout is torch.strided:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device=device)

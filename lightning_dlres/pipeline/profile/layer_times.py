@@ -1,13 +1,14 @@
-"""The profile of a model's layers on this device (Method E, E5): seconds forward and backward,
-bytes in, out, kept, and needed for a moment.
+"""Times and sizes of a model's layers on this device: seconds forward and backward, and bytes.
 
-Layers are run one by one on copies, by the very code that runs them in training, so that weights,
-buffers and random state stay as they were, and no device needs room for more than one layer; of one
-for which there is no room either, the sizes are found without running it. Layers that are alike are
-measured once: on several copies if they are small, since a single one would find its weights in the
-cache, and those of a whole stage are not there. Copies that fit behind each other are measured as
-one run of a stage, and each as a run of its own: the difference is the overhead of
-a run."""
+Layers run one by one on copies, with the code that runs them in training. Weights, buffers and
+random state stay as they were, and a device needs memory for one layer only. The sizes of a layer
+that does not fit even so are found without running it.
+
+Equal layers are measured once. Small layers are measured on several copies: a single copy would
+find its weights in the cache, where those of a whole stage are not. If the output of a copy is a
+valid input of the next, the copies are timed twice: together as one run of a stage, and each as a
+run of its own. The difference is the overhead of a run.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +43,25 @@ from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 
 _log = logging.getLogger(__name__)
 
-# Of a RuntimeError, as torch has no class for it where the CPU's memory is not enough.
-_ALLOCATOR_OF_THE_CPU = "DefaultCPUAllocator"
-# Weights and inputs of which a layer makes more than so many times their bytes are not expected:
-# where there is room for that, it is not looked at more closely.
-_AMPLE = 32
+# Part of the message of the RuntimeError that torch raises when the CPU has no memory left; torch
+# has no exception class for it.
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+# A layer is assumed to take at most this many times the bytes of its weights and inputs. Only where
+# a device has less memory than this is the need of a layer found without running it.
+_AMPLE_MEMORY_FACTOR = 32
 
 
 @dataclass(frozen=True)
 class LayerMeasurement:
-    """One layer on one device, under one micro-batch. The seconds are NaN where there is no room
-    for the layer. `run_overhead_seconds` is its extra time, forward and backward, as a run of its
-    own; None where it was not measured in both ways."""
+    """Costs of one layer on one device for one micro-batch.
+
+    Attributes:
+        forward: Seconds of forward; NaN if the layer does not fit into memory.
+        backward: Seconds of backward; NaN if the layer does not fit into memory.
+        sizes: Bytes of the layer.
+        run_overhead_seconds: Extra seconds, forward and backward, as a run of its own; None if the
+            layer was not measured in both ways.
+    """
 
     forward: float
     backward: float
@@ -67,6 +75,7 @@ def measure_layers(
     inputs: Tree,
     device: torch.device,
     context: Context,
+    *,
     slowdown: float = 1.0,
     repeats: int = 5,
     seconds: float = 0.0,
@@ -76,42 +85,42 @@ def measure_layers(
     """Measure every layer on this device.
 
     Args:
-        modules: the layers; on the CPU or the meta device.
-        bind: makes a callable of a layer's index and its copy.
-        inputs: what the first layer is called with; later layers get their predecessor's output.
-        device: where to compute.
-        context: entered around every forward (mixed precision).
-        slowdown: factor of an emulated slower device.
-        repeats: least number of runs of a layer that count, after one run to warm up.
-        seconds: least time over which all layers together are measured. A device that is throttled
-            shows its sustained speed only over a while.
-        clock: adds up what is spent; None: one of its own.
-        limit: bytes that the device has. A layer that needs more is not run, if that can be known
-            without its values; it has no times then.
+        modules: The layers, on the CPU or the meta device.
+        bind: Returns the callable for a layer's index and a copy of its module.
+        inputs: Inputs of the first layer. Each later layer receives its predecessor's output.
+        device: Device to measure on.
+        context: Returns a context manager for every forward (mixed precision).
+        slowdown: Factor of an emulated slower device.
+        repeats: Minimum number of timed runs of a layer, after one run to warm up.
+        seconds: Minimum time over which all layers together are measured. A throttled device shows
+            its sustained speed only over a while.
+        clock: Clock that adds up the spent time; None makes one.
+        limit: Bytes that the device has; None: unknown. A layer that needs more is not run, where
+            this can be found without running it. It then has no times.
 
     Returns:
-        The measurements; the output of the last layer (detached); and what runs the costliest kind
-        of layer once more, to keep the device as busy as in training.
+        The measurements; the detached output of the last layer; and a function that runs the
+        costliest kind of layer once more, to keep the device as busy as in training.
     """
-    kinds: dict[Any, _Kind] = {}
+    kinds: dict[Any, _LayerKind] = {}
     order, clock = [], clock or ComputeClock(device)
     activation = map_tensors(lambda t: t.to(device), inputs)
     with torch.enable_grad(), forked(device):
         for index, module in enumerate(modules):
-            key = _likeness(module, activation)
+            key = _kind_key(module, activation)
             if key not in kinds:
-                held = sum(kind.sizes.output_bytes for kind in kinds.values())
-                room = None if limit is None else limit - held
+                held_outputs = sum(kind.sizes.output_bytes for kind in kinds.values())
+                free = None if limit is None else limit - held_outputs
                 call = LayerCall(module, bind, index, activation, device, context)
-                kinds[key] = _sized(call, room)
+                kinds[key] = _measure_sizes(call, free)
             order.append(kinds[key])
             activation = kinds[key].output
         for kind in filter(lambda kind: kind.fits, kinds.values()):
-            # As many copies as a core's caches do not hold.
+            # As many copies as exceed a core's caches, or as many as there are such layers.
             copies = max(min(order.count(kind), COLD_BYTES // max(kind.held_bytes, 1)), 1)
             share = seconds * order.count(kind) / len(modules)
             try:
-                _time(kind, copies, clock, repeats, share)
+                _measure_times(kind, copies, clock, repeats, share)
             except RuntimeError as error:
                 if not is_lack_of_memory(error):
                     raise
@@ -126,9 +135,13 @@ def measure_layers(
 
 
 @dataclass(eq=False)
-class _Kind:
-    """Layers that are alike: the first one and its call, what it returns, and what it costs.
-    `held_bytes` is what a copy takes while it is measured."""
+class _LayerKind:
+    """Equal layers: the call and the output of the first one, and their costs.
+
+    Attributes:
+        fits: Whether a copy fits into memory, so that it can be timed.
+        held_bytes: Bytes that a copy takes while it is timed.
+    """
 
     call: LayerCall
     output: Tree
@@ -140,14 +153,14 @@ class _Kind:
     run_overhead_seconds: float | None = None
 
     @property
-    def fits_behind_itself(self) -> bool:
-        """Whether the layer can be called with what it returns."""
-        given, returned = (
+    def can_follow_itself(self) -> bool:
+        """Whether the layer accepts its own output as input."""
+        accepted, returned = (
             (structure, [(t.shape, t.dtype, t.requires_grad) for t in tensors])
             for structure, tensors in map(flatten, (self.call.inputs, self.output))
         )
-        # Numbers that are no floats mean something: another layer's need not be valid here.
-        return given == returned and all(t.is_floating_point() for t in tensors_of(self.output))
+        # Integers such as token ids have a meaning: those of an output may be invalid as inputs.
+        return accepted == returned and all(t.is_floating_point() for t in tensors_of(self.output))
 
     def measurement(self, wall_per_cpu_second: float) -> LayerMeasurement:
         run_overhead_seconds = (
@@ -163,40 +176,47 @@ class _Kind:
         )
 
 
-def _sized(call: LayerCall, limit: int | None) -> _Kind:
-    """Run a layer once for its sizes, or, where there is no room, find them without running it."""
-    held = {*call.module.parameters(), *call.module.buffers(), *tensors_of(call.inputs)}
-    if limit is not None and _AMPLE * bytes_of(held) > limit:
+def _measure_sizes(call: LayerCall, limit: int | None) -> _LayerKind:
+    """Run a layer once for its sizes; without enough memory, find them without running it."""
+    tensors = {*call.module.parameters(), *call.module.buffers(), *tensors_of(call.inputs)}
+    if limit is not None and _AMPLE_MEMORY_FACTOR * bytes_of(tensors) > limit:
         try:
             zeros, sizes, need = sizes_without_storage(call)
         except Exception as error:
-            # It asks for values, or does what FakeTensor does not know: running it will tell.
-            _log.debug("layer %d is run without knowing what it needs: %s", call.index, error)
+            # It reads values, or FakeTensor lacks an operation: only a run can tell.
+            _log.debug("layer %d is run without knowing its memory need: %s", call.index, error)
         else:
             if need > limit:
-                return _Kind(call, zeros(), sizes, fits=False)
+                return _LayerKind(call, zeros(), sizes, fits=False)
     try:
         output, sizes, taken = _Runner(call).sizes()
-        return _Kind(call, output, sizes, fits=True, held_bytes=taken)
+        return _LayerKind(call, output, sizes, fits=True, held_bytes=taken)
     except RuntimeError as error:
         if not is_lack_of_memory(error):
             raise
     zeros, sizes, _ = sizes_without_storage(call)
-    return _Kind(call, zeros(), sizes, fits=False)
+    return _LayerKind(call, zeros(), sizes, fits=False)
 
 
 def is_lack_of_memory(error: Exception) -> bool:
-    """Return whether a device or the host had no room."""
+    """Return whether an error says that a device or the host has no memory left."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        type(error) is RuntimeError and _ALLOCATOR_OF_THE_CPU in str(error)
+        type(error) is RuntimeError and _CPU_ALLOCATOR in str(error)
     )
 
 
 class ComputeClock:
-    """Seconds of computing. On a CPU that is shared or throttled, a short run may see no pause at
-    all and a long one several: processor time is measured for each layer, and stretched by how much
-    longer all took together, if `stretched`. Linux pauses a throttled process when it asks for
-    its processor time, that is, between measurements; so this needs a clock of its own."""
+    """Clock of compute time, which is fair on a CPU that is shared or throttled.
+
+    On such a CPU a short run may see no pause at all, and a long one several. So each layer is
+    measured in processor time, and the result is stretched by the ratio of wall time to processor
+    time of all runs together. Linux pauses a throttled process when it asks for its processor time,
+    that is, between measurements; the ratio therefore needs its own clock, see `pacing`.
+
+    Args:
+        device: Device that computes.
+        stretched: Whether to stretch processor time; off where speeds are emulated.
+    """
 
     def __init__(self, device: torch.device, stretched: bool = True) -> None:
         self.device = device
@@ -205,14 +225,14 @@ class ComputeClock:
         self._wall = self._busy = 0.0
 
     def now(self) -> float:
-        """Return the time that counts."""
+        """Return the current time in seconds: processor time on one CPU thread, else wall time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.process_time() if self._by_processor else time.perf_counter()
 
     @contextmanager
     def pacing(self) -> Iterator[None]:
-        """Compare processor time with time on the wall; nothing may be waited for inside."""
+        """Context manager that compares processor time with wall time; no code inside may wait."""
         wall, busy = time.perf_counter(), time.process_time()
         try:
             yield
@@ -221,14 +241,13 @@ class ComputeClock:
             self._busy += time.process_time() - busy
 
     def wall_per_cpu_second(self) -> float:
-        """Return by how much the counted seconds must be stretched."""
-        known = self._stretched and self._by_processor and self._busy > 0
-        return max(self._wall / self._busy, 1.0) if known else 1.0
+        """Return the factor that turns measured seconds into wall time; at least 1."""
+        is_known = self._stretched and self._by_processor and self._busy > 0
+        return max(self._wall / self._busy, 1.0) if is_known else 1.0
 
 
 class _Runner:
-    """Runs a copy of a layer forward and backward, or several one behind the other, as a stage
-    does."""
+    """Runs one copy of a layer, or several copies in a row, as a stage runs its layers."""
 
     def __init__(self, call: LayerCall, copies: Sequence[nn.Module] | None = None) -> None:
         copies = copies or [_module_copy(call.module, call.device)]
@@ -241,12 +260,12 @@ class _Runner:
             device=call.device,
             context=call.context,
         )
-        self._held = [t for each in copies for t in (*each.parameters(), *each.buffers())]
+        self._weights = [t for each in copies for t in (*each.parameters(), *each.buffers())]
         self._inputs = call.inputs
         self._buffer = GradientBuffer()
 
     def forward(self, clock: ComputeClock) -> float:
-        """Run the layer forward; return the seconds."""
+        """Run forward; return the seconds."""
         inputs = map_tensors(_copy, self._inputs)
         begin = clock.now()
         output = self._stage.forward(0, inputs, 0)
@@ -255,32 +274,32 @@ class _Runner:
         return spent
 
     def backward(self, clock: ComputeClock) -> float:
-        """Run it backward, adding to the gradients of before; return the seconds."""
+        """Run backward, adding to earlier gradients; return the seconds."""
         begin = clock.now()
         self._stage.backward(0, self._gradients, self._buffer)
         return clock.now() - begin
 
     def sizes(self) -> tuple[Tree, Sizes, int]:
-        """Run once, and return the output, detached; the sizes; and what a copy of the layer takes
-        while it is measured."""
+        """Run once; return the detached output, the sizes, and the bytes of a copy while it is
+        timed."""
         saved, live = SavedTensorBytes(), LiveBytes()
         inputs = map_tensors(_copy, self._inputs)
         with live:
             with saved.recorded():
                 output = self._stage.forward(0, inputs, 0)
-            kept, buffer = live.now, GradientBuffer()
+            live_after_forward, buffer = live.now, GradientBuffer()
             gradients = _ones(output)
             self._stage.backward(0, gradients, buffer)
-        # What backward leaves behind is counted elsewhere: the parameters' gradients.
+        # The planner counts the gradients of parameters, which stay after backward, separately.
         gradient_bytes = bytes_of(buffer.gradients.values())
-        moment = max(live.peak - kept, gradient_bytes)
-        sizes = saved.sizes(self._held, tensors_of(inputs), tensors_of(output), moment)
-        held = bytes_of(self._held) + gradient_bytes + sum(sizes[:4])
-        return map_tensors(_detached, output), sizes, held
+        workspace_bytes = max(live.peak - live_after_forward, gradient_bytes)
+        sizes = saved.sizes(self._weights, tensors_of(inputs), tensors_of(output), workspace_bytes)
+        held_bytes = bytes_of(self._weights) + gradient_bytes + sum(sizes[:4])
+        return map_tensors(_detached, output), sizes, held_bytes
 
 
 class _Load:
-    """Runs a layer forward and backward, which is made only if it is called at all."""
+    """Runs a layer forward and backward when called; its copy is made at the first call."""
 
     def __init__(self, call: LayerCall | None) -> None:
         self._call = call
@@ -297,12 +316,14 @@ class _Load:
             self._runner.backward(clock)
 
 
-def _time(kind: _Kind, copies: int, clock: ComputeClock, repeats: int, seconds: float) -> None:
-    """Measure a kind of layer on so many copies: as one run, as in a stage, if they fit behind each
-    other; then each as a run of its own."""
+def _measure_times(
+    kind: _LayerKind, copies: int, clock: ComputeClock, repeats: int, seconds: float
+) -> None:
+    """Time a kind of layer on this many copies: together as one run, if the layer can follow
+    itself, and each copy as a run of its own."""
     module_copies = [_module_copy(kind.call.module, kind.call.device) for _ in range(copies)]
     alone = [_Runner(kind.call, [module_copy]) for module_copy in module_copies]
-    if copies == 1 or not kind.fits_behind_itself:
+    if copies == 1 or not kind.can_follow_itself:
         kind.forward, kind.backward = _rounds(alone, clock, repeats, seconds)
         return
     run = [_Runner(kind.call, module_copies)]
@@ -316,37 +337,37 @@ def _time(kind: _Kind, copies: int, clock: ComputeClock, repeats: int, seconds: 
 def _rounds(
     runners: Sequence[_Runner], clock: ComputeClock, repeats: int, seconds: float
 ) -> tuple[float, float]:
-    """Return the mean seconds forward and backward of what runs one after the other, first all
-    forward and then all backward, as the layers of a stage do."""
+    """Return the mean seconds of a runner forward and backward. Each round runs all forwards, then
+    all backwards, as a stage runs its layers."""
 
-    def turn(counting: ComputeClock) -> tuple[list[float], list[float]]:
-        there = [runner.forward(counting) for runner in runners]
-        return there, [runner.backward(counting) for runner in reversed(runners)]
+    def one_round(clock: ComputeClock) -> tuple[list[float], list[float]]:
+        forwards = [runner.forward(clock) for runner in runners]
+        return forwards, [runner.backward(clock) for runner in reversed(runners)]
 
-    turn(ComputeClock(clock.device))  # to warm up
+    one_round(ComputeClock(clock.device))  # warm-up
     forward, backward, start = list[float](), list[float](), time.perf_counter()
     with clock.pacing():
         while len(forward) < repeats or time.perf_counter() - start < seconds:
-            there, back = turn(clock)
-            forward += there
-            backward += back
-    # Not medians: what a throttled processor loses with every pause is in the longest runs only.
+            forwards, backwards = one_round(clock)
+            forward += forwards
+            backward += backwards
+    # Means, not medians: the pauses of a throttled processor fall into the longest runs only.
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
-def _likeness(module: nn.Module, inputs: Tree) -> Any:
-    """Return what two layers have in common that cost the same: their make, and the shapes of what
-    they hold and get."""
-    made = tuple(
+def _kind_key(module: nn.Module, inputs: Tree) -> Any:
+    """Return a key that is equal for layers of equal cost: classes and settings of their modules,
+    and the shapes of weights and inputs."""
+    modules = tuple(
         (name, type(child).__qualname__, type(child).__module__, child.extra_repr())
         for name, child in module.named_modules()
     )
-    held = tuple(
+    weights = tuple(
         (name, tuple(t.shape), t.dtype, t.requires_grad)
         for name, t in (*module.named_parameters(), *module.named_buffers())
     )
-    given = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(inputs))
-    return made, held, given
+    shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(inputs))
+    return modules, weights, shapes
 
 
 def _module_copy(module: nn.Module, device: torch.device) -> nn.Module:
@@ -358,7 +379,7 @@ def _module_copy(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy that a layer may work on in place."""
+    """Return a copy that a layer may change in place."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

@@ -1,5 +1,4 @@
-"""What the ranks' measurements say about the cluster (Method E, E1, E3): kinds of devices, their
-power, and the links between them."""
+"""Measurement of the links between ranks: latency, bandwidth, and the cost of a message."""
 
 from __future__ import annotations
 
@@ -16,15 +15,21 @@ from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
 from lightning_dlres.pipeline.profile.cluster import Link
 from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 
-_MESSAGES_OF_A_TRIP = 3
+# Messages that one rank sends or receives in a round trip: there, back, and the measured time.
+_MESSAGES_PER_ROUND_TRIP = 3
+# Bytes of the first and of the largest bandwidth probe.
 _FIRST_PROBE, _LARGEST_PROBE = 1 << 18, 1 << 24
-# Of a probe: of a longer profile no more.
-MOST_ROUNDS, MOST_SECONDS = 8, 0.05
+# Limits of a probe in a profile of any length: round trips of each kind, and the seconds of one
+# message after which its bandwidth is believed.
+MAX_ROUNDS, MAX_MESSAGE_SECONDS = 8, 0.05
 
 
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return one pair of ranks for every pair of hosts, and one within every host that has two
-    ranks."""
+    """Return one pair of ranks for every pair of hosts, and for every host of two or more ranks.
+
+    Args:
+        hosts: Host of every rank.
+    """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
@@ -41,68 +46,73 @@ def _pairs(groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rank saw of a link.
+    """Measurement of one link, on one of its two ranks.
 
     Attributes:
-        link: the way.
-        message: seconds that sending or receiving a message took from this process.
+        link: The link, with its latency and bandwidth.
+        message_seconds: Seconds that sending or receiving one message takes from this process.
     """
 
     link: Link
-    message: float
+    message_seconds: float
 
 
-def probe(
+def probe_link(
     mailbox: Mailbox,
     a: int,
     b: int,
-    nbytes: int,
-    caches: CpuCacheFlusher,
-    rounds: int = MOST_ROUNDS,
-    long_enough: float = MOST_SECONDS,
+    message_bytes: int,
+    flusher: CpuCacheFlusher,
+    *,
+    rounds: int = MAX_ROUNDS,
+    min_message_seconds: float = MAX_MESSAGE_SECONDS,
 ) -> Probe | None:
-    """Measure the way between two ranks; called by all, and None for those that it does not
-    concern.
+    """Measure the link between two ranks; called by all ranks, None on all others.
 
     Args:
-        nbytes: size of a typical message, for what a message takes from the process.
-        caches: they are cold when a message comes.
-        rounds: number of messages of each kind that are timed.
-        long_enough: seconds that a message takes whose bandwidth is believed; larger ones are
-            tried until then.
+        mailbox: This rank's messages.
+        a: First rank; it starts each round trip.
+        b: Second rank.
+        message_bytes: Size of a typical message, for `Probe.message_seconds`.
+        flusher: Makes the caches cold before a message, as they are in training.
+        rounds: Number of timed messages of each kind.
+        min_message_seconds: Seconds that a message must take for its bandwidth to be believed;
+            larger messages are tried until one does.
     """
     if mailbox.rank not in (a, b):
         return None
     pings = _Pings(mailbox, b if mailbox.rank == a else a, leads=mailbox.rank == a)
-    pings.trip(1)
-    latency = statistics.median(pings.trip(1) for _ in range(rounds)) / 2
+    pings.round_trip(1)  # opens the connection
+    latency = statistics.median(pings.round_trip(1) for _ in range(rounds)) / 2
     size = _FIRST_PROBE
-    while (seconds := pings.trip(size) / 2) < long_enough and size < _LARGEST_PROBE:
+    while (seconds := pings.round_trip(size) / 2) < min_message_seconds and size < _LARGEST_PROBE:
         size *= 4
-    seconds = statistics.median([seconds, pings.trip(size) / 2, pings.trip(size) / 2])
+    seconds = statistics.median([seconds, pings.round_trip(size) / 2, pings.round_trip(size) / 2])
     bandwidth = size / max(seconds - latency, 1e-9)
-    # Other threads carry the messages. Where the processor is a fraction of a core, they take it
-    # from the computing.
+    # Other threads carry the messages. Where the process has a fraction of a core, these threads
+    # take it from the computation, so the time of the whole process counts.
     now = time.process_time if torch.get_num_threads() == 1 else time.thread_time
     spent = 0.0
     for _ in range(rounds):
-        caches.overwrite()
+        flusher.overwrite()
         start = now()
-        pings.trip(max(nbytes, 1))
+        pings.round_trip(max(message_bytes, 1))
         spent += now() - start
     return Probe(
         Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth),
-        spent / (_MESSAGES_OF_A_TRIP * rounds),
+        spent / (_MESSAGES_PER_ROUND_TRIP * rounds),
     )
 
 
 class _Pings:
+    """Round trips between two ranks; `leads` is set on the rank that starts them."""
+
     def __init__(self, mailbox: Mailbox, peer: int, leads: bool) -> None:
         self._mailbox, self._peer, self._leads = mailbox, peer, leads
         self._count = 0
 
-    def trip(self, nbytes: int) -> float:
-        """Send so many bytes there and back, and return the seconds, the same on both ranks."""
+    def round_trip(self, nbytes: int) -> float:
+        """Send this many bytes there and back; return the same seconds on both ranks."""
         self._count += 1
         start = time.perf_counter()
         if self._leads:

@@ -1,4 +1,4 @@
-"""An optimizer's costs: seconds, temporary bytes and state of one step, found by trials."""
+"""Costs of an optimizer, found by trials: seconds, temporary bytes and state of one step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 from lightning_dlres.pipeline.profile.layer_times import ComputeClock
 from lightning_dlres.pipeline.profile.optimizer_trials import TRIAL_RATE, stepped, trial_options
 
+# Bytes of parameters in a timed trial.
 _TRIAL_BYTES = 16 << 20
-_MOMENT_SIDE = 256  # scalars count as nothing beside it
-_MOMENT_BYTES = 4 * _MOMENT_SIDE**2
+# Side of the square float32 parameters in a memory trial; beside them scalar state is negligible.
+_SIDE = 256
+_PARAMETER_BYTES = 4 * _SIDE**2
 
 
 def state_ratio(optimizer: Optimizer) -> float:
-    """Return how many bytes of state the optimizer keeps for every byte of a parameter: 2 for Adam,
-    0 for plain SGD; 0 where a trial fails."""
+    """Return the bytes of optimizer state per byte of parameter: 2 for Adam, 0 for plain SGD. It is
+    0 if a trial fails."""
     ratios = [0.0]
     try:
         with forked(torch.device("cpu")):
             for options in trial_options(optimizer):
                 (parameter,), trial = stepped(type(optimizer), options, [0])
                 size = parameter.numel() * parameter.element_size()
-                found = [t for t in trial.state[parameter].values() if isinstance(t, Tensor)]
-                kept = sum(t.numel() * t.element_size() for t in found if t.dim())
-                ratios.append(kept / size)
+                state = [t for t in trial.state[parameter].values() if isinstance(t, Tensor)]
+                state_bytes = sum(t.numel() * t.element_size() for t in state if t.dim())
+                ratios.append(state_bytes / size)
     except Exception:
-        # `require_separable` says what is wrong with it.
+        # `require_separable` reports the problem.
         return 0.0
     return max(ratios)
 
@@ -47,26 +49,25 @@ def update_seconds(
     parameters: Sequence[nn.Parameter],
     clock: ComputeClock,
     repeats: int,
-    caches: CpuCacheFlusher,
+    flusher: CpuCacheFlusher,
 ) -> float:
-    """Return the counted seconds that a step takes for every byte of a gradient; 0 where a trial
-    fails.
+    """Return the clock's seconds of a step per byte of gradient; 0 if a trial fails.
 
     Args:
-        optimizer: its kind and the options of its first group are tried.
-        parameters: of whose shapes some are taken, as parameters on the clock's device; of large
-            ones, a part.
-        clock: what to count with.
-        repeats: number of steps that count.
-        caches: they are cold when a step begins.
+        optimizer: Its class and the options of its first group are tried.
+        parameters: The trial takes parameters of their shapes, on the clock's device, up to a
+            limit; a large one is cut down.
+        clock: Clock that measures.
+        repeats: Number of timed steps.
+        flusher: Makes the caches cold before each step.
     """
     trial_parameters, size = list[nn.Parameter](), 0
     for parameter in parameters:
         if size < _TRIAL_BYTES and parameter.requires_grad:
-            shape = _at_most(parameter, _TRIAL_BYTES)
-            made = torch.full(shape, 1e-3, dtype=parameter.dtype, device=clock.device)
-            trial_parameters.append(nn.Parameter(made))
-            size += made.numel() * made.element_size()
+            shape = _cut_shape(parameter, _TRIAL_BYTES)
+            values = torch.full(shape, 1e-3, dtype=parameter.dtype, device=clock.device)
+            trial_parameters.append(nn.Parameter(values))
+            size += values.numel() * values.element_size()
     if not size:
         return 0.0
     spent = []
@@ -78,18 +79,18 @@ def update_seconds(
             parameter.grad = torch.full_like(parameter, 1e-3)
         trial.step()  # makes the state
         for _ in range(repeats):
-            caches.overwrite()
+            flusher.overwrite()
             start = clock.now()
             trial.step()
             spent.append(clock.now() - start)
     except Exception:
-        # It is no part of what is planned; `require_separable` says what is wrong with it.
+        # The plan does without this time; `require_separable` reports the problem.
         return 0.0
     return statistics.fmean(spent) / size
 
 
-def _at_most(parameter: nn.Parameter, nbytes: int) -> list[int]:
-    """Return the shape of a parameter, cut down until it has no more bytes than that."""
+def _cut_shape(parameter: nn.Parameter, nbytes: int) -> list[int]:
+    """Return the shape of a parameter, cut down to at most this many bytes."""
     shape = list(parameter.shape)
     for dimension in range(len(shape)):
         size = math.prod(shape) * parameter.element_size()
@@ -100,53 +101,55 @@ def _at_most(parameter: nn.Parameter, nbytes: int) -> list[int]:
 
 @dataclass(frozen=True)
 class UpdateBytes:
-    """What an optimizer's step needs for a moment.
+    """Temporary memory of an optimizer's step, in bytes per byte of parameter.
 
-    Adam on the CPU takes parameters one by one: it makes two tensors of the size of each, and one
-    of the parameter before is still there. On a GPU it takes all of them at once.
+    Adam on the CPU steps parameters one by one: it makes two tensors of the size of each, and one
+    of the previous parameter's tensors is still alive. On a GPU it steps all of them at once.
 
     Attributes:
-        own: bytes for every byte of the parameter that is stepped.
-        before: for every byte of the one that was stepped before.
-        of_all: for every byte of all parameters.
+        current: Bytes per byte of the parameter that is stepped.
+        previous: Bytes per byte of the parameter that was stepped before it.
+        total: Bytes per byte of all parameters.
     """
 
-    own: float = 0.0
-    before: float = 0.0
-    of_all: float = 0.0
+    current: float = 0.0
+    previous: float = 0.0
+    total: float = 0.0
 
     def of(self, sizes: Sequence[int]) -> int:
-        """Return the bytes for parameters of these sizes, stepped in this order, but for those that
+        """Return the bytes for parameters of these sizes, stepped in this order, without those that
         depend on all parameters."""
         pairs = zip(sizes, [0, *sizes], strict=False)
-        return math.ceil(max((self.own * a + self.before * b for a, b in pairs), default=0.0))
+        return math.ceil(max((self.current * a + self.previous * b for a, b in pairs), default=0.0))
 
 
 def update_bytes(optimizer: Optimizer, device: torch.device) -> UpdateBytes:
-    """Return what a step needs for a moment; nothing where a trial fails. Sparse gradients count as
-    nothing: only their rows take part."""
+    """Return the temporary memory of a step; nothing if a trial fails. Sparse gradients count as
+    nothing, since only their rows take part."""
     if isinstance(optimizer, SparseAdam):
         return UpdateBytes()
-    found = [(0.0, 0.0, 0.0)]
+    trials = [(0.0, 0.0, 0.0)]
     try:
         with forked(device):
             for options in trial_options(optimizer):
                 one, two, three = (
-                    _moment(type(optimizer), options, n, device) / _MOMENT_BYTES for n in (1, 2, 3)
+                    _step_bytes(type(optimizer), options, n, device) / _PARAMETER_BYTES
+                    for n in (1, 2, 3)
                 )
-                of_all = three - two
-                found.append((one - of_all, two - one - of_all, of_all))
+                # A third parameter adds only what depends on all; a second one also adds what
+                # depends on the previous parameter.
+                total = three - two
+                trials.append((one - total, two - one - total, total))
     except Exception:
-        # `require_separable` says what is wrong with it.
+        # `require_separable` reports the problem.
         return UpdateBytes()
-    return UpdateBytes(*(max(0.0, *column) for column in zip(*found, strict=True)))
+    return UpdateBytes(*(max(0.0, *column) for column in zip(*trials, strict=True)))
 
 
-def _moment(kind: Any, options: dict[str, Any], count: int, device: torch.device) -> int:
-    # Square: what an optimizer makes of a whole dimension would be huge for a vector.
-    parameters = [
-        nn.Parameter(torch.ones(_MOMENT_SIDE, _MOMENT_SIDE, device=device)) for _ in range(count)
-    ]
+def _step_bytes(kind: Any, options: dict[str, Any], count: int, device: torch.device) -> int:
+    """Return the temporary memory of one step with this many parameters, in bytes."""
+    # Square: an optimizer that makes a matrix per dimension would make a huge one for a vector.
+    parameters = [nn.Parameter(torch.ones(_SIDE, _SIDE, device=device)) for _ in range(count)]
     trial: Optimizer = kind([{"params": parameters, **copy.deepcopy(options)}], lr=TRIAL_RATE)
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)

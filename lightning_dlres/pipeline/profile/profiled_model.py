@@ -1,4 +1,4 @@
-"""The model as a profile sees it: layers and a loss, without a trainer."""
+"""Interface of the model that is profiled: its layers and its loss, without a Trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LossRun(Protocol):
         """Return the loss of the layers' output."""
 
     def undo_metrics(self) -> None:
-        """Take back what the run has changed in metrics."""
+        """Restore the metrics as they were before the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class ProfiledModel:
     """A model whose layers and loss can be run one by one.
 
     Attributes:
-        root: the whole model.
-        names: name of each layer within the root.
-        modules: the layers, in the order in which they are applied.
-        bind: returns the function that runs a given module as the layer of this index.
-        device: where the layers run.
-        non_pipelined: trainable parameters outside of the layers.
-        start_loss: returns the run of the loss over a batch; it may raise what user code raises.
-        warn: shows a warning to the user, on rank 0.
+        root: The whole model.
+        names: Name of each layer within the root.
+        modules: The layers, in the order of execution.
+        bind: Returns the function that runs a given module as the layer of a given index.
+        device: Device of the layers.
+        non_pipelined: Trainable parameters outside of the layers.
+        start_loss: Returns the run of the loss over a batch. It may raise any error of user code.
+        warn: Shows a warning to the user, on rank 0.
     """
 
     root: nn.Module

@@ -1,4 +1,4 @@
-"""The profile of a run (Method E, E1, E3, E5): what all ranks have measured, put together."""
+"""Profiler: measures every rank's device and the links, and combines them into one profile."""
 
 from __future__ import annotations
 
@@ -25,45 +25,49 @@ from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 from lightning_dlres.pipeline.profile.device_kinds import (
-    completed,
+    fill_missing_times,
     kinds_of,
     powers_of,
     times_of_kinds,
 )
-from lightning_dlres.pipeline.profile.device_measurement import DeviceMeasurement, measure, typical
+from lightning_dlres.pipeline.profile.device_measurement import (
+    DeviceMeasurement,
+    measure_device,
+    median_measurement,
+)
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, is_lack_of_memory
 from lightning_dlres.pipeline.profile.link_probe import (
-    MOST_ROUNDS,
-    MOST_SECONDS,
+    MAX_MESSAGE_SECONDS,
+    MAX_ROUNDS,
     pairs_to_measure,
-    probe,
+    probe_link,
 )
 from lightning_dlres.pipeline.profile.optimizer_costs import UpdateBytes, state_ratio, update_bytes
 from lightning_dlres.pipeline.profile.profiled_model import ProfiledModel
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile, StepCosts
 
-_SHARE_OF_FREE_MEMORY = 0.9
-# All ranks measure at once, as they will train: ranks of one machine share its caches and memory.
-# Several times, since what else a machine does for a while must not make a device look slow.
+_FREE_MEMORY_SHARE = 0.9
+# All ranks measure at once, as they will train: ranks of one host share its caches and memory. They
+# do so several times, so that other work of the host does not make a device look slow.
 _ROUNDS = 5
-# A link's probe takes the less of the time of a profile, the shorter that is.
-_PROBES = 60
+# A message of a link probe takes at most this part of the profile's time.
+_PROBE_TIME_DIVISOR = 60
 
 
 class ProfilingError(DlresError):
-    """Some rank had no memory to run the layers; raised on all."""
+    """Error on all ranks: a rank has too little memory to run the layers."""
 
 
 class Profiler:
-    """Measures this rank, and puts together what all ranks have measured.
+    """Measures this rank's device and combines the measurements of all ranks.
 
     Args:
-        model: the model to measure, and how it warns.
-        ranks: the ranks of the run.
-        log: shows a line to the user, on rank 0.
-        slowdown: factor of an emulated slower device; None where nothing is emulated.
-        memory_limit: bytes that this rank's device may hold; None finds it.
-        layer_context: entered around every forward (mixed precision).
+        model: The model to measure.
+        ranks: The ranks of the run.
+        log: Shows a line to the user, on rank 0.
+        slowdown: Factor of an emulated slower device; None where nothing is emulated.
+        memory_limit: Bytes that the model may take on this rank's device; None finds the limit.
+        layer_context: Returns a context manager for every forward (mixed precision).
     """
 
     def __init__(
@@ -86,33 +90,42 @@ class Profiler:
         optimizers: Sequence[Optimizer],
         gradient_copies: int,
     ) -> RunProfile:
-        """Measure; called by all ranks.
+        """Measure, and return the same profile on all ranks; called by all ranks.
 
         Args:
-            samples: the same on all ranks.
-            config: see there.
-            optimizers: the run's, for the size of their state and their time.
-            gradient_copies: see `StepCosts`.
+            samples: Samples to run, the same on all ranks.
+            config: Options of the profile.
+            optimizers: Optimizers of the run, for the size of their state and their time.
+            gradient_copies: See `StepCosts`.
+
+        Raises:
+            ProfilingError: If a rank has too little memory to run the layers.
+            PeerLostError: If another rank has failed.
         """
-        caches = CpuCacheFlusher()
-        device, connection = self._model.device, self._ranks
-        ranks = [_RankDevice(*told) for told in self._everywhere(list(self._describe()))]
-        room = _room_for(ranks, connection.rank)
-        mine = self._measure_at_once(samples, config, optimizers, caches, room)
-        layers = mine.layers
-        own = [t for layer in layers for t in (layer.forward, layer.backward)]
-        found = connection.gather(own)
-        self._log_guesses(found)
-        times = completed(found)
-        kinds = kinds_of([rank.name for rank in ranks], times)
-        of_kinds = times_of_kinds(kinds, times)
-        powers = powers_of(of_kinds)
-        links, message = self._probe([rank.host for rank in ranks], mine, caches, config)
-        others = times_of_kinds(
-            kinds, connection.gather([mine.loss, mine.update, message, mine.run_overhead_seconds])
+        flusher = CpuCacheFlusher()
+        ranks = [_RankDevice(*fields) for fields in self._all_gather(list(self._describe()))]
+        available = _measuring_bytes(ranks, self._ranks.rank)
+        measurement = self._measure_together(samples, config, optimizers, flusher, available)
+        # One row per rank: forward and backward of every layer, in turns.
+        rows = self._ranks.gather(
+            [t for layer in measurement.layers for t in (layer.forward, layer.backward)]
+        )
+        self._log_estimates(rows)
+        rank_times = fill_missing_times(rows)
+        kinds = kinds_of([rank.name for rank in ranks], rank_times)
+        times = times_of_kinds(kinds, rank_times)
+        powers = powers_of(times)
+        links, message = self._probe_links(
+            [rank.host for rank in ranks], measurement, flusher, config
+        )
+        other_times = times_of_kinds(
+            kinds,
+            self._ranks.gather(
+                [measurement.loss, measurement.update, message, measurement.run_overhead_seconds]
+            ),
         )
         losses, updates, messages, run_overheads = (
-            tuple(column) for column in zip(*others, strict=True)
+            tuple(column) for column in zip(*other_times, strict=True)
         )
         cluster = Cluster(
             kinds=tuple(_kind_names(kinds, [rank.name for rank in ranks], powers)),
@@ -122,114 +135,128 @@ class Profiler:
             ),
             links=links,
         )
-        moment = _update_bytes(optimizers, device)
+        update = _update_bytes(optimizers, self._model.device)
         step = StepCosts(
             loss=losses,
-            loss_bytes=mine.loss_bytes,
+            loss_bytes=measurement.loss_bytes,
             message=messages,
             run_overhead_seconds=run_overheads,
             update=updates,
             state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
-            update_bytes_per_byte=moment.of_all,
+            update_bytes_per_byte=update.total,
             gradient_copies=gradient_copies,
         )
         return RunProfile(
-            layer_profiles(self._model, layers, of_kinds, moment),
+            layer_profiles(self._model, measurement.layers, times, update),
             step,
             cluster,
             samples.microbatches,
             _host_memory(ranks),
         )
 
-    def _measure_at_once(
+    def _measure_together(
         self,
         samples: ProfileSamples,
         config: ProfileConfig,
         optimizers: Sequence[Optimizer],
-        caches: CpuCacheFlusher,
-        room: int | None,
+        flusher: CpuCacheFlusher,
+        available: int | None,
     ) -> DeviceMeasurement:
-        connection = self._ranks
+        """Measure this device in several rounds, each at the same time on all ranks."""
         rounds = min(_ROUNDS, config.repeats)
-        share = replace(
+        round_config = replace(
             config, repeats=-(-config.repeats // rounds), seconds=config.seconds / rounds
         )
-        found: list[DeviceMeasurement] = []
+        measurements: list[DeviceMeasurement] = []
         failure: Exception | None = None
-        connection.any_rank(False)
+        self._ranks.any_rank(False)  # a barrier: all ranks start together
         for _ in range(rounds):
             load: Callable[[], None] | None = None
             if failure is None:
                 try:
-                    mine, load = measure(
+                    measurement, load = measure_device(
                         self._model,
                         samples,
-                        share,
-                        self._layer_context,
-                        optimizers,
-                        caches,
-                        room,
-                        self._slowdown,
+                        round_config,
+                        layer_context=self._layer_context,
+                        optimizers=optimizers,
+                        flusher=flusher,
+                        limit=available,
+                        slowdown=self._slowdown,
                     )
-                    found.append(mine)
+                    measurements.append(measurement)
                 except Exception as error:
                     failure = error
-            # Who is done first stays busy: alone, the others would look faster than they will be.
-            connection.any_rank(False, load if self._slowdown is None else None)
+            # A rank that is done stays busy until all are: otherwise the others would look faster
+            # than they are in training. A rank that failed still takes part in every round.
+            self._ranks.any_rank(False, load if self._slowdown is None else None)
             del load
-        if connection.any_rank(failure is not None):
-            self._explain(failure)
-        return typical(found)
+        if self._ranks.any_rank(failure is not None):
+            self._raise_failure(failure)
+        return median_measurement(measurements)
 
-    def _explain(self, failure: Exception | None) -> NoReturn:
-        """Raise what stopped the measurement; called by all ranks."""
-        no_room = failure is None or is_lack_of_memory(failure)
-        only_room = self._ranks.all_ranks(no_room)
-        told = failure is not None and (only_room or not no_room)
-        text = f"{type(failure).__name__}: {failure}" if told else None
-        first = next(filter(None, self._everywhere(text)))
-        if only_room:
+    def _raise_failure(self, failure: Exception | None) -> NoReturn:
+        """Raise the error that stopped the measurement; called by all ranks.
+
+        An error of any other kind counts before a lack of memory.
+        """
+        is_memory_only = failure is None or is_lack_of_memory(failure)
+        all_memory_only = self._ranks.all_ranks(is_memory_only)
+        is_named = failure is not None and (all_memory_only or not is_memory_only)
+        text = f"{type(failure).__name__}: {failure}" if is_named else None
+        first = next(filter(None, self._all_gather(text)))
+        if all_memory_only:
             raise ProfilingError(first)
-        if failure is not None and not no_room:
+        if failure is not None and not is_memory_only:
             raise failure
         raise PeerLostError(f"Another rank raised while the layers were profiled: {first}")
 
-    def _probe(
+    def _probe_links(
         self,
         hosts: list[str],
-        mine: DeviceMeasurement,
-        caches: CpuCacheFlusher,
+        measurement: DeviceMeasurement,
+        flusher: CpuCacheFlusher,
         config: ProfileConfig,
     ) -> tuple[tuple[Link, ...], float]:
-        mailbox = self._ranks.mailbox
-        size = sorted(layer.sizes.output_bytes for layer in mine.layers)[len(mine.layers) // 2]
-        rounds = min(MOST_ROUNDS, 2 * config.repeats)
-        long_enough = min(MOST_SECONDS, config.seconds / _PROBES)
+        """Return the measured links, and this rank's seconds per message."""
+        layers = measurement.layers
+        median_bytes = sorted(layer.sizes.output_bytes for layer in layers)[len(layers) // 2]
         links, message = [], 0.0
         for a, b in pairs_to_measure(hosts):
-            found = probe(mailbox, a, b, size, caches, rounds, long_enough)
-            if found is not None:
-                message = max(message, found.message * mine.wall_per_cpu_second)
-            told = [found.link.latency, found.link.bytes_per_second] if found is not None else None
-            latency, bandwidth = self._ranks.broadcast(told, a)
+            probe = probe_link(
+                self._ranks.mailbox,
+                a,
+                b,
+                median_bytes,
+                flusher,
+                rounds=min(MAX_ROUNDS, 2 * config.repeats),
+                min_message_seconds=min(MAX_MESSAGE_SECONDS, config.seconds / _PROBE_TIME_DIVISOR),
+            )
+            figures = None
+            if probe is not None:
+                message = max(message, probe.message_seconds * measurement.wall_per_cpu_second)
+                figures = [probe.link.latency, probe.link.bytes_per_second]
+            latency, bandwidth = self._ranks.broadcast(figures, a)
             links.append(Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth))
         return tuple(links), message
 
-    def _log_guesses(self, seconds: Sequence[Sequence[float]]) -> None:
-        for rank, row in enumerate(seconds):
+    def _log_estimates(self, rows: Sequence[Sequence[float]]) -> None:
+        """Tell the user which layers a rank has not run; see `fill_missing_times`."""
+        for rank, row in enumerate(rows):
             pairs = zip(self._model.names, row[::2], strict=True)
-            without = [name for name, value in pairs if math.isnan(value)]
-            if without:
+            missing = [name for name, value in pairs if math.isnan(value)]
+            if missing:
                 self._log(
-                    f"dlres: rank {rank} has no room to run {', '.join(without)} for one "
-                    "micro-batch: their times there are guessed from those of other ranks."
+                    f"dlres: rank {rank} has too little memory to run {', '.join(missing)} for one "
+                    "micro-batch. Their times there are estimated from those of other ranks."
                 )
 
-    def _everywhere(self, mine: Tree) -> list[Any]:
-        connection = self._ranks
+    def _all_gather(self, own: Tree) -> list[Any]:
+        """Return every rank's tree, in the order of ranks."""
+        ranks = self._ranks
         return [
-            connection.broadcast(mine if rank == connection.rank else None, rank)
-            for rank in range(connection.world_size)
+            ranks.broadcast(own if rank == ranks.rank else None, rank)
+            for rank in range(ranks.world_size)
         ]
 
     def _describe(self) -> _RankDevice:
@@ -237,15 +264,23 @@ class Profiler:
         is_cuda = device.type == "cuda"
         free = _free_bytes(device)
         if limit is None and is_cuda:
-            limit = int((free or 0) * _SHARE_OF_FREE_MEMORY)
+            limit = int((free or 0) * _FREE_MEMORY_SHARE)
         tensors = chain(self._model.root.parameters(), self._model.root.buffers())
         held = sum(_bytes(tensor) for tensor in tensors if tensor.device.type == "cpu")
         return _RankDevice(_host(), _device_name(device), is_cuda, limit, free, held)
 
 
 class _RankDevice(NamedTuple):
-    """What a rank tells of its device; `free` is what the device has left, or the rank's host where
-    the ranks there share its memory, and `held` what the rank has of the model by now."""
+    """Description of a rank's device, which all ranks share.
+
+    Attributes:
+        host: Name of the host; see `_host`.
+        name: Name of the device model.
+        is_cuda: Whether the device is a GPU.
+        limit: Bytes that the model may take on the device; None: no limit of its own.
+        free: Bytes that are free on the GPU or, for a rank on the CPU, on its host; None: unknown.
+        held: Bytes of the model that the rank holds now on the CPU.
+    """
 
     host: str
     name: str
@@ -255,103 +290,120 @@ class _RankDevice(NamedTuple):
     held: int
 
 
-def _room_for(devices: Sequence[_RankDevice], rank: int) -> int | None:
-    """Return the bytes that a rank may take while all of them measure; None: not known."""
-    mine = devices[rank]
-    beside = [d for d in devices if d.host == mine.host and not d.is_cuda and not mine.is_cuda]
-    free = [device.free for device in beside or [mine] if device.free is not None]
-    limits = [mine.limit] if mine.limit is not None else []
+def _measuring_bytes(devices: Sequence[_RankDevice], rank: int) -> int | None:
+    """Return the bytes that a rank may take while all ranks measure; None: unknown.
+
+    Ranks on the CPU of one host share its free memory equally.
+    """
+    own = devices[rank]
+    sharing = [d for d in devices if d.host == own.host and not d.is_cuda and not own.is_cuda]
+    free = [device.free for device in sharing or [own] if device.free is not None]
+    limits = [own.limit] if own.limit is not None else []
     if free:
-        limits.append(int(min(free) * _SHARE_OF_FREE_MEMORY / max(len(beside), 1)))
+        limits.append(int(min(free) * _FREE_MEMORY_SHARE / max(len(sharing), 1)))
     return min(limits, default=None)
 
 
 def _host_memory(devices: Sequence[_RankDevice]) -> dict[str, int]:
-    found = {}
+    """Return the bytes that the ranks of each host may hold together; see `RunProfile`."""
+    memory = {}
     for host in {device.host for device in devices}:
         # A GPU has a limit in any case.
         sharing = [d for d in devices if d.host == host and d.free is not None and d.limit is None]
         if sharing:
             free = min(device.free for device in sharing if device.free is not None)
-            # What the ranks have of the model by now, their stages take the place of.
-            found[host] = int((free + sum(d.held for d in sharing)) * _SHARE_OF_FREE_MEMORY)
-    return found
+            # The part of the model that a rank holds now is freed for its stage.
+            memory[host] = int((free + sum(d.held for d in sharing)) * _FREE_MEMORY_SHARE)
+    return memory
 
 
 def profile_for_cluster(
     model: ProfiledModel,
     samples: ProfileSamples,
     config: ProfileConfig,
+    *,
     layer_context: Callable[[], AbstractContextManager[Any]],
     optimizers: Sequence[Optimizer],
     gradient_copies: int,
     cluster: Cluster,
     factors: Sequence[float],
 ) -> RunProfile:
-    """Measure in this process alone, for devices that are described.
+    """Measure in this process alone, and return the profile for a described cluster.
 
     Args:
-        model, samples, config, layer_context, optimizers, gradient_copies: see `Profiler`.
-        cluster: the devices.
-        factors: by how much a layer takes longer on each kind of device than here.
+        model: The model to measure.
+        samples: Samples to run.
+        config: Options of the profile.
+        layer_context: Returns a context manager for every forward (mixed precision).
+        optimizers: Optimizers of the run.
+        gradient_copies: See `StepCosts`.
+        cluster: The described devices and links.
+        factors: Ratio of a layer's time on each kind of device to its time here.
 
     Raises:
-        ConfigError: If a layer does not fit into this machine's memory.
+        ConfigError: If a layer does not fit into this host's memory.
     """
     device = model.device
     free = _free_bytes(device)
-    room = None if free is None else int(free * _SHARE_OF_FREE_MEMORY)
-    found, _ = measure(model, samples, config, layer_context, optimizers, CpuCacheFlusher(), room)
-    layers = found.layers
+    measurement, _ = measure_device(
+        model,
+        samples,
+        config,
+        layer_context=layer_context,
+        optimizers=optimizers,
+        flusher=CpuCacheFlusher(),
+        limit=None if free is None else int(free * _FREE_MEMORY_SHARE),
+    )
+    layers = measurement.layers
     for name, layer in zip(model.names, layers, strict=True):
         if math.isnan(layer.forward):
             raise ConfigError(
                 f"layer {name!r} cannot be measured here: free memory must be enough to run it "
                 f"forward and backward on one micro-batch, got {format_bytes(free or 0)}. Plan on "
-                "a machine with more memory, or with more micro-batches."
+                "a host with more memory, or with more micro-batches."
             )
     times = [[t * f for layer in layers for t in (layer.forward, layer.backward)] for f in factors]
-    moment = _update_bytes(optimizers, device)
+    update = _update_bytes(optimizers, device)
     step = StepCosts(
-        loss=tuple(found.loss * factor for factor in factors),
-        loss_bytes=found.loss_bytes,
-        update=tuple(found.update * factor for factor in factors),
+        loss=tuple(measurement.loss * factor for factor in factors),
+        loss_bytes=measurement.loss_bytes,
+        update=tuple(measurement.update * factor for factor in factors),
         state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
-        update_bytes_per_byte=moment.of_all,
+        update_bytes_per_byte=update.total,
         gradient_copies=gradient_copies,
     )
     return RunProfile(
-        layer_profiles(model, layers, times, moment), step, cluster, samples.microbatches
+        layer_profiles(model, layers, times, update), step, cluster, samples.microbatches
     )
 
 
 def layer_profiles(
     model: ProfiledModel,
-    measured: Sequence[LayerMeasurement],
+    measurements: Sequence[LayerMeasurement],
     times: Sequence[Sequence[float]],
-    moment: UpdateBytes,
+    update: UpdateBytes,
 ) -> tuple[LayerProfile, ...]:
-    """Put together what is known of the layers.
+    """Return the profiles of all layers.
 
     Args:
-        model: the model with its layers.
-        measured: the layers' sizes.
-        times: for every kind of device the seconds of forward and backward of every layer, in
-            turns.
-        moment: what the optimizer needs for a moment.
+        model: The model with its layers.
+        measurements: Measurement of every layer; only the sizes count.
+        times: One row per kind of device: forward and backward of every layer, in turns, in
+            seconds.
+        update: Temporary memory of the optimizer's step.
     """
     users: dict[nn.Parameter, int] = {}
     for module in model.modules:
         for parameter in set(module.parameters()):
             users[parameter] = users.get(parameter, 0) + 1
     names = {parameter: name for name, parameter in model.root.named_parameters()}
-    found = []
+    profiles = []
     for index, (name, module, layer) in enumerate(
-        zip(model.names, model.modules, measured, strict=True)
+        zip(model.names, model.modules, measurements, strict=True)
     ):
         own = [p for p in set(module.parameters()) if users[p] == 1]
         shared = [p for p in set(module.parameters()) if users[p] > 1]
-        found.append(
+        profiles.append(
             LayerProfile(
                 name=name,
                 parameter_bytes=sum(_bytes(p) for p in own),
@@ -362,21 +414,21 @@ def layer_profiles(
                 gradient_output_bytes=layer.sizes.gradient_output_bytes,
                 saved_bytes=layer.sizes.saved_bytes,
                 workspace_bytes=layer.sizes.workspace_bytes,
-                update_bytes=moment.of([_bytes(p) for p in module.parameters() if p.requires_grad]),
+                update_bytes=update.of([_bytes(p) for p in module.parameters() if p.requires_grad]),
                 forward=tuple(row[2 * index] for row in times),
                 backward=tuple(row[2 * index + 1] for row in times),
             )
         )
-    return tuple(found)
+    return tuple(profiles)
 
 
 def _update_bytes(optimizers: Sequence[Optimizer], device: torch.device) -> UpdateBytes:
-    # There is one, or none where nothing is trained.
+    # A run has one optimizer, or none if it trains nothing.
     return update_bytes(optimizers[0], device) if optimizers else UpdateBytes()
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return what a GPU, or the CPU's host, has left; None where that is not known."""
+    """Return the free bytes of a GPU, or of the host for the CPU; None: unknown."""
     if device.type != "cuda":
         return available_bytes()
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -392,8 +444,8 @@ def _device_name(device: torch.device) -> str:
 
 
 def _host() -> str:
-    """Return the host's name; two network namespaces of one machine count as two hosts, as their
-    link is what matters."""
+    """Return the host's name. Network namespaces of one host count as hosts, since the planner asks
+    for the links between them."""
     namespace = Path("/proc/self/ns/net")
     return (
         f"{socket.gethostname()} {os.readlink(namespace)}"
@@ -403,5 +455,6 @@ def _host() -> str:
 
 
 def _kind_names(kinds: Sequence[int], names: Sequence[str], powers: Sequence[float]) -> list[str]:
+    """Return a name for every kind: the device model, and its power in parentheses."""
     by_kind = dict(zip(kinds, names, strict=True))
     return [f"{by_kind[kind]} ({powers[kind]:.2f})" for kind in range(len(powers))]

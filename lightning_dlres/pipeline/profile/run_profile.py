@@ -1,7 +1,6 @@
-"""What is known of a model and of the devices that shall train it (Method E, E1, E5): plain data,
-from which everything is planned and simulated.
+"""Profile of a run: the costs of layers and steps as plain data, from which a planner plans.
 
-All sizes and times are those of one micro-batch.
+All sizes are in bytes and all times in seconds, for one micro-batch unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -26,20 +25,21 @@ _LAYER_SIZES = (
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer, under one micro-batch.
+    """Costs of one layer for one micro-batch.
 
     Attributes:
-        name: as in the state dict.
-        parameter_bytes: parameters that no other layer uses.
-        gradient_bytes: those of them that are trained.
-        shared: parameters that other layers use, too: bytes by name.
-        input_bytes: tensors that enter.
-        output_bytes: tensors that leave: what crosses a cut below this layer.
-        gradient_output_bytes: gradients that come back over that cut.
-        saved_bytes: what the layer keeps for its backward beside its inputs and outputs.
-        workspace_bytes: what forward or backward needs for a moment beyond what is kept.
-        update_bytes: what an optimizer that takes one parameter after the other needs for a moment.
-        forward, backward: seconds on each kind of device; empty where they were not measured.
+        name: Name of the layer in the state dict.
+        parameter_bytes: Parameters that no other layer uses.
+        gradient_bytes: Trainable part of `parameter_bytes`.
+        shared: Bytes, by name, of parameters that other layers use too.
+        input_bytes: Input tensors.
+        output_bytes: Output tensors, which cross a cut below this layer.
+        gradient_output_bytes: Gradients of the outputs, which come back over that cut.
+        saved_bytes: Tensors saved for backward, except inputs and outputs.
+        workspace_bytes: Temporary memory of forward or backward beyond saved tensors.
+        update_bytes: Temporary memory of an optimizer that steps one parameter after the other.
+        forward: Seconds of forward on each kind of device; empty where not measured.
+        backward: Seconds of backward on each kind of device; empty where not measured.
     """
 
     name: str
@@ -62,25 +62,25 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_parameter_bytes(self) -> int:
-        """Bytes of every parameter that the layer uses."""
+        """Bytes of all parameters that the layer uses, shared ones included."""
         return self.parameter_bytes + sum(self.shared.values())
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step does beside the layers.
+    """Costs of a step besides its layers. A tuple has one entry per kind of device.
 
     Attributes:
-        loss: seconds of the loss of one micro-batch, forward and backward, on each kind.
-        loss_bytes: what the loss of one micro-batch needs for a moment, with a copy of the output.
-        message: seconds that one message takes from a stage's computing, on each kind.
-        run_overhead_seconds: extra seconds, forward and backward, of a layer that is a run of its
-            own, on each kind. Layers' own times are those within a longer run.
-        update: seconds that the optimizer takes for every byte of a gradient, on each kind.
-        state_bytes_per_parameter_byte: size of the optimizer's state.
-        update_bytes_per_byte: what an optimizer that takes all parameters at once needs for a
-            moment, for every byte of a gradient.
-        gradient_copies: 2 where the gradients of the step before are still held while those of a
-            step are computed (accumulation over batches), else 1.
+        loss: Seconds of the loss of one micro-batch, forward and backward.
+        loss_bytes: Temporary memory of the loss of one micro-batch, with a copy of the output.
+        message: Seconds that one message takes from a stage's computation.
+        run_overhead_seconds: Extra seconds, forward and backward, of a layer that is a run of its
+            own. The times in `LayerProfile` are those within a longer run.
+        update: Seconds of the optimizer per byte of gradient.
+        state_bytes_per_parameter_byte: Optimizer state per byte of parameter.
+        update_bytes_per_byte: Temporary memory, per byte of gradient, of an optimizer that steps
+            all parameters at once.
+        gradient_copies: 2 if the previous step's gradients are still held while new ones are
+            computed (accumulation over batches), else 1.
     """
 
     loss: tuple[float, ...] = ()
@@ -95,13 +95,15 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RunProfile:
-    """What was measured: everything that a planner needs.
+    """All measurements of a run: everything that a planner needs.
 
     Attributes:
-        layers, step, cluster: see there.
-        microbatches: into how many the batch is cut.
-        host_memory: bytes that the ranks of a host may hold together, by host; for ranks on the CPU
-            without a limit of their own.
+        layers: Costs of every layer, in order.
+        step: Costs of a step besides the layers.
+        cluster: The devices and their links.
+        microbatches: Number of micro-batches of a batch.
+        host_memory: Bytes by host that its ranks may hold together, for ranks on the CPU that have
+            no memory limit of their own.
     """
 
     layers: tuple[LayerProfile, ...]

@@ -204,11 +204,13 @@ def test_temporary_bytes_of_an_optimizer_step(
 ) -> None:
     optimizer = kind(parameters(), lr=0.01, **options)
     measured = update_bytes(optimizer, torch.device("cpu"))
-    assert (measured.own, measured.before, measured.of_all) == pytest.approx(expected, abs=0.01)
+    assert (measured.current, measured.previous, measured.total) == pytest.approx(
+        expected, abs=0.01
+    )
 
 
 def test_temporary_bytes_depend_on_the_order_of_parameters() -> None:
-    adam = UpdateBytes(own=2.0, before=1.0)
+    adam = UpdateBytes(current=2.0, previous=1.0)
     assert adam.of([]) == 0
     assert adam.of([10]) == 20
     assert adam.of([10, 4, 10]) == 24

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dlres.pipeline.profile.device_kinds import (
-    completed,
+    fill_missing_times,
     kinds_of,
     powers_of,
     times_of_kinds,
@@ -44,11 +44,17 @@ def test_powers_are_the_inverse_of_slowdowns(layers: list[float], slowdowns: lis
 
 def test_a_layer_without_room_takes_what_others_need_times_the_slowdown() -> None:
     nan = float("nan")
-    assert completed([[1.0, 2.0, 8.0], [2.0, 4.0, nan]]) == [[1.0, 2.0, 8.0], [2.0, 4.0, 16.0]]
-    assert completed([[1.0, nan], [nan, 3.0]]) == [[1.0, 3.0], [1.0, 3.0]]
+    assert fill_missing_times([[1.0, 2.0, 8.0], [2.0, 4.0, nan]]) == [
+        [1.0, 2.0, 8.0],
+        [2.0, 4.0, 16.0],
+    ]
+    assert fill_missing_times([[1.0, nan], [nan, 3.0]]) == [[1.0, 3.0], [1.0, 3.0]]
     rows = [[1.0, 10.0], [1.0, 12.0], [1.0, 11.0], [3.0, nan]]
-    assert completed(rows)[3] == [3.0, 33.0]
-    assert completed([[1.0, 2.0, nan], [nan, nan, nan]]) == [[1.0, 2.0, 2.0], [1.0, 2.0, 1.0]]
+    assert fill_missing_times(rows)[3] == [3.0, 33.0]
+    assert fill_missing_times([[1.0, 2.0, nan], [nan, nan, nan]]) == [
+        [1.0, 2.0, 2.0],
+        [1.0, 2.0, 1.0],
+    ]
 
 
 def test_noise_invents_no_kinds() -> None:

@@ -148,8 +148,8 @@ def test_what_does_not_fit_behind_itself_is_run_alone(kind: str) -> None:
     }
     module, inputs = modules[kind]
     call = layers.LayerCall(module, lambda _, m: m, 0, inputs, CPU, nullcontext)
-    timed = layers._sized(call, None)
-    layers._time(timed, 2, layers.ComputeClock(CPU), 1, 0.0)
+    timed = layers._measure_sizes(call, None)
+    layers._measure_times(timed, 2, layers.ComputeClock(CPU), 1, 0.0)
     assert timed.run_overhead_seconds is None
     assert timed.forward > 0
 
@@ -236,4 +236,4 @@ def test_pauses_between_what_is_measured_count_too() -> None:
         limit(bed.hosts[0], 0.2)
         (answer,) = ranks.ask({})
     # Five times as long, or more where the machine has other things to do.
-    assert answer["pace"] > 4.0
+    assert answer["wall_per_cpu_second"] > 4.0
