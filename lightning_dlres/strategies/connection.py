@@ -18,14 +18,14 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_dlres.core.errors import ConfigError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm.liveness import Watch
-from lightning_dlres.pipeline.comm.mailbox import Mailbox
-from lightning_dlres.pipeline.comm.objects import (
+from lightning_dlres.pipeline.comm.collectives import (
     all_ranks,
     any_rank,
     broadcast_tree,
     gather_numbers,
 )
+from lightning_dlres.pipeline.comm.liveness import Watch
+from lightning_dlres.pipeline.comm.mailbox import Mailbox
 
 _LONGER_THAN_ANY_RUN = timedelta(days=365)
 # Seconds that a rank which raised waits for the others: most often it has raised alone.
@@ -130,14 +130,14 @@ class Connection:
         """Count a signal that this rank has got; rank 0 learns it within about a second. May be
         called from a signal handler."""
         if self._watch is not None:
-            self._watch.note_signal(number)
+            self._watch.count_signal(number)
         else:
             self._signals = {**self._signals, number: self._signals.get(number, 0) + 1}
 
     def noted_signals(self) -> dict[int, int]:
         """Return how often each signal came to the rank that got it most often, as far as this
         rank knows: rank 0 hears of all."""
-        return self._watch.noted_signals() if self._watch is not None else self._signals
+        return self._watch.signal_counts() if self._watch is not None else self._signals
 
     def broadcast(self, tree: Tree, source: int) -> Tree:
         """Return the source's tree on all ranks."""
@@ -147,9 +147,10 @@ class Connection:
         """Return every rank's numbers."""
         return gather_numbers(values, self.timeout, self.check)
 
-    def any_rank(self, flag: bool, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Return whether the flag is set on any rank; `meanwhile` is called until all have come."""
-        return any_rank(flag, self.timeout, self.check, meanwhile)
+    def any_rank(self, flag: bool, while_waiting: Callable[[], None] | None = None) -> bool:
+        """Return True if the flag is set on any rank. `while_waiting` is called repeatedly until
+        all ranks take part."""
+        return any_rank(flag, self.timeout, self.check, while_waiting)
 
     def all_ranks(self, flag: bool) -> bool:
         """Return whether the flag is set on all ranks."""

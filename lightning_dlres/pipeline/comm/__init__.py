@@ -1,1 +1,1 @@
-"""Messages between ranks, and the watch that notices a lost rank."""
+"""Messages between ranks, and the watch that detects lost ranks."""

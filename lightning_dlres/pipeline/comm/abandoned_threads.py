@@ -1,7 +1,7 @@
 """Threads that still wait for a lost rank when their process ends.
 
-Gloo has no way to stop waiting. A thread that comes back from it while the interpreter shuts down
-is ended in the middle of foreign code, which aborts the process with a message that says nothing.
+Gloo cannot stop waiting. If such a thread returns from gloo while the interpreter shuts down, it is
+ended in the middle of C++ code, which aborts the process with a meaningless message.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import threading
 import time
 from collections.abc import Sequence
 
+# Time for the threads to end by themselves at exit, for all of them together.
 _PATIENCE_SECONDS = 2.0
 _threads: list[threading.Thread] = []
 
 
-def leave_behind(threads: Sequence[threading.Thread]) -> None:
-    """Leave threads of a failed run to themselves; the process will end without minding them."""
+def abandon(threads: Sequence[threading.Thread]) -> None:
+    """Register threads of a failed run, so that the process can exit although they still wait."""
     if threads and not _threads:
-        atexit.register(_end)
+        atexit.register(_exit_despite_threads)
     _threads.extend(threads)
 
 
-def _end() -> None:
+def _exit_despite_threads() -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     for thread in _threads:
         thread.join(max(deadline - time.monotonic(), 0.0))

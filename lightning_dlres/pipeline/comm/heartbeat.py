@@ -1,8 +1,8 @@
-"""Heartbeats between rank 0 and the others: what is said, to whom, and when silence is a failure.
+"""Heartbeats between rank 0 and the other ranks, and the rules by which silence is a failure.
 
-A star of one `Hub` and many `Member`s over ZeroMQ. Neither has a thread or a clock of its own: a
-`Watch` (see `liveness`) owns one, calls it with the time, and acts on the failures that it returns.
-So the rules can be tested on any clock and without sockets.
+The ranks form a star over ZeroMQ, of one `Hub` and many `Member`s. Neither has a thread or a clock.
+A `Watch` (see `liveness`) owns one of them, calls it with the time, and acts on the failures that
+it returns. So the rules can be tested with any clock and without sockets.
 """
 
 from __future__ import annotations
@@ -26,23 +26,40 @@ from lightning_dlres.core.wire.refused_messages import Refusals
 
 _log = logging.getLogger(__name__)
 
-# Ranks start at different speeds: imports, and the collective that carries the invitation.
+# Time for a rank to join. Ranks start at different speeds, because of imports and of the collective
+# that carries the invitation.
 JOIN_SECONDS = 60.0
 
+# Kinds of messages. A receiver confirms ABORT and GOODBYE; until then the sender repeats them.
 HEARTBEAT, ABORT, GOODBYE, CONFIRM = "heartbeat", "abort", "goodbye", "confirm"
 _KINDS = frozenset((HEARTBEAT, ABORT, GOODBYE, CONFIRM))
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why the run cannot go on: the rank at fault, and a sentence that names it."""
+    """Reason for which the run cannot go on.
+
+    Attributes:
+        origin: The rank at fault.
+        message: A sentence that names the rank.
+    """
 
     origin: int
     message: str
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank must know to join; whoever holds it is trusted."""
+    """Data with which a rank joins the watch. Its holder is trusted.
+
+    Attributes:
+        endpoint: ZeroMQ endpoint of the hub.
+        names: Names of all ranks in messages.
+        token: Secret of the run, in every message.
+        deadline: The hub's deadline in seconds.
+        server_key: Public CURVE key of the hub; empty on a loopback address.
+        client_public: Public CURVE key of the members; empty on a loopback address.
+        client_secret: Secret CURVE key of the members; empty on a loopback address.
+    """
 
     endpoint: str
     names: list[str]
@@ -53,9 +70,17 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_secret: bytes = b""
 
 
-class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The payload of every message: proof of membership, who sends, what went wrong, and how often
-    the sender has got each signal (by its number)."""
+class WatchPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Payload of every message.
+
+    Attributes:
+        token: Secret of the run, which proves membership.
+        sender: Rank of the sender.
+        origin: The rank at fault, in an ABORT from the hub.
+        reason: The failure, in an ABORT.
+        confirms: Kind of the confirmed message, in a CONFIRM.
+        signals: Number of times that the sender has received each signal, by signal number.
+    """
 
     token: bytes
     sender: int
@@ -66,79 +91,100 @@ class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass
-class Line:
-    """What this rank knows of one other rank; times are `time.monotonic` seconds."""
+class Peer:
+    """State of one other rank, as this rank knows it. Times are `time.monotonic` seconds.
+
+    Attributes:
+        rank: Rank of the peer.
+        last_heard: Time of its last message; before it has joined, start of the watch.
+        joined: True after its first message.
+        left: True after its goodbye.
+        lost: True after its failure was detected here.
+        closed_at: Time at which its connection closed; None while it is open.
+        unconfirmed: Payloads by kind that it has not confirmed; sent again with each heartbeat.
+    """
 
     rank: int
-    heard: float
+    last_heard: float
     joined: bool = False
     left: bool = False
     lost: bool = False
-    cut: float | None = None
-    # By kind: what the other side has not confirmed yet; it is sent again with the next heartbeat.
-    owed: dict[str, Note] = field(default_factory=dict)
+    closed_at: float | None = None
+    unconfirmed: dict[str, WatchPayload] = field(default_factory=dict)
 
-    def listen(self, now: float) -> None:
-        """The other side was heard."""
-        self.heard, self.joined, self.cut = now, True, None
+    def mark_heard(self, now: float) -> None:
+        """Record that the peer has sent a message."""
+        self.last_heard, self.joined, self.closed_at = now, True, None
 
     def excuse(self, seconds: float) -> None:
-        """Silence while this rank itself could not listen does not count."""
-        self.heard += seconds
-        self.cut = None if self.cut is None else self.cut + seconds
+        """Leave out time in which this rank could not listen, such as while it was stopped."""
+        self.last_heard += seconds
+        self.closed_at = None if self.closed_at is None else self.closed_at + seconds
 
     @property
-    def settled(self) -> bool:
-        """Whether nothing is left to wait for."""
-        return self.left or self.lost or not self.owed
+    def is_flushed(self) -> bool:
+        """True if no confirmation is to be waited for."""
+        return self.left or self.lost or not self.unconfirmed
 
 
 @dataclass(frozen=True)
-class HeartbeatPatience:
-    """When silence becomes a failure, in seconds."""
+class HeartbeatTimeouts:
+    """Times by which silence becomes a failure, in seconds.
+
+    Attributes:
+        deadline: Silence after which a rank counts as lost.
+        interval: Time between two heartbeats.
+    """
 
     deadline: float
     interval: float
 
     @classmethod
-    def of(cls, deadline: float) -> HeartbeatPatience:
+    def of(cls, deadline: float) -> HeartbeatTimeouts:
         return cls(deadline, min(deadline / 10, 1.0))
 
-    def complaint(self, line: Line, name: str, now: float, trust_cut: bool) -> str | None:
-        """Return what is wrong with a line, or None while there is hope."""
-        silent = now - line.heard
-        if line.left:
+    def failure_reason(self, peer: Peer, name: str, now: float, trust_closed: bool) -> str | None:
+        """Return the reason for which a peer counts as lost, or None if it does not.
+
+        Args:
+            peer: State of the peer.
+            name: Name of the peer.
+            now: Current time.
+            trust_closed: False if the peer may have another connection.
+        """
+        silent = now - peer.last_heard
+        if peer.left:
             return None
-        if not line.joined:
+        if not peer.joined:
             wait = max(self.deadline, JOIN_SECONDS)
             missing = f"{name} did not join the watch within {format_seconds(wait)}"
             return f"{missing}: it was killed, hangs or is cut off" if silent > wait else None
         if silent > self.deadline:
             waited = format_seconds(self.deadline)
             return f"{name} has not been heard of for {waited}: it was killed or hangs"
-        # ZeroMQ connects again within a tenth of a second, and a live rank beats on.
-        cut = now - line.cut if trust_cut and line.cut is not None else 0.0
-        if cut > min(1.0, self.deadline / 4) and silent > 2 * self.interval:
+        # A live rank connects again within 0.1 s (by ZeroMQ), and goes on with its heartbeats.
+        closed = now - peer.closed_at if trust_closed and peer.closed_at is not None else 0.0
+        if closed > min(1.0, self.deadline / 4) and silent > 2 * self.interval:
             return f"{name} is gone: its connection closed without a goodbye (killed or crashed)"
         return None
 
 
-class Side(abc.ABC):
-    """One end of the star; all methods but `interrupt` run in the watch's thread."""
+class WatchEndpoint(abc.ABC):
+    """One end of the star. All methods except `interrupt` run in the watch's thread."""
 
     def __init__(
-        self, rank: int, endpoint: Server | Client, lines: list[Line], invitation: Invitation
+        self, rank: int, endpoint: Server | Client, peers: list[Peer], invitation: Invitation
     ) -> None:
         self.rank = rank
-        self.lines = lines
+        self.peers = peers
         self.names = invitation.names
-        # How often this rank has got each signal (by its number): replaced by the main thread only,
-        # which the watch's thread may interrupt anywhere.
+        # Count of received signals by signal number. Only the main thread replaces the dict, in a
+        # signal handler, which may run at any point of the watch's thread. So it is never mutated.
         self.signals: dict[int, int] = {}
-        # The same of the others, on the hub: written by the watch's thread only.
-        self.others_signals: dict[int, dict[int, int]] = {}
+        # On the hub the same for the other ranks, by rank; only the watch's thread replaces it.
+        self.member_signals: dict[int, dict[int, int]] = {}
         self._token = invitation.token
-        # Of messages that are none of this run.
+        # Counts and logs messages that do not belong to this run.
         self.refusals = (
             endpoint.refusals if isinstance(endpoint, Server) else Refusals(_log.warning)
         )
@@ -147,159 +193,171 @@ class Side(abc.ABC):
         self.close = endpoint.close
 
     @abc.abstractmethod
-    def take(self, message: Message, now: float) -> RankFailure | None:
-        """Act on a message; return the failure that it tells of."""
+    def handle(self, message: Message, now: float) -> RankFailure | None:
+        """Act on a message; return the failure that it announces, if any."""
 
     @abc.abstractmethod
-    def connections(self, now: float) -> None:
-        """Note which connections came and went."""
+    def update_connections(self, now: float) -> None:
+        """Record connections that were opened or closed."""
 
     @abc.abstractmethod
-    def beat(self) -> None:
-        """Send what is due once an interval."""
+    def send_heartbeat(self) -> None:
+        """Send the messages that are due once per interval."""
 
     @abc.abstractmethod
-    def relay(self, failure: RankFailure) -> None:
-        """Pass on a failure that is new to this side."""
+    def forward_failure(self, failure: RankFailure) -> None:
+        """Pass on a failure that is new to this rank."""
 
-    def trusts_cuts(self, patience: HeartbeatPatience, now: float) -> bool:
-        """Return whether a closed connection can be told from one that was opened anew."""
+    def trusts_closed_connections(self, timeouts: HeartbeatTimeouts, now: float) -> bool:
+        """Return True if a peer with a closed connection cannot have opened another one."""
         return True
 
-    def judge(self, patience: HeartbeatPatience, now: float) -> RankFailure | None:
-        """Return the failure that silence and lost connections show."""
-        trust_cut = self.trusts_cuts(patience, now)
-        for line in self.lines:
-            complaint = patience.complaint(line, self.names[line.rank], now, trust_cut)
-            if complaint:
-                line.lost = True
-                return RankFailure(line.rank, complaint)
+    def find_failure(self, timeouts: HeartbeatTimeouts, now: float) -> RankFailure | None:
+        """Return the first failure that silence or a closed connection shows."""
+        trust_closed = self.trusts_closed_connections(timeouts, now)
+        for peer in self.peers:
+            reason = timeouts.failure_reason(peer, self.names[peer.rank], now, trust_closed)
+            if reason:
+                peer.lost = True
+                return RankFailure(peer.rank, reason)
         return None
 
-    def tell(self, kind: str, failure: RankFailure | None = None) -> None:
-        """Send everyone a note, until each has confirmed it."""
-        note = self._note() if failure is None else self._note(failure.origin, failure.message)
-        for line in self.lines:
-            if not line.left:
-                line.owed[kind] = note
-                self._send(line, kind, note)
+    def broadcast(self, kind: str, failure: RankFailure | None = None) -> None:
+        """Send a message to all peers, repeatedly until each has confirmed it."""
+        if failure is None:
+            payload = self._payload()
+        else:
+            payload = self._payload(failure.origin, failure.message)
+        for peer in self.peers:
+            if not peer.left:
+                peer.unconfirmed[kind] = payload
+                self._send(peer, kind, payload)
 
-    def _settle(self, line: Line) -> None:
-        for kind, note in line.owed.items():
-            self._send(line, kind, note)
+    def _resend_unconfirmed(self, peer: Peer) -> None:
+        for kind, payload in peer.unconfirmed.items():
+            self._send(peer, kind, payload)
 
-    def _note(self, origin: int = 0, reason: str = "", confirms: str = "") -> Note:
-        return Note(self._token, self.rank, origin, reason, confirms, self.signals)
+    def _payload(self, origin: int = 0, reason: str = "", confirms: str = "") -> WatchPayload:
+        return WatchPayload(self._token, self.rank, origin, reason, confirms, self.signals)
 
-    def _read(self, message: Message, senders: Sequence[int]) -> Note:
-        note = message.decode(Note)
-        if not hmac.compare_digest(note.token, self._token):
-            raise ProtocolError(
-                f"{message.peer} sent the token of another run; expected this one's"
-            )
-        if message.kind not in _KINDS or note.sender not in senders:
-            got = f"{message.kind!r} as rank {note.sender}"
-            raise ProtocolError(f"{message.peer} sent {got}, which the watch does not know")
-        return note
+    def _decode(self, message: Message, senders: Sequence[int]) -> WatchPayload:
+        """Return the payload of a message from one of these ranks.
+
+        Raises:
+            ProtocolError: If the message does not belong to this run.
+        """
+        payload = message.decode(WatchPayload)
+        if not hmac.compare_digest(payload.token, self._token):
+            raise ProtocolError(f"{message.peer} must send the token of this run, got another one")
+        if message.kind not in _KINDS or payload.sender not in senders:
+            got = f"{message.kind!r} as rank {payload.sender}"
+            raise ProtocolError(f"{message.peer} sent {got}, which the watch does not expect")
+        return payload
 
     @abc.abstractmethod
-    def _send(self, line: Line, kind: str, note: Note) -> None:
-        """Send without waiting; what cannot be sent now is left to `_settle` or to silence."""
+    def _send(self, peer: Peer, kind: str, payload: WatchPayload) -> None:
+        """Send without waiting. A message that cannot be sent is dropped: `_resend_unconfirmed`
+        repeats it, or the silence shows that the peer is lost."""
 
 
-class Hub(Side):
-    """Rank 0: hears everyone, and passes on what the others must know."""
+class Hub(WatchEndpoint):
+    """Rank 0's end: hears all other ranks, and forwards failures to them."""
 
     def __init__(self, server: Server, invitation: Invitation) -> None:
         now = time.monotonic()
-        lines = [Line(rank, now) for rank in range(1, len(invitation.names))]
-        super().__init__(0, server, lines, invitation)
+        peers = [Peer(rank, now) for rank in range(1, len(invitation.names))]
+        super().__init__(0, server, peers, invitation)
         self._server = server
-        # The rank of a TCP connection, and the times at which those that have not spoken opened.
-        self._speakers: dict[int, int] = {}
-        self._unknown: dict[int, float] = {}
+        # TCP connections by their id: the rank of those that have sent a message, and the time at
+        # which the others were opened.
+        self._rank_by_connection: dict[int, int] = {}
+        self._silent_since: dict[int, float] = {}
 
-    def take(self, message: Message, now: float) -> RankFailure | None:
-        note = self._read(message, range(1, len(self.names)))
-        line = self.lines[note.sender - 1]
-        line.listen(now)
-        self._speakers[message.connection] = note.sender
-        self._unknown.pop(message.connection, None)
+    def handle(self, message: Message, now: float) -> RankFailure | None:
+        payload = self._decode(message, range(1, len(self.names)))
+        peer = self.peers[payload.sender - 1]
+        peer.mark_heard(now)
+        self._rank_by_connection[message.connection] = payload.sender
+        self._silent_since.pop(message.connection, None)
         if message.kind == CONFIRM:
-            line.owed.pop(note.confirms, None)
+            peer.unconfirmed.pop(payload.confirms, None)
         elif message.kind == HEARTBEAT:
-            self.others_signals = {**self.others_signals, note.sender: note.signals}
-            self._send(line, HEARTBEAT, self._note())
-            self._settle(line)
+            self.member_signals = {**self.member_signals, payload.sender: payload.signals}
+            self._send(peer, HEARTBEAT, self._payload())
+            self._resend_unconfirmed(peer)
         else:
-            line.left = line.left or message.kind == GOODBYE
-            self._send(line, CONFIRM, self._note(confirms=message.kind))
-        return RankFailure(note.sender, note.reason) if message.kind == ABORT else None
+            peer.left = peer.left or message.kind == GOODBYE
+            self._send(peer, CONFIRM, self._payload(confirms=message.kind))
+        return RankFailure(payload.sender, payload.reason) if message.kind == ABORT else None
 
-    def connections(self, now: float) -> None:
+    def update_connections(self, now: float) -> None:
         for event in self._server.connection_events():
             if event.opened:
-                # Its first message may have been faster than this event.
-                if event.connection not in self._speakers:
-                    self._unknown[event.connection] = now
+                # The first message of a connection may arrive before this event.
+                if event.connection not in self._rank_by_connection:
+                    self._silent_since[event.connection] = now
                 continue
-            self._unknown.pop(event.connection, None)
-            rank = self._speakers.pop(event.connection, None)
+            self._silent_since.pop(event.connection, None)
+            rank = self._rank_by_connection.pop(event.connection, None)
             if rank is not None:
-                self.lines[rank - 1].cut = now
+                self.peers[rank - 1].closed_at = now
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Do nothing: the hub answers heartbeats."""
 
-    def trusts_cuts(self, patience: HeartbeatPatience, now: float) -> bool:
-        # A connection that has not spoken yet may be a rank that is back, but busy; for as long as
-        # a rank may be silent. A stranger that connects and says nothing is trusted no longer.
-        return all(now - since > patience.deadline for since in self._unknown.values())
+    def trusts_closed_connections(self, timeouts: HeartbeatTimeouts, now: float) -> bool:
+        # A connection without a message yet may be that of a rank that has connected again and is
+        # busy. It may be silent for as long as a rank may. After that it belongs to a stranger.
+        return all(now - since > timeouts.deadline for since in self._silent_since.values())
 
-    def relay(self, failure: RankFailure) -> None:
-        self.tell(ABORT, failure)
+    def forward_failure(self, failure: RankFailure) -> None:
+        self.broadcast(ABORT, failure)
 
-    def _send(self, line: Line, kind: str, note: Note) -> None:
-        # A rank that cannot be reached is told when it is heard of again, or else it is lost.
+    def _send(self, peer: Peer, kind: str, payload: WatchPayload) -> None:
+        # A rank that cannot be reached gets the message after its next heartbeat, or is lost.
         with contextlib.suppress(PeerError):
-            self._server.send(identity(line.rank, self._token), kind, msgspec.msgpack.encode(note))
+            name = identity(peer.rank, self._token)
+            self._server.send(name, kind, msgspec.msgpack.encode(payload))
 
 
-class Member(Side):
-    """Any other rank: reports to the hub, and believes it."""
+class Member(WatchEndpoint):
+    """The end of any other rank: sends heartbeats to the hub, and trusts its failure reports."""
 
     def __init__(self, rank: int, client: Client, invitation: Invitation) -> None:
-        self._hub = Line(0, time.monotonic(), joined=True)
+        self._hub = Peer(0, time.monotonic(), joined=True)
         super().__init__(rank, client, [self._hub], invitation)
         self._client = client
 
-    def take(self, message: Message, now: float) -> RankFailure | None:
-        note = self._read(message, (0,))
-        self._hub.listen(now)
+    def handle(self, message: Message, now: float) -> RankFailure | None:
+        payload = self._decode(message, (0,))
+        self._hub.mark_heard(now)
         if message.kind == CONFIRM:
-            self._hub.owed.pop(note.confirms, None)
+            self._hub.unconfirmed.pop(payload.confirms, None)
         elif message.kind != HEARTBEAT:
             self._hub.left = self._hub.left or message.kind == GOODBYE
-            self._send(self._hub, CONFIRM, self._note(confirms=message.kind))
-        return RankFailure(note.origin, note.reason) if message.kind == ABORT else None
+            self._send(self._hub, CONFIRM, self._payload(confirms=message.kind))
+        return RankFailure(payload.origin, payload.reason) if message.kind == ABORT else None
 
-    def connections(self, now: float) -> None:
+    def update_connections(self, now: float) -> None:
         for event in self._client.connection_events():
-            self._hub.cut = None if event.opened else now
+            self._hub.closed_at = None if event.opened else now
 
-    def beat(self) -> None:
-        self._send(self._hub, HEARTBEAT, self._note())
-        self._settle(self._hub)
+    def send_heartbeat(self) -> None:
+        self._send(self._hub, HEARTBEAT, self._payload())
+        self._resend_unconfirmed(self._hub)
 
-    def relay(self, failure: RankFailure) -> None:
-        """Do nothing: members learn of failures from the hub, or of the hub's own."""
+    def forward_failure(self, failure: RankFailure) -> None:
+        """Do nothing: the hub has reported the failure, or is the failed rank."""
 
-    def _send(self, line: Line, kind: str, note: Note) -> None:
-        # A full queue means that the hub is gone or hangs, which the silence will show.
+    def _send(self, peer: Peer, kind: str, payload: WatchPayload) -> None:
+        # A full queue means that the hub is lost or hangs, which its silence will show.
         with contextlib.suppress(PeerError):
-            self._client.send(kind, msgspec.msgpack.encode(note))
+            self._client.send(kind, msgspec.msgpack.encode(payload))
 
 
 def identity(rank: int, token: bytes) -> str:
-    """Return a name that only members can know, so that nobody else takes over a connection."""
+    """Return the ZeroMQ identity of a rank.
+
+    Only members can compute it, so that no other process can take over a rank's connection.
+    """
     return f"rank {rank} of run {hashlib.blake2b(token, digest_size=8).hexdigest()}"

@@ -1,21 +1,22 @@
-"""RankFailure detection for a group of ranks, so that no rank waits for one that is gone.
+"""Failure detection for a group of ranks, so that no rank waits for a lost one.
 
-A collective cannot tell a slow peer from a dead one: gloo and NCCL wait for minutes, and then name
-nobody. A `Watch` runs beside the training in a thread of its own. Rank 0 is the hub of a star; each
-other rank sends it a heartbeat and gets an answer (see `heartbeat`). The hub tells everyone which
-rank is lost:
+A collective cannot tell a slow peer from a dead one: gloo and NCCL wait for minutes, and their
+error names no rank. A `Watch` runs beside the training in a thread. Rank 0 is the hub of a star.
+Each other rank sends it a heartbeat and gets an answer (see `heartbeat`). The hub reports a lost
+rank to all others:
 
-- at once, where a rank announces that it gives up;
-- within a few heartbeats, where its connection closed without a goodbye (it was killed);
-- after `deadline`, where it is silent although its connection stands (it hangs, or its machine or
-  network is gone). A rank that is busy keeps its connection, so it has the whole deadline.
+- at once, if the rank announces its failure;
+- within a few heartbeats, if its connection closed without a goodbye (it was killed);
+- after `deadline`, if it is silent although its connection is open (it hangs, or its host or
+  network is down). A busy rank keeps its connection, so it has the whole deadline.
 
-A rank that learns of a failure says so first, then has `grace` seconds to end in its own way, and
-is ended if it does not: a main thread inside a collective may never see an exception.
+A rank that learns of a failure reports it first. It then has `grace` seconds to end in its own way.
+After that the watch ends the process, since a main thread inside a collective may never see an
+exception.
 
-Processes that a rank has forked (workers of a DataLoader) keep its connection open until they end
-too; until then a killed rank looks like one that hangs, and is found by the deadline.
-Once rank 0 has closed its watch, nobody watches any more.
+Processes that a rank has forked, such as workers of a DataLoader, keep its connection open until
+they end. Until then a killed rank looks like one that hangs, and the deadline detects it. After
+rank 0 has closed its watch, failures are no longer detected.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from lightning_dlres.core.wire.net import Client, Server, SocketLimits, is_loopb
 from lightning_dlres.pipeline.comm.heartbeat import (
     ABORT,
     GOODBYE,
-    HeartbeatPatience,
+    HeartbeatTimeouts,
     Hub,
     Invitation,
     Member,
     RankFailure,
-    Side,
+    WatchEndpoint,
     identity,
 )
 
@@ -59,50 +60,61 @@ __all__ = ["RankFailure", "Watch"]
 
 _log = logging.getLogger(__name__)
 
-# How long `announce` and `close` wait for the others to confirm.
+# Time for which `announce` and `close` wait for the other ranks to confirm.
 FLUSH_SECONDS = 1.0
-# Of the text of a failure, which may hold a whole log.
-_LONGEST_TEXT = 64 << 10
+# Characters of a failure's text that are sent; it may hold a whole log.
+_MAX_TEXT = 64 << 10
 _LIMITS = SocketLimits(message_bytes=1 << 20, unread_bytes=64 << 20, connections=4096, queued=1000)
 
 
 class Watch:
     """Watches the ranks of a run; made by `host` on rank 0 and by `join` on the others.
 
-    `report(message)` is called once, from the watch's thread and before anything else, when another
-    rank fails (default: a line on stderr); it must not call the watch. `grace` seconds later the
-    process is ended by `kill` (default: `os._exit(1)`), unless `close` was called. All times are in
-    seconds. Public methods may be called from any thread.
+    All times are in seconds. Public methods may be called from any thread.
+
+    Args:
+        endpoint: This rank's end of the star.
+        invitation: Encoded invitation of the run.
+        timeouts: Times by which silence becomes a failure.
+        grace: Time between a failure and the end of the process; `close` prevents the end.
+        report: Called once when another rank fails, from the watch's thread, before `failure` is
+            set. It must not call the watch. None: a line on stderr.
+        kill: Ends the process. None: `os._exit(1)`.
+        parent: Process id of rank 0 if it has started this process, else None.
     """
 
     def __init__(
         self,
-        side: Side,
+        *,
+        endpoint: WatchEndpoint,
         invitation: bytes,
-        patience: HeartbeatPatience,
+        timeouts: HeartbeatTimeouts,
         grace: float,
         report: Callable[[str], None] | None,
         kill: Callable[[], None] | None,
         parent: int | None,
     ) -> None:
-        self.names = side.names
-        self.rank = side.rank
+        self.names = endpoint.names
+        self.rank = endpoint.rank
         self.invitation = invitation
         self.failed = threading.Event()
-        self._side = side
-        self._patience = patience
+        self._endpoint = endpoint
+        self._timeouts = timeouts
         self._grace = grace
         self._report = report or _to_stderr
         self._kill = kill or _exit
         self._parent = parent
+        # Failure of another rank (set by the watch's thread) and this rank's own (by `announce`).
         self._failure: RankFailure | None = None
         self._announcement: RankFailure | None = None
-        self._known = False
-        self._delivered = threading.Event()
+        # True once the watch's thread has handled a failure of any rank.
+        self._is_failure_handled = False
+        self._confirmed = threading.Event()
         self._closing = threading.Event()
+        # Ends of the wait for confirmations, and of the grace before the process is killed.
         self._flush_until: float | None = None
         self._kill_at: float | None = None
-        self._turned = self._next_beat = time.monotonic()
+        self._last_turn = self._next_heartbeat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="dlres-watch", daemon=True)
         self._thread.start()
 
@@ -117,14 +129,20 @@ class Watch:
         report: Callable[[str], None] | None = None,
         kill: Callable[[], None] | None = None,
     ) -> Watch:
-        """Start the hub on rank 0; `names[i]` is what messages call rank i.
+        """Start the watch of rank 0, which is the hub.
 
-        Give `invitation` to the other ranks over a channel that you trust: it holds the keys of the
-        run. `bind` is the numeric address by which they reach this machine; traffic is encrypted
-        unless that is a loopback address. A rank has 60 s (or `deadline`, if longer) to join.
+        Give its `invitation` to the other ranks over a trusted channel: it holds the keys of the
+        run. A rank has 60 s to join, or `deadline` if that is longer.
+
+        Args:
+            names: Names of all ranks in messages, by rank.
+            bind: Numeric address at which the other ranks reach this host. Traffic is encrypted
+                unless it is a loopback address.
+            deadline: Silence after which a rank counts as lost.
+            grace, report, kill: See `Watch`.
 
         Raises:
-            ConfigError: no names, a time that is no positive number, or a useless address.
+            ConfigError: If there are no names, a time is not positive, or the address is unusable.
         """
         _check_times(deadline, grace)
         if not names:
@@ -152,9 +170,15 @@ class Watch:
             client_public=client_keys.public if client_keys else b"",
             client_secret=client_keys.secret if client_keys else b"",
         )
-        encoded = msgspec.msgpack.encode(invitation)
-        patience = HeartbeatPatience.of(deadline)
-        return cls(Hub(server, invitation), encoded, patience, grace, report, kill, None)
+        return cls(
+            endpoint=Hub(server, invitation),
+            invitation=msgspec.msgpack.encode(invitation),
+            timeouts=HeartbeatTimeouts.of(deadline),
+            grace=grace,
+            report=report,
+            kill=kill,
+            parent=None,
+        )
 
     @classmethod
     def join(
@@ -170,102 +194,113 @@ class Watch:
     ) -> Watch:
         """Start the watch of another rank, without waiting for the hub.
 
-        `deadline` is the hub's unless given. `watch_parent` is the process id of rank 0 where that
-        started this process: then the hub also counts as lost when the parent changes.
+        Args:
+            rank: This rank.
+            invitation: Invitation from rank 0.
+            deadline: Silence after which the hub counts as lost. None: the hub's own deadline.
+            grace, report, kill: See `Watch`.
+            watch_parent: Process id of rank 0 if it has started this process. The hub then counts
+                as lost when the parent of this process changes, too.
 
         Raises:
-            ConfigError: a rank that was not invited, or a time that is no positive number.
-            ProtocolError: the invitation cannot be read.
+            ConfigError: If the rank is not invited, or a time is not positive.
+            ProtocolError: If the invitation cannot be decoded.
         """
         try:
-            invited = from_msgpack(invitation, Invitation)
+            decoded = from_msgpack(invitation, Invitation)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(
-                f"the invitation cannot be read ({error}): expected the bytes of rank 0's "
-                "`Watch.invitation`. Pass them on unchanged, between ranks of one version."
+                "the invitation must be the bytes of rank 0's `Watch.invitation`; they cannot be "
+                f"decoded ({error}). Pass them on unchanged, between ranks of one version."
             ) from error
-        own = invited.deadline if deadline is None else deadline
-        _check_times(own, grace)
-        if not 0 < rank < len(invited.names):
-            expected = f"1 to {len(invited.names) - 1}"
+        own_deadline = decoded.deadline if deadline is None else deadline
+        _check_times(own_deadline, grace)
+        if not 0 < rank < len(decoded.names):
+            expected = f"1 to {len(decoded.names) - 1}"
             raise ConfigError(got_expected("rank", rank, expected, "Watch.host on rank 0"))
         keys = None
-        if invited.server_key:
-            keys = CurveKeys(invited.client_public, invited.client_secret)
+        if decoded.server_key:
+            keys = CurveKeys(decoded.client_public, decoded.client_secret)
         client = Client(
-            identity(rank, invited.token),
-            invited.endpoint,
-            server=invited.names[0],
+            identity(rank, decoded.token),
+            decoded.endpoint,
+            server=decoded.names[0],
             curve=keys,
-            server_key=invited.server_key or None,
+            server_key=decoded.server_key or None,
             largest=_LIMITS.message_bytes,
             send_timeout=0.0,
             monitor=True,
         )
-        # The hub counts on heartbeats at its own pace, whatever this rank's patience.
-        patience = HeartbeatPatience(
-            own,
-            min(
-                HeartbeatPatience.of(own).interval, HeartbeatPatience.of(invited.deadline).interval
-            ),
+        # Heartbeats must be frequent enough for the hub, even if this rank's deadline is longer.
+        interval = min(
+            HeartbeatTimeouts.of(own_deadline).interval,
+            HeartbeatTimeouts.of(decoded.deadline).interval,
         )
-        side = Member(rank, client, invited)
-        return cls(side, invitation, patience, grace, report, kill, watch_parent)
+        return cls(
+            endpoint=Member(rank, client, decoded),
+            invitation=invitation,
+            timeouts=HeartbeatTimeouts(own_deadline, interval),
+            grace=grace,
+            report=report,
+            kill=kill,
+            parent=watch_parent,
+        )
 
     @property
     def failure(self) -> RankFailure | None:
-        """The first failure of another rank, as this rank learned it; it outlives `close`."""
+        """First known failure of another rank; kept after `close`."""
         return self._failure
 
     def rename(self, names: Sequence[str]) -> None:
-        """Call the ranks otherwise in messages from now on."""
+        """Replace the names of the ranks in messages."""
         self.names[:] = names
 
     def check(self) -> None:
-        """Raise what happened to the others; nothing after `close`.
+        """Raise the failure of another rank, if there is one; do nothing after `close`.
 
         Raises:
-            PeerLostError: another rank failed; the message names it.
+            PeerLostError: If another rank has failed; the message names it.
         """
         if self._failure is not None and not self._closing.is_set():
             raise PeerLostError(self._failure.message)
 
-    def note_signal(self, number: int) -> None:
-        """Count a signal that this rank has got; the hub learns it with the next heartbeat. Takes
-        no lock, so that a signal handler may call it."""
-        own = self._side.signals
-        self._side.signals = {**own, number: own.get(number, 0) + 1}
+    def count_signal(self, number: int) -> None:
+        """Count a signal that this process has received; the next heartbeat carries the count to
+        the hub. It takes no lock, so a signal handler may call it."""
+        own = self._endpoint.signals
+        self._endpoint.signals = {**own, number: own.get(number, 0) + 1}
 
-    def noted_signals(self) -> dict[int, int]:
-        """Return how often each signal came to the rank that got it most often; on the hub of all
-        ranks, else of this one."""
-        found: dict[int, int] = {}
-        for signals in (self._side.signals, *self._side.others_signals.values()):
+    def signal_counts(self) -> dict[int, int]:
+        """Return the largest count of each signal on any rank, by signal number. The hub knows the
+        counts of all ranks, other ranks only their own."""
+        largest: dict[int, int] = {}
+        for signals in (self._endpoint.signals, *self._endpoint.member_signals.values()):
             for number, count in signals.items():
-                found[number] = max(found.get(number, 0), count)
-        return found
+                largest[number] = max(largest.get(number, 0), count)
+        return largest
 
     def announce(self, message: str) -> None:
-        """Tell all others that this rank gives up, and why; returns within about a second.
+        """Announce this rank's failure and its reason to all others; return within about a second.
 
-        Only the first failure counts: nothing happens where another is known, or after `close`.
+        Only the first failure of a run counts: nothing is sent if another one is known. Nothing is
+        sent after `close` either.
         """
         if self._failure is None and self._announcement is None and not self._closing.is_set():
-            text = text_of(f"{self.names[self.rank]} gave up: {message}")[:_LONGEST_TEXT]
+            text = text_of(f"{self.names[self.rank]} gave up: {message}")[:_MAX_TEXT]
             self._announcement = RankFailure(self.rank, text)
-            self._side.interrupt()
-            self._delivered.wait(FLUSH_SECONDS)
+            self._endpoint.interrupt()
+            self._confirmed.wait(FLUSH_SECONDS)
 
     def close(self) -> None:
-        """End the watch with a goodbye, so that the others do not miss this rank. May be repeated.
+        """End the watch with a goodbye, so that the silence of this rank is no failure.
 
-        Waits about a second at most for the others to confirm.
+        It waits for confirmations, for about a second at most. Further calls do nothing.
         """
         self._closing.set()
-        self._side.interrupt()
+        self._endpoint.interrupt()
         self._thread.join(2 * FLUSH_SECONDS)
         if self._thread.is_alive():
-            _log.warning("the watch's thread is still busy reporting; it ends with the process")
+            _log.warning("the watch's thread is still reporting; it ends with the process")
 
     def __enter__(self) -> Watch:
         return self
@@ -280,121 +315,119 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            while not self._ended():
+            while not self._is_finished():
                 self._turn()
         except Exception as error:
-            # A broken watch must not pass for a healthy run.
-            _log.exception("the watch broke")
-            broken = f"the watch of {self.names[self.rank]} broke: {error!r}"
-            self._learn(RankFailure(self.rank, broken))
+            # Without a watch a failure would go unnoticed, so an error in the watch is a failure.
+            _log.exception("the watch failed")
+            message = f"the watch of {self.names[self.rank]} failed: {error!r}"
+            self._publish(RankFailure(self.rank, message))
             if not self._closing.wait(self._grace):
-                self._end()
+                self._kill_process()
         finally:
-            self._side.close()
+            self._endpoint.close()
 
-    def _ended(self) -> bool:
+    def _is_finished(self) -> bool:
         if self._flush_until is None:
             return False
-        return time.monotonic() >= self._flush_until or all(n.settled for n in self._side.lines)
+        flushed = all(peer.is_flushed for peer in self._endpoint.peers)
+        return flushed or time.monotonic() >= self._flush_until
 
     def _turn(self) -> None:
-        """Wait for one message or the next thing to do, and act on it."""
-        wait = self._wait()
+        """Wait for one message or the next time limit, and act on it."""
+        wait = self._seconds_to_next_event()
         message = self._receive(wait)
         now = time.monotonic()
-        self._excuse(now - self._turned - wait)
-        self._turned = now
+        self._excuse_silence(now - self._last_turn - wait)
+        self._last_turn = now
         if message is not None:
-            self._take(message, now)
-        self._side.connections(now)
-        self._obey(now)
-        if now >= self._next_beat:
-            self._next_beat = now + self._patience.interval
-            self._side.beat()
-        # The next message in line may be the one that is missed: judge when there is none.
-        if message is None and not self._known and not self._closing.is_set():
-            self._judge(now)
+            self._handle(message, now)
+        self._endpoint.update_connections(now)
+        self._handle_requests(now)
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._timeouts.interval
+            self._endpoint.send_heartbeat()
+        # While messages are queued, a peer that seems silent may have sent the next one.
+        if message is None and not self._is_failure_handled and not self._closing.is_set():
+            failure = self._endpoint.find_failure(self._timeouts, now) or self._parent_failure()
+            if failure is not None:
+                self._handle_failure(failure)
         if self._kill_at is not None and now >= self._kill_at and not self._closing.is_set():
             self._kill_at = None
-            self._end()
+            self._kill_process()
 
-    def _wait(self) -> float:
-        until = [self._next_beat]
-        until += [t for t in (self._kill_at, self._flush_until) if t is not None]
-        return max(0.0, min(until) - time.monotonic())
+    def _seconds_to_next_event(self) -> float:
+        times = [self._next_heartbeat]
+        times += [t for t in (self._kill_at, self._flush_until) if t is not None]
+        return max(0.0, min(times) - time.monotonic())
 
     def _receive(self, wait: float) -> Message | None:
         try:
-            return self._side.receive(wait)
+            return self._endpoint.receive(wait)
         except ProtocolError as error:
-            self._side.refusals.note(error)
+            self._endpoint.refusals.note(error)
             return None
 
-    def _take(self, message: Message, now: float) -> None:
+    def _handle(self, message: Message, now: float) -> None:
         try:
-            failure = self._side.take(message, now)
+            failure = self._endpoint.handle(message, now)
         except ProtocolError as error:
-            self._side.refusals.note(error)
+            self._endpoint.refusals.note(error)
             return
         if failure is not None and failure.origin == self.rank:
-            given_up = f"the other ranks gave up on this one: {failure.message}"
-            failure = RankFailure(self.rank, given_up)
+            reason = f"the other ranks gave up on this one: {failure.message}"
+            failure = RankFailure(self.rank, reason)
         if failure is not None:
-            self._fail(failure)
+            self._handle_failure(failure)
 
-    def _excuse(self, late: float) -> None:
-        """Forgive the others the time in which this process was stopped or starved."""
-        if late > self._patience.interval:
-            for line in self._side.lines:
-                line.excuse(late)
+    def _excuse_silence(self, late: float) -> None:
+        """Leave out time in which this process was stopped or got no CPU time: the other ranks may
+        have sent heartbeats in it."""
+        if late > self._timeouts.interval:
+            for peer in self._endpoint.peers:
+                peer.excuse(late)
 
-    def _obey(self, now: float) -> None:
-        """Do what other threads have asked for."""
-        if self._announcement is not None and not self._known:
-            self._known = True
-            self._side.tell(ABORT, self._announcement)
-        if self._known and all(line.settled for line in self._side.lines):
-            self._delivered.set()
+    def _handle_requests(self, now: float) -> None:
+        """Act on `announce` and `close`, which other threads call."""
+        if self._announcement is not None and not self._is_failure_handled:
+            self._is_failure_handled = True
+            self._endpoint.broadcast(ABORT, self._announcement)
+        if self._is_failure_handled and all(peer.is_flushed for peer in self._endpoint.peers):
+            self._confirmed.set()
         if self._closing.is_set() and self._flush_until is None:
             self._flush_until = now + FLUSH_SECONDS
-            self._side.tell(GOODBYE)
+            self._endpoint.broadcast(GOODBYE)
 
-    def _judge(self, now: float) -> None:
-        failure = self._side.judge(self._patience, now) or self._orphaned()
-        if failure is not None:
-            self._fail(failure)
-
-    def _orphaned(self) -> RankFailure | None:
-        hub = self._side.lines[0] if self._parent is not None else None
+    def _parent_failure(self) -> RankFailure | None:
+        """Return the failure of the hub if it was the parent of this process and is gone."""
+        hub = self._endpoint.peers[0] if self._parent is not None else None
         if hub is None or hub.left or os.getppid() == self._parent:
             return None
         hub.lost = True
         return RankFailure(0, f"{self.names[0]} is gone: this process has lost its parent")
 
-    def _fail(self, failure: RankFailure) -> None:
-        """Take in the first failure; later ones follow from it and are dropped."""
-        if not self._known:
-            self._known = True
-            self._learn(failure)
-            self._side.relay(failure)
+    def _handle_failure(self, failure: RankFailure) -> None:
+        """Publish and forward the first failure. Later ones are consequences and are dropped."""
+        if not self._is_failure_handled:
+            self._is_failure_handled = True
+            self._publish(failure)
+            self._endpoint.forward_failure(failure)
 
-    def _learn(self, failure: RankFailure) -> None:
-        """Say it first: whoever sees the failure may end the process at once."""
+    def _publish(self, failure: RankFailure) -> None:
+        """Report a failure, and make it visible to other threads."""
         if self._closing.is_set():
             return
-        self._say(failure.message)
+        # The report comes first: a thread that sees the failure may end the process at once.
+        try:
+            self._report(failure.message)
+        except Exception:
+            # Ending the run matters more than the report.
+            _log.exception("reporting failed: %s", failure.message)
         self._failure = failure
         self._kill_at = time.monotonic() + self._grace
         self.failed.set()
 
-    def _say(self, message: str) -> None:
-        try:
-            self._report(message)
-        except Exception:
-            # The watch goes on: to end the run matters more than to have said so.
-            _log.exception("reporting failed: %s", message)
-
-    def _end(self) -> None:
+    def _kill_process(self) -> None:
         waited = format_seconds(self._grace)
         try:
             _to_stderr(f"{self.names[self.rank]} did not end within {waited} after that; ending it")
@@ -412,6 +445,6 @@ def _exit() -> None:
 
 
 def _check_times(deadline: float, grace: float) -> None:
-    for what, value, least in (("deadline", deadline, 0.1), ("grace", grace, 0.0)):
+    for name, value, least in (("deadline", deadline, 0.1), ("grace", grace, 0.0)):
         if not least <= value < float("inf"):
-            raise ConfigError(got_expected(what, value, f"{least} s or more", "10.0"))
+            raise ConfigError(got_expected(name, value, f"{least} s or more", "10.0"))

@@ -1,10 +1,10 @@
-"""Messages between ranks: trees of tensors over torch.distributed, each on a named channel, each
-with a deadline.
+"""Messages between two ranks: trees of tensors over torch.distributed, with a key and a deadline.
 
-Sends return at once; what is large, or on another device, or comes faster than it leaves, is sent
-by a thread per destination and channel. Receives are drained by a thread per source and channel, so
-that activations and gradients travel while the stage computes. Every message carries a key; a
-message other than the expected one is an error, never data for the wrong micro-batch.
+A send returns at once. A small message on the CPU leaves from the calling thread. A thread per
+destination and channel sends all others: large ones, those on another device, and those behind
+messages that have not left yet. A thread per source and channel receives. So activations and
+gradients travel while the stage computes. Every message carries a key. If a message with another
+key arrives, it is an error, and never data for the wrong micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,19 +27,25 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm import packing
-from lightning_dlres.pipeline.comm.abandoned_threads import leave_behind
+from lightning_dlres.pipeline.comm.abandoned_threads import abandon
 
+# Identifies a message on its channel; for a micro-batch (micro-batch, pass).
 Key = tuple[str | int, ...]
 
+# Pause between two calls of `check` while waiting.
 _POLL_SECONDS = 0.05
-_LAST_WORDS_SECONDS = 0.5
+# Time for the threads to end after a failure.
+_FAILED_CLOSE_SECONDS = 0.5
+# Wait after which the reason given to `explaining` is printed.
 _EXPLAIN_SECONDS = 5.0
+# Time for the reason of a failure to arrive after a connection broke.
 _REASON_SECONDS = 1.0
-_KEPT_BYTES = 256 << 10  # of sent messages on a channel; little beside what a stage holds
+# Bytes of sent messages that a channel may keep in memory; small beside a stage's activations.
+_UNFINISHED_BYTES = 256 << 10
 
 
 class Channel(IntEnum):
-    """What a message is about; its number is the tag on the wire."""
+    """Kind of a message. The number is the tag of the transfer."""
 
     BATCH = 11
     STEP = 12
@@ -57,13 +62,14 @@ class Mailbox:
     """All messages of one rank.
 
     Args:
-        group: a gloo process group over all ranks, used by nobody else, with a timeout longer than
-            any run (the deadlines are kept here, so that they can name what was waited for).
-        rank: this rank.
-        names: what each rank is called in errors.
-        timeout: seconds that `receive` waits.
-        check: called while waiting; raises if some rank is known to have failed.
-        tracer: gets a span for every transfer.
+        group: Gloo process group over all ranks, for the mailbox alone. Its timeout must be longer
+            than any run: the mailbox keeps the deadlines, so that errors can name the missing
+            message.
+        rank: This rank.
+        names: Names of all ranks in errors.
+        timeout: Deadline of `receive` in seconds.
+        check: Called while waiting; raises if a rank is known to have failed.
+        tracer: Records a span for every transfer.
     """
 
     def __init__(
@@ -86,11 +92,11 @@ class Mailbox:
         self._inboxes: dict[tuple[int, Channel], _Inbox] = {}
 
     def send(self, destination: int, channel: Channel, key: Key, tree: Tree) -> None:
-        """Hand a tree over for sending; its tensors must not be written to afterwards.
+        """Send a tree, without waiting; its tensors must not be written to afterwards.
 
         Raises:
-            PeerLostError: an earlier send to this rank failed.
-            ConfigError: the tree holds something that cannot travel.
+            PeerLostError: If an earlier send to this rank failed.
+            ConfigError: If the tree holds a value that cannot be sent.
         """
         self._outbox(destination, channel).put(key, *payload.encode(tree, key))
 
@@ -107,19 +113,22 @@ class Mailbox:
         """Return the next tree on the channel.
 
         Args:
-            what: completes "waited for ...", for instance "the activations of micro-batch 3".
+            source: Rank of the sender.
+            channel: Channel of the message.
+            key: Key that the message must have.
+            what: Completes "waited for ..." in errors, such as "the activations of micro-batch 3".
 
         Raises:
-            PeerTimeoutError: nothing came within the timeout.
-            PeerLostError: the connection broke, or another rank failed.
-            ProtocolError: another message came.
+            PeerTimeoutError: If no message arrives within the timeout.
+            PeerLostError: If the connection breaks, or a rank has failed.
+            ProtocolError: If a message with another key arrives.
         """
         inbox = self._inboxes.get((source, channel))
         if inbox is None:
             inbox = self._inboxes[source, channel] = _Inbox(
                 self._group, source, channel, self.names[source], self._tracer
             )
-        me, peer = self.names[self.rank], self.names[source]
+        own_name, peer = self.names[self.rank], self.names[source]
         start = time.monotonic()
         explain_at, deadline = start + _EXPLAIN_SECONDS, start + self.timeout
         while True:
@@ -131,32 +140,34 @@ class Mailbox:
                 reason = self._explanation
                 if reason and time.monotonic() > explain_at:
                     explain_at = float("inf")
-                    sys.stderr.write(f"dlres: {me} waits for {what} from {peer}. {reason}\n")
+                    sys.stderr.write(f"dlres: {own_name} waits for {what} from {peer}. {reason}\n")
                     sys.stderr.flush()
                 if time.monotonic() > deadline:
-                    stuck = (
-                        "Is it stuck in user code? If it is only slow, raise the strategy's "
+                    advice = (
+                        "Its user code may be stuck. If it is only slow, raise the strategy's "
                         "timeout."
                     )
                     raise PeerTimeoutError(
-                        f"{me} waited {self.timeout:g} s for {what} from {peer}, and nothing came. "
-                        f"{reason or stuck}"
+                        f"{own_name} waited {self.timeout:g} s for {what} from {peer}, and no "
+                        f"message came. {reason or advice}"
                     ) from None
         if isinstance(item, BaseException):
-            self._prefer_the_cause()
-            raise PeerLostError(f"{me} lost {peer} while it waited for {what}: {item}") from item
-        got, tree = item
-        if got != key:
+            self._wait_for_reason()
+            raise PeerLostError(
+                f"{own_name} lost {peer} while it waited for {what}: {item}"
+            ) from item
+        received_key, tree = item
+        if received_key != key:
             raise ProtocolError(
-                f"{me} expected message {key} ({what}) from {peer} and got {got}: the ranks are "
-                "out of step."
+                f"{own_name} expected message {key} ({what}) from {peer} and got {received_key}: "
+                "the ranks are out of step."
             )
         return tree
 
     @contextmanager
     def explaining(self, reason: str) -> Iterator[None]:
-        """Context manager that names the likely reason of a long wait, first on stderr while it
-        lasts, then in the error."""
+        """Context manager that explains a long wait by a likely reason: on stderr after a few
+        seconds, and in the error of the timeout."""
         before, self._explanation = self._explanation, reason
         try:
             yield
@@ -164,8 +175,11 @@ class Mailbox:
             self._explanation = before
 
     def broadcast(self, source: int, channel: Channel, key: Key, tree: Tree, what: str) -> Tree:
-        """Return the source's tree on all ranks; called by all of them. What is sent is a copy, so
-        that the source may write to its tree at once."""
+        """Return the source's tree on all ranks; called by all of them.
+
+        A copy is sent, so that the source may write to its tree at once. For the arguments see
+        `receive`.
+        """
         if self.rank != source:
             return self.receive(source, channel, key, what)
         self.send_copies([r for r in range(len(self.names)) if r != source], channel, key, tree)
@@ -180,22 +194,29 @@ class Mailbox:
                 self._outbox(rank, channel).put(key, header, copies)
 
     def close(self, orderly: bool) -> None:
-        """End the threads, which every rank does; a rank that failed may be gone, and what waits
-        for it is left behind."""
+        """End the threads.
+
+        Args:
+            orderly: True if all ranks close their mailbox now. After a failure a peer may be gone,
+                so threads that still wait for it are abandoned.
+        """
         for outbox in self._outboxes.values():
             outbox.finish()
         senders = [outbox.thread for outbox in self._outboxes.values()]
         threads = [*senders, *(inbox.thread for inbox in self._inboxes.values())]
-        deadline = time.monotonic() + (self.timeout if orderly else _LAST_WORDS_SECONDS)
+        deadline = time.monotonic() + (self.timeout if orderly else _FAILED_CLOSE_SECONDS)
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        leave_behind([thread for thread in threads if thread.is_alive()])
+        abandon([thread for thread in threads if thread.is_alive()])
         self._outboxes.clear()
         self._inboxes.clear()
 
-    def _prefer_the_cause(self) -> None:
-        # A peer that gives up says why on another path, and breaks the connection when all have
-        # heard it: the reason is the better message.
+    def _wait_for_reason(self) -> None:
+        """Wait shortly for `check` to raise the reason of a broken connection.
+
+        A peer that fails announces the reason on another path, and its connection breaks after
+        that. The reason is the better error.
+        """
         deadline = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < deadline:
             self.check()
@@ -210,11 +231,14 @@ class _Message:
 
 
 class _Outbox:
-    """Sends in order: small messages from the calling thread, since gloo's `send` does not block
-    and a thread takes longer to wake than to send; all others in a thread of its own.
+    """The messages to one rank on one channel, sent in order.
 
-    torch does not tell whether a send is complete, only waits for it. What the calling thread has
-    sent is therefore kept until there is too much of it; then the thread waits for it all.
+    Small messages are sent by the calling thread: gloo's `send` does not block, and waking a thread
+    takes longer than sending. All others are sent by a thread of the outbox.
+
+    Torch cannot tell if a send is complete; it can only wait for it. So the tensors that the
+    calling thread has sent are kept in memory, up to `_UNFINISHED_BYTES`. The next message then
+    goes to the thread, which waits for all sends.
     """
 
     def __init__(
@@ -227,13 +251,14 @@ class _Outbox:
     ) -> None:
         self._group, self._destination, self._channel = group, destination, channel
         self._peer, self._tracer = peer, tracer
-        self._items: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        # Frame, works and bytes are the thread's while it has messages, else the caller's.
+        self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        # The lock guards `_queued`, the number of messages with the thread. While there are any,
+        # only the thread uses the frame and the unfinished sends; else only the calling thread.
         self._lock = threading.Lock()
-        self._with_thread = 0
+        self._queued = 0
         self._frame = packing.FIRST_FRAME_BYTES
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._bytes_under_way = 0
+        self._unfinished: list[tuple[dist.Work, Tensor]] = []
+        self._unfinished_bytes = 0
         self._failure: BaseException | None = None
         self.thread = threading.Thread(
             target=self._run, name=f"send-{channel.name}-{destination}", daemon=True
@@ -241,43 +266,47 @@ class _Outbox:
         self.thread.start()
 
     def put(self, key: Key, header: bytes, large: list[Tensor]) -> None:
+        """Send a message, or queue it behind earlier ones."""
         if self._failure is not None:
             raise PeerLostError(
                 f"{self._peer} cannot be reached: {self._failure}"
             ) from self._failure
         message = _Message(key, header, large)
         with self._lock:
-            if not self._with_thread and self._may_leave_at_once(message):
-                # A failure shows at the next message, as the thread's does.
-                with self._noting_failure(), self._traced(message):
+            if not self._queued and self._can_send_now(message):
+                # As in the thread, the next message raises the failure.
+                with self._recording_failure(), self._traced(message):
                     self._write(message.header, message.large)
                 return
-            self._with_thread += 1
-        self._items.put(message)
+            self._queued += 1
+        self._queue.put(message)
 
     def finish(self) -> None:
-        self._items.put(None)
+        """Send a goodbye after all messages, and end the thread."""
+        self._queue.put(None)
 
-    def _may_leave_at_once(self, message: _Message) -> bool:
-        room = self._bytes_under_way + self._frame <= _KEPT_BYTES
-        return room and packing.fits(message.header, message.large, self._frame)
+    def _can_send_now(self, message: _Message) -> bool:
+        has_room = self._unfinished_bytes + self._frame <= _UNFINISHED_BYTES
+        return has_room and packing.fits_frame(message.header, message.large, self._frame)
 
     def _run(self) -> None:
-        with self._noting_failure():
-            while (message := self._items.get()) is not None:
-                self._settle()
+        with self._recording_failure():
+            while (message := self._queue.get()) is not None:
+                self._wait_sent()
                 with self._traced(message):
                     self._write(message.header, message.large)
-                    self._settle()
-                del message  # the next one may be long in coming
+                    self._wait_sent()
+                # The next message may come late, and this one need not stay in memory until then.
+                del message
                 with self._lock:
-                    self._with_thread -= 1
-            self._settle()
+                    self._queued -= 1
+            self._wait_sent()
             self._write(b"", [])
-            self._settle()
+            self._wait_sent()
 
     @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
+    def _recording_failure(self) -> Iterator[None]:
+        """Context manager that keeps an error for the next `put`."""
         try:
             yield
         except (RuntimeError, ValueError, PeerError) as error:
@@ -288,22 +317,26 @@ class _Outbox:
         return self._tracer.span(name, "transfer", key=key, peer=self._destination)
 
     def _write(self, header: bytes, large: list[Tensor]) -> None:
+        """Start the transfers of a message."""
         transfers, self._frame = packing.pack(header, large, self._frame)
         for transfer in transfers:
             work = self._group.send([transfer], self._destination, int(self._channel))
-            self._under_way.append((work, transfer))
-            self._bytes_under_way += transfer.numel()
+            self._unfinished.append((work, transfer))
+            self._unfinished_bytes += transfer.numel()
 
-    def _settle(self) -> None:
-        """Wait until everything has left."""
-        for work, _ in self._under_way:
+    def _wait_sent(self) -> None:
+        """Wait until all transfers have left."""
+        for work, _ in self._unfinished:
             work.wait()
-        self._under_way.clear()
-        self._bytes_under_way = 0
+        self._unfinished.clear()
+        self._unfinished_bytes = 0
 
 
 class _Inbox:
-    """Receives in order, in a thread of its own; ends when the peer says goodbye or breaks."""
+    """The messages from one rank on one channel, received in order by a thread.
+
+    The thread ends when the peer says goodbye or the connection breaks.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, channel: Channel, peer: str, tracer: Tracer
@@ -321,15 +354,17 @@ class _Inbox:
         try:
             while (message := self._receive()) is not None:
                 self.items.put(message)
-                del message  # whoever takes it decides how long it lives
+                # From here on `receive` decides how long the message stays in memory.
+                del message
         except Exception as error:
-            # Whatever it is, the waiting thread must learn of it, not wait for a dead one.
+            # Any error: `receive` must raise it, and not wait for a thread that has ended.
             self.items.put(error)
 
     def _receive(self) -> tuple[Key, Tree] | None:
+        """Return the next message; None for a goodbye."""
         packed = self._read(torch.empty(self._frame, dtype=torch.uint8))
-        end, size = packing.sizes(packed)
-        if not size:
+        end, header_bytes = packing.read_prefix(packed)
+        if not header_bytes:
             return None
         with self._tracer.span(
             f"receive {self._channel.name.lower()}", "transfer", peer=self._source
@@ -338,9 +373,9 @@ class _Inbox:
                 first, packed = packed, torch.empty(end, dtype=torch.uint8)
                 packed[: len(first)] = first
                 self._read(packed[len(first) :])
-            self._frame = packing.frame_after(end)
-            header = packing.header_of(packed, size, self._peer)
-            large = packing.packed_tensors(packed, end, size, header) or [
+            self._frame = packing.next_frame_bytes(end)
+            header = packing.decode_header(packed, header_bytes, self._peer)
+            large = packing.unpack_tensors(packed, end, header_bytes, header) or [
                 self._read(torch.empty(length, dtype=torch.uint8))
                 for length in payload.large_sizes(header)
             ]
@@ -349,41 +384,3 @@ class _Inbox:
     def _read(self, buffer: Tensor) -> Tensor:
         self._group.recv([buffer], self._source, int(self._channel)).wait()
         return buffer
-
-
-def wait_for(
-    work: Any,
-    what: str,
-    timeout: float,
-    check: Callable[[], None],
-    meanwhile: Callable[[], None] | None = None,
-) -> None:
-    """Wait for a collective, but not longer than `timeout` seconds, and not when a rank is known to
-    have failed; `meanwhile` is called again and again."""
-    deadline, pause = time.monotonic() + timeout, 5e-5
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise PeerTimeoutError(f"waited {timeout:g} s for {what}, and not all ranks came.")
-        try:
-            check()
-        except PeerError:
-            # The rank that failed may have come here first: what it sent then still counts.
-            if not _completes(work, _LAST_WORDS_SECONDS):
-                raise
-            break
-        if meanwhile is not None:
-            meanwhile()
-            continue
-        time.sleep(pause)
-        pause = min(pause * 1.5, 2e-3)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise PeerLostError(f"A rank was lost while this one waited for {what}: {error}") from error
-
-
-def _completes(work: Any, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not work.is_completed() and time.monotonic() < deadline:
-        time.sleep(2e-3)
-    return bool(work.is_completed())

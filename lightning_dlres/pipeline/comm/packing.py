@@ -1,9 +1,10 @@
-"""How a message lies on the wire between two ranks: small ones whole, in one transfer.
+"""Layout of a message on the wire between two ranks: a small message is one transfer.
 
-A transfer needs a buffer of its very size on the other side, and a message's size is known from its
-header. Asking for the header first costs a round trip and two more wake-ups for every micro-batch.
-Messages on a channel are mostly as large as the one before, so both sides take that for the size of
-the next *frame*: what is smaller is padded, what is larger goes on in a second transfer.
+A transfer needs a buffer of exactly its size on the receiving side, and only the header of a
+message tells its size. Sending the header first would cost a round trip and two more wake-ups of
+threads for every micro-batch. Most messages on a channel are as large as the one before. So both
+sides take the size of the last message for that of the next *frame*. A smaller message is padded,
+and a larger one continues in a second transfer.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.core.wire import payload
 
 FIRST_FRAME_BYTES = 2048
-PACKED_BYTES = 1 << 20  # larger tensors travel on their own, without a copy
+# Messages up to this size are packed into frames, which copies their tensors. Tensors of larger
+# ones have transfers of their own, without a copy.
+PACKED_BYTES = 1 << 20
+# Offsets of tensors in a frame are multiples of this, in bytes.
 _ALIGNMENT = 64
-_PREFIX = struct.Struct("<QQ")  # bytes in frames, of which header
+# Start of every frame: bytes of the message in frames, and bytes of its header.
+_PREFIX = struct.Struct("<QQ")
 
 
 def pack(header: bytes, large: Sequence[Tensor], frame: int) -> tuple[list[Tensor], int]:
     """Lay out a message.
 
     Args:
-        header: the payload's header; empty to say goodbye.
-        large: its large tensors, flat uint8.
-        frame: bytes of the channel's next frame.
+        header: Header of the payload; empty for a goodbye.
+        large: Large tensors of the payload, flat uint8.
+        frame: Bytes of the channel's next frame.
 
     Returns:
-        What is transferred one after the other, flat uint8 tensors on the CPU, and the size of the
-        frame after this one.
+        The transfers in order (flat uint8 tensors on the CPU), and the bytes of the frame after
+        this one.
     """
     offsets, end = _offsets(len(header), [tensor.numel() for tensor in large])
     # NumPy's slices take a fraction of the time of torch's.
@@ -47,71 +52,78 @@ def pack(header: bytes, large: Sequence[Tensor], frame: int) -> tuple[list[Tenso
     transfers = [whole[:frame]] if end <= frame else [whole[:frame], whole[frame:]]
     if not offsets:
         transfers += [tensor.cpu() for tensor in large]
-    return transfers, frame_after(end)
+    return transfers, next_frame_bytes(end)
 
 
-def fits(header: bytes, large: Sequence[Tensor], frame: int) -> bool:
-    """Return whether the message is one transfer, of the channel's next frame alone, and lies in
-    the CPU's memory already."""
+def fits_frame(header: bytes, large: Sequence[Tensor], frame: int) -> bool:
+    """Return True if the message is a single transfer (the channel's next frame), and its tensors
+    are on the CPU."""
     offsets, end = _offsets(len(header), [tensor.numel() for tensor in large])
     in_frame = end <= frame and len(offsets) == len(large)
     return in_frame and all(tensor.device.type == "cpu" for tensor in large)
 
 
-def sizes(frame: Tensor) -> tuple[int, int]:
-    """Return how many bytes of the message are in frames, and how many of these are header; none of
-    a goodbye."""
-    end, header = _PREFIX.unpack_from(frame.numpy().data)
-    return end, header
+def read_prefix(frame: Tensor) -> tuple[int, int]:
+    """Return the bytes of the message in frames, and the bytes of its header. A header of zero
+    bytes is a goodbye."""
+    end, header_bytes = _PREFIX.unpack_from(frame.numpy().data)
+    return end, header_bytes
 
 
-def header_of(packed: Tensor, size: int, peer: str) -> payload.PayloadHeader:
-    """Return the header of a message whose frames have come.
+def decode_header(packed: Tensor, header_bytes: int, peer: str) -> payload.PayloadHeader:
+    """Return the header of a message whose frames have been received.
 
     Raises:
-        ProtocolError: it cannot be read; the message names `peer`.
+        ProtocolError: If it cannot be decoded; the message names `peer`.
     """
-    return payload.decode_header(packed.numpy()[_PREFIX.size : _PREFIX.size + size].data, peer)
+    data = packed.numpy()[_PREFIX.size : _PREFIX.size + header_bytes].data
+    return payload.decode_header(data, peer)
 
 
-def packed_tensors(
-    packed: Tensor, end: int, size: int, header: payload.PayloadHeader
+def unpack_tensors(
+    packed: Tensor, end: int, header_bytes: int, header: payload.PayloadHeader
 ) -> list[Tensor]:
-    """Return the large tensors that are in the frames; none if these travel on their own.
+    """Return the large tensors in the frames; an empty list if they have transfers of their own.
 
-    They are copies: what shares a frame would keep all of it alive, would be saved with all of it,
-    and torch's `set_rng_state` takes the start of the storage for the start of the tensor.
+    They are copies. A tensor that shares storage with a frame would keep all of it in memory, and
+    would be saved with all of it. Also torch's `set_rng_state` reads from the start of the storage
+    instead of the start of the tensor.
 
     Raises:
-        ProtocolError: the frames are not as long as the header says.
+        ProtocolError: If the frames are not as long as the header says.
     """
     lengths = payload.large_sizes(header)
-    offsets, expected = _offsets(size, lengths)
+    offsets, expected = _offsets(header_bytes, lengths)
     if expected != end:
-        raise ProtocolError(f"got a message of {end} bytes, expected {expected} from its header.")
+        raise ProtocolError(
+            f"A message must have the {expected} bytes that its header says, got {end}."
+        )
     return [packed[o : o + length].clone() for o, length in zip(offsets, lengths, strict=False)]
 
 
-def frame_after(end: int) -> int:
-    """Return the size of the frame after a message with so many bytes in frames."""
-    # Rounded, so that a longer step number does not make it another one.
+def next_frame_bytes(end: int) -> int:
+    """Return the bytes of the frame after a message with `end` bytes in frames."""
+    # Rounded, so that a step number with one more digit does not change the size.
     rounded = -(-end // FIRST_FRAME_BYTES) * FIRST_FRAME_BYTES
     return min(max(rounded, FIRST_FRAME_BYTES), PACKED_BYTES)
 
 
-def _offsets(header: int, lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return where in the frames large tensors begin (nothing if they travel on their own), and
-    where the frames' content ends."""
-    end = _PREFIX.size + header
+def _offsets(header_bytes: int, lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Return the offsets of the large tensors in the frames, and the end of the frames' content.
+
+    There are no offsets if the tensors have transfers of their own.
+    """
+    end = _PREFIX.size + header_bytes
     offsets = []
-    for offset, length in _places(end, lengths):
+    for offset, length in _aligned_offsets(end, lengths):
         offsets.append(offset)
         if offset + length > PACKED_BYTES:
             return [], end
     return offsets, offsets[-1] + lengths[-1] if offsets else end
 
 
-def _places(end: int, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _aligned_offsets(end: int, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of each tensor, of those that follow each other from `end` on."""
     for length in lengths:
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         yield offset, length

@@ -1,4 +1,4 @@
-"""The ranks of a run as the pipeline's engines see them."""
+"""Protocol of the ranks of a run, as profiling uses them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class RankGroup(Protocol):
     """All ranks of one run. Every method is called by all ranks, in the same order.
 
     Attributes:
-        rank: this process's rank.
-        world_size: number of ranks.
-        mailbox: sends and receives messages between two ranks.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        mailbox: Sends and receives messages between two ranks.
     """
 
     rank: int
@@ -26,10 +26,11 @@ class RankGroup(Protocol):
         """Return the source's tree on all ranks."""
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Return every rank's numbers."""
+        """Return every rank's numbers, by rank."""
 
-    def any_rank(self, flag: bool, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Return whether the flag is set on any rank; `meanwhile` is called until all have come."""
+    def any_rank(self, flag: bool, while_waiting: Callable[[], None] | None = None) -> bool:
+        """Return True if the flag is set on any rank. `while_waiting` is called repeatedly until
+        all ranks take part."""
 
     def all_ranks(self, flag: bool) -> bool:
-        """Return whether the flag is set on all ranks."""
+        """Return True if the flag is set on all ranks."""

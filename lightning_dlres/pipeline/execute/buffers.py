@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dlres.pipeline.comm.mailbox import wait_for
+from lightning_dlres.pipeline.comm.collectives import wait_for_collective
 
 
 class BufferSync:
@@ -47,7 +47,9 @@ class BufferSync:
             of_dtype = [b for b in buffers if b.dtype == dtype]
             flat = torch.cat([b.detach().reshape(-1) for b in of_dtype])
             work = dist.broadcast(flat, self._source, group=self._group, async_op=True)
-            wait_for(work, "the buffers of the first replica", self._timeout, self._check)
+            wait_for_collective(
+                work, "the buffers of the first replica", self._timeout, self._check
+            )
             values = flat.split([b.numel() for b in of_dtype])
             with torch.no_grad():
                 for buffer, value in zip(of_dtype, values, strict=True):

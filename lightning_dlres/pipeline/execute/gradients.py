@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.pipeline.comm.mailbox import wait_for
+from lightning_dlres.pipeline.comm.collectives import wait_for_collective
 from lightning_dlres.pipeline.execute.partition import Owners
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.stage import GradientBuffer
@@ -132,7 +132,7 @@ class GradientSync:
         for bucket in self._shared:
             self._launch(bucket, buffer)
         for bucket, data, work in self._pending:
-            wait_for(
+            wait_for_collective(
                 work,
                 f"the gradients of stages {list(bucket.stages)} from all replicas",
                 self._timeout,

@@ -29,8 +29,8 @@ from lightning_dlres import _compat
 from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.trace import Tracer
+from lightning_dlres.pipeline.comm.collectives import any_rank
 from lightning_dlres.pipeline.comm.mailbox import Mailbox
-from lightning_dlres.pipeline.comm.objects import any_rank
 from lightning_dlres.pipeline.execute.optimizers import set_state_device
 from lightning_dlres.pipeline.execute.partition import is_on_meta, resident_parameter_bytes
 from lightning_dlres.pipeline.plan.plan import PipelinePlan

@@ -210,7 +210,9 @@ def test_a_watch(stack: ExitStack, count: int) -> None:
     member = Watch.join(1, hub.invitation, grace=0.0, kill=killed.set)
     stack.callback(member.close)
     before = resident_bytes()
-    typed = [msgspec.msgpack.encode(heartbeat.Note(bytes(32), n, n, "false")) for n in (-1, 0, 1)]
+    typed = [
+        msgspec.msgpack.encode(heartbeat.WatchPayload(bytes(32), n, n, "false")) for n in (-1, 0, 1)
+    ]
 
     def good() -> None:
         hub.check()
@@ -219,7 +221,7 @@ def test_a_watch(stack: ExitStack, count: int) -> None:
 
     kinds = [heartbeat.HEARTBEAT, heartbeat.ABORT, heartbeat.GOODBYE, heartbeat.CONFIRM]
     attack(stack, invited.endpoint, count, kinds, typed, good)
-    refusals = hub._side.refusals
+    refusals = hub._endpoint.refusals
     wait_until(lambda: refusals.count > count // 4, "most of it has come and was refused")
     member.announce("a true alarm")
     assert hub.failed.wait(SECONDS)

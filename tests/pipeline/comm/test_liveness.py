@@ -1,7 +1,7 @@
-"""A lost rank is noticed and named, a busy or leaving one is not, and nobody waits for ever.
+"""The watch detects and names a lost rank, and does not blame a busy or leaving one.
 
-Most tests run all ranks as watches of this process. Those that need a process to kill or stop start
-one that loads the watch alone, without Lightning and torch, so that it is there in a moment.
+Most tests run all ranks as watches of this process. Tests that kill or stop a process start one
+that loads only the watch, without Lightning and torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.scripts import ScriptHandle, StartScript
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0
-# So long that silence cannot be what a test has noticed.
+# A deadline that no test reaches, so that silence is not the failure that it detects.
 NEVER = 120.0
 NAMES = [f"stage {rank} of replica 0 (rank {rank})" for rank in range(3)]
 PACKAGE = os.path.dirname(os.path.dirname(core.__file__))
@@ -41,12 +41,12 @@ RANK = f"""
         sys.modules["lightning_dlres" + name] = module
     from lightning_dlres.pipeline.comm.liveness import Watch
 
-    what, names, invitation, deadline, grace = sys.argv[1:]
+    role, names, invitation, deadline, grace = sys.argv[1:]
     options = dict(deadline=float(deadline), grace=float(grace))
-    if what == "host":
+    if role == "host":
         watch = Watch.host(names.split(","), **options)
     else:
-        watch = Watch.join(int(what), bytes.fromhex(invitation), **options)
+        watch = Watch.join(int(role), bytes.fromhex(invitation), **options)
     returning = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: returning.set())
     print("invitation", watch.invitation.hex(), flush=True)
@@ -56,7 +56,7 @@ RANK = f"""
 
 @dataclass
 class Group:
-    """Watches of one run in this process, with what each has reported and whether it was killed."""
+    """Watches of one run in this process, with their reports and the events that kill them."""
 
     stack: ExitStack
     watches: list[Watch] = field(default_factory=list)
@@ -98,20 +98,20 @@ def group() -> Iterator[Group]:
 
 def start_rank(
     start_script: StartScript,
-    what: str,
+    role: str,
     invitation: bytes = b"",
     *,
     names: str = "-",
     deadline: float = NEVER,
     grace: float = 0.2,
 ) -> tuple[ScriptHandle, bytes]:
-    """Start a rank of its own process; return it and the invitation that it holds."""
-    script = start_script(RANK, what, names, invitation.hex() or "-", deadline, grace)
+    """Start a rank in a process of its own; return it and its invitation."""
+    script = start_script(RANK, role, names, invitation.hex() or "-", deadline, grace)
     return script, bytes.fromhex(script.wait_for_line(r"^invitation (\w+)", SECONDS)[1])
 
 
 def failure_of(watch: Watch) -> RankFailure:
-    assert watch.failed.wait(SECONDS), f"{watch.names[watch.rank]} has noticed nothing"
+    assert watch.failed.wait(SECONDS), f"{watch.names[watch.rank]} has detected no failure"
     assert watch.failure is not None
     with pytest.raises(PeerLostError) as raised:
         watch.check()
@@ -120,7 +120,7 @@ def failure_of(watch: Watch) -> RankFailure:
 
 
 @pytest.mark.parametrize("speaker", [0, 1, 2])
-def test_what_one_rank_announces_all_others_learn(group: Group, speaker: int) -> None:
+def test_all_other_ranks_learn_an_announced_failure(group: Group, speaker: int) -> None:
     watches = group.start()
     watches[speaker].announce("CUDA out of memory")
     message = f"{NAMES[speaker]} gave up: CUDA out of memory"
@@ -132,8 +132,8 @@ def test_what_one_rank_announces_all_others_learn(group: Group, speaker: int) ->
     assert group.reports[speaker] == []
 
 
-class InterruptedNote:
-    """A heartbeat of rank 1; a signal comes to the hub while its watch reads it."""
+class InterruptedPayload:
+    """A heartbeat of rank 1. The hub receives a signal while its watch reads it."""
 
     sender, origin, reason, confirms = 1, 0, "", ""
 
@@ -142,16 +142,16 @@ class InterruptedNote:
 
     @property
     def signals(self) -> dict[int, int]:
-        self._hub.note_signal(signal.SIGTERM)
+        self._hub.count_signal(signal.SIGTERM)
         return {}
 
 
-def test_a_signal_that_interrupts_a_heartbeat_counts(
+def test_a_signal_during_a_heartbeat_is_counted(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, _ = group.host(2), group.join(1)
-    monkeypatch.setattr(hub._side, "_read", lambda *_: InterruptedNote(hub))
-    wait_until(lambda: hub.noted_signals().get(signal.SIGTERM), "the hub has counted the signal")
+    monkeypatch.setattr(hub._endpoint, "_decode", lambda *_: InterruptedPayload(hub))
+    wait_until(lambda: hub.signal_counts().get(signal.SIGTERM), "the hub has counted the signal")
 
 
 def test_a_reason_that_is_not_utf8_reaches_the_others(group: Group) -> None:
@@ -173,7 +173,7 @@ def test_only_the_first_failure_counts(group: Group) -> None:
     assert watches[1].failure is None
 
 
-def test_a_failure_is_reported_before_anyone_can_see_it(group: Group) -> None:
+def test_a_failure_is_reported_before_it_is_visible(group: Group) -> None:
     seen: list[tuple[bool, RankFailure | None]] = []
 
     def report(message: str) -> None:
@@ -185,7 +185,9 @@ def test_a_failure_is_reported_before_anyone_can_see_it(group: Group) -> None:
     assert seen == [(False, None)]
 
 
-def test_a_report_that_fails_stops_nothing(group: Group, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_that_raises_does_not_stop_the_watch(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
     def report(message: str) -> None:
         raise OSError("no space left")
 
@@ -195,7 +197,7 @@ def test_a_report_that_fails_stops_nothing(group: Group, caplog: pytest.LogCaptu
     assert "no space left" in caplog.text
 
 
-def test_a_rank_that_joins_late_learns_what_happened(group: Group) -> None:
+def test_a_rank_that_joins_late_learns_of_the_failure(group: Group) -> None:
     hub = group.host(2)
     hub.announce("bad configuration")
     assert failure_of(group.join(1)).message == f"{NAMES[0]} gave up: bad configuration"
@@ -210,23 +212,23 @@ def test_a_goodbye_is_no_failure(group: Group, leaver: int) -> None:
     stayer.check()
 
 
-def test_close_may_be_repeated_and_silences_a_failure(group: Group) -> None:
+def test_close_can_be_repeated_and_ends_check(group: Group) -> None:
     watches = group.start(2)
     watches[1].announce("x")
     failure_of(watches[0])
     for watch in (*watches, *watches):
         watch.close()
         watch.check()
-    watches[0].announce("nobody hears this")
+    watches[0].announce("after the end")
 
 
-def test_a_watch_ends_with_its_block() -> None:
+def test_the_context_manager_ends_the_watch() -> None:
     with Watch.host(["alone"]) as watch:
         watch.check()
     assert "dlres-watch" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_rank_that_does_not_end_is_ended(
+def test_a_rank_that_does_not_end_is_killed(
     group: Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub = group.host(2, grace=0.1)
@@ -236,7 +238,7 @@ def test_a_rank_that_does_not_end_is_ended(
     assert failure_of(hub).origin == 1
 
 
-def test_a_rank_that_closes_in_time_is_not_ended(group: Group) -> None:
+def test_a_rank_that_closes_in_time_is_not_killed(group: Group) -> None:
     hub = group.host(2, grace=0.5)
     member = group.join(1)
     member.announce("x")
@@ -246,38 +248,38 @@ def test_a_rank_that_closes_in_time_is_not_ended(group: Group) -> None:
     assert not group.killed[1].is_set()
 
 
-def test_a_watch_that_breaks_is_a_failure(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_watch_is_a_failure(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = group.host(2, grace=0.0)
 
-    def broken(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr(hub._side, "connections", broken)
+    monkeypatch.setattr(hub._endpoint, "update_connections", fail)
     assert "KeyError('bug')" in failure_of(hub).message
     assert group.killed[0].wait(SECONDS)
 
 
-def test_messages_of_strangers_are_ignored_with_a_warning(
+def test_messages_of_other_runs_are_refused_with_a_warning(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = group.host(2)
     invited = msgspec.msgpack.decode(hub.invitation, type=heartbeat.Invitation)
-    note = msgspec.msgpack.encode(heartbeat.Note(b"guess", 1, 1, "false alarm"))
-    nonsense = msgspec.msgpack.encode(heartbeat.Note(invited.token, 7))
+    wrong_token = msgspec.msgpack.encode(heartbeat.WatchPayload(b"guess", 1, 1, "false alarm"))
+    unknown_rank = msgspec.msgpack.encode(heartbeat.WatchPayload(invited.token, 7))
     with caplog.at_level(logging.WARNING), closing(Client("x", invited.endpoint)) as stranger:
-        stranger.send("abort", note)
-        stranger.send("abort", b"no note")
-        stranger.send("abort", nonsense)
-        stranger.send("dance", msgspec.msgpack.encode(heartbeat.Note(invited.token, 1)))
+        stranger.send("abort", wrong_token)
+        stranger.send("abort", b"no payload")
+        stranger.send("abort", unknown_rank)
+        stranger.send("dance", msgspec.msgpack.encode(heartbeat.WatchPayload(invited.token, 1)))
         wait_until(lambda: len(caplog.records) >= 4, "the hub has warned of four messages")
-    assert "token of another run" in caplog.text
+    assert "must send the token of this run, got another one" in caplog.text
     assert invited.token.hex() not in caplog.text
     assert hub.failure is None
     group.join(1).announce("true alarm")
     assert "true alarm" in failure_of(hub).message
 
 
-def test_beyond_this_machine_the_watch_needs_the_keys(
+def test_beyond_this_host_messages_need_the_keys(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(liveness, "is_loopback", lambda address: False)
@@ -285,9 +287,9 @@ def test_beyond_this_machine_the_watch_needs_the_keys(
     invited = msgspec.msgpack.decode(hub.invitation, type=heartbeat.Invitation)
     assert invited.server_key
     assert invited.client_secret
-    note = msgspec.msgpack.encode(heartbeat.Note(invited.token, 1, 1, "intruder"))
+    payload = msgspec.msgpack.encode(heartbeat.WatchPayload(invited.token, 1, 1, "intruder"))
     with closing(Client("x", invited.endpoint)) as intruder:
-        intruder.send("abort", note)
+        intruder.send("abort", payload)
         group.join(1).announce("friend")
         assert failure_of(hub).message == f"{NAMES[1]} gave up: friend"
 
@@ -299,7 +301,7 @@ def test_a_lost_parent_is_a_lost_hub(group: Group) -> None:
     assert "parent" in group.reports[1][0]
 
 
-def test_bad_arguments(group: Group) -> None:
+def test_bad_arguments_are_refused(group: Group) -> None:
     with pytest.raises(ConfigError, match="names"):
         Watch.host([])
     with pytest.raises(ConfigError, match="bind"):
@@ -315,47 +317,47 @@ def test_bad_arguments(group: Group) -> None:
         Watch.join(1, b"nonsense")
 
 
-# --- The rules of patience, on a clock of their own.
+# --- Rules by which silence is a failure, with a clock of the test.
 
-PATIENCE = heartbeat.HeartbeatPatience.of(10.0)
+TIMEOUTS = heartbeat.HeartbeatTimeouts.of(10.0)
 
 
-def complaint(line: heartbeat.Line, now: float, trust_cut: bool = True) -> str:
-    return PATIENCE.complaint(line, "rank 1", now, trust_cut) or ""
+def failure_reason(peer: heartbeat.Peer, now: float, trust_closed: bool = True) -> str:
+    return TIMEOUTS.failure_reason(peer, "rank 1", now, trust_closed) or ""
 
 
 def test_a_silent_rank_has_the_whole_deadline() -> None:
-    line = heartbeat.Line(1, 100.0, joined=True)
-    assert not complaint(line, 109.9)
-    assert complaint(line, 110.1) == (
+    peer = heartbeat.Peer(1, 100.0, joined=True)
+    assert not failure_reason(peer, 109.9)
+    assert failure_reason(peer, 110.1) == (
         "rank 1 has not been heard of for 10 s: it was killed or hangs"
     )
 
 
-def test_a_closed_connection_shortens_it() -> None:
-    line = heartbeat.Line(1, 100.0, joined=True, cut=100.5)
-    assert not complaint(line, 101.9), "it may connect again"
-    assert "connection closed" in complaint(line, 102.1)
-    assert not complaint(line, 102.1, trust_cut=False)
-    line.listen(102.2)
-    assert not complaint(line, 110.0)
+def test_a_closed_connection_shortens_the_deadline() -> None:
+    peer = heartbeat.Peer(1, 100.0, joined=True, closed_at=100.5)
+    assert not failure_reason(peer, 101.9), "it may connect again"
+    assert "connection closed" in failure_reason(peer, 102.1)
+    assert not failure_reason(peer, 102.1, trust_closed=False)
+    peer.mark_heard(102.2)
+    assert not failure_reason(peer, 110.0)
 
 
-def test_a_rank_has_longer_to_join() -> None:
-    line = heartbeat.Line(1, 100.0)
-    assert not complaint(line, 100.0 + heartbeat.JOIN_SECONDS)
-    assert "did not join" in complaint(line, 100.1 + heartbeat.JOIN_SECONDS)
+def test_a_rank_has_more_time_to_join() -> None:
+    peer = heartbeat.Peer(1, 100.0)
+    assert not failure_reason(peer, 100.0 + heartbeat.JOIN_SECONDS)
+    assert "did not join" in failure_reason(peer, 100.1 + heartbeat.JOIN_SECONDS)
 
 
-def test_silence_while_nobody_listened_does_not_count() -> None:
-    line = heartbeat.Line(1, 100.0, joined=True, cut=100.5)
-    line.excuse(50.0)
-    assert not complaint(line, 151.0)
-    assert complaint(line, 152.1)
+def test_silence_while_this_rank_could_not_listen_does_not_count() -> None:
+    peer = heartbeat.Peer(1, 100.0, joined=True, closed_at=100.5)
+    peer.excuse(50.0)
+    assert not failure_reason(peer, 151.0)
+    assert failure_reason(peer, 152.1)
 
 
 class FakeServer:
-    """Connections that come and go as a test says."""
+    """A server whose connection events are set by the test."""
 
     def __init__(self) -> None:
         self.events: list[ConnectionEvent] = []
@@ -370,41 +372,41 @@ class FakeServer:
     def close(self) -> None: ...
 
 
-def test_a_busy_rank_that_connects_again_is_not_given_up() -> None:
+def test_a_busy_rank_that_connects_again_is_not_lost() -> None:
     server, token = FakeServer(), bytes(32)
     invitation = heartbeat.Invitation("tcp://", NAMES, token, 10.0)
     hub = heartbeat.Hub(cast(Server, server), invitation)
 
     def beat(rank: int, connection: int, now: float) -> None:
-        note = msgspec.msgpack.encode(heartbeat.Note(token, rank))
-        hub.take(Message("heartbeat", 0, note, f"rank {rank}", connection), now)
+        payload = msgspec.msgpack.encode(heartbeat.WatchPayload(token, rank))
+        hub.handle(Message("heartbeat", 0, payload, f"rank {rank}", connection), now)
 
-    def events(*happened: tuple[bool, int], now: float) -> None:
-        server.events = [ConnectionEvent(*one) for one in happened]
-        hub.connections(now)
+    def events(*changes: tuple[bool, int], now: float) -> None:
+        server.events = [ConnectionEvent(*change) for change in changes]
+        hub.update_connections(now)
 
     beat(1, 11, 100.0)
     events((True, 11), (True, 12), now=100.0)
     beat(2, 12, 100.0)
     events((False, 11), (True, 13), now=100.5)
     beat(2, 12, 105.0)
-    assert hub.judge(PATIENCE, 105.0) is None, "connection 13 may be rank 1"
+    assert hub.find_failure(TIMEOUTS, 105.0) is None, "connection 13 may be rank 1"
     events((False, 13), now=105.5)
-    failure = hub.judge(PATIENCE, 105.6)
+    failure = hub.find_failure(TIMEOUTS, 105.6)
     assert failure is not None
     assert failure.origin == 1
 
 
-# --- Processes that are really killed and stopped.
+# --- Processes that are killed and stopped.
 
 
-def test_a_killed_rank_is_noticed_before_the_deadline_and_a_stopped_one_is_not_blamed(
+def test_a_killed_rank_is_detected_before_the_deadline_and_not_a_stopped_one(
     group: Group, start_script: StartScript
 ) -> None:
     hub = group.host(3)
     stopped, _ = start_rank(start_script, "1", hub.invitation)
     killed, _ = start_rank(start_script, "2", hub.invitation)
-    wait_until(lambda: all(line.joined for line in hub._side.lines), "both ranks have joined")
+    wait_until(lambda: all(peer.joined for peer in hub._endpoint.peers), "both ranks have joined")
     os.kill(stopped.pid, signal.SIGSTOP)
     os.kill(killed.pid, signal.SIGKILL)
     assert failure_of(hub) == RankFailure(
@@ -412,12 +414,12 @@ def test_a_killed_rank_is_noticed_before_the_deadline_and_a_stopped_one_is_not_b
     )
 
 
-def test_a_stopped_rank_is_noticed_and_ends_when_it_wakes(
+def test_a_stopped_rank_is_detected_and_ends_when_it_continues(
     group: Group, start_script: StartScript
 ) -> None:
     hub = group.host(2, deadline=2.0)
     stopped, _ = start_rank(start_script, "1", hub.invitation)
-    wait_until(lambda: all(line.joined for line in hub._side.lines), "the rank has joined")
+    wait_until(lambda: all(peer.joined for peer in hub._endpoint.peers), "the rank has joined")
     os.kill(stopped.pid, signal.SIGSTOP)
     message = f"{NAMES[1]} has not been heard of for 2 s: it was killed or hangs"
     assert failure_of(hub) == RankFailure(1, message)
@@ -426,7 +428,7 @@ def test_a_stopped_rank_is_noticed_and_ends_when_it_wakes(
     assert f"dlres: the other ranks gave up on this one: {message}" in stopped.output()
 
 
-def test_when_rank_0_is_killed_the_others_say_so_and_end(
+def test_other_ranks_report_and_end_if_rank_0_is_killed(
     group: Group, start_script: StartScript
 ) -> None:
     host, invitation = start_rank(start_script, "host", names=",".join(NAMES[:2]))
@@ -439,23 +441,23 @@ def test_when_rank_0_is_killed_the_others_say_so_and_end(
     assert "did not end within 200 ms" in lines[1]
 
 
-def test_when_rank_0_is_stopped_the_others_notice(group: Group, start_script: StartScript) -> None:
+def test_other_ranks_detect_that_rank_0_is_stopped(group: Group, start_script: StartScript) -> None:
     host, invitation = start_rank(start_script, "host", names=",".join(NAMES[:2]))
     member = group.join(1, invitation=invitation, deadline=1.0)
-    joined = member._side.lines[0].heard
-    wait_until(lambda: member._side.lines[0].heard > joined, "the hub has answered")
+    joined = member._endpoint.peers[0].last_heard
+    wait_until(lambda: member._endpoint.peers[0].last_heard > joined, "the hub has answered")
     os.kill(host.pid, signal.SIGSTOP)
     assert failure_of(member) == RankFailure(
         0, f"{NAMES[0]} has not been heard of for 1 s: it was killed or hangs"
     )
 
 
-def test_a_rank_that_returns_without_closing_ends_well_and_is_missed(
+def test_a_rank_that_exits_without_close_counts_as_lost(
     group: Group, start_script: StartScript
 ) -> None:
     hub = group.host(2)
     script, _ = start_rank(start_script, "1", hub.invitation)
-    wait_until(lambda: hub._side.lines[0].joined, "the rank has joined")
+    wait_until(lambda: hub._endpoint.peers[0].joined, "the rank has joined")
     os.kill(script.pid, signal.SIGTERM)
     assert script.wait(SECONDS) == 0, script.output()
     assert failure_of(hub).origin == 1

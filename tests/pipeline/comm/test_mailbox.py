@@ -1,4 +1,4 @@
-"""Messages arrive whole and in order, and whoever waits in vain is told for what and for whom."""
+"""Messages arrive whole and in order, and the error after a vain wait names message and peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import flatten
-from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox, wait_for
+from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
 from tests.support.rank_pool import RankContext, RankPool
 
 SECONDS = 20.0
@@ -27,12 +27,12 @@ LONG = timedelta(days=1)
 NAMES = [f"stage {rank} (rank {rank})" for rank in range(3)]
 
 
-def nothing_known() -> None:
-    """No failure of another rank is known."""
+def no_failure() -> None:
+    """Raise nothing: no failure of another rank is known."""
 
 
 def open_mailbox(
-    context: RankContext, timeout: float = SECONDS, check: Callable[[], None] = nothing_known
+    context: RankContext, timeout: float = SECONDS, check: Callable[[], None] = no_failure
 ) -> Mailbox:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=LONG)
@@ -42,19 +42,19 @@ def open_mailbox(
 
 @contextmanager
 def mailbox_of(context: RankContext) -> Iterator[Mailbox]:
-    """A mailbox that is closed in order."""
+    """Context manager that opens a mailbox, and closes it on all ranks."""
     mailbox = open_mailbox(context)
     yield mailbox
     mailbox.close(orderly=True)
     dist.barrier()
 
 
-def threads() -> list[str]:
+def mailbox_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(("send-", "receive-"))]
 
 
 def trees(seed: int) -> list[Any]:
-    """Trees of all sizes; the ranks make the same ones from the same seed."""
+    """Return trees of many sizes; the same for the same seed."""
     g = torch.Generator().manual_seed(seed)
     large = torch.randn(300_000, generator=g)
     return [
@@ -65,7 +65,7 @@ def trees(seed: int) -> list[Any]:
         [torch.arange(5000), (torch.rand(2000, generator=g) > 0.5), torch.tensor(2.5)],
         OrderedDict(a=np.arange(6).reshape(2, 3), b=np.float32(0.1)),
         torch.randn(70, 70, generator=g).bfloat16().t(),
-        # Headers longer than a frame, and all that end near the edge of the first one.
+        # A header longer than a frame, and headers that end near the end of the first frame.
         "long " * 2000,
         *("x" * length for length in range(1985, 2060)),
     ]
@@ -78,28 +78,28 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-def exchange(context: RankContext) -> list[str]:
+def exchange_trees(context: RankContext) -> list[str]:
     peer = 1 - context.rank
     with mailbox_of(context) as mailbox:
         for channel in (Channel.ACTIVATION, Channel.GRADIENT):
             for number, tree in enumerate(trees(10 * context.rank + channel)):
                 mailbox.send(peer, channel, ("tree", number), tree)
-        # Not in the order of sending: a channel does not wait for another.
+        # The order of sending is another one: channels do not wait for each other.
         for channel in (Channel.GRADIENT, Channel.ACTIVATION):
             for number, tree in enumerate(trees(10 * peer + channel)):
-                found = mailbox.receive(peer, channel, ("tree", number), "a tree")
-                assert equal(found, tree), number
-    # Its threads have ended, and with them what they record last.
+                received = mailbox.receive(peer, channel, ("tree", number), "a tree")
+                assert equal(received, tree), number
+    # The threads have ended, so all spans are recorded.
     spans = [s for s in mailbox._tracer.spans() if s.category == "transfer"]
     assert {s.name for s in spans} >= {"send activation", "receive gradient"}
-    return threads()
+    return mailbox_threads()
 
 
-def test_trees_arrive_in_order_and_a_close_ends_all_threads(pool: RankPool) -> None:
-    assert pool.run(exchange, 2) == [[], []]
+def test_trees_arrive_in_order_and_close_ends_all_threads(pool: RankPool) -> None:
+    assert pool.run(exchange_trees, 2) == [[], []]
 
 
-def flags(context: RankContext) -> None:
+def send_requires_grad(context: RankContext) -> None:
     with mailbox_of(context) as mailbox:
         sent = [
             torch.ones(2, requires_grad=True),
@@ -109,31 +109,32 @@ def flags(context: RankContext) -> None:
         if context.rank == 0:
             mailbox.send(1, Channel.ACTIVATION, ("a",), sent)
         else:
-            found = mailbox.receive(0, Channel.ACTIVATION, ("a",), "activations")
-            assert [t.requires_grad for t in found] == [True, True, False]
-            assert all(t.is_leaf for t in found)
+            received = mailbox.receive(0, Channel.ACTIVATION, ("a",), "activations")
+            assert [t.requires_grad for t in received] == [True, True, False]
+            assert all(t.is_leaf for t in received)
 
 
-def test_whether_a_gradient_is_wanted_arrives(pool: RankPool) -> None:
-    pool.run(flags, 2)
+def test_requires_grad_is_sent(pool: RankPool) -> None:
+    pool.run(send_requires_grad, 2)
 
 
-def broadcast(context: RankContext) -> Any:
+def broadcast_from_all(context: RankContext) -> None:
     with mailbox_of(context) as mailbox:
         for source in range(3):
-            mine: Any = torch.full((40_000,), float(context.rank)) if context.rank == source else 0
-            found = mailbox.broadcast(source, Channel.STEP, ("step", source), mine, "the step")
+            own: Any = torch.full((40_000,), float(context.rank)) if context.rank == source else 0
+            received = mailbox.broadcast(source, Channel.STEP, ("step", source), own, "the step")
             if context.rank == source:
-                mine.zero_()  # its tensor may be written to at once
+                # The source may write to its tensor at once.
+                own.zero_()
             else:
-                assert torch.equal(found, torch.full((40_000,), float(source)))
+                assert torch.equal(received, torch.full((40_000,), float(source)))
 
 
-def test_a_broadcast_from_every_rank(pool: RankPool) -> None:
-    pool.run(broadcast, 3)
+def test_every_rank_can_broadcast(pool: RankPool) -> None:
+    pool.run(broadcast_from_all, 3)
 
 
-def out_of_step(context: RankContext) -> str:
+def receive_unexpected(context: RankContext) -> str:
     with mailbox_of(context) as mailbox:
         if context.rank == 1:
             mailbox.send(0, Channel.GRADIENT, (3, 1), torch.ones(2000))
@@ -145,17 +146,17 @@ def out_of_step(context: RankContext) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_another_message_than_expected_is_an_error_and_not_data(pool: RankPool) -> None:
-    assert pool.run(out_of_step, 2)[0] == (
+def test_a_message_with_another_key_is_an_error(pool: RankPool) -> None:
+    assert pool.run(receive_unexpected, 2)[0] == (
         "ProtocolError: stage 0 (rank 0) expected message (2, 1) (the gradients of micro-batch 2) "
         "from stage 1 (rank 1) and got (3, 1): the ranks are out of step."
     )
 
 
-def in_vain(context: RankContext, known: str) -> tuple[str, str]:
+def wait_in_vain(context: RankContext, failure: str) -> tuple[str, str]:
     def check() -> None:
-        if known:
-            raise PeerLostError(known)
+        if failure:
+            raise PeerLostError(failure)
 
     mailbox = open_mailbox(context, 0.3, check)
     if context.rank == 1:
@@ -164,7 +165,7 @@ def in_vain(context: RankContext, known: str) -> tuple[str, str]:
         dist.barrier()
         return "", ""
     dist.barrier()
-    # What was sent before the failure became known still counts.
+    # A message that was sent before the failure still arrives.
     first = mailbox.receive(1, Channel.ACTIVATION, (0,), "the first message")
     with pytest.raises(PeerError) as raised:
         mailbox.receive(1, Channel.ACTIVATION, (1,), "the activations of micro-batch 1")
@@ -172,22 +173,22 @@ def in_vain(context: RankContext, known: str) -> tuple[str, str]:
     return first, f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_a_deadline_names_what_was_waited_for_and_from_whom(pool: RankPool) -> None:
-    first, error = pool.run(in_vain, 2, "")[0]
+def test_the_timeout_error_names_message_and_peer(pool: RankPool) -> None:
+    first, error = pool.run(wait_in_vain, 2, "")[0]
     assert first == "last words"
     assert error.startswith(
         "PeerTimeoutError: stage 0 (rank 0) waited 0.3 s for the activations of micro-batch 1 from "
-        "stage 1 (rank 1), and nothing came."
+        "stage 1 (rank 1), and no message came."
     )
 
 
-def test_a_failure_that_is_known_ends_a_wait(pool: RankPool) -> None:
-    first, error = pool.run(in_vain, 2, "stage 7 is gone")[0]
+def test_a_known_failure_ends_the_wait(pool: RankPool) -> None:
+    first, error = pool.run(wait_in_vain, 2, "stage 7 is gone")[0]
     assert first == "last words"
     assert error == "PeerLostError: stage 7 is gone"
 
 
-def dies(context: RankContext) -> list[str]:
+def lose_rank_one(context: RankContext) -> list[str]:
     mailbox = open_mailbox(context)
     if context.rank == 1:
         mailbox.send(0, Channel.ACTIVATION, (0,), torch.ones(5000))
@@ -204,8 +205,8 @@ def dies(context: RankContext) -> list[str]:
     return errors
 
 
-def test_a_rank_that_dies_is_named(pool: RankPool) -> None:
-    alive, dead = pool.run_expecting_errors(dies, 2, keep=True)
+def test_the_error_names_a_rank_that_died(pool: RankPool) -> None:
+    alive, dead = pool.run_expecting_errors(lose_rank_one, 2, keep=True)
     assert dead.error_type == "RankDied"
     assert alive.error_type is None, alive.traceback
     for error in alive.value:
@@ -214,7 +215,7 @@ def test_a_rank_that_dies_is_named(pool: RankPool) -> None:
         )
 
 
-def unsendable(context: RankContext) -> None:
+def send_unsendable(context: RankContext) -> None:
     with mailbox_of(context) as mailbox:
         if context.rank == 0:
             with pytest.raises(ValueError, match=r"builtins\.object cannot be sent"):
@@ -224,14 +225,14 @@ def unsendable(context: RankContext) -> None:
             assert mailbox.receive(0, Channel.OBJECT, ("x",), "x") == "fine"
 
 
-def test_what_cannot_travel_is_an_error_where_it_is_sent(pool: RankPool) -> None:
-    pool.run(unsendable, 2)
+def test_a_value_that_cannot_be_sent_is_an_error_of_the_sender(pool: RankPool) -> None:
+    pool.run(send_unsendable, 2)
 
 
-def cannot_be_built(context: RankContext) -> str:
+def send_unknown_class(context: RankContext) -> str:
     mailbox = open_mailbox(context, timeout=1.0)
     if context.rank == 0:
-        mailbox.send(1, Channel.BATCH, ("x",), only_here()(1))
+        mailbox.send(1, Channel.BATCH, ("x",), make_local_class()(1))
         dist.barrier()
         return ""
     with pytest.raises(PeerError) as raised:
@@ -240,62 +241,15 @@ def cannot_be_built(context: RankContext) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def only_here() -> Any:
-    """A data class that no other rank has imported."""
+def make_local_class() -> Any:
+    """Return a data class that no other rank has imported."""
     kind = dataclasses.make_dataclass("OnlyHere", ["x"])
     kind.__module__ = __name__
     globals()["OnlyHere"] = kind
     return kind
 
 
-def test_a_class_that_the_receiver_does_not_know_is_named(pool: RankPool) -> None:
-    error = pool.run(cannot_be_built, 2)[1]
+def test_the_error_names_a_class_that_the_receiver_has_not_imported(pool: RankPool) -> None:
+    error = pool.run(send_unknown_class, 2)[1]
     assert error.startswith(("ProtocolError", "PeerLostError"))
     assert "OnlyHere' arrived in a batch, but no such class is imported here" in error
-
-
-# --- Waiting for a collective.
-
-
-class Work:
-    """A collective that is complete after so many looks."""
-
-    def __init__(self, looks: float, error: Exception | None = None) -> None:
-        self.looks, self.error, self.waited = looks, error, False
-
-    def is_completed(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def wait(self) -> None:
-        self.waited = True
-        if self.error:
-            raise self.error
-
-
-def test_waiting_for_a_collective() -> None:
-    done = Work(3)
-    wait_for(done, "the others", SECONDS, nothing_known)
-    assert done.waited
-
-
-def test_a_collective_that_never_completes() -> None:
-    with pytest.raises(PeerError, match=r"waited 0\.05 s for the others"):
-        wait_for(Work(float("inf")), "the others", 0.05, nothing_known)
-
-
-def test_a_known_failure_ends_the_wait_for_a_collective_that_does_not_complete() -> None:
-    def lost() -> None:
-        raise PeerLostError("rank 1 is gone")
-
-    with pytest.raises(PeerLostError, match="rank 1 is gone"):
-        wait_for(Work(float("inf")), "the others", SECONDS, lost)
-    nearly = Work(4)
-    wait_for(nearly, "the others", SECONDS, lost)
-    assert nearly.waited, "who failed may have come here first"
-
-
-def test_a_collective_that_breaks_is_a_lost_peer() -> None:
-    broken = Work(0, RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
-    with pytest.raises(PeerError, match="the gradients"):
-        wait_for(broken, "the gradients", SECONDS, nothing_known)

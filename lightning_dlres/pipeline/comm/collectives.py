@@ -1,0 +1,149 @@
+"""Collectives over the default process group, with deadlines and without pickle.
+
+They are used for small data, before the mailbox exists and beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError
+from lightning_dlres.core.wire import payload
+from lightning_dlres.core.wire.tree import Tree
+
+# Called while waiting; raises if a rank is known to have failed.
+Check = Callable[[], None]
+
+# Time for a collective to complete after a rank is known to have failed.
+_AFTER_FAILURE_SECONDS = 0.5
+
+
+def broadcast_tree(tree: Tree, source: int, timeout: float, check: Check) -> Tree:
+    """Return the source's tree on all ranks; called by all of them.
+
+    It is meant for small trees: large ones take one message per tensor.
+
+    Args:
+        tree: Tree to send; only the source's counts.
+        source: Rank of the source.
+        timeout: Deadline in seconds.
+        check: Function described at `Check`.
+
+    Raises:
+        ConfigError: If the tree holds a value that cannot be sent.
+        PeerTimeoutError: If some rank does not take part within `timeout` seconds.
+    """
+    is_source = dist.get_rank() == source
+    header, large = payload.encode(tree, ("object",)) if is_source else (b"", [])
+    length = torch.tensor([len(header)])
+    _broadcast(length, source, timeout, check)
+    data = (
+        torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        if is_source
+        else torch.empty(int(length), dtype=torch.uint8)
+    )
+    _broadcast(data, source, timeout, check)
+    if is_source:
+        for tensor in large:
+            _broadcast(tensor.cpu(), source, timeout, check)
+        return tree
+    decoded = payload.decode_header(data.numpy().tobytes(), f"rank {source}")
+    pieces = [torch.empty(size, dtype=torch.uint8) for size in payload.large_sizes(decoded)]
+    for piece in pieces:
+        _broadcast(piece, source, timeout, check)
+    return payload.decode(decoded, pieces)
+
+
+def gather_numbers(values: list[float], timeout: float, check: Check) -> list[list[float]]:
+    """Return every rank's numbers, by rank; called by all ranks, each with the same count."""
+    own = torch.tensor(values, dtype=torch.float64)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    work = dist.all_gather(gathered, own, async_op=True)
+    wait_for_collective(work, "the other ranks", timeout, check)
+    return [numbers.tolist() for numbers in gathered]
+
+
+def any_rank(
+    flag: bool, timeout: float, check: Check, while_waiting: Callable[[], None] | None = None
+) -> bool:
+    """Return True if the flag is set on any rank; called by all of them.
+
+    Args:
+        flag: Flag of this rank.
+        timeout: Deadline in seconds.
+        check: Function described at `Check`.
+        while_waiting: Called repeatedly until all ranks take part.
+    """
+    value = torch.tensor([int(flag)])
+    work = dist.all_reduce(value, op=dist.ReduceOp.MAX, async_op=True)
+    wait_for_collective(work, "the other ranks", timeout, check, while_waiting)
+    return bool(value)
+
+
+def all_ranks(flag: bool, timeout: float, check: Check) -> bool:
+    """Return True if the flag is set on all ranks; called by all of them."""
+    return not any_rank(not flag, timeout, check)
+
+
+def _broadcast(data: Tensor, source: int, timeout: float, check: Check) -> None:
+    if data.numel():
+        work = dist.broadcast(data, source, async_op=True)
+        wait_for_collective(work, f"a broadcast from rank {source}", timeout, check)
+
+
+def wait_for_collective(
+    work: Any,
+    what: str,
+    timeout: float,
+    check: Check,
+    while_waiting: Callable[[], None] | None = None,
+) -> None:
+    """Wait for a collective, until a deadline or the failure of a rank.
+
+    Args:
+        work: Handle of the collective.
+        what: Completes "waited for ..." in errors.
+        timeout: Deadline in seconds.
+        check: Function described at `Check`.
+        while_waiting: Called repeatedly while waiting, instead of sleeping.
+
+    Raises:
+        PeerTimeoutError: If some rank does not take part within `timeout` seconds.
+        PeerLostError: If a rank has failed, or its connection broke.
+    """
+    deadline, pause = time.monotonic() + timeout, 5e-5
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(
+                f"waited {timeout:g} s for {what}, and some rank did not take part."
+            )
+        try:
+            check()
+        except PeerError:
+            # The failed rank may have taken part before it failed; the collective then completes.
+            if not _completes_within(work, _AFTER_FAILURE_SECONDS):
+                raise
+            break
+        if while_waiting is not None:
+            while_waiting()
+            continue
+        # Short pauses first, so that a fast collective costs little; longer ones save CPU time.
+        time.sleep(pause)
+        pause = min(pause * 1.5, 2e-3)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLostError(f"A rank was lost while this one waited for {what}: {error}") from error
+
+
+def _completes_within(work: Any, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(2e-3)
+    return bool(work.is_completed())
