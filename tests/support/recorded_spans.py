@@ -1,5 +1,4 @@
-"""Spans as ranks would have recorded them for a given timeline: the way back from what the
-simulator says to what the tracers hold."""
+"""Spans that ranks would record for a given timeline; the inverse of `pipeline.report.timeline`."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ def span(name: str, category: str, start: float, end: float, **args: str | int) 
 
 
 def empty(replicas: Sequence[Sequence[int]]) -> Spans:
+    """Return no spans for each rank."""
     return {rank: [] for replica in replicas for rank in replica}
 
 
@@ -30,9 +30,12 @@ def add_step(
     start: float,
     end: float,
 ) -> None:
-    """Add a step that every rank is in from `start` to `end`, in seconds."""
-    for found in spans.values():
-        found.append(span("step", "step", start, end, batch=batch))
+    """Add a step in which every rank is from `start` to `end`, in seconds.
+
+    The step of batch b is the pass 2b + 1, so that other passes can be added before it.
+    """
+    for rank_spans in spans.values():
+        rank_spans.append(span("step", "step", start, end, batch=batch))
     add_pass(spans, replicas, timeline, microbatches, 2 * batch + 1, start)
 
 
@@ -44,7 +47,7 @@ def add_pass(
     number: int,
     start: float,
 ) -> None:
-    """Add what a timeline holds as the pass `number` through the pipeline."""
+    """Add the activities of a timeline as the pass `number` through the pipeline."""
     for a in timeline.activities:
         rank = replicas[a.replica][a.stage]
         begin, end = start + a.start, start + a.end
@@ -55,18 +58,18 @@ def add_pass(
         elif a.name in ("activation", "gradient"):
             peer = replicas[a.replica][a.stage + (1 if a.name == "activation" else -1)]
             key = str((microbatch, number))
-            sent = span(f"send {a.name}", "transfer", begin, end, key=key, peer=peer)
-            spans[rank].append(sent)
+            send = span(f"send {a.name}", "transfer", begin, end, key=key, peer=peer)
+            spans[rank].append(send)
             spans[peer].append(span(f"receive {a.name}", "transfer", begin, end, peer=rank))
         else:
-            work = {"stage": a.stage, "microbatch": microbatch}
-            spans[rank].append(span(a.name, "compute", begin, end, **work))
+            args = {"stage": a.stage, "microbatch": microbatch}
+            spans[rank].append(span(a.name, "compute", begin, end, **args))
 
 
 def rounded(timeline: Timeline, start: float = 0.0) -> list[Activity]:
-    """Return a timeline's activities in a fixed order, with times that can be compared."""
-    found = [
+    """Return a timeline's activities in a fixed order, with times rounded to microseconds."""
+    activities = [
         Activity(a.name, a.replica, a.stage, a.microbatch, round(a.start, 6), round(a.end, 6))
         for a in timeline.activities
     ]
-    return sorted(found, key=lambda a: (a.name, a.replica, a.stage, a.microbatch, a.start))
+    return sorted(activities, key=lambda a: (a.name, a.replica, a.stage, a.microbatch, a.start))

@@ -1,1 +1,1 @@
-"""Report: predictions beside measurements, as tables and pictures."""
+"""Reports of predictions beside measurements, as tables and pictures."""

@@ -1,8 +1,8 @@
-"""A step as a picture: what every stage does when, planned above measured on one time scale, since
-people see a bubble sooner than they read it.
+"""Gantt chart of a training step: the work of every stage over time.
 
-matplotlib draws into memory, without pyplot: no window, no global figure, and no trace of it in the
-user's own plots.
+The planned step is above the measured one, on the same time scale, so that the bubble of each is
+easy to see. Matplotlib draws into memory and without pyplot, so that there is no window, no global
+figure, and no effect on the user's own plots.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import Activity, Timelin
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Places = Mapping[tuple[int, int], str]
+# Label of each row, by (replica, stage).
+RowLabels = Mapping[tuple[int, int], str]
 
-# Label, colour, and colour of the numbers on it. These are Okabe and Ito's colours, which people
-# with any kind of colour vision tell apart.
+# By name of the activity: label, colour, and colour of the numbers on it. The colours are those of
+# Okabe and Ito (2002), which are distinct for people with any kind of colour vision.
 _STYLE: dict[str, tuple[str, str, str]] = {
     "forward": ("forward", "#0072B2", "white"),
     "recompute": ("recompute", "#56B4E9", "black"),
@@ -31,41 +32,45 @@ _STYLE: dict[str, tuple[str, str, str]] = {
     "sync": ("gradient sync", "#222222", ""),
 }
 _IDLE = "#E6E6E6"
+# Activities with the number of their micro-batch.
 _NUMBERED = ("forward", "backward")
+# Activities in thin lanes below the bar of a row.
 _LANES = ("activation", "gradient", "sync")
 _DPI = 110
+# Sizes of the numbers in points, from which the largest that fits is taken.
 _FONT_SIZES = (8.0, 7.0, 6.0, 5.0)
-# Inches.
+# Margins and the space between panels, in inches.
 _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.6, 0.75, 0.55, 0.5
+# From this many seconds on: unit of the time axis, and its number in a second.
 _UNITS = ((10.0, "s", 1.0), (10e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline of the picture, under its title."""
+    """One timeline of the chart, with a title."""
 
     title: str
     timeline: Timeline
 
 
-def draw(panels: Sequence[Panel], places: Places) -> bytes:
-    """Return the picture as PNG.
+def draw(panels: Sequence[Panel], row_labels: RowLabels) -> bytes:
+    """Return the chart as PNG.
 
     Args:
-        panels: from top to bottom.
-        places: what each row is called, by (replica, stage); one row for each, in this order.
+        panels: Panels from top to bottom.
+        row_labels: Label of each row of a panel, in the order of the rows.
     """
-    # Takes a good part of a second, which only those shall wait for who draw.
+    # The import takes most of a second, so it waits until there is something to draw.
     import matplotlib
     from matplotlib.figure import Figure
 
     lanes = [lane for lane in _LANES if lane in _names(panels)]
-    rows = len(places)
+    rows = len(row_labels)
     row_inches = (0.46 if rows <= 4 else 0.36) + 0.07 * len(lanes)
     height = _TOP + _BOTTOM + len(panels) * rows * row_inches + (len(panels) - 1) * _BETWEEN
-    left, width = _label_inches(list(places.values())), _width(panels)
+    left, width = _label_inches(list(row_labels.values())), _width(panels)
     horizon = max(_horizon(panel.timeline) for panel in panels)
-    # The user's own style (LaTeX, a dark theme) shall not decide whether this can be read.
+    # The user's own style, such as LaTeX or a dark theme, could make the chart unreadable.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
@@ -74,9 +79,10 @@ def draw(panels: Sequence[Panel], places: Places) -> bytes:
             bottom = _BOTTOM + below * (down + _BETWEEN)
             box = (left / width, bottom / height, across / width, down / height)
             axes = figure.add_axes(box)
-            drawing = _Drawing(axes, panel, list(places), lanes, horizon, across)
-            drawing.draw([places[place] for place in places], labelled=below == 0)
+            drawing = _Drawing(axes, panel, list(row_labels), lanes, horizon, across)
+            drawing.draw(list(row_labels.values()), labelled=below == 0)
             if index:
+                # The end of the planned step, for comparison.
                 axes.axvline(panels[0].timeline.step_seconds, color="#777777", lw=1, ls=(0, (4, 3)))
         _legend(figure, panels, (0.5, 1 - 0.05 / height))
         buffer = io.BytesIO()
@@ -85,7 +91,17 @@ def draw(panels: Sequence[Panel], places: Places) -> bytes:
 
 
 class _Drawing:
-    """One panel: rows from top to bottom, each a bar of computing over thin lanes of messages."""
+    """One panel on its axes: a row for each stage, with a bar of computation over thin lanes of
+    messages.
+
+    Args:
+        axes: Axes of the panel.
+        panel: Content.
+        places: (replica, stage) of each row, from top to bottom.
+        lanes: Activities with a lane.
+        horizon: Seconds at the right end of the time axis.
+        inches: Width of the axes.
+    """
 
     def __init__(
         self,
@@ -99,6 +115,7 @@ class _Drawing:
         self.axes, self.panel, self.lanes, self.horizon = axes, panel, list(lanes), horizon
         self.row = {place: index for index, place in enumerate(places)}
         self.points_per_second = inches * 72 / horizon if horizon else 0.0
+        # Heights are fractions of a row.
         lane = 0.13
         self.lane_height = lane * 0.8
         self.bar = (0.08, 0.86 - lane * len(self.lanes))
@@ -117,10 +134,12 @@ class _Drawing:
             )
         for name in _STYLE:
             for place, row in self.row.items():
-                found = [a for a in timeline.activities if a.name == name and _place(a) == place]
-                if found:
-                    self._bars(name, row, found)
-        self._numbers()
+                activities = [
+                    a for a in timeline.activities if a.name == name and _place(a) == place
+                ]
+                if activities:
+                    self._draw_bars(name, row, activities)
+        self._draw_numbers()
         replicas = [replica for replica, _ in self.row]
         for row in range(1, len(replicas)):
             if replicas[row] != replicas[row - 1]:
@@ -138,14 +157,14 @@ class _Drawing:
             axes.spines[side].set_visible(False)
         if labelled:
             axes.set_xlabel(f"{unit} since the start of the step", fontsize=9)
-        self._shares()
+        self._draw_busy_shares()
 
-    def _bars(self, name: str, row: int, activities: Sequence[Activity]) -> None:
+    def _draw_bars(self, name: str, row: int, activities: Sequence[Activity]) -> None:
         thin = name in self.lanes
         top, height = (self.lane_top[name], self.lane_height) if thin else self.bar
-        # White seams tell neighbours apart; on narrow bars they would leave nothing else. A message
-        # gets an edge of its own colour instead: it may take less time than a pixel shows.
-        seams = [
+        # White edges separate neighbouring bars. Narrow bars have none, as they would cover the
+        # bar. A message has an edge of its own colour, as it may be narrower than a pixel.
+        edge_widths = [
             0.5 if thin or (a.end - a.start) * self.points_per_second > 2.5 else 0.0
             for a in activities
         ]
@@ -154,13 +173,15 @@ class _Drawing:
             (row + top, height),
             facecolors=_STYLE[name][1],
             edgecolors=_STYLE[name][1] if thin else "white",
-            linewidths=seams,
+            linewidths=edge_widths,
             hatch="////" if name == "recompute" else None,
         )
 
-    def _numbers(self) -> None:
-        """Write the micro-batches' numbers, in one size, on the bars of those rows and kinds that
-        have room for them."""
+    def _draw_numbers(self) -> None:
+        """Write the numbers of micro-batches on the bars, in one size.
+
+        A row has numbers on its forwards or backwards only if they are wide enough.
+        """
         groups = [
             [a for a in self.panel.timeline.activities if a.name == name and _place(a) == place]
             for place in self.row
@@ -187,11 +208,11 @@ class _Drawing:
     def _has_room(self, group: Sequence[Activity], size: float) -> bool:
         needed = len(str(max(a.microbatch for a in group))) * 0.64 * size + 1.0
         widths = sorted((a.end - a.start) * self.points_per_second for a in group)
-        # A measured bar or two may be short by chance.
+        # The tenth percentile: single measured bars may be short by chance.
         return widths[len(widths) // 10] > needed
 
-    def _shares(self) -> None:
-        """Write beside every row for which share of the step it computes."""
+    def _draw_busy_shares(self) -> None:
+        """Write beside every row the share of the step in which its stage computes."""
         timeline = self.panel.timeline
         across: Any = self.axes.get_yaxis_transform()
         for (replica, stage), row in self.row.items():
@@ -241,20 +262,22 @@ def _place(activity: Activity) -> tuple[int, int]:
 
 
 def _horizon(timeline: Timeline) -> float:
+    """Return the end of the step or of its last activity, in seconds."""
     return max([timeline.step_seconds, *(a.end for a in timeline.activities)])
 
 
 def _width(panels: Sequence[Panel]) -> float:
-    """Return inches: more for a step of many micro-batches, as far as a screen is wide."""
+    """Return the width in inches: more for a step of many micro-batches, up to that of a screen."""
     most = max((a.microbatch for p in panels for a in p.timeline.activities), default=0) + 1
     return min(max(12.0, 9.0 + 0.3 * most), 20.0)
 
 
 def _label_inches(labels: Sequence[str]) -> float:
-    """Return the room that the longest line of the labels takes."""
+    """Return the width of the longest line of the labels, in inches."""
     longest = max((len(line) for label in labels for line in label.splitlines()), default=0)
     return 0.25 + 0.072 * longest
 
 
 def _unit(horizon: float) -> tuple[str, float]:
+    """Return the unit of the time axis, and its number in a second."""
     return next((name, factor) for least, name, factor in _UNITS if horizon >= least)

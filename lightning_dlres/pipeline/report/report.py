@@ -1,7 +1,7 @@
-"""Predicted beside measured: what a plan promised and what its run did, in one line, as Markdown
-and as panels of a picture.
+"""Report of a run: the plan's prediction beside the measurement, as a line, as Markdown and as
+panels of a chart.
 
-A pure function of the plan and the measured steps: it knows neither ranks nor files.
+It is a pure function of the plan and the measured steps, and uses neither ranks nor files.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes, format_seconds
 from lightning_dlres.pipeline.plan.cost_model.simulator import Timeline, simulate
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.report.gantt import Panel, Places
+from lightning_dlres.pipeline.report.gantt import Panel, RowLabels
 from lightning_dlres.pipeline.report.timeline import Measurement, pipeline_seconds
 
-_LONGEST_KIND = 26
+# Longest name of a device in a row label, in characters.
+_MAX_KIND = 26
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is known of a run.
+    """A plan and the measurement of its run.
 
     Attributes:
-        plan: the plan, with the schedule that was run.
-        planned_schedule: the schedule that it was made for.
-        predicted: the simulated step; None where the plan was not measured.
-        even_seconds: time of a step of the even split, in the simulator.
-        measured: the steps as they were; None where there were none.
-        clock_error: seconds by which spans of unlike hosts may be shifted against each other.
+        plan: The plan, with the schedule that was run.
+        planned_schedule: Schedule for which the plan was made.
+        predicted: Simulated step; None if the plan was made without a measurement.
+        even_seconds: Simulated time of a step of the even split, in seconds; None like `predicted`.
+        measured: Measured steps; None if there were none.
+        clock_error: Seconds by which spans of different hosts may be shifted against each other.
     """
 
     plan: PipelinePlan
@@ -43,7 +44,7 @@ class RunReport:
 
     @property
     def speedup(self) -> tuple[float | None, float | None]:
-        """How many times as fast as the even split the step is: predicted, measured."""
+        """Speed-up over the simulated even split: (predicted, measured); None if unknown."""
         even = self.even_seconds
         if even is None or self.predicted is None:
             return None, None
@@ -51,58 +52,60 @@ class RunReport:
         return even / self.predicted.step_seconds, measured
 
     def line(self) -> str:
-        """Return the figures in one line."""
+        """Return the figures of the run in one line."""
         predicted, measured = self.predicted, self.measured
         if measured is None:
-            promise = "" if predicted is None else f", {_time(predicted.step_seconds)} predicted"
-            return f"dlres: no training step was measured{promise}."
+            prediction = "" if predicted is None else f", {_time(predicted.step_seconds)} predicted"
+            return f"dlres: no training step was measured{prediction}."
         count = _steps(len(measured.counted))
         parts = [f"dlres: step {_time(measured.step_seconds)} measured (median of {count})"]
         if predicted is None:
             parts.append(f"bubble {measured.bubble:.0%} measured")
-            parts.append("nothing predicted, since the plan was made without a measurement")
+            parts.append("nothing predicted, because the plan was made without a measurement")
         else:
             parts[0] += f", {_time(predicted.step_seconds)} predicted"
             parts.append(f"bubble {measured.bubble:.0%} measured, {predicted.bubble:.0%} predicted")
-        promised, reached = self.speedup
-        if promised is not None and reached is not None:
+        predicted_speedup, measured_speedup = self.speedup
+        if predicted_speedup is not None and measured_speedup is not None:
             parts.append(
-                f"{reached:.2f} times as fast as the simulated even split, {promised:.2f} predicted"
+                f"{measured_speedup:.2f} times as fast as the simulated even split, "
+                f"{predicted_speedup:.2f} predicted"
             )
         return "; ".join(parts) + "."
 
-    def places(self) -> Places:
-        """Return what each row of the picture is called."""
-        plan, found = self.plan, {}
+    def row_labels(self) -> RowLabels:
+        """Return the label of each row of the chart."""
+        plan, labels = self.plan, {}
         for replica, ranks in enumerate(plan.replicas):
             for stage, rank in enumerate(ranks):
                 prefix = f"replica {replica} · " if len(plan.replicas) > 1 else ""
                 kind = _kind(plan, rank)
-                short = kind if len(kind) <= _LONGEST_KIND else f"{kind[: _LONGEST_KIND - 1]}…"
-                found[replica, stage] = f"{prefix}stage {stage} · rank {rank}\n{short}".rstrip()
-        return found
+                short = kind if len(kind) <= _MAX_KIND else f"{kind[: _MAX_KIND - 1]}…"
+                labels[replica, stage] = f"{prefix}stage {stage} · rank {rank}\n{short}".rstrip()
+        return labels
 
     def panels(self) -> list[Panel]:
-        """Return the panels of the picture: planned above measured, as far as there are any."""
-        found = []
+        """Return the known panels of the chart: planned above measured."""
+        panels = []
         if self.predicted is not None:
-            found.append(Panel(f"Planned: {_figures(self.predicted)}", self.predicted))
+            panels.append(Panel(f"Planned: {_figures(self.predicted)}", self.predicted))
         if self.measured is not None:
             typical, count = self.measured.typical, len(self.measured.counted)
-            of = f", batch {typical.batch}: the typical one of {_steps(count)}" if count > 1 else ""
-            found.append(Panel(f"Measured: {_figures(typical.timeline)}{of}", typical.timeline))
-        return found
+            which = f", batch {typical.batch}, the closest to the median of {_steps(count)}"
+            which = which if count > 1 else ""
+            panels.append(Panel(f"Measured: {_figures(typical.timeline)}{which}", typical.timeline))
+        return panels
 
     def markdown(self, picture: str | None, trace: str | None) -> str:
-        """Return the report.
+        """Return the report as Markdown.
 
         Args:
-            picture: name of the picture's file, beside the report.
-            trace: name of the trace's file, beside the report.
+            picture: File name of the chart, in the report's directory; None if there is none.
+            trace: File name of the trace, in the report's directory; None if there is none.
         """
         parts = ["# Resource report", self.line(), self._summary()]
         if picture is not None:
-            parts.append(f"![What every stage does in a step]({picture})")
+            parts.append(f"![Work of every stage in a step]({picture})")
         parts += ["## Stages", self._stages(), "## Plan", _table(self.plan.table())]
         parts += self._cluster()
         notes = self.notes()
@@ -111,95 +114,94 @@ class RunReport:
         if trace is not None:
             parts += [
                 "## Trace",
-                f"[{trace}]({trace}) holds what every rank did in the last steps: open it in "
-                "<https://ui.perfetto.dev>.",
+                f"[{trace}]({trace}) holds the work of every rank in the last steps. Open it "
+                "in <https://ui.perfetto.dev>.",
             ]
         return "\n\n".join(parts) + "\n"
 
     def notes(self) -> list[str]:
-        """Return what a reader must know to read the figures right."""
-        plan, measured, found = self.plan, self.measured, []
+        """Return sentences without which the figures of this run could be misread."""
+        plan, measured, notes = self.plan, self.measured, []
         if not plan.is_measured:
-            found.append(
+            notes.append(
                 "The plan was made without a measurement of this model and these devices, so "
                 "nothing is predicted."
             )
         if plan.schedule != self.planned_schedule:
-            found.append(
-                f"The plan was made for {self.planned_schedule}, and {plan.schedule} was run. What "
-                f"is predicted here is that split under {plan.schedule}."
+            notes.append(
+                f"The plan was made for {self.planned_schedule}, and {plan.schedule} was run. The "
+                f"prediction here is for the same split under {plan.schedule}."
             )
         if measured is None:
-            return [*found, "No training step was recorded on all ranks: nothing is measured."]
+            return [*notes, "No training step was recorded on all ranks, so nothing is measured."]
         used = measured.typical.microbatches
         if plan.is_measured and used != plan.microbatches:
-            found.append(
+            notes.append(
                 f"The plan is for {plan.microbatches} micro-batches, and the batch was cut into "
-                f"{used}: predicted and measured are different steps."
+                f"{used}, so predicted and measured steps differ."
             )
         if any(plan.step.message):
-            found.append(
-                "Predicted busy times include what it takes to hand messages over; the measured "
-                "ones are those of computing alone."
+            notes.append(
+                "Predicted busy times include the time to hand messages over. Measured busy times "
+                "are those of computation alone."
             )
         if measured.includes_warm_up:
-            found.append(
-                "There were too few steps to leave out the first two, in which caches and "
+            notes.append(
+                "There were too few steps to leave out the first two. In these, caches and "
                 "connections warm up."
             )
         if not measured.is_steady:
-            found.append(
-                "No step followed another at once, so the time of a step lacks what comes between "
-                "steps, such as the optimizer."
+            notes.append(
+                "No step directly followed another, so the time of a step lacks the work between "
+                "steps, such as that of the optimizer."
             )
         if any(step.checked for step in measured.counted):
-            found.append(
-                "Steps are among these in which the loss was checked, for which the layers run "
-                "forward twice."
+            notes.append(
+                "In some of these steps the loss was checked, and the layers ran forward twice for "
+                "it."
             )
         if self.clock_error:
-            found.append(
-                "The clocks of the hosts were compared: spans of unlike hosts may be shifted by up "
-                f"to {format_seconds(self.clock_error)} against each other."
+            notes.append(
+                "The clocks of the hosts were compared. Spans of different hosts may be shifted by "
+                f"up to {format_seconds(self.clock_error)} against each other."
             )
-        return found
+        return notes
 
     def _summary(self) -> str:
         predicted, measured = self.predicted, self.measured
-        promised, reached = self.speedup
-        planned, found = ["-"] * 4, ["-"] * 4
+        predicted_speedup, measured_speedup = self.speedup
+        planned, measured_figures = ["-"] * 4, ["-"] * 4
         if predicted is not None:
             planned = [
                 _time(predicted.step_seconds),
                 _time(pipeline_seconds(predicted)),
                 f"{predicted.bubble:.0%}",
-                _ratio(promised),
+                _ratio(predicted_speedup),
             ]
         if measured is not None:
-            found = [
+            measured_figures = [
                 _time(measured.step_seconds),
                 _time(measured.pipeline_seconds),
                 f"{measured.bubble:.0%}",
-                _ratio(reached),
+                _ratio(measured_speedup),
             ]
         names = ["step", "first to last work of a step", "bubble", "times as fast as even split"]
-        rows = [list(row) for row in zip(names, planned, found, strict=True)]
-        # The even split is not run: its predicted time is what both figures of the row above are
-        # about.
+        rows = [list(row) for row in zip(names, planned, measured_figures, strict=True)]
+        # Both figures of the row above compare with the predicted time: the even split is not run.
         rows.append(["step of the even split", _time(self.even_seconds), "-"])
         count = f", median of {_steps(len(measured.counted))}" if measured is not None else ""
         return render("", ["", "predicted", f"measured{count}"], rows)
 
     def _stages(self) -> str:
         plan, rows = self.plan, []
-        busy = self.predicted.busy_seconds if self.predicted is not None else None
-        took = self.measured.busy_seconds if self.measured is not None else None
+        predicted_busy = self.predicted.busy_seconds if self.predicted is not None else None
+        measured_busy = self.measured.busy_seconds if self.measured is not None else None
         workload = plan.workload() if plan.is_measured else None
         for replica, ranks in enumerate(plan.replicas):
             for stage, rank in enumerate(ranks):
-                promised = busy[replica][stage] if busy is not None else None
-                reached = took[replica][stage] if took is not None else None
-                ratio = reached / promised if reached is not None and promised else None
+                predicted = predicted_busy[replica][stage] if predicted_busy is not None else None
+                measured = measured_busy[replica][stage] if measured_busy is not None else None
+                ratio = measured / predicted if measured is not None and predicted else None
                 peak = self.predicted.peak_bytes[stage] if self.predicted is not None else None
                 limit = workload.limit(stage) if workload is not None else None
                 rows.append(
@@ -208,8 +210,8 @@ class RunReport:
                         stage,
                         rank,
                         _kind(plan, rank) or "-",
-                        _time(promised),
-                        _time(reached),
+                        _time(predicted),
+                        _time(measured),
                         _ratio(ratio),
                         "-" if peak is None else format_bytes(peak),
                         "-" if limit is None else format_bytes(limit),
@@ -224,7 +226,7 @@ class RunReport:
             "busy, measured",
             "ratio",
         ]
-        return render("", [*columns, "peak memory, planned", "memory limit"], rows)
+        return render("", [*columns, "peak memory, predicted", "memory limit"], rows)
 
     def _cluster(self) -> list[str]:
         cluster = self.plan.cluster
@@ -234,7 +236,7 @@ class RunReport:
             [rank, cluster.kinds[device.kind], f"{device.power:.2f}", device.host or "-"]
             for rank, device in enumerate(cluster.devices)
         ]
-        found = ["## Devices", render("", ["rank", "kind", "power", "host"], devices)]
+        sections = ["## Devices", render("", ["rank", "kind", "power", "host"], devices)]
         links = [
             [
                 " - ".join(map(str, link.ranks)),
@@ -246,29 +248,29 @@ class RunReport:
             for link in cluster.links
         ]
         if links:
-            found += ["## Links", render("", ["ranks", "latency", "bandwidth"], links)]
-        return found
+            sections += ["## Links", render("", ["ranks", "latency", "bandwidth"], links)]
+        return sections
 
 
 def run_report(
     plan: PipelinePlan,
     schedule: str,
+    *,
     even_seconds: float | None,
     measured: Measurement | None,
     clock_error: float = 0.0,
     planned_schedule: str | None = None,
 ) -> RunReport:
-    """Return the report on a run of a plan, whose prediction is simulated for the schedule that
-    was run.
+    """Return the report on a run of a plan. The prediction is simulated for the schedule that was
+    run.
 
     Args:
-        plan: as it is at the end of the run.
-        schedule: what was run.
-        even_seconds: time of a step of the even split under that schedule, in the simulator.
-        measured: the steps.
-        clock_error: see `RunReport`.
-        planned_schedule: the schedule that was planned for, where the plan does not say it any
-            more.
+        plan: Plan at the end of the run.
+        schedule: Schedule that was run.
+        even_seconds: Simulated time of a step of the even split under this schedule, in seconds.
+        measured: Measured steps.
+        clock_error: See `RunReport`.
+        planned_schedule: Schedule for which the plan was made, if it differs from the plan's.
     """
     as_run = msgspec.structs.replace(plan, schedule=schedule)
     predicted = None
@@ -300,6 +302,6 @@ def _ratio(ratio: float | None) -> str:
 
 
 def _table(text: str) -> str:
-    """Return a printed table without its title, which Markdown would take for its first row."""
+    """Return a printed table without its title, which Markdown would read as the first row."""
     lines: Sequence[str] = text.splitlines()
     return "\n".join(line for line in lines if line.startswith("|"))

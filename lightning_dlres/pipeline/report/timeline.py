@@ -1,7 +1,7 @@
-"""What a step really took (Method E, E6): the spans of all ranks as the timeline that the simulator
-predicts, so that planned and measured fit into one table and one picture.
+"""Measured steps, made from the spans of all ranks.
 
-A pure function of the spans, which must be on one clock.
+A measured step is a timeline like the simulator's, so that planned and measured steps have the same
+tables and charts. The spans must be on one clock; everything here is a pure function of them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from lightning_dlres.core.trace import Span
 from lightning_dlres.pipeline.plan.cost_model.simulator import Activity, Timeline
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES
 
+# First steps that the figures leave out: caches and connections warm up in them.
 WARM_UP_STEPS = 2
 COMPUTING = ("forward", "loss", "recompute", "backward")
 TRANSFERS = ("activation", "gradient")
-# A message's key as the mailbox writes it: micro-batch, and the number of the pass.
+# Key of a message in its span: (micro-batch, number of the pass), as `Runtime.key` makes it.
 _KEY = re.compile(r"\((\d+), (\d+)\)")
 
 
@@ -28,15 +29,15 @@ class MeasuredStep:
     """One training step on all ranks.
 
     Attributes:
-        batch: its number, as in the spans.
-        timeline: seconds from the earliest start of the step on any rank. The length of the step is
-            the interval; where there is none, it ends when the last rank has left it. What a stage
-            holds is not measured: `peak_bytes` is empty.
-        interval: seconds until the next step starts; None where another step does not follow at
-            once: after the last one, and where an evaluation comes between.
-        checked: whether the loss was checked in this step, for which the layers run forward twice;
+        batch: Number of the batch, as in the spans.
+        timeline: Activities, in seconds from the earliest start of the step on any rank. The length
+            of the step is the interval. Without one, the step ends when the last rank leaves it.
+            Memory is not measured, so `peak_bytes` is empty.
+        interval: Seconds until the next step starts. None if no step follows directly: after the
+            last one, and before an evaluation.
+        checked: True if the loss was checked in this step. The layers then run forward twice, and
             the timeline holds the second time.
-        whole_loss: whether the loss was computed once over the whole batch, as under GPipe.
+        whole_loss: True if the loss was computed once over the whole batch, as under GPipe.
     """
 
     batch: int
@@ -48,19 +49,19 @@ class MeasuredStep:
     @property
     def microbatches(self) -> int:
         """Number of micro-batches of all replicas together."""
-        found = {(a.replica, a.microbatch) for a in self.timeline.activities if a.name == "forward"}
-        return len(found)
+        forwards = [a for a in self.timeline.activities if a.name == "forward"]
+        return len({(a.replica, a.microbatch) for a in forwards})
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The steps that were measured, and the figures that stand for them.
+    """The measured steps of a run, and their figures.
 
     Attributes:
-        steps: all of them.
-        counted: those that the figures are about: after the warm-up, with an interval, without a
-            check of the loss, as far as there are such steps.
-        includes_warm_up: whether there are too few steps to leave the first ones out.
+        steps: All steps.
+        counted: Steps from which the figures are computed: those after the warm-up, with an
+            interval, and without a check of the loss. Other steps count only if there are none.
+        includes_warm_up: True if there are too few steps to leave out the warm-up.
     """
 
     steps: tuple[MeasuredStep, ...]
@@ -69,40 +70,41 @@ class Measurement:
 
     @property
     def is_steady(self) -> bool:
-        """Whether steps follow each other: else their time lacks what lies between them."""
+        """True if each step was directly followed by another, so that its time includes the work
+        between steps."""
         return all(step.interval is not None for step in self.counted)
 
     @property
     def step_seconds(self) -> float:
-        """The median time of a step, from its start to that of the next."""
+        """Median time of a step, from its start to that of the next, in seconds."""
         return statistics.median(step.timeline.step_seconds for step in self.counted)
 
     @property
     def pipeline_seconds(self) -> float:
-        """The median time from a step's first computation to its last computation or sync."""
+        """Median seconds from a step's first computation to its last computation or sync."""
         return statistics.median(pipeline_seconds(step.timeline) for step in self.counted)
 
     @property
     def busy_seconds(self) -> tuple[tuple[float, ...], ...]:
-        """For every replica, the median time that each stage computes in a step."""
-        of_steps = [step.timeline.busy_seconds for step in self.counted]
+        """Median seconds for which each stage of each replica computes in a step."""
+        by_step = [step.timeline.busy_seconds for step in self.counted]
         return tuple(
             tuple(
-                statistics.median(busy[replica][stage] for busy in of_steps)
-                for stage in range(len(of_steps[0][replica]))
+                statistics.median(busy[replica][stage] for busy in by_step)
+                for stage in range(len(by_step[0][replica]))
             )
-            for replica in range(len(of_steps[0]))
+            for replica in range(len(by_step[0]))
         )
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a stage does not compute; mean over stages."""
+        """Share of a step in which a stage does not compute, as the mean over all stages."""
         stages = [busy for replica in self.busy_seconds for busy in replica]
         return 1.0 - sum(stages) / (len(stages) * self.step_seconds) if self.step_seconds else 0.0
 
     @property
     def typical(self) -> MeasuredStep:
-        """The step whose time is closest to the median."""
+        """Step whose time is closest to the median."""
         median = self.step_seconds
         return min(self.counted, key=lambda step: abs(step.timeline.step_seconds - median))
 
@@ -112,54 +114,54 @@ def measure(
     spans: Mapping[int, Sequence[Span]],
     warm_up: int = WARM_UP_STEPS,
 ) -> Measurement | None:
-    """Return what the spans say of the steps; None where no step is there as a whole.
+    """Return the measurement of a run, or None if no step was recorded completely.
 
     Args:
-        replicas: ranks of every replica, in stage order.
-        spans: those of every rank, by rank, on one clock.
-        warm_up: how many steps at the beginning shall not count. All count where there are no
-            others.
+        replicas: Ranks of every replica, in stage order.
+        spans: Spans by rank, on one clock.
+        warm_up: Number of first steps that do not count, if there are others.
     """
     steps = measured_steps(replicas, spans)
     if not steps:
         return None
-    # The schedule may have changed on the way; the last one counts.
-    alike = [step for step in steps if step.whole_loss == steps[-1].whole_loss]
-    first = {step.batch for step in steps[:warm_up]}
-    warm = [step for step in alike if step.batch not in first]
+    # The schedule may have changed during the run; the last one counts.
+    same_schedule = [step for step in steps if step.whole_loss == steps[-1].whole_loss]
+    warm_up_batches = {step.batch for step in steps[:warm_up]}
+    warm = [step for step in same_schedule if step.batch not in warm_up_batches]
+    # The first choice with any steps is taken.
     choices = (
         [s for s in warm if s.interval is not None and not s.checked],
         [s for s in warm if s.interval is not None],
-        [s for s in alike if s.interval is not None],
+        [s for s in same_schedule if s.interval is not None],
         warm,
-        alike,
+        same_schedule,
     )
     counted = next(choice for choice in choices if choice)
-    return Measurement(steps, tuple(counted), any(step.batch in first for step in counted))
+    includes_warm_up = any(step.batch in warm_up_batches for step in counted)
+    return Measurement(steps, tuple(counted), includes_warm_up)
 
 
 def measured_steps(
     replicas: Sequence[Sequence[int]], spans: Mapping[int, Sequence[Span]]
 ) -> tuple[MeasuredStep, ...]:
-    """Return the steps that every rank has recorded, in order."""
+    """Return the steps that all ranks have recorded, in order."""
     ranks = {
         rank: _Rank(replica, stage, spans.get(rank, ()))
         for replica, members in enumerate(replicas)
         for stage, rank in enumerate(members)
     }
-    everywhere = set[int].intersection(*(set(rank.steps) for rank in ranks.values()))
-    batches = sorted(everywhere)
+    batches = sorted(set[int].intersection(*(set(rank.steps) for rank in ranks.values())))
     starts = [min(rank.steps[batch].start_ns for rank in ranks.values()) for batch in batches]
-    moves = _transfers(ranks)
-    found = []
+    transfers = _transfers(ranks)
+    steps = []
     for index, batch in enumerate(batches):
         follows = index + 1 < len(batches) and batches[index + 1] == batch + 1
         if follows and not any(rank.evaluates_after(batch) for rank in ranks.values()):
             interval = (starts[index + 1] - starts[index]) / 1e9
         else:
             interval = None
-        found.append(_step(batch, starts[index], interval, replicas, ranks, moves))
-    return tuple(found)
+        steps.append(_step(batch, starts[index], interval, replicas, ranks, transfers))
+    return tuple(steps)
 
 
 def pipeline_seconds(timeline: Timeline) -> float:
@@ -170,12 +172,21 @@ def pipeline_seconds(timeline: Timeline) -> float:
 
 
 class _Rank:
-    """The spans of one rank, sorted by step."""
+    """The spans of one rank, by step.
+
+    Attributes:
+        replica, stage: Place of the rank.
+        steps: Span of each step, by batch.
+        computed: By batch, the span of each computation by (name, micro-batch).
+        synced: By batch, the all-reduces that began in it.
+        checked: Batches in which some computation ran twice.
+        sent, received: By (kind, peer), the transfers in order.
+    """
 
     def __init__(self, replica: int, stage: int, spans: Sequence[Span]) -> None:
         self.replica, self.stage = replica, stage
-        whole = [s for s in spans if s.category == "step" and "error" not in s.args]
-        self.steps = {int(str(s.args["batch"])): s for s in whole if "batch" in s.args}
+        complete = [s for s in spans if s.category == "step" and "error" not in s.args]
+        self.steps = {int(str(s.args["batch"])): s for s in complete if "batch" in s.args}
         self._batches = sorted(self.steps, key=lambda batch: self.steps[batch].start_ns)
         self._starts = [self.steps[batch].start_ns for batch in self._batches]
         self.computed: dict[int, dict[tuple[str, int], Span]] = {}
@@ -185,53 +196,54 @@ class _Rank:
         self.sent: dict[tuple[str, int], list[Span]] = {}
         self.received: dict[tuple[str, int], list[Span]] = {}
         for span in sorted(spans, key=lambda s: s.start_ns):
-            self._sort_in(span)
+            self._add(span)
 
     def evaluates_after(self, batch: int) -> bool:
-        """Whether layers ran between this step and the next: for an evaluation."""
+        """Return True if layers ran between this step and the next, for an evaluation."""
         return batch in self._evaluated
 
     def step_at(self, time_ns: int) -> int | None:
-        """Return the step during which something happened on this rank."""
+        """Return the batch of the step that includes a time on this rank, or None."""
         batch = self._last_before(time_ns)
         return batch if batch is not None and time_ns <= self.steps[batch].end_ns else None
 
     def _last_before(self, time_ns: int) -> int | None:
+        """Return the batch of the last step that began before a time, or None."""
         index = bisect_right(self._starts, time_ns) - 1
         return self._batches[index] if index >= 0 else None
 
-    def _sort_in(self, span: Span) -> None:
+    def _add(self, span: Span) -> None:
         if span.category == "compute" and span.name in COMPUTING:
-            self._compute(span)
+            self._add_computation(span)
         elif span.category == "sync":
             batch = self.step_at(span.start_ns)
             if batch is not None:
                 self.synced.setdefault(batch, []).append(span)
         elif span.category == "transfer":
-            verb, _, what = span.name.partition(" ")
-            if what in TRANSFERS and "peer" in span.args:
-                lists = self.sent if verb == "send" else self.received
-                lists.setdefault((what, int(str(span.args["peer"]))), []).append(span)
+            verb, _, kind = span.name.partition(" ")
+            if kind in TRANSFERS and "peer" in span.args:
+                by_peer = self.sent if verb == "send" else self.received
+                by_peer.setdefault((kind, int(str(span.args["peer"]))), []).append(span)
 
-    def _compute(self, span: Span) -> None:
+    def _add_computation(self, span: Span) -> None:
         batch = self.step_at(span.start_ns)
         if batch is None:
             before = self._last_before(span.start_ns)
             if before is not None:
                 self._evaluated.add(before)
             return
-        work = self.computed.setdefault(batch, {})
+        computed = self.computed.setdefault(batch, {})
         key = span.name, int(str(span.args.get("microbatch", ALL_MICROBATCHES)))
-        if key in work:
+        if key in computed:
             self.checked.add(batch)
-        work[key] = span
+        computed[key] = span
 
 
 @dataclass(frozen=True)
-class _Move:
-    """A message under way."""
+class _Transfer:
+    """A message from a stage to a neighbour; replica and stage are the sender's."""
 
-    what: str
+    kind: str
     replica: int
     stage: int
     microbatch: int
@@ -239,44 +251,49 @@ class _Move:
     end_ns: int
 
 
-def _transfers(ranks: Mapping[int, _Rank]) -> dict[int, list[_Move]]:
-    """Return the messages of every step.
+def _transfers(ranks: Mapping[int, _Rank]) -> dict[int, list[_Transfer]]:
+    """Return the transfers of every step, by batch.
 
-    A sender's thread may still be busy with a step when its rank has begun the next one, so time
-    does not tell to which step a message belongs. Its key does: it holds the number of the pass,
-    which all ranks share, and a stage's activations leave while it is still in the step.
+    The thread of a sender may still send for one step when its rank has begun the next. So the time
+    of a transfer does not determine its step. The key of the message does: it has the number of the
+    pass, which is the same on all ranks.
     """
-    found: dict[int, list[_Move]] = {}
+    transfers: dict[int, list[_Transfer]] = {}
     batch_of = _passes(ranks)
     for source, sender in ranks.items():
-        for (what, peer), sends in sender.sent.items():
-            arrivals = ranks[peer].received.get((what, source), []) if peer in ranks else []
-            # Messages of one kind keep their order, and all have arrived by the end; the oldest may
-            # be missing on either side. A sender is done when the message is in its buffers, so the
-            # receiver knows the end.
-            pairs = dict(zip(map(id, reversed(sends)), reversed(arrivals), strict=False))
+        for (kind, peer), sends in sender.sent.items():
+            arrivals = ranks[peer].received.get((kind, source), []) if peer in ranks else []
+            # Messages of one kind keep their order, and the last ones are recorded on both sides.
+            # Only the oldest spans may be missing on either side, so pairs are formed from the end.
+            # A send ends when the message is in the sender's buffers, a receive when it arrives.
+            arrival_of = dict(zip(map(id, reversed(sends)), reversed(arrivals), strict=False))
             for send in sends:
                 key = _KEY.fullmatch(str(send.args.get("key")))
                 if key is None or int(key[2]) not in batch_of:
                     continue
-                arrival = pairs.get(id(send), send)
+                arrival = arrival_of.get(id(send), send)
                 end = max(send.end_ns, arrival.end_ns)
-                move = _Move(what, sender.replica, sender.stage, int(key[1]), send.start_ns, end)
-                found.setdefault(batch_of[int(key[2])], []).append(move)
-    return found
+                transfer = _Transfer(
+                    kind, sender.replica, sender.stage, int(key[1]), send.start_ns, end
+                )
+                transfers.setdefault(batch_of[int(key[2])], []).append(transfer)
+    return transfers
 
 
 def _passes(ranks: Mapping[int, _Rank]) -> dict[int, int]:
-    """Return the step of every pass through the pipeline; of several in a step (the loss was
-    checked), the last one counts."""
-    last: dict[int, int] = {}
+    """Return the batch of every pass through the pipeline, by number of the pass.
+
+    A stage sends its activations while it is in the step, so their time determines the batch. If
+    the loss was checked, a step has two passes, and the last one counts.
+    """
+    last_pass: dict[int, int] = {}
     for rank in ranks.values():
-        for (what, _), sends in rank.sent.items():
-            for send in sends if what == "activation" else []:
+        for (kind, _), sends in rank.sent.items():
+            for send in sends if kind == "activation" else []:
                 batch, key = rank.step_at(send.start_ns), _KEY.fullmatch(str(send.args.get("key")))
                 if batch is not None and key is not None:
-                    last[batch] = max(last.get(batch, 0), int(key[2]))
-    return {number: batch for batch, number in last.items()}
+                    last_pass[batch] = max(last_pass.get(batch, 0), int(key[2]))
+    return {number: batch for batch, number in last_pass.items()}
 
 
 def _step(
@@ -285,9 +302,9 @@ def _step(
     interval: float | None,
     replicas: Sequence[Sequence[int]],
     ranks: Mapping[int, _Rank],
-    moves: Mapping[int, Sequence[_Move]],
+    transfers: Mapping[int, Sequence[_Transfer]],
 ) -> MeasuredStep:
-    # The spans count micro-batches over all replicas; the simulator counts those of each replica.
+    # Spans number micro-batches over the global batch, and activities within their replica.
     shares: list[set[int]] = [set() for _ in replicas]
     for rank in ranks.values():
         shares[rank.replica] |= {m for _, m in rank.computed.get(batch, {})}
@@ -296,13 +313,13 @@ def _step(
     ]
 
     def activity(name: str, replica: int, stage: int, m: int, start: int, end: int) -> Activity:
-        own = local[replica].get(m, ALL_MICROBATCHES)
+        local_number = local[replica].get(m, ALL_MICROBATCHES)
         seconds = (start - start_ns) / 1e9, (end - start_ns) / 1e9
-        return Activity(name, replica, stage, own, *seconds)
+        return Activity(name, replica, stage, local_number, *seconds)
 
     activities = [
-        activity(m.what, m.replica, m.stage, m.microbatch, m.start_ns, m.end_ns)
-        for m in moves.get(batch, ())
+        activity(t.kind, t.replica, t.stage, t.microbatch, t.start_ns, t.end_ns)
+        for t in transfers.get(batch, ())
     ]
     for rank in ranks.values():
         place = rank.replica, rank.stage

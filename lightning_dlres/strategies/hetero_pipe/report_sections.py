@@ -29,10 +29,10 @@ def pipeline_sections(plan: PipelinePlan, schedule: str, run: MeasuredRun) -> Re
     report = run_report(
         plan,
         schedule,
-        _even_seconds(plan, schedule),
-        measure(plan.replicas, run.spans, warm_up),
-        run.clock_error,
-        run.plan_at_start.schedule if run.plan_at_start is not None else None,
+        even_seconds=_even_seconds(plan, schedule),
+        measured=measure(plan.replicas, run.spans, warm_up),
+        clock_error=run.clock_error,
+        planned_schedule=run.plan_at_start.schedule if run.plan_at_start is not None else None,
     )
     pictures = _pictures(report) if run.draws else {}
     return ReportSections(
@@ -48,7 +48,7 @@ def _pictures(report: RunReport) -> dict[str, bytes]:
     if not panels:
         return {}
     try:
-        return {TIMELINE_PICTURE: draw(panels, report.places())}
+        return {TIMELINE_PICTURE: draw(panels, report.row_labels())}
     except Exception as error:
         # The figures are worth a report without a picture.
         rank_zero_warn(f"ResourceReport: no picture was drawn: {type(error).__name__}: {error}")

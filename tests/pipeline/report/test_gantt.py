@@ -1,5 +1,5 @@
-"""The picture shows every kind of work in its colour, fits its rows, and leaves the user's
-matplotlib alone."""
+"""The chart shows every kind of activity in its colour, has a limited size, and does not depend on
+the user's matplotlib settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLOURS = {
 
 
 def step(names: Sequence[str], stages: int = 2, count: int = 1) -> Timeline:
-    """Return a step in which every stage does one thing after the other."""
+    """Return a step in which every stage does the named activities one after the other."""
     activities = [
         Activity(name, 0, stage, m, m + index / len(names), m + (index + 1) / len(names))
         for stage in range(stages)
@@ -36,7 +36,7 @@ def step(names: Sequence[str], stages: int = 2, count: int = 1) -> Timeline:
     return Timeline(tuple(activities), count + 0.5, ((float(count),) * stages,), ())
 
 
-def places(stages: int) -> dict[tuple[int, int], str]:
+def row_labels(stages: int) -> dict[tuple[int, int], str]:
     return {(0, stage): f"stage {stage} · rank {stage}\ncpu (0.50)" for stage in range(stages)}
 
 
@@ -47,47 +47,50 @@ def pixels(data: bytes) -> np.ndarray:
     return np.rint(imread(io.BytesIO(data))[..., :3] * 255).astype(int)
 
 
-def drawn(data: bytes) -> set[str]:
-    """Return what is to be seen below the legend."""
+def visible(data: bytes) -> set[str]:
+    """Return the names of the activities that are visible below the legend."""
     below = pixels(data)[60:]
     return {name for name, c in COLOURS.items() if (below == c).all(axis=-1).sum() > 100}
 
 
-def test_every_kind_of_work_has_its_colour() -> None:
+def test_every_kind_of_activity_has_its_colour() -> None:
     names = [name for name in COLOURS if name != "idle"]
-    assert drawn(draw([Panel("Planned", step(names))], places(2))) == set(COLOURS)
-    assert drawn(draw([Panel("Planned", step(["forward"]))], places(2))) == {"forward", "idle"}
+    assert visible(draw([Panel("Planned", step(names))], row_labels(2))) == set(COLOURS)
+    assert visible(draw([Panel("Planned", step(["forward"]))], row_labels(2))) == {
+        "forward",
+        "idle",
+    }
 
 
-def test_there_is_a_panel_for_each_timeline_on_one_scale() -> None:
+def test_each_timeline_has_a_panel_on_the_same_time_scale() -> None:
     short, long = step(["forward"]), step(["forward"], count=3)
-    one = pixels(draw([Panel("Planned", long)], places(2)))
-    two = pixels(draw([Panel("Planned", short), Panel("Measured", long)], places(2)))
+    one = pixels(draw([Panel("Planned", long)], row_labels(2)))
+    two = pixels(draw([Panel("Planned", short), Panel("Measured", long)], row_labels(2)))
     assert two.shape[0] > 1.5 * one.shape[0]
     columns = [
         np.flatnonzero((half == COLOURS["forward"]).all(axis=-1).any(axis=0))
         for half in (two[60 : len(two) // 2], two[len(two) // 2 :])
     ]
-    ends = [found.max() - found.min() for found in columns]
+    ends = [column.max() - column.min() for column in columns]
     assert ends[0] * 3 == pytest.approx(ends[1], rel=0.02)
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 1), (8, 64)])
-def test_small_and_large_steps_are_drawn(stages: int, count: int) -> None:
+def test_small_and_large_steps_are_visible(stages: int, count: int) -> None:
     timeline = step(["forward", "backward"], stages, count)
-    image = pixels(draw([Panel("Planned", timeline)], places(stages)))
+    image = pixels(draw([Panel("Planned", timeline)], row_labels(stages)))
     assert image.shape[1] <= 2200
     assert image.shape[0] <= 700
 
 
 def test_a_step_without_work_is_drawn() -> None:
     nothing = Timeline((), 0.0, ((0.0,),), ())
-    assert "forward" not in drawn(draw([Panel("Measured", nothing)], places(1)))
+    assert "forward" not in visible(draw([Panel("Measured", nothing)], row_labels(1)))
 
 
-def test_the_users_style_neither_counts_nor_changes() -> None:
+def test_the_chart_does_not_depend_on_the_users_style_and_keeps_it() -> None:
     panels = [Panel("Planned", step(["forward"]))]
-    plain = draw(panels, places(2))
+    plain = draw(panels, row_labels(2))
     with matplotlib.rc_context({"axes.facecolor": "black", "font.size": 30.0}):
-        assert (pixels(draw(panels, places(2))) == pixels(plain)).all()
+        assert (pixels(draw(panels, row_labels(2))) == pixels(plain)).all()
         assert matplotlib.rcParams["axes.facecolor"] == "black"

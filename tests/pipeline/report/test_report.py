@@ -1,4 +1,4 @@
-"""A report says what was predicted and what was measured, and what it cannot know."""
+"""A report has the predicted and the measured figures, and notes on how to read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.cluster import Link
@@ -37,55 +36,58 @@ def plan(schedule: str = "1f1b", message: float = 0.0) -> PipelinePlan:
     )
 
 
-def workload(given: PipelinePlan) -> Workload:
-    return given.workload()
-
-
-def steps(given: PipelinePlan, count: int = 6, microbatches: int = 4) -> Measurement:
-    """Return a measurement in which everything takes `SLOWER` times as long as predicted."""
-    timeline = simulate(replace(workload(given), microbatches=microbatches), given.split)
+def steps(run_plan: PipelinePlan, count: int = 6, microbatches: int = 4) -> Measurement:
+    """Return a measurement in which every activity takes `SLOWER` times its predicted time."""
+    timeline = simulate(replace(run_plan.workload(), microbatches=microbatches), run_plan.split)
     slower = replace(
         timeline,
         activities=tuple(
             replace(a, start=a.start * SLOWER, end=a.end * SLOWER) for a in timeline.activities
         ),
     )
-    spans, every = empty(given.replicas), timeline.step_seconds * SLOWER
+    spans, interval = empty(run_plan.replicas), timeline.step_seconds * SLOWER
     for batch in range(count):
-        start = 3.0 + batch * every
-        add_step(spans, given.replicas, slower, microbatches, batch, start, start + every - 1e-6)
-    found = measure(given.replicas, spans)
-    assert found is not None
-    return found
+        start = 3.0 + batch * interval
+        add_step(
+            spans, run_plan.replicas, slower, microbatches, batch, start, start + interval - 1e-6
+        )
+    measured = measure(run_plan.replicas, spans)
+    assert measured is not None
+    return measured
 
 
-def report(given: PipelinePlan, schedule: str | None = None, count: int = 6) -> RunReport:
-    return run_report(given, schedule or given.schedule, given.even_seconds, steps(given, count))
+def report(run_plan: PipelinePlan, schedule: str | None = None, count: int = 6) -> RunReport:
+    return run_report(
+        run_plan,
+        schedule or run_plan.schedule,
+        even_seconds=run_plan.even_seconds,
+        measured=steps(run_plan, count),
+    )
 
 
-def test_predicted_stands_beside_measured() -> None:
-    made = report(plan())
-    predicted = simulate(workload(plan()), SPLIT)
+def test_the_report_has_predicted_beside_measured_figures() -> None:
+    run = report(plan())
+    predicted = simulate(plan().workload(), SPLIT)
     milliseconds = f"{predicted.step_seconds * 1e3:.3g} ms"
     slower = f"{predicted.step_seconds * SLOWER * 1e3:.3g} ms"
-    assert f"step {slower} measured (median of 3 steps), {milliseconds} predicted" in made.line()
-    assert f"{0.5 / predicted.step_seconds / SLOWER:.2f} times as fast as the" in made.line()
-    assert f"{0.5 / predicted.step_seconds:.2f} predicted" in made.line()
-    assert "\n" not in made.line()
-    text = made.markdown("timeline.png", "trace.json")
-    assert made.line() in text
-    assert "![What every stage does in a step](timeline.png)" in text
+    assert f"step {slower} measured (median of 3 steps), {milliseconds} predicted" in run.line()
+    assert f"{0.5 / predicted.step_seconds / SLOWER:.2f} times as fast as the" in run.line()
+    assert f"{0.5 / predicted.step_seconds:.2f} predicted" in run.line()
+    assert "\n" not in run.line()
+    text = run.markdown("timeline.png", "trace.json")
+    assert run.line() in text
+    assert "![Work of every stage in a step](timeline.png)" in text
     assert "[trace.json](trace.json)" in text
     stages = [line for line in text.splitlines() if line.count("|") == 10 and "1.25" in line]
     assert len(stages) == 2, "one row for each stage, with measured over predicted"
     assert "| 0 - 1 | 1 ms    |" in text
     assert "1 GiB" in text
-    assert made.notes() == []
-    assert [panel.title.split(":")[0] for panel in made.panels()] == ["Planned", "Measured"]
-    assert made.places()[0, 0] == "stage 0 · rank 1\ndevice"
+    assert run.notes() == []
+    assert [panel.title.split(":")[0] for panel in run.panels()] == ["Planned", "Measured"]
+    assert run.row_labels()[0, 0] == "stage 0 · rank 1\ndevice"
 
 
-def test_every_table_is_one_for_markdown() -> None:
+def test_every_table_begins_after_an_empty_line() -> None:
     lines = report(plan()).markdown(None, None).splitlines()
     for before, line in pairwise(lines):
         if line.startswith("|"):
@@ -93,50 +95,56 @@ def test_every_table_is_one_for_markdown() -> None:
     assert "timeline.png" not in "\n".join(lines)
 
 
-def test_a_plan_without_a_measurement_promises_nothing() -> None:
-    bare = PipelinePlan(replicas=REPLICAS, split=SPLIT)
-    made = run_report(bare, "1f1b", None, steps(plan()))
-    assert "nothing predicted" in made.line()
-    assert "even split" not in made.line()
-    assert "without a measurement" in made.notes()[0]
-    assert [panel.title.split(":")[0] for panel in made.panels()] == ["Measured"]
-    assert "| step                         | -         |" in made.markdown(None, None)
+def test_a_plan_without_a_measurement_predicts_nothing() -> None:
+    unmeasured = PipelinePlan(replicas=REPLICAS, split=SPLIT)
+    run = run_report(unmeasured, "1f1b", even_seconds=None, measured=steps(plan()))
+    assert "nothing predicted" in run.line()
+    assert "even split" not in run.line()
+    assert "without a measurement" in run.notes()[0]
+    assert [panel.title.split(":")[0] for panel in run.panels()] == ["Measured"]
+    assert "| step                         | -         |" in run.markdown(None, None)
 
 
-def test_a_run_without_steps_has_the_prediction_only() -> None:
-    made = run_report(plan(), "1f1b", 0.5, None)
-    assert "no training step was measured" in made.line()
-    assert "predicted" in made.line()
-    assert [panel.title.split(":")[0] for panel in made.panels()] == ["Planned"]
-    assert "nothing is measured" in made.notes()[-1]
-    made.markdown("timeline.png", None)
-    neither = run_report(PipelinePlan(replicas=REPLICAS, split=SPLIT), "1f1b", None, None)
+def test_a_run_without_steps_has_only_the_prediction() -> None:
+    run = run_report(plan(), "1f1b", even_seconds=0.5, measured=None)
+    assert "no training step was measured" in run.line()
+    assert "predicted" in run.line()
+    assert [panel.title.split(":")[0] for panel in run.panels()] == ["Planned"]
+    assert "nothing is measured" in run.notes()[-1]
+    run.markdown("timeline.png", None)
+    neither = run_report(
+        PipelinePlan(replicas=REPLICAS, split=SPLIT), "1f1b", even_seconds=None, measured=None
+    )
     assert neither.panels() == []
     neither.markdown(None, None)
 
 
 @pytest.mark.parametrize("planned_again", [False, True])
-def test_another_schedule_than_planned_is_named_and_simulated(planned_again: bool) -> None:
+def test_the_prediction_is_for_the_schedule_that_was_run(planned_again: bool) -> None:
     as_run = msgspec.structs.replace(plan(), schedule="gpipe") if planned_again else plan()
-    made = run_report(as_run, "gpipe", 0.6, steps(plan("gpipe")), 0.0, "1f1b")
-    assert made.predicted == simulate(workload(plan("gpipe")), SPLIT)
-    assert made.notes()[0].startswith("The plan was made for 1f1b, and gpipe was run.")
-    assert made.speedup[0] == pytest.approx(0.6 / made.predicted.step_seconds)
+    run = run_report(
+        as_run, "gpipe", even_seconds=0.6, measured=steps(plan("gpipe")), planned_schedule="1f1b"
+    )
+    assert run.predicted == simulate(plan("gpipe").workload(), SPLIT)
+    assert run.notes()[0].startswith("The plan was made for 1f1b, and gpipe was run.")
+    assert run.speedup[0] == pytest.approx(0.6 / run.predicted.step_seconds)
 
 
-def test_notes_say_how_to_read_the_figures() -> None:
+def test_notes_explain_the_figures() -> None:
     assert "too few steps" in " ".join(report(plan(), count=2).notes())
     assert "the optimizer" in " ".join(report(plan(), count=1).notes())
-    other = run_report(plan(), "1f1b", 0.5, steps(plan(), microbatches=3))
+    other = run_report(plan(), "1f1b", even_seconds=0.5, measured=steps(plan(), microbatches=3))
     assert "is for 4 micro-batches, and the batch was cut into 3" in " ".join(other.notes())
-    far = run_report(plan(), "1f1b", 0.5, steps(plan()), clock_error=2e-3)
-    assert "up to 2 ms against each other" in " ".join(far.notes())
+    two_hosts = run_report(
+        plan(), "1f1b", even_seconds=0.5, measured=steps(plan()), clock_error=2e-3
+    )
+    assert "up to 2 ms against each other" in " ".join(two_hosts.notes())
     assert "hand messages over" in " ".join(report(plan(message=1e-3)).notes())
 
 
-def test_virtual_machines_have_rows_of_their_own() -> None:
+def test_replicas_have_rows_of_their_own() -> None:
     two = msgspec.structs.replace(plan(), replicas=((0,), (1,)), split=(4,))
-    made = run_report(two, "1f1b", 0.5, steps(two))
+    run = run_report(two, "1f1b", even_seconds=0.5, measured=steps(two))
     names = [f"replica {replica} · stage 0 · rank {replica}\ndevice" for replica in (0, 1)]
-    assert list(made.places().values()) == names
-    assert made.markdown(None, None).count("1.25") == 2
+    assert list(run.row_labels().values()) == names
+    assert run.markdown(None, None).count("1.25") == 2

@@ -1,5 +1,4 @@
-"""What is measured is what was recorded: spans made from simulated steps give these steps back, and
-whatever else the tracers hold is told apart from them."""
+"""Spans made from simulated steps are measured as the same steps, and other spans are left out."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ TWO = ((0, 1),)
 
 def one_f_one_b(forward: float = 1.0, backward: float = 2.0, loss: bool = False) -> Timeline:
     """Return a step of two stages and two micro-batches."""
-    whole = [Activity("loss", 0, 1, -1, 2 * forward + 1.5, 2 * forward + 1.5)] if loss else []
+    whole_loss = [Activity("loss", 0, 1, -1, 2 * forward + 1.5, 2 * forward + 1.5)] if loss else []
     activities = [
         Activity("forward", 0, 0, 0, 0.0, forward),
         Activity("activation", 0, 0, 0, forward, forward + 0.5),
@@ -35,29 +34,32 @@ def one_f_one_b(forward: float = 1.0, backward: float = 2.0, loss: bool = False)
         Activity("backward", 0, 1, 0, 5.0, 5.0 + backward),
         Activity("gradient", 0, 1, 0, 5.0 + backward, 5.5 + backward),
         Activity("backward", 0, 0, 0, 5.5 + backward, 5.5 + 2 * backward),
-        *whole,
+        *whole_loss,
     ]
     busy = forward + backward
     return Timeline(tuple(activities), 10.0, ((busy, busy),), ())
 
 
-def steps_of(timelines: list[Timeline], every: float = 12.0, first: int = 0) -> Spans:
+def steps_of(timelines: list[Timeline], interval: float = 12.0, first: int = 0) -> Spans:
+    """Return the spans of one step for each timeline, `interval` seconds apart."""
     spans = empty(TWO)
     for index, timeline in enumerate(timelines):
-        start = 100.0 + every * index
+        start = 100.0 + interval * index
         add_step(spans, TWO, timeline, 1, first + index, start, start + 11.0)
     return spans
 
 
 def measured(spans: Spans, warm_up: int = 2) -> Measurement:
-    found = measure(TWO, spans, warm_up)
-    assert found is not None
-    return found
+    measurement = measure(TWO, spans, warm_up)
+    assert measurement is not None
+    return measurement
 
 
 @given(seed=st.integers(0, 10_000), stages=st.integers(1, 3), count=st.integers(1, 2))
 @settings(max_examples=examples(40), derandomize=True)
-def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: int) -> None:
+def test_spans_of_a_simulated_step_are_measured_as_that_step(
+    seed: int, stages: int, count: int
+) -> None:
     random = Random(seed)
     workload = small_workload(random, stages=stages, replicas=count)
     split = [1] * (stages - 1) + [len(workload.layers) - stages + 1]
@@ -65,57 +67,60 @@ def test_spans_of_a_simulated_step_are_that_step(seed: int, stages: int, count: 
     timeline = simulate(workload, split, recompute)
     assume(any(a.name == "forward" for a in timeline.activities))
     assume(all(a.end - a.start > 1e-6 for a in timeline.activities))
-    # What takes no time is no activity; a run without messages up the stages has none down them.
+    # The simulator leaves out activities without duration. Passes are found by their activations,
+    # so a run without these would have no gradients either.
     assume(stages == 1 or any(a.name == "activation" for a in timeline.activities))
     spans = empty(workload.replicas)
     for batch in range(3):
         start = 50.0 + (timeline.step_seconds + 1.0) * batch
         end = start + timeline.step_seconds + 0.5
         add_step(spans, workload.replicas, timeline, workload.microbatches, batch, start, end)
-    for found in spans.values():
-        random.shuffle(found)
+    for rank_spans in spans.values():
+        random.shuffle(rank_spans)
     steps = measured_steps(workload.replicas, spans)
     assert [step.batch for step in steps] == [0, 1, 2]
     for step in steps:
         assert rounded(step.timeline) == rounded(timeline)
-        for ours, theirs in zip(step.timeline.busy_seconds, timeline.busy_seconds, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-6)
+        for busy, expected in zip(step.timeline.busy_seconds, timeline.busy_seconds, strict=True):
+            assert busy == pytest.approx(expected, abs=1e-6)
         assert not step.checked
     for step in steps[:-1]:
         assert step.interval == pytest.approx(timeline.step_seconds + 1.0, abs=1e-6)
     assert pipeline_seconds(steps[0].timeline) == pytest.approx(pipeline_seconds(timeline))
 
 
-def test_the_figures_are_medians_after_the_warm_up() -> None:
+def test_figures_are_medians_after_the_warm_up() -> None:
     spans = empty(TWO)
     start = 0.0
     for batch, length in enumerate([90.0, 50.0, 14.0, 10.0, 12.0, 11.0]):
         add_step(spans, TWO, one_f_one_b(), 1, batch, start, start + 9.9)
         start += length
-    found = measured(spans)
-    assert [step.batch for step in found.counted] == [2, 3, 4], "the last has no interval"
-    assert found.step_seconds == pytest.approx(12.0)
-    assert found.typical.batch == 4
-    assert found.bubble == pytest.approx(1 - 3.0 / 12.0)
-    assert found.busy_seconds == ((pytest.approx(3.0), pytest.approx(3.0)),)
-    assert found.pipeline_seconds == pytest.approx(9.5)
-    assert found.is_steady
-    assert not found.includes_warm_up
+    measurement = measured(spans)
+    assert [step.batch for step in measurement.counted] == [2, 3, 4], (
+        "the last step has no interval"
+    )
+    assert measurement.step_seconds == pytest.approx(12.0)
+    assert measurement.typical.batch == 4
+    assert measurement.bubble == pytest.approx(1 - 3.0 / 12.0)
+    assert measurement.busy_seconds == ((pytest.approx(3.0), pytest.approx(3.0)),)
+    assert measurement.pipeline_seconds == pytest.approx(9.5)
+    assert measurement.is_steady
+    assert not measurement.includes_warm_up
 
 
-def test_fewer_steps_count_where_there_are_no_others() -> None:
+def test_steps_that_are_normally_left_out_count_if_there_are_no_others() -> None:
     two = measured(steps_of([one_f_one_b()] * 2))
     assert [step.batch for step in two.counted] == [0]
     assert two.includes_warm_up
     assert two.is_steady
     one = measured(steps_of([one_f_one_b()]))
     assert not one.is_steady
-    assert one.step_seconds == pytest.approx(11.0), "until the last rank has left the step"
+    assert one.step_seconds == pytest.approx(11.0), "until the last rank leaves the step"
     assert measure(TWO, empty(TWO)) is None
     assert measure(TWO, {}) is None
 
 
-def test_only_steps_that_every_rank_has_count() -> None:
+def test_only_steps_that_all_ranks_recorded_count() -> None:
     spans = steps_of([one_f_one_b()] * 4)
     spans[1] = [s for s in spans[1] if s.args.get("batch") != 1]
     steps = measured_steps(TWO, spans)
@@ -132,9 +137,9 @@ def test_a_step_that_raised_does_not_count() -> None:
     assert [step.batch for step in measured_steps(TWO, spans)] == [0]
 
 
-def test_of_a_checked_step_the_second_pass_counts() -> None:
+def test_the_second_pass_of_a_checked_step_counts() -> None:
     spans = steps_of([one_f_one_b()] * 5)
-    # The check's pass lies before the step's own, in the same step, and has a smaller number.
+    # The pass of the check is earlier in the same step, and has a smaller number.
     check = Timeline((Activity("forward", 0, 0, 0, 0.0, 0.2),), 1.0, ((0.2, 0.0),), ())
     late = [replace(s, start_ns=s.start_ns - 10**9) for s in spans[0] if s.args.get("batch") == 3]
     spans[0] = [s for s in spans[0] if s.args.get("batch") != 3] + late
@@ -142,15 +147,17 @@ def test_of_a_checked_step_the_second_pass_counts() -> None:
     message = span("send activation", "transfer", 135.3, 135.4, key="(0, 6)", peer=1)
     spans[0].append(message)
     spans[1].append(span("receive activation", "transfer", 135.3, 135.4, peer=0))
-    found = measured(spans)
-    assert [step.checked for step in found.steps] == [False, False, False, True, False]
-    assert [step.batch for step in found.counted] == [2], "3 was checked, 4 has no interval"
-    step = found.steps[3]
+    measurement = measured(spans)
+    assert [step.checked for step in measurement.steps] == [False, False, False, True, False]
+    assert [step.batch for step in measurement.counted] == [2], (
+        "step 3 was checked, and step 4 has no interval"
+    )
+    step = measurement.steps[3]
     shifted = [replace(a, start=a.start - 1.0, end=a.end - 1.0) for a in step.timeline.activities]
     assert rounded(replace(step.timeline, activities=tuple(shifted))) == rounded(one_f_one_b())
 
 
-def test_an_interval_in_which_an_evaluation_runs_does_not_count() -> None:
+def test_an_interval_with_an_evaluation_does_not_count() -> None:
     spans = steps_of([one_f_one_b()] * 4)
     spans[1].append(span("forward", "compute", 123.2, 123.4, stage=1, microbatch=0))
     spans[0].append(span("send activation", "transfer", 123.1, 123.2, key="(0, 99)", peer=1))
@@ -162,27 +169,27 @@ def test_an_interval_in_which_an_evaluation_runs_does_not_count() -> None:
 
 def test_only_steps_of_the_last_schedule_count() -> None:
     spans = steps_of([one_f_one_b()] * 4 + [one_f_one_b(loss=True)] * 4)
-    found = measured(spans)
-    assert [step.batch for step in found.counted] == [4, 5, 6]
-    assert found.typical.whole_loss
+    measurement = measured(spans)
+    assert [step.batch for step in measurement.counted] == [4, 5, 6]
+    assert measurement.typical.whole_loss
 
 
-def test_the_receiver_knows_when_a_message_has_arrived() -> None:
+def test_a_transfer_ends_when_the_receiver_has_the_message() -> None:
     spans = steps_of([one_f_one_b()] * 3)
-    # On a slow link the sender is done when its buffers have the message; and the oldest message
-    # that the receiver knows may be one that the sender's ring has forgotten.
+    # On a slow link the send ends when the message is in the sender's buffers. Also, the tracer of
+    # the sender may have dropped a span that the receiver's still has.
     spans[1] = [
         replace(s, end_ns=s.end_ns + 10**8) if s.name == "receive activation" else s
         for s in spans[1]
     ]
     spans[1].append(span("receive activation", "transfer", 1.0, 2.0, peer=0))
     for step in measured_steps(TWO, spans):
-        (sent,) = [a for a in step.timeline.activities if a.name == "activation"]
-        assert (sent.start, sent.end) == (pytest.approx(1.0), pytest.approx(1.6))
+        (transfer,) = [a for a in step.timeline.activities if a.name == "activation"]
+        assert (transfer.start, transfer.end) == (pytest.approx(1.0), pytest.approx(1.6))
 
 
-def test_a_message_belongs_to_the_step_whose_number_it_has() -> None:
-    # Stage 1's last gradient is still in its outbox when the rank has begun the next step.
+def test_the_key_of_a_message_determines_its_step() -> None:
+    # The last gradient of stage 1 is still in its outbox when the rank begins the next step.
     spans = steps_of([one_f_one_b()] * 3)
 
     def delayed(s: Span) -> Span:
@@ -191,12 +198,14 @@ def test_a_message_belongs_to_the_step_whose_number_it_has() -> None:
 
     spans[1] = [delayed(s) for s in spans[1]]
     first, second, _ = measured_steps(TWO, spans)
-    found = [[a for a in s.timeline.activities if a.name == "gradient"] for s in (first, second)]
-    assert [len(messages) for messages in found] == [1, 1]
-    assert found[0][0].start == pytest.approx(13.0)
+    gradients = [
+        [a for a in s.timeline.activities if a.name == "gradient"] for s in (first, second)
+    ]
+    assert [len(messages) for messages in gradients] == [1, 1]
+    assert gradients[0][0].start == pytest.approx(13.0)
 
 
-def test_microbatches_are_counted_on_each_machine() -> None:
+def test_activities_number_the_microbatches_of_their_replica() -> None:
     replicas = ((1,), (0,))
     timeline = Timeline(
         tuple(Activity("forward", m, 0, i, i, i + 1.0) for m in (0, 1) for i in range(2)),
