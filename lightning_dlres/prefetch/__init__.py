@@ -1,7 +1,9 @@
-"""Storage (Method C): the order of an epoch is known before it starts, so samples are asked for in
-that order, many in one request and ahead of need, and wait in a cache that one host shares.
+"""Prefetch cache: storage is read in the order of an epoch, which is known before the epoch starts.
 
-Nothing here imports torch but `node`, `loader`, `direct`, `workers`, `samples`, `local_samples`,
-`collating`, `pinning` and `items`: the process that keeps a host's cache, and storage nodes, start
-in a second and stay small.
+Samples are requested many at a time and ahead of need. They wait in a cache that the ranks of a
+host share.
+
+Folders: `order` <- `storage` <- `storage.nodes` <- `cache` <- `loading`; each imports only those
+before it. Nothing in `order` and `storage`, and of `cache` only `samples`, imports torch. So the
+process that keeps a host's cache, and storage nodes, start within a second and stay small.
 """

@@ -1,8 +1,10 @@
-"""The order of an epoch (C2) and who gets what of it: pure functions of a few numbers, so that
-every rank, after any restart and with any number of ranks, knows them without a word to the others.
+"""Order of an epoch, and the share of it that each rank gets.
 
-The generator is written out here because a checkpoint outlives versions of NumPy, whose shuffles
-may change.
+These are pure functions of a few numbers. Every rank computes the same without communication,
+after any restart and with any number of ranks.
+
+The random generator is written out here and not taken from NumPy. Checkpoints outlive versions of
+NumPy, which may change its shuffles.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 Tail = Literal["drop", "pad", "uneven"]
+# Sample ids, or indices into such an array.
 Positions = NDArray[np.uint32]
-# A position and a sample's number are kept in 32 bits, one of them for other uses.
+# Ids must fit into int32: they are kept in 32 bits, one of which is left for other uses.
 MOST_SAMPLES = 2**31 - 1
 
 _WORD = 2**64 - 1
@@ -28,8 +31,11 @@ _STEP = 0x9E3779B97F4A7C15  # SplitMix64: Steele, Lea and Flood, OOPSLA 2014
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Positions:
-    """Return uint32[count], the numbers of the samples in the order of this epoch: a permutation,
-    each with the same probability (Fisher and Yates)."""
+    """Return uint32[count], all sample ids in the order of an epoch.
+
+    Every permutation has the same probability (Fisher and Yates). Checkpoints depend on the result:
+    it must never change.
+    """
     order = np.arange(count, dtype=np.uint32)
     _shuffle(order, np.uint64(mixed(mixed(seed & _WORD) + epoch)))
     return order
@@ -37,23 +43,23 @@ def shuffled(count: int, seed: int, epoch: int) -> Positions:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How what is left of an epoch is dealt to ranks: one sample to each in turn.
+    """Assignment of the rest of an epoch to ranks: one sample to each rank in turn.
 
-    So the first n batches of all ranks are always the next n * ranks * batch samples of the epoch,
-    and a run that goes on with other ranks loses and repeats nothing.
+    Thus the first n batches of all ranks are always the next n * ranks * batch samples of the
+    epoch. A run that continues with another number of ranks skips and repeats no sample.
 
     Args:
-        samples: how many the epoch has.
-        consumed: how many of them have been trained on, by all ranks.
-        ranks: among how many the rest is dealt.
-        batch: samples in one batch of a rank.
-        tail: what happens to samples that fill no batch of every rank. "drop": they are left out,
-            so that all batches are full. "pad": samples from the start of the epoch are added until
-            every rank has as many, and the last batch may be smaller. "uneven": nothing is left out
-            or added, and some ranks have one sample less, perhaps one batch less.
+        samples: Number of samples in the epoch.
+        consumed: Number of samples that all ranks together have trained on before.
+        ranks: Number of ranks that share the rest.
+        batch: Samples in one batch of a rank.
+        tail: Treatment of samples that do not fill a batch of every rank. "drop": they are left
+            out, so that all batches are full. "pad": samples from the start of the epoch are added
+            until all ranks have the same number; the last batch may be smaller. "uneven": nothing
+            is left out or added; some ranks have one sample less, and perhaps one batch less.
 
     Raises:
-        ConfigError: a number that cannot be.
+        ConfigError: If a value is out of range.
     """
 
     samples: int
@@ -80,45 +86,50 @@ class ShardSpec:
 
     @property
     def num_assigned(self) -> int:
-        """How many samples are dealt to all ranks, those dealt twice counted twice."""
+        """Number of samples assigned to all ranks; padding counts."""
         left = self.samples - self.consumed
-        whole = self.ranks * self.batch
+        samples_per_step = self.ranks * self.batch
         if self.tail == "drop":
-            return left // whole * whole
+            return left // samples_per_step * samples_per_step
         return -(-left // self.ranks) * self.ranks if self.tail == "pad" else left
 
     def num_samples(self, rank: int) -> int:
-        """Return how many samples a rank gets."""
+        """Return the number of samples assigned to a rank."""
         return self.num_assigned // self.ranks + (rank < self.num_assigned % self.ranks)
 
     def num_batches(self, rank: int) -> int:
-        """Return how many batches a rank gets."""
+        """Return the number of batches of a rank."""
         return -(-self.num_samples(rank) // self.batch)
 
     def consumed_after(self, batches: int) -> int:
-        """Return how many samples of the epoch have been trained on after so many further batches
-        of every rank; padding does not count."""
+        """Return the number of samples that are consumed after further batches of every rank.
+
+        Padding does not count.
+        """
         return min(self.consumed + batches * self.ranks * self.batch, self.samples)
 
     def sample_ids(self, order: Positions, ranks: tuple[int, ...]) -> Positions:
-        """Return the numbers of the samples dealt to some ranks (ascending), in the order of the
-        epoch; `order` is uint32[samples].
+        """Return the ids of the samples of some ranks, in the order of the epoch.
 
-        The j-th sample of the l-th of these ranks is at j * len(ranks) + l.
+        Sample j of the l-th of these ranks is at index j * len(ranks) + l.
+
+        Args:
+            order: uint32[samples], the order of the epoch.
+            ranks: Ranks to include, ascending.
         """
-        dealt = order[self.consumed : self.consumed + self.num_assigned]
-        if (missing := self.num_assigned - len(dealt)) > 0:
-            # More ranks than samples: the start of the epoch comes round again.
-            dealt = np.concatenate([dealt, np.resize(order, missing)])
+        assigned = order[self.consumed : self.consumed + self.num_assigned]
+        if (missing := self.num_assigned - len(assigned)) > 0:
+            # Repeat the epoch from its start, several times if there are more ranks than samples.
+            assigned = np.concatenate([assigned, np.resize(order, missing)])
         if len(ranks) == self.ranks:
-            return dealt
-        chosen = np.zeros(self.ranks, dtype=np.bool_)
-        chosen[list(ranks)] = True
-        return dealt[np.resize(chosen, len(dealt))]
+            return assigned
+        is_included = np.zeros(self.ranks, dtype=np.bool_)
+        is_included[list(ranks)] = True
+        return assigned[np.resize(is_included, len(assigned))]
 
 
 def mixed(word: int) -> int:
-    """Return 64 bits in which every bit of a number counts (SplitMix64)."""
+    """Return a 64-bit hash of a number, in which every bit of it counts (SplitMix64)."""
     word = (word + _STEP) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -135,8 +146,8 @@ def _shuffle(order: Any, state: Any) -> None:
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for last in range(len(order) - 1, 0, -1):
         choices = np.uint64(last + 1)
-        # Lemire, 2019: the upper half of a product is the number; what would make some numbers
-        # likelier than others is drawn again.
+        # Lemire, 2019: the upper half of a product is the random index. Draws below `least` are
+        # repeated; they would make some indices likelier than others.
         least = (np.uint64(1) << half) % choices
         while True:
             state += step

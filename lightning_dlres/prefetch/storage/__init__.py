@@ -1,1 +1,1 @@
-"""Where samples come from: storage nodes, folders, and any URL that fsspec knows."""
+"""Storage backends: folders, stores, URLs that fsspec knows, storage nodes, and registered ones."""
