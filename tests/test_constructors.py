@@ -148,7 +148,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
             "pinned_directory": {"none", *PATH},
             "threshold": set(),
             "timeout": {"digits", "fraction"},
-            "requests_under_way": set(),
+            "max_inflight_requests": set(),
             "read_threads": {"none"},
             "storage": set(),
         },

@@ -71,7 +71,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         options.endpoints,
         capacity=options.capacity,
         prefetch=options.prefetch,
-        requests_under_way=options.depth,
+        max_inflight_requests=options.max_inflight_requests,
     )
     loader = PrefetchLoader(
         "bench",
@@ -83,7 +83,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         num_workers=options.workers,
     )
     # The cache's process is there: what counts begins with the first request, as for the others.
-    before, stalled, start = loader.metrics(), loader.stalled, time.monotonic()
+    before, stalled, start = loader.metrics(), loader.stalled_seconds, time.monotonic()
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
     samples = total = 0
     settled, paced = start, 0
@@ -92,7 +92,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         now = time.monotonic()
         if at == _FIRST_BATCHES:
             # The first second, in which the cache fills at the rate that is left.
-            stalled, settled, paced = loader.stalled, now, total
+            stalled, settled, paced = loader.stalled_seconds, now, total
         if options.pace:
             # What a step takes at this demand, the time spent on loading included.
             time.sleep(max(0.0, settled + (total - paced) / options.pace - now))
@@ -105,7 +105,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         "samples": samples,
         "bytes": total,
         "seconds": seconds,
-        "stalled": (loader.stalled - stalled) / (time.monotonic() - settled),
+        "stalled": (loader.stalled_seconds - stalled) / (time.monotonic() - settled),
         "requests_per_sample": (after.requests - before.requests) / max(asked, 1),
         "moved_bytes": after.moved_bytes - before.moved_bytes,
         "peak_bytes": after.peak_bytes,
@@ -151,15 +151,20 @@ def index(options: argparse.Namespace) -> dict[str, Any]:
     seconds = time.monotonic() - start
     space = CacheSpace(np.zeros(64 << 20, dtype=np.uint8), _MANY)
     engine = PrefetchEngine(sizes, 4, space, PinnedSamples(np.zeros(0, dtype=np.uint8), sizes))
-    engine.begin(0, first, lambda _: None)
-    engine.begin(1, CacheIndex.build(shuffled(_MANY, 0, 1), 4), lambda _: None)
-    for take in range(100):
-        engine.take("rank 0", take, 0, np.arange(64 * take, 64 * take + 64, dtype=np.uint32))
-        while not engine.deliveries():
-            for request in engine.requests():
-                data = np.zeros(int(sizes[request.numbers].sum()), dtype=np.uint8)
-                engine.arrive(request.ticket, data)
-        engine.release("rank 0", take)
+    engine.begin_epoch(0, first, lambda _: None)
+    engine.begin_epoch(1, CacheIndex.build(shuffled(_MANY, 0, 1), 4), lambda _: None)
+    for request_id in range(100):
+        engine.request_batch(
+            "rank 0",
+            request_id,
+            0,
+            np.arange(64 * request_id, 64 * request_id + 64, dtype=np.uint32),
+        )
+        while not engine.pop_replies():
+            for fetch in engine.pop_fetches():
+                data = np.zeros(int(sizes[fetch.sample_ids].sum()), dtype=np.uint8)
+                engine.arrive(fetch.fetch_id, data)
+        engine.release("rank 0", request_id)
     per_sample = engine.management_bytes() / _MANY
     gc.collect()
     more = len(gc.get_objects()) - objects
@@ -178,7 +183,7 @@ def main() -> None:
     parser.add_argument("--method", default="thread")
     parser.add_argument("--capacity", default="64MiB")
     parser.add_argument("--prefetch", type=int, default=32)
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--max-inflight-requests", type=int, default=4)
     parser.add_argument("--pace", type=float, default=0.0, help="demand, in bytes a second")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -103,7 +103,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         pin_memory: whether tensors of a batch are copied into page-locked memory, from which a copy
             to the GPU does not hold up the training process. Without a GPU nothing is.
         timeout: after which a sample that does not come is an error.
-        requests_under_way: to one storage node, at most.
+        max_inflight_requests: to one storage node, at most.
         read_threads: requests that an embedded node, or a rank without a cache, reads at once.
             None: 4, or 16 without a cache.
         store: directory for map-style data sets, one store in it for each split; a store that is
@@ -151,7 +151,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         worker_type: Workers = "thread",
         pin_memory: bool = False,
         timeout: str | float | timedelta = "30s",
-        requests_under_way: int = 4,
+        max_inflight_requests: int = 4,
         read_threads: int | None = None,
         store: str | Path | None = None,
         key: str | Path | None = None,
@@ -192,7 +192,7 @@ class PrefetchCacheDataModule(LightningDataModule):
             "prefetch": prefetch,
             "lookahead": lookahead,
             "threshold": threshold,
-            "requests_under_way": requests_under_way,
+            "max_inflight_requests": max_inflight_requests,
             "read_threads": read_threads,
             "timeout": timeout,
             "key": key,
@@ -444,10 +444,10 @@ class PrefetchCacheDataModule(LightningDataModule):
             shuffle=shuffle,
             epoch=trainer.current_epoch if split == "train" else self._passes.get(of, 0),
             epochs=_epochs(trainer) if split == "train" else 1,
-            report=self._report if split == "train" else None,
-            unfinished=self._unfinished if split == "train" else None,
+            on_batch=self._report if split == "train" else None,
+            count_unfinished=self._unfinished if split == "train" else None,
             # Lightning saves the loader's state by itself, too: both must know.
-            ended=self._ended if split == "train" else None,
+            is_epoch_cut=self._ended if split == "train" else None,
             **self._loading,
         )
         # Files are listed, or the cache starts, before the first epoch does.

@@ -25,7 +25,7 @@ class MetricsLog:
             now = loader.metrics()
             for logger in trainer.loggers:
                 logger.log_metrics(self._figures(now, loader, every), step=trainer.global_step)
-            self._last, self._stalled_before = now, loader.stalled
+            self._last, self._stalled_before = now, loader.stalled_seconds
 
     def _figures(self, now: Metrics, loader: PrefetchLoader, every: int) -> dict[str, float]:
         before = self._last
@@ -34,12 +34,12 @@ class MetricsLog:
             return float(getattr(now, name) - (getattr(before, name) if before else 0))
 
         figures = {
-            "prefetch/stall_ms": 1000 * (loader.stalled - self._stalled_before) / every,
+            "prefetch/stall_ms": 1000 * (loader.stalled_seconds - self._stalled_before) / every,
             "prefetch/cache_bytes": float(now.cache_bytes),
         }
         # The last batches of an epoch may have been handed over before.
         if samples := more("samples"):
-            figures["prefetch/hit_rate"] = (more("hits") + more("kept_hits")) / samples
+            figures["prefetch/hit_rate"] = (more("hits") + more("pinned_hits")) / samples
             figures["prefetch/bytes_per_sample"] = more("requested_bytes") / samples
             figures["prefetch/requests_per_sample"] = more("requests") / samples
         return figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from lightning_dlres.prefetch.loading.loader import Ranks
+from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.strategies.capabilities import reads_for_all_ranks
 
 

@@ -22,7 +22,7 @@ import lightning_dlres as dlres
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.items import ENCODING, encode_item
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
-from lightning_dlres.prefetch.loading.page_locked import pinned
+from lightning_dlres.prefetch.loading.page_locked import pin_batch
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
 from tests.support.quiet import trainer
@@ -480,7 +480,7 @@ def test_memory_is_pinned_wherever_a_batch_has_tensors(monkeypatch: pytest.Monke
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor + 1)
     one = torch.ones(1)
     batch = {"a": [one, "text", 3], "b": Pair((one, None), Pinnable()), "c": b"bytes"}
-    found = pinned(batch)
+    found = pin_batch(batch)
     assert found == {"a": [2, "text", 3], "b": Pair((2, None), "pinned"), "c": b"bytes"}
     assert type(found["b"]) is Pair
 

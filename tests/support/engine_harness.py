@@ -1,4 +1,4 @@
-"""Drives the engine over a storage that is a list of bytes, with replies in any order."""
+"""Harness that drives the cache's engine over a storage in memory, with replies in any order."""
 
 from __future__ import annotations
 
@@ -10,22 +10,30 @@ from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.exchange import (
     CACHED_TIER,
     DIRECT_TIER,
-    KEPT_TIER,
+    PINNED_TIER,
     BatchReply,
-    Request,
+    Fetch,
 )
 from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace
 from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 
 
-def content(number: int, size: int) -> np.ndarray:
-    """What sample `number` holds."""
-    return ((np.arange(size) * 31 + number * 17 + 5) % 253).astype(np.uint8)
+def content(sample_id: int, size: int) -> np.ndarray:
+    """Return the bytes of a sample, uint8[size]; they differ from sample to sample."""
+    return ((np.arange(size) * 31 + sample_id * 17 + 5) % 253).astype(np.uint8)
 
 
 @dataclass
-class Bench:
-    """An engine, its memory and the requests that have not been answered."""
+class EngineHarness:
+    """Engine with its memory and the fetches that have no reply yet.
+
+    Attributes:
+        sizes: int64[samples], in bytes.
+        pinned: Bytes of the pinned tier.
+        padding: Samples of the start of an epoch that are repeated at its end.
+        open_fetches: Fetches that have no reply yet, oldest first.
+        fetched_ids: The sample_id of every fetched sample, in order.
+    """
 
     sizes: np.ndarray
     nodes: int
@@ -33,50 +41,51 @@ class Bench:
     prefetch: int
     lookahead: int | None
     threshold: float = 0.75
-    kept: int = 0
-    depth: int = 4
+    pinned: int = 0
+    max_inflight_requests: int = 4
     padding: int = 0
-    open: list[Request] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)
+    open_fetches: list[Fetch] = field(default_factory=list)
+    fetched_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.memory = np.zeros(self.capacity, np.uint8)
-        self.kept_memory = np.zeros(self.kept, np.uint8)
+        self.pinned_memory = np.zeros(self.pinned, np.uint8)
         self.space = CacheSpace(self.memory, len(self.sizes), self.threshold)
+        self.pinned_samples = PinnedSamples(self.pinned_memory, self.sizes)
         self.engine = PrefetchEngine(
             self.sizes,
             self.nodes,
             self.space,
-            PinnedSamples(self.kept_memory, self.sizes),
+            self.pinned_samples,
             prefetch=self.prefetch,
             lookahead=self.lookahead,
-            depth=self.depth,
+            max_inflight_requests=self.max_inflight_requests,
         )
 
-    def collect(self) -> None:
-        """Take over the engine's new requests."""
-        for request in self.engine.requests():
-            assert 1 <= len(request.numbers) <= self.prefetch
-            assert (request.numbers % self.nodes == request.node).all()
-            self.open.append(request)
-            self.asked.extend(request.numbers.tolist())
+    def collect_fetches(self) -> None:
+        """Take the engine's new fetches, and check each of them."""
+        for fetch in self.engine.pop_fetches():
+            assert 1 <= len(fetch.sample_ids) <= self.prefetch
+            assert (fetch.sample_ids % self.nodes == fetch.node).all()
+            self.open_fetches.append(fetch)
+            self.fetched_ids.extend(fetch.sample_ids.tolist())
 
     def answer(self, which: int = 0) -> None:
-        """Answer one of the open requests."""
-        request = self.open.pop(which % len(self.open))
-        pieces = [content(n, int(self.sizes[n])) for n in request.numbers.tolist()]
-        self.engine.arrive(request.ticket, np.concatenate(pieces))
+        """Hand the engine the reply to one of the open fetches."""
+        fetch = self.open_fetches.pop(which % len(self.open_fetches))
+        samples = [content(i, int(self.sizes[i])) for i in fetch.sample_ids.tolist()]
+        self.engine.arrive(fetch.fetch_id, np.concatenate(samples))
 
-    def read(self, delivery: BatchReply) -> list[np.ndarray]:
-        """Return what a delivery points to: views, not copies."""
+    def read(self, reply: BatchReply) -> list[np.ndarray]:
+        """Return views of the samples of a batch reply."""
         tiers = {
             CACHED_TIER: self.memory,
-            KEPT_TIER: self.kept_memory,
-            DIRECT_TIER: delivery.direct,
+            PINNED_TIER: self.pinned_memory,
+            DIRECT_TIER: reply.direct,
         }
-        return [tiers[t][o : o + n] for t, o, n in delivery.places.tolist()]
+        return [tiers[t][o : o + n] for t, o, n in reply.locations.tolist()]
 
-    def check(self, delivery: BatchReply) -> None:
-        """Fail where a delivered sample is not the stored one."""
-        for number, data in zip(delivery.numbers.tolist(), self.read(delivery), strict=True):
-            assert np.array_equal(data, content(number, int(self.sizes[number])))
+    def check(self, reply: BatchReply) -> None:
+        """Assert that each delivered sample has the bytes of the stored one."""
+        for sample_id, data in zip(reply.sample_ids.tolist(), self.read(reply), strict=True):
+            assert np.array_equal(data, content(sample_id, int(self.sizes[sample_id])))

@@ -1,7 +1,7 @@
-"""What Method C does at a given capacity, predicted without memory, threads or storage (C4, C5).
+"""Model of the published prefetch method, without memory, threads or storage.
 
-Hits, misses and requests depend only on the order, the sizes and a few numbers, so the engine's
-counts must be equal to these.
+Hits, misses and requests depend only on the order, the sizes and a few numbers. So the engine's
+counts with `lookahead=0` must equal those of this model.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Prediction:
 
     @property
     def hit_rate(self) -> float:
-        """The part of the samples that were in the cache when they were taken."""
+        """Part of the samples that were in the cache when they were needed."""
         return self.hits / self.samples if self.samples else 0.0
 
 
 def predict(
-    numbers: Positions,
+    sample_ids: Positions,
     sizes: NDArray[np.int64],
     *,
     nodes: int,
@@ -38,38 +38,38 @@ def predict(
     capacity: int,
     batch: int = 1,
 ) -> Prediction:
-    """Return what happens where samples are only fetched on a miss (`lookahead=0`).
+    """Return the counts of an epoch in which samples are fetched on a miss only.
 
     Args:
-        numbers: uint32[n], the samples in the order in which they are taken.
+        sample_ids: uint32[n], in the order in which the samples are needed.
         sizes: int64[samples], in bytes.
-        nodes: how many storage nodes there are.
-        prefetch: samples of one request, Method C's k.
-        capacity: bytes of the cache space.
-        batch: how many samples are let go together, once all of them have been taken.
+        nodes: Number of storage nodes.
+        prefetch: Most samples of one fetch.
+        capacity: Bytes of the cache space.
+        batch: Samples that are released together, once all of them have been delivered.
     """
     lists: list[list[int]] = [[] for _ in range(nodes)]
-    rank = np.empty(len(numbers), dtype=np.int64)
-    for position, number in enumerate(numbers.tolist()):
-        rank[position] = len(lists[number % nodes])
-        lists[number % nodes].append(position)
+    place_in_list = np.empty(len(sample_ids), dtype=np.int64)
+    for slot, sample_id in enumerate(sample_ids.tolist()):
+        place_in_list[slot] = len(lists[sample_id % nodes])
+        lists[sample_id % nodes].append(slot)
     cached: set[int] = set()
-    live = in_use = hits = requests = total = 0
-    for position, number in enumerate(numbers.tolist()):
-        size = int(sizes[number])
-        if position in cached:
-            cached.remove(position)
+    live = in_use = hits = requests = requested_bytes = 0
+    for slot, sample_id in enumerate(sample_ids.tolist()):
+        size = int(sizes[sample_id])
+        if slot in cached:
+            cached.remove(slot)
             hits += 1
             in_use += size
         else:
-            requests, total = requests + 1, total + size
-            after = int(rank[position]) + 1
-            for other in lists[number % nodes][after : after + prefetch - 1]:
-                more = int(sizes[numbers[other]])
+            requests, requested_bytes = requests + 1, requested_bytes + size
+            after = int(place_in_list[slot]) + 1
+            for other in lists[sample_id % nodes][after : after + prefetch - 1]:
+                more = int(sizes[sample_ids[other]])
                 if live + more > capacity:
                     break
-                live, total = live + more, total + more
+                live, requested_bytes = live + more, requested_bytes + more
                 cached.add(other)
-        if (position + 1) % batch == 0:
+        if (slot + 1) % batch == 0:
             live, in_use = live - in_use, 0
-    return Prediction(len(numbers), hits, requests, total)
+    return Prediction(len(sample_ids), hits, requests, requested_bytes)

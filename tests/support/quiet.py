@@ -1,4 +1,4 @@
-"""A Trainer that trains on one CPU and says nothing."""
+"""Trainer that trains on one CPU and prints nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from lightning.pytorch import Trainer
 
 
 def trainer(directory: Path, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {
+    """Return a quiet Trainer; `options` replace its defaults."""
+    defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
         "logger": False,
@@ -20,4 +21,4 @@ def trainer(directory: Path, **options: Any) -> Trainer:
         "default_root_dir": directory,
         "max_epochs": 2,
     }
-    return Trainer(**{**quiet, **options})
+    return Trainer(**{**defaults, **options})

@@ -1,7 +1,8 @@
-"""The process that keeps the cache of a host: one for all ranks and workers, so that samples are
-held once, and apart from them, so that neither waits for the other's interpreter.
+"""Process that keeps the cache of a host.
 
-It ends by itself when nobody uses it any more; its memory goes with it.
+One process serves all ranks and workers of the host, so that each sample is held once. It is apart
+from them, so that neither waits for the other's interpreter lock. It ends by itself when no process
+uses it any more, and frees its memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.net import Server
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
-from lightning_dlres.prefetch.cache.epochs import needed
+from lightning_dlres.prefetch.cache.epochs import needed_samples
 from lightning_dlres.prefetch.cache.exchange import BatchReply
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.launch import PROGRESS, failure_path
@@ -48,28 +49,38 @@ from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.storage.base import Storage
 from lightning_dlres.prefetch.storage.registry import open_storage
 
-# Nothing has moved for so long: what is in use, or promised to ranks that do not come for it, does
-# not leave room for what is needed next. Where that goes on, nobody waits as long again.
-_PATIENCE, _LEAST_PATIENCE = 0.1, 0.001
-# Ranks start and restart: the first may be slow, and the next may come soon.
-_UNUSED_AT_START, _UNUSED = 60.0, 3.0
-_WAIT = 0.5
+# Stall timeout, in seconds; shortened after each stall, down to the minimum. If nothing moves for
+# so long, the samples that are needed next find no room: others are in use, or promised to ranks
+# that do not come for them. Then they are fetched past the cache. The shorter timeout keeps later
+# requests from waiting as long again.
+_STALL_SECONDS, _MIN_STALL_SECONDS = 0.1, 0.001
+# Seconds without any client after which the process ends: the first rank may take long to start,
+# and another one may come soon after the last has left.
+_IDLE_SECONDS_AT_START, _IDLE_SECONDS = 60.0, 3.0
+# Seconds that the loop waits for a message.
+_POLL_SECONDS = 0.5
+# Interpreter switch interval: receiving threads must not hold up the deciding one for the default
+# of 5 ms.
 _SWITCH_SECONDS = 0.0002
+# Seconds between two reports of progress before the process listens.
 _PROGRESS_SECONDS = 0.5
-# Of the log. What has been printed for longest is of least interest.
-_MOST_LOG_BYTES, _TRIM_SECONDS = 1 << 20, 10.0
+# The log is cut to this size, at most every so many seconds. Its oldest lines are dropped.
+_MAX_LOG_BYTES, _TRIM_SECONDS = 1 << 20, 10.0
 
 
 class CacheHost:
-    """Serves the processes of a host until nobody has used it for a while.
+    """Server of a host's cache, for all processes of the host.
+
+    One thread runs everything, so the engine needs no lock. Replies of the storage interrupt its
+    wait for messages.
 
     Args:
-        storage: where samples come from.
-        config: of the cache.
-        path: of the Unix socket to listen at.
+        storage: Where samples come from.
+        config: Configuration of the cache.
+        path: Unix socket to listen at.
 
     Raises:
-        ConfigError: a sample is larger than the cache, or the memory is not there.
+        ConfigError: If a sample is larger than the cache, or the host lacks the memory.
     """
 
     def __init__(self, storage: Storage, config: HostConfig, path: Path) -> None:
@@ -80,29 +91,29 @@ class CacheHost:
         check_fits(largest, config.capacity, table.key(int(table.sizes.argmax())), config.share)
         _check_memory(config)
         self._cache = shared_memory.create("dlres-cache", config.capacity)
-        directory = Path(config.kept_directory) if config.kept_directory else None
-        self._kept_memory = shared_memory.create(
-            "dlres-kept", min(config.kept, table.total_bytes), directory
+        directory = Path(config.pinned_directory) if config.pinned_directory else None
+        self._pinned_memory = shared_memory.create(
+            "dlres-pinned", min(config.pinned, table.total_bytes), directory
         )
-        # What is compiled takes no arrays that are mapped from a file and not to be written to.
+        # A copy: compiled functions take no read-only arrays, such as those mapped from a file.
         sizes = np.array(table.sizes)
         self._space = CacheSpace(self._cache.data, len(table), config.threshold)
-        self._kept = PinnedSamples(self._kept_memory.data, sizes)
+        self._pinned = PinnedSamples(self._pinned_memory.data, sizes)
         self._engine = PrefetchEngine(
             sizes,
             storage.nodes,
             self._space,
-            self._kept,
+            self._pinned,
             prefetch=config.prefetch,
             lookahead=config.lookahead,
-            depth=config.depth,
+            max_inflight_requests=config.max_inflight_requests,
         )
         self._joined = messages.Joined(
             pid=os.getpid(),
             cache_path=self._cache.path,
             cache_bytes=self._cache.nbytes,
-            kept_path=self._kept_memory.path,
-            kept_bytes=self._kept_memory.nbytes,
+            pinned_path=self._pinned_memory.path,
+            pinned_bytes=self._pinned_memory.nbytes,
             samples=len(table),
             total_bytes=table.total_bytes,
             largest=largest,
@@ -111,159 +122,172 @@ class CacheHost:
             nodes=storage.nodes,
             note=storage.note,
         )
-        # Of every process: the epoch it is in, None before its first.
+        # The epoch_id that each client is in; None before its first epoch.
         self._clients: dict[str, int | None] = {}
+        # The client of each connection, by the connection's number.
         self._connections: dict[int, str] = {}
+        # Epochs in which a client is, by epoch_id.
         self._begun: dict[int, Begin] = {}
-        self._last_used = time.monotonic() + _UNUSED_AT_START - _UNUSED
-        self._last_move = time.monotonic()
-        self._patience = _PATIENCE
+        self._last_used = time.monotonic() + _IDLE_SECONDS_AT_START - _IDLE_SECONDS
+        self._last_progress = time.monotonic()
+        self._stall_seconds = _STALL_SECONDS
         self._next_trim = 0.0
         self._server = Server(path=path, monitor=True)
         storage.on_reply = self._server.interrupt
 
     def run(self) -> None:
-        """Serve until nobody is left."""
-        while self._clients or time.monotonic() < self._last_used + _UNUSED:
-            message = self._server.receive(self._wait())
+        """Serve until no client has been there for a while."""
+        while self._clients or time.monotonic() < self._last_used + _IDLE_SECONDS:
+            message = self._server.receive(self._poll_seconds())
             if time.monotonic() > self._next_trim:
                 self._next_trim = time.monotonic() + _TRIM_SECONDS
-                trim(sys.stderr.fileno(), _MOST_LOG_BYTES)
-            # First: a new connection may have the number of one that was closed before it.
+                trim(sys.stderr.fileno(), _MAX_LOG_BYTES)
+            # Before the message: a new connection may have the number of a closed one.
             for event in self._server.connection_events():
                 if not event.opened:
-                    gone = self._connections.pop(event.connection, "")
-                    self._leave(gone)
-                    self._engine.forget(gone)
+                    client = self._connections.pop(event.connection, "")
+                    self._leave(client)
+                    self._engine.forget_client(client)
             if message is not None:
                 self._handle(message)
-            self._move()
+            self._advance()
 
     def close(self) -> None:
-        """Give back everything."""
+        """Close the storage and the socket."""
         self._storage.close()
         self._server.close()
 
-    def _wait(self) -> float:
-        if self._space.passing:
+    def _poll_seconds(self) -> float:
+        if self._space.is_evicting:
             return 0.0
-        return self._patience if self._engine.blocked else _WAIT
+        return self._stall_seconds if self._engine.is_stalled else _POLL_SECONDS
 
-    def _move(self) -> None:
+    def _advance(self) -> None:
+        """Pass replies of the storage to the engine, and send everything that it has decided."""
         for reply in self._storage.replies():
-            self._last_move = time.monotonic()
+            self._last_progress = time.monotonic()
             if isinstance(reply.data, DlresError):
                 self._engine.fail(reply.fetch_id, reply.data)
             else:
                 self._engine.arrive(reply.fetch_id, reply.data)
-        if self._engine.blocked and time.monotonic() > self._last_move + self._patience:
-            self._engine.relieve()
-            self._patience = max(self._patience / 4, _LEAST_PATIENCE)
-        for request in self._engine.requests():
-            self._storage.submit(request.ticket, request.node, request.numbers)
-        for delivery in self._engine.deliveries():
-            self._last_move = time.monotonic()
-            if not len(delivery.direct):
-                self._patience = min(2 * self._patience, _PATIENCE)
-            self._send(delivery.client, messages.DELIVERY, self._pack(delivery))
-        for failure in self._engine.failures():
-            self._refuse(failure.client, failure.take, failure.error)
-        self._engine.work()
+        stall_deadline = self._last_progress + self._stall_seconds
+        if self._engine.is_stalled and time.monotonic() > stall_deadline:
+            self._engine.fetch_bypassing_cache()
+            self._stall_seconds = max(self._stall_seconds / 4, _MIN_STALL_SECONDS)
+        for fetch in self._engine.pop_fetches():
+            self._storage.submit(fetch.fetch_id, fetch.node, fetch.sample_ids)
+        for batch in self._engine.pop_replies():
+            self._last_progress = time.monotonic()
+            if not len(batch.direct):
+                self._stall_seconds = min(2 * self._stall_seconds, _STALL_SECONDS)
+            self._send(batch.client, messages.BATCH_REPLY, self._pack(batch))
+        for failure in self._engine.pop_failures():
+            self._refuse(failure.client, failure.request_id, failure.error)
+        self._engine.advance_eviction()
 
-    def _pack(self, delivery: BatchReply) -> bytes:
+    def _pack(self, reply: BatchReply) -> bytes:
         table = self._storage.table
-        keys = [table.key(number).encode() for number in delivery.numbers.tolist()]
-        ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
-        return messages.pack_delivery(
-            messages.Delivered(
-                delivery.take,
-                delivery.numbers,
-                delivery.places,
-                ends,
+        keys = [table.key(sample_id).encode() for sample_id in reply.sample_ids.tolist()]
+        key_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
+        return messages.pack_batch_reply(
+            messages.DeliveredBatch(
+                reply.request_id,
+                reply.sample_ids,
+                reply.locations,
+                key_ends,
                 b"".join(keys),
-                delivery.direct,
+                reply.direct,
             )
         )
 
     def _handle(self, message: Message) -> None:
-        peer, take = message.peer, -1
+        peer, request_id = message.peer, -1
         try:
             if message.kind == messages.JOIN:
                 self._join(message)
             elif message.kind == messages.RELEASE:
-                # Also of processes that have left: what they look at stays until then.
-                self._last_move = time.monotonic()
+                # A process that has left may still release batches that it looked at.
+                self._last_progress = time.monotonic()
                 for released in messages.unpack_release(message.payload, peer):
                     self._engine.release(peer, released)
             elif peer not in self._clients:
-                raise ConfigError("the cache was not joined, or this connection was given up.")
-            elif message.kind == messages.TAKE:
-                take, generation, positions = messages.unpack_take(message.payload, peer)
-                self._engine.take(peer, take, generation, positions)
+                raise ConfigError(
+                    f"The first message of a connection must be {messages.JOIN!r}, got "
+                    f"{message.kind!r}. Connect again if this connection was given up."
+                )
+            elif message.kind == messages.BATCH_REQUEST:
+                request_id, epoch_id, epoch_slots = messages.unpack_batch_request(
+                    message.payload, peer
+                )
+                self._engine.request_batch(peer, request_id, epoch_id, epoch_slots)
             elif message.kind == messages.BEGIN:
-                self._begin(peer, message.decode(Begin))
+                self._begin_epoch(peer, message.decode(Begin))
             elif message.kind == messages.LEAVE:
                 self._leave(peer)
                 self._send(peer, messages.LEFT, b"")
             elif message.kind == messages.METRICS:
-                self._send(peer, messages.MEASURED, msgspec.msgpack.encode(self._measure()))
+                self._send(peer, messages.MEASURED, msgspec.msgpack.encode(self._metrics()))
             else:
-                raise ProtocolError(f"{peer} sent {message.kind!r}, which is not known here.")
+                raise ProtocolError(f"{peer} sent an unknown message, {message.kind!r}.")
         except (DlresError, KeyError, MemoryError) as error:
             self._server.refusals.note(f"{message.kind!r} of {peer}: {error!r}")
             if message.kind != messages.RELEASE:
-                self._refuse(peer, take, error)
+                self._refuse(peer, request_id, error)
 
     def _join(self, message: Message) -> None:
-        wish = message.decode(messages.Join)
-        if wish.config != self._digest:
+        join = message.decode(messages.Join)
+        if join.config != self._digest:
             raise ConfigError(
-                "the cache of this host was started with other arguments than this process has. "
-                "Give all ranks the same, or each data set a name of its own."
+                "The arguments of a cache must be the same in all processes of a host, got others "
+                "than those that it was started with. Give all ranks the same arguments, or each "
+                "data set a cache of its own name."
             )
         self._clients[message.peer] = None
         self._connections[message.connection] = message.peer
         self._send(message.peer, messages.JOINED, msgspec.msgpack.encode(self._joined))
 
-    def _begin(self, peer: str, begin: Begin) -> None:
-        known = self._begun.get(begin.generation)
+    def _begin_epoch(self, peer: str, begin: Begin) -> None:
+        known = self._begun.get(begin.epoch_id)
         if known is not None and known != begin:
             raise ConfigError(
                 f"All ranks must start the same epoch, got {begin} and {known}. Give them the same "
                 "seed, batch size and checkpoint."
             )
-        before, self._clients[peer] = self._clients[peer], begin.generation
-        self._end_unused()
+        before, self._clients[peer] = self._clients[peer], begin.epoch_id
+        self._end_unused_epochs()
         if known is None:
-            self._begun[begin.generation] = begin
+            self._begun[begin.epoch_id] = begin
             try:
-                self._engine.begin(begin.generation, self._index(begin), self._following)
+                self._engine.begin_epoch(
+                    begin.epoch_id, self._index(begin), self._index_of_next_epoch
+                )
             except DlresError:
-                del self._begun[begin.generation]
+                del self._begun[begin.epoch_id]
                 self._clients[peer] = before
                 raise
         self._send(peer, messages.BEGUN, b"")
 
-    def _end_unused(self) -> None:
-        """Give up epochs in which no process is any more."""
-        used = {generation for generation in self._clients.values() if generation is not None}
-        for generation in [g for g in self._begun if used and g < min(used)]:
-            del self._begun[generation]
-            self._engine.end(generation)
+    def _end_unused_epochs(self) -> None:
+        """End the epochs that every client has left."""
+        used = {epoch_id for epoch_id in self._clients.values() if epoch_id is not None}
+        for epoch_id in [begun for begun in self._begun if used and begun < min(used)]:
+            del self._begun[epoch_id]
+            self._engine.end_epoch(epoch_id)
 
     def _index(self, begin: Begin) -> CacheIndex:
-        kept = self._kept.ready if len(self._kept.ready) else None
-        numbers = needed(len(self._storage.table), begin)
-        return CacheIndex.build(numbers, self._storage.nodes, kept)
+        is_pinned = self._pinned.is_ready if len(self._pinned.is_ready) else None
+        sample_ids = needed_samples(len(self._storage.table), begin)
+        return CacheIndex.build(sample_ids, self._storage.nodes, is_pinned)
 
-    def _following(self, generation: int) -> CacheIndex | None:
-        """Return what is needed after an epoch if nothing unusual happens: the whole next one."""
-        before = self._begun.get(generation - 1)
-        if before is None or not before.more:
+    def _index_of_next_epoch(self, epoch_id: int) -> CacheIndex | None:
+        """Return the index of an epoch that no client has begun yet, to prefetch it. It is the
+        whole epoch after the one before, unless a resume changes that."""
+        before = self._begun.get(epoch_id - 1)
+        if before is None or not before.has_next:
             return None
         return self._index(msgspec.structs.replace(before, epoch=before.epoch + 1, consumed=0))
 
-    def _measure(self) -> messages.Metrics:
+    def _metrics(self) -> messages.Metrics:
         return messages.Metrics(
             **vars(self._engine.counts),
             evicted=self._space.evicted,
@@ -276,9 +300,9 @@ class CacheHost:
             management_bytes=self._engine.management_bytes(),
         )
 
-    def _refuse(self, peer: str, take: int, error: Exception) -> None:
+    def _refuse(self, peer: str, request_id: int, error: Exception) -> None:
         name = type(error).__name__ if isinstance(error, DlresError) else "ProtocolError"
-        failed = messages.Failed(take, name, text_of(error))
+        failed = messages.Failed(request_id, name, text_of(error))
         self._send(peer, messages.FAILED, msgspec.msgpack.encode(failed))
 
     def _send(self, peer: str, kind: str, payload: bytes) -> None:
@@ -288,52 +312,57 @@ class CacheHost:
             self._leave(peer)
 
     def _leave(self, peer: str) -> None:
+        """Forget a client. Its leased batches stay until they are released or its connection
+        ends."""
         if peer in self._clients:
             del self._clients[peer]
             self._last_used = time.monotonic()
-            self._engine.drop_takes(peer)
-            self._end_unused()
+            self._engine.drop_requests(peer)
+            self._end_unused_epochs()
             if not self._clients:
-                # Whoever comes next counts epochs anew.
-                for generation in list(self._begun):
-                    self._engine.end(generation)
-                    self._engine.end(generation + 1)
+                # The next client counts its epochs from 0. The epoch after a begun one may have
+                # been opened to prefetch it.
+                for epoch_id in list(self._begun):
+                    self._engine.end_epoch(epoch_id)
+                    self._engine.end_epoch(epoch_id + 1)
                 self._begun.clear()
 
 
 def _check_memory(config: HostConfig) -> None:
-    wanted = config.capacity + (0 if config.kept_directory else config.kept)
+    nbytes = config.capacity + (0 if config.pinned_directory else config.pinned)
     free = available_bytes()
-    if free is not None and wanted > free:
+    if free is not None and nbytes > free:
         raise ConfigError(
             f"capacity and pinned must be at most {format_bytes(free)} together, which this host "
-            f"has free, got {format_bytes(wanted)}. Give less: an epoch needs little more than "
-            "prefetch samples for every storage node."
+            f"has free, got {format_bytes(nbytes)}. Use a smaller capacity: an epoch needs little "
+            "more than `prefetch` samples for each storage node."
         )
 
 
 class _Progress:
-    """Tells those that wait what is done before anything is served."""
+    """Writes progress to a file, for processes that wait for this one to listen."""
 
     def __init__(self, directory: Path) -> None:
         self._path, self._next = directory / PROGRESS, time.monotonic() + _PROGRESS_SECONDS
 
-    def __call__(self, done: str) -> None:
+    def __call__(self, text: str) -> None:
         if time.monotonic() > self._next:
-            self._path.write_text(done)
+            self._path.write_text(text)
             self._next = time.monotonic() + _PROGRESS_SECONDS
 
 
 def main() -> NoReturn:
-    """Read a configuration from standard input and serve; the first argument is the directory that
-    is this cache's, the second a descriptor that locks it."""
+    """Read a configuration from standard input and serve until the process ends.
+
+    The first argument of the command is the cache's directory, the second a descriptor that holds
+    its lock.
+    """
     directory, lock = Path(sys.argv[1]), int(sys.argv[2])
-    # A crash below Python is told with its stack, too: it is in the log, and so in others' errors.
+    # The stack of a crash in native code goes to the log, and so into the errors of the clients.
     faulthandler.enable()
-    # ^C is for those that use the cache; without them it ends by itself.
+    # Ctrl-C is meant for the ranks; without them this process ends by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Threads that receive must not keep the one that decides waiting for 5 ms each time.
     sys.setswitchinterval(_SWITCH_SECONDS)
     status = 1
     try:
@@ -350,7 +379,7 @@ def main() -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # A thread that hangs in a read would keep the interpreter from ending.
+        # A normal exit would wait for a thread that hangs in a read.
         os._exit(status)
 
 
@@ -359,26 +388,26 @@ def _serve(config: HostConfig, directory: Path) -> int:
         try:
             storage = open_storage(config.source, directory, _Progress(directory))
             stack.callback(storage.close)
-            # Compiled functions are loaded before anybody waits for them, those of the storage's
-            # module too, which is only imported when it is opened.
+            # Compile now, and not while a rank waits for its first batch. This comes after the
+            # storage is opened, which imports the storage's module.
             load_all()
             host = CacheHost(storage, config, directory / "cache.sock")
         except DlresError as error:
             failed = messages.Failed(-1, type(error).__name__, text_of(error))
             (directory / "failed.part").write_bytes(msgspec.json.encode(failed))
-            # Whoever waits for the socket finds this instead.
+            # Processes that wait for the socket find this file instead.
             (directory / "failed.part").rename(failure_path(directory, config))
             return 1
         stack.callback(host.close)
         try:
             host.run()
         except Exception:
-            # Before the connections close: those at their other ends will read it.
+            # Written before the connections close, because the clients read the log then.
             traceback.print_exc()
             sys.stderr.flush()
             return 1
-    # What it has printed is of interest only where it has not come to this. The lock goes last: who
-    # finds none makes a new one, and what is here then belongs to the next cache.
+    # The log is needed only after an error. The lock goes last: a process that finds none makes a
+    # new one, and the directory and log then belong to the next cache.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     shutil.rmtree(directory, ignore_errors=True)
     for ending in (".log", ".lock"):

@@ -1,5 +1,8 @@
-"""The cache index of an epoch and its prefetch lists (C2, C3), and what to ask a storage node for
-next: arrays of 32-bit numbers, built and walked in Numba."""
+"""Cache index of an epoch: its samples in order, and one prefetch list for each storage node.
+
+The lists are arrays of 32-bit numbers, built and walked by compiled functions: a data set may have
+many millions of samples.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, KEPT, UNASKED
+from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, PINNED, UNFETCHED
 from lightning_dlres.prefetch.order.sequence import Positions
 
 Flags = NDArray[np.bool_]
@@ -20,14 +23,18 @@ Flags = NDArray[np.bool_]
 
 @dataclass
 class CacheIndex:
-    """What one host needs in one epoch, in order, and one prefetch list for every storage node.
+    """Samples that one host needs in one epoch, and the prefetch list of each storage node.
 
-    `numbers` is uint32[n]: the sample of every position. `lists` is uint32[n]: positions, those of
-    node m from `starts[m]` to `starts[m + 1]`, ascending; `starts` and `cursors` are int64. A
-    node's cursor is before the first of its list that has not been asked for.
+    Attributes:
+        sample_ids: uint32[n], the sample of each epoch slot.
+        lists: uint32[m], epoch slots. Those of node i are from `starts[i]` to `starts[i + 1]`,
+            ascending. Pinned samples are in no list.
+        starts: int64[nodes + 1], see `lists`.
+        cursors: int64[nodes]. Before a node's cursor every slot of its list has been fetched, or
+            its fetch is in flight.
     """
 
-    numbers: Positions
+    sample_ids: Positions
     lists: Positions
     starts: NDArray[np.int64]
     cursors: NDArray[np.int64] = field(init=False)
@@ -36,76 +43,102 @@ class CacheIndex:
         self.cursors = self.starts[:-1].copy()
 
     @staticmethod
-    def build(numbers: Positions, nodes: int, kept: Flags | None = None) -> CacheIndex:
-        """Return the index of samples in order, sample i being on node i mod `nodes`.
+    def build(sample_ids: Positions, nodes: int, is_pinned: Flags | None = None) -> CacheIndex:
+        """Return the index of samples in the order of an epoch.
 
         Args:
-            numbers: uint32[n], the samples in the order of the epoch.
-            nodes: how many storage nodes there are.
-            kept: bool[samples], which need not be asked for.
+            sample_ids: uint32[n], in the order of the epoch.
+            nodes: Number of storage nodes; sample i is on node i mod `nodes`.
+            is_pinned: bool[samples], true for samples that need no fetch.
 
         Raises:
-            ConfigError: there is no node.
+            ConfigError: If there is no node.
         """
         if nodes < 1:
             raise ConfigError(got_expected("nodes", nodes, "at least 1", "nodes=1"))
-        flags = np.zeros(0, dtype=np.bool_) if kept is None else kept
+        flags = np.zeros(0, dtype=np.bool_) if is_pinned is None else is_pinned
         starts = np.zeros(nodes + 1, dtype=np.int64)
-        lists = _split(numbers, flags, starts)
-        return CacheIndex(numbers, lists, starts)
+        lists = _build_lists(sample_ids, flags, starts)
+        return CacheIndex(sample_ids, lists, starts)
 
     @property
     def nodes(self) -> int:
-        """How many prefetch lists there are."""
+        """Number of prefetch lists."""
         return len(self.starts) - 1
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.sample_ids)
 
     def management_bytes(self) -> int:
         """Return the bytes of the arrays."""
-        arrays = (self.numbers, self.lists, self.starts, self.cursors)
+        arrays = (self.sample_ids, self.lists, self.starts, self.cursors)
         return sum(array.nbytes for array in arrays)
 
-    def on_miss(self, position: int, most: int, places: Any) -> Positions:
-        """Return a missed position and up to `most` - 1 next ones of its list that have not been
-        asked for (C4)."""
-        node = int(self.numbers[position]) % self.nodes
-        mine = self.lists[self.starts[node] : self.starts[node + 1]]
-        at = int(np.searchsorted(mine, position))
-        found = np.empty(most, dtype=np.uint32)
-        count, _ = _unasked(mine, at, len(mine), places, np.iinfo(np.int64).max, found)
-        return found[:count]
+    def run_on_miss(self, epoch_slot: int, most: int, states: Any) -> Positions:
+        """Return a missed epoch slot and the next unfetched ones of its prefetch list.
 
-    def ahead(self, node: int, most: int, reach: int, places: Any) -> tuple[Positions, bool]:
-        """Return up to `most` next positions of a node's list that lie before `reach` and have not
-        been asked for, and whether more of them are not worth waiting for: there are as many as
-        may be asked for, or the list ends with them."""
-        found = np.empty(most, dtype=np.uint32)
+        Args:
+            epoch_slot: The miss.
+            most: Most epoch slots to return, the miss included.
+            states: int32[n], the epoch's row of the slot table.
+        """
+        node = int(self.sample_ids[epoch_slot]) % self.nodes
+        node_list = self.lists[self.starts[node] : self.starts[node + 1]]
+        at = int(np.searchsorted(node_list, epoch_slot))
+        run = np.empty(most, dtype=np.uint32)
+        unlimited = np.iinfo(np.int64).max
+        count, _ = _collect_unfetched(node_list, at, len(node_list), states, unlimited, run)
+        return run[:count]
+
+    def run_ahead(self, node: int, most: int, reach: int, states: Any) -> tuple[Positions, bool]:
+        """Return the next unfetched epoch slots of a node's list, and whether the run is final.
+
+        Args:
+            node: The storage node.
+            most: Most epoch slots to return.
+            reach: Only epoch slots below it are returned.
+            states: int32[n], the epoch's row of the slot table.
+
+        Returns:
+            Epoch slots, uint32[0 to `most`]; true if the run will not grow, because it has `most`
+            slots or ends the list.
+        """
+        run = np.empty(most, dtype=np.uint32)
         at, stop = int(self.cursors[node]), int(self.starts[node + 1])
-        at = _first_unasked(self.lists, at, stop, places)
+        at = _first_unfetched(self.lists, at, stop, states)
         self.cursors[node] = at
-        count, behind = _unasked(self.lists, at, stop, places, reach, found)
-        return found[:count], count == most or behind == stop
+        count, end = _collect_unfetched(self.lists, at, stop, states, reach, run)
+        return run[:count], count == most or end == stop
 
 
-def missing(places: Any, positions: Positions) -> int:
-    """Return how many positions' samples are neither in the cache nor kept."""
-    return int(_missing(places, positions))
+def count_missing(states: Any, epoch_slots: Positions) -> int:
+    """Return how many epoch slots have a sample that is neither in the cache space nor pinned."""
+    return int(_count_missing(states, epoch_slots))
 
 
 @compiled((uint32[::1], int64[::1], int32[::1], int64, int64, int64))
-def extend(
-    numbers: Any, sizes: Any, places: Any, reach: int, promised: int, budget: int
+def extend_reach(
+    sample_ids: Any, sizes: Any, states: Any, reach: int, promised: int, budget: int
 ) -> tuple[int, int]:
-    """Return how far positions may be asked for, and the bytes promised to all before: as long as
-    everything before, asked for or not, fits into `budget` bytes together with what is in use.
+    """Extend the reach of an epoch as far as the budget goes.
 
-    So room for what is needed first is never taken by what is needed later.
+    Every sample before the reach counts, fetched or not, together with what is in use. So samples
+    that are needed first never wait for room that later samples have taken.
+
+    Args:
+        sample_ids: uint32[n], by epoch slot.
+        sizes: int64[samples], in bytes.
+        states: int32[n], the epoch's row of the slot table.
+        reach: Epoch slots below it may be fetched already.
+        promised: Bytes that count so far.
+        budget: Most bytes that may count.
+
+    Returns:
+        The new reach and the new promised bytes.
     """
-    while reach < len(numbers):
-        if places[reach] != DONE and places[reach] != KEPT:
-            size = sizes[numbers[reach]]
+    while reach < len(sample_ids):
+        if states[reach] != DONE and states[reach] != PINNED:
+            size = sizes[sample_ids[reach]]
             if promised + size > budget:
                 break
             promised += size
@@ -114,50 +147,53 @@ def extend(
 
 
 @compiled((uint32[::1], boolean[::1], int64[::1]))
-def _split(numbers: Any, kept: Any, starts: Any) -> Any:
+def _build_lists(sample_ids: Any, is_pinned: Any, starts: Any) -> Any:
+    """Return the prefetch lists, one behind the other, and fill in `starts`; a counting sort."""
     nodes = len(starts) - 1
     total = 0
-    for number in numbers:
-        if len(kept) == 0 or not kept[number]:
-            starts[number % nodes + 1] += 1
+    for sample_id in sample_ids:
+        if len(is_pinned) == 0 or not is_pinned[sample_id]:
+            starts[sample_id % nodes + 1] += 1
             total += 1
     for node in range(nodes):
         starts[node + 1] += starts[node]
     lists = np.empty(total, dtype=np.uint32)
     ends = starts.copy()
-    for position in range(len(numbers)):
-        number = numbers[position]
-        if len(kept) == 0 or not kept[number]:
-            node = number % nodes
-            lists[ends[node]] = position
+    for slot in range(len(sample_ids)):
+        sample_id = sample_ids[slot]
+        if len(is_pinned) == 0 or not is_pinned[sample_id]:
+            node = sample_id % nodes
+            lists[ends[node]] = slot
             ends[node] += 1
     return lists
 
 
 @compiled((uint32[::1], int64, int64, int32[::1]))
-def _first_unasked(lists: Any, at: int, stop: int, places: Any) -> int:
-    while at < stop and places[lists[at]] != UNASKED:
+def _first_unfetched(lists: Any, at: int, stop: int, states: Any) -> int:
+    while at < stop and states[lists[at]] != UNFETCHED:
         at += 1
     return at
 
 
 @compiled((uint32[::1], int64, int64, int32[::1], int64, uint32[::1]))
-def _unasked(
-    lists: Any, at: int, stop: int, places: Any, reach: int, found: Any
+def _collect_unfetched(
+    lists: Any, at: int, stop: int, states: Any, reach: int, run: Any
 ) -> tuple[int, int]:
+    """Fill `run` with unfetched epoch slots below `reach`; return their count and where in `lists`
+    the walk ended."""
     count = 0
-    while at < stop and count < len(found) and lists[at] < reach:
-        if places[lists[at]] == UNASKED:
-            found[count] = lists[at]
+    while at < stop and count < len(run) and lists[at] < reach:
+        if states[lists[at]] == UNFETCHED:
+            run[count] = lists[at]
             count += 1
         at += 1
     return count, at
 
 
 @compiled((int32[::1], uint32[::1]))
-def _missing(places: Any, positions: Any) -> int:
+def _count_missing(states: Any, epoch_slots: Any) -> int:
     count = 0
-    for position in positions:
-        if places[position] < 0 and places[position] != KEPT:
+    for slot in epoch_slots:
+        if states[slot] < 0 and states[slot] != PINNED:
             count += 1
     return count

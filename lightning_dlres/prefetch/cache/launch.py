@@ -1,7 +1,8 @@
-"""Finding the process that keeps a host's cache, and starting it if there is none.
+"""Search for the process that keeps a host's cache, and its start if there is none.
 
-Who holds a lock on a file is that process, or is about to start it; a lock ends with its holder,
-however that ends, so what a killed one has left behind is found and removed by the next.
+The process is known by its lock on a file. The holder of the lock is that process, or is about to
+start it. A lock ends with its holder, even a killed one. So the next process finds and removes the
+files that a killed one has left.
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.messages import HostConfig
 
-# A path of a Unix socket may have 107 bytes, on some systems 103.
-_LONGEST_SOCKET = 100
-_POLL = 0.02
-_LAST_WORDS = 2000
-# The file in which a process says what it does before it listens.
+# Longest path of a Unix socket, in bytes: Linux allows 107, some systems 103.
+_MAX_SOCKET_BYTES = 100
+# Seconds between two looks for the socket.
+_POLL_SECONDS = 0.02
+# Characters of the log that go into an error.
+_LOG_TAIL = 2000
+# File in which a process writes its progress before it listens.
 PROGRESS = "progress"
+# Entry point of the process.
 MAIN = "lightning_dlres.prefetch.cache.host:main"
 
 
 def runtime_directory() -> Path:
-    """Return this user's directory for sockets and locks, which nobody else may enter.
+    """Return this user's directory for sockets and locks; no other user may enter it.
 
     Raises:
-        ConfigError: somebody else has made it.
+        ConfigError: If another user has made it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     parent = (
@@ -52,14 +56,14 @@ def runtime_directory() -> Path:
 
 
 class HostProcess:
-    """The process that keeps the cache called `name`, as others see it.
+    """Process that keeps the cache called `name`, seen from another process.
 
     Args:
-        name: unique for the data set and the job on this host.
-        config: what it is started with, if it has to be.
+        name: Unique for the data set and the job on this host.
+        config: Configuration to start the process with.
 
     Raises:
-        ConfigError: the name makes no path of a socket.
+        ConfigError: If the name cannot be part of a socket's path.
     """
 
     def __init__(self, name: str, config: HostConfig) -> None:
@@ -69,69 +73,71 @@ class HostProcess:
         self._directory, self._lock = base / name, base / f"{name}{LOCK}"
         self._log = base / f"{name}.log"
         self.socket = self._directory / "cache.sock"
-        if len(os.fsencode(self.socket)) > _LONGEST_SOCKET:
+        if len(os.fsencode(self.socket)) > _MAX_SOCKET_BYTES:
             raise ConfigError(
-                f"The socket of cache {name!r} must be a path of at most {_LONGEST_SOCKET} bytes, "
-                f"got {self.socket}. Take a shorter name, or a shorter TMPDIR."
+                f"The socket of cache {name!r} must be a path of at most {_MAX_SOCKET_BYTES} "
+                f"bytes, got {self.socket}. Set TMPDIR to a shorter path."
             )
 
     def ensure(self, timeout: float) -> None:
-        """Return when the process listens; start it if there is none.
+        """Wait until the process listens; start it if there is none.
 
         Raises:
-            DlresError: why it could not start.
-            PeerTimeoutError: it did not come up within `timeout` seconds.
+            DlresError: If the process could not start; it is the process's own error.
+            PeerTimeoutError: If it made no progress for `timeout` seconds.
         """
         deadline, progress = time.monotonic() + timeout, ""
         started: subprocess.Popen[bytes] | None = None
-        # The socket of a killed process is still there.
+        # The socket alone is no proof: that of a killed process stays.
         while not (self.socket.exists() and self.runs()):
             if started is None or started.poll() == 0:
-                # A failure of an earlier process is swept away by this.
+                # There is none, or it has just ended without an error. `_start` also removes the
+                # failure file of an earlier process.
                 try:
                     started = self._start()
                 except OSError as error:
                     raise ConfigError(
-                        f"The files of a cache, {self._directory}*, must be ones that can be made, "
-                        f"got: {error}. Remove what is there, or set TMPDIR to another place."
+                        f"The files of a cache, {self._directory}*, must be writable, got: "
+                        f"{error}. Remove these files, or set TMPDIR to another directory."
                     ) from error
             failed = self._failure()
             if failed is None and started is not None and started.poll():
                 failed = PeerLostError(
-                    f"the process that keeps the cache ended with status {started.returncode} "
-                    f"before it listened. Its last words:\n{self.last_words()}"
+                    f"The process that keeps the cache ended with status {started.returncode} "
+                    f"before it listened. The end of its log:\n{self.log_tail()}"
                 )
             if failed is not None:
                 raise failed
             if (now := self._progress()) != progress:
-                # To list millions of files takes as long as it takes.
+                # Listing millions of files takes long: only a lack of progress is an error.
                 deadline, progress = time.monotonic() + timeout, now
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
-                    f"waited {format_seconds(timeout)} for the process that keeps the cache "
-                    f"({self._directory}){progress and f', which last said: {progress}'}. Its last "
-                    f"words:\n{self.last_words()}"
+                    f"The process that keeps the cache ({self._directory}) made no progress for "
+                    f"{format_seconds(timeout)}{progress and f', after: {progress}'}. The end of "
+                    f"its log:\n{self.log_tail()}"
                 )
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
 
     def runs(self) -> bool:
-        """Return whether there is such a process."""
-        # Shared: whoever else looks at the same time must not take this for the process.
+        """Return true if the process runs."""
+        # A shared lock: another process that looks at the same time must not take this one for the
+        # cache.
         with locked(self._lock, fcntl.LOCK_SH) as lock:
             return lock is None
 
-    def last_words(self) -> str:
-        """Return the end of what the process has printed."""
+    def log_tail(self) -> str:
+        """Return the end of the process's log, or the start of the report of a crash."""
         try:
-            words = self._log.read_text(errors="replace")
+            log = self._log.read_text(errors="replace")
         except OSError:
-            words = ""
-        crash = words.rfind("Fatal Python error")
-        # Of a crash the thread that it happened in comes first.
-        return (words[-_LAST_WORDS:] if crash < 0 else words[crash:][:_LAST_WORDS]) or "(nothing)"
+            log = ""
+        crash = log.rfind("Fatal Python error")
+        # A report of a crash begins with the thread that has crashed.
+        return (log[-_LOG_TAIL:] if crash < 0 else log[crash:][:_LOG_TAIL]) or "(empty)"
 
     def _failure(self) -> DlresError | None:
-        """Return why a process with this configuration could not start."""
+        """Return the error of a process with this configuration that could not start."""
         try:
             data = failure_path(self._directory, self._config).read_bytes()
         except OSError:
@@ -153,7 +159,7 @@ class HostProcess:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory.mkdir(mode=0o700)
             self._log.unlink(missing_ok=True)
-            # To append: the process cuts its log off when it grows long.
+            # Append mode: after the process has cut its log, it goes on at the new end.
             with self._log.open("ab") as log:
                 process = start_program(MAIN, [str(self._directory), str(lock)], log, lock)
             assert process.stdin is not None
@@ -165,38 +171,48 @@ class HostProcess:
 def start_program(
     function: str, arguments: list[str], log: IO[bytes], lock: int
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls a function, with a pipe as its stdin, and a lock's descriptor."""
+    """Start a process that calls a function.
+
+    Args:
+        function: "module:name" of the function.
+        arguments: Arguments of the command.
+        log: File for its output.
+        lock: Descriptor that holds the cache's lock; the process inherits it.
+
+    Returns:
+        The process, with a pipe to its standard input.
+    """
     return subprocess.Popen(
         light_command(function, *arguments),
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=subprocess.STDOUT,
         pass_fds=[lock],
-        # ^C and a terminal's end are for those that use the cache.
+        # Ctrl-C and the end of a terminal must reach the ranks only.
         start_new_session=True,
     )
 
 
 def check_name(name: object) -> None:
-    """Raise where a cache cannot have this name.
+    """Raise an error if a cache cannot have this name.
 
     Raises:
-        ConfigError: it is no part of a path.
+        ConfigError: If the name cannot be one part of a path.
     """
-    # Beside its directory lie its lock and its log.
+    # Lock and log lie beside the cache's directory.
     path_part("cache", name, reserved=(LOCK, ".log"))
 
 
 def failure_path(directory: Path, config: HostConfig) -> Path:
-    """Return the file that says why a process could not start."""
+    """Return the path of the file with the error of a process that could not start."""
     return directory / f"failed-{messages.fingerprint(config)}.json"
 
 
 def error_of(failed: messages.Failed) -> DlresError:
-    """Return the error that a message tells of."""
+    """Return the error that a message describes."""
     from lightning_dlres.core import errors
 
-    found = getattr(errors, failed.error, None)
-    if isinstance(found, type) and issubclass(found, DlresError):
-        return found(failed.text)
+    kind = getattr(errors, failed.error, None)
+    if isinstance(kind, type) and issubclass(kind, DlresError):
+        return kind(failed.text)
     return errors.PeerError(f"{failed.error}: {failed.text}")

@@ -1,5 +1,7 @@
-"""What the processes of a host say to the one that keeps its cache; each message is a frame of
-`core.frames`. Small ones are msgpack; a take, a delivery and a release are arrays.
+"""Messages between the processes of a host and the process that keeps its cache.
+
+Each message is one frame of `core.wire.frames`. Small ones are msgpack; batch requests, batch
+replies and releases are packed arrays. The id spaces are those of `cache.engine`.
 """
 
 from __future__ import annotations
@@ -18,48 +20,81 @@ from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, Positions, Tail
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
+# Kinds of messages.
 JOIN, JOINED, BEGIN, BEGUN, LEAVE, LEFT = "join", "joined", "begin", "begun", "leave", "left"
-TAKE, DELIVERY, RELEASE, FAILED = "take", "delivery", "release", "failed"
+BATCH_REQUEST, BATCH_REPLY = "batch_request", "batch_reply"
+RELEASE, FAILED = "release", "failed"
 METRICS, MEASURED = "metrics", "measured"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-# What is allocated for ranks and batches follows from these.
+# These two are bounded because the cache allocates memory in proportion to them.
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Batch = Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)]
-_TAKE = struct.Struct("<qq")
-_DELIVERY = struct.Struct("<qqqq")
+# request_id and epoch_id; uint32 epoch slots follow.
+_BATCH_REQUEST_HEAD = struct.Struct("<qq")
+# request_id, number of samples, bytes of the keys, bytes of the direct samples.
+_BATCH_REPLY_HEAD = struct.Struct("<qqqq")
+# Bytes of one sample in a batch reply: its location, the end of its key, its sample_id.
+_LOCATION_BYTES, _KEY_END_BYTES, _SAMPLE_ID_BYTES = 24, 8, 4
+_BYTES_PER_SAMPLE = _LOCATION_BYTES + _KEY_END_BYTES + _SAMPLE_ID_BYTES
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the process that keeps a cache needs to know; sizes in bytes. The capacity is the
-    `share`-th part of what the user has given, which matters for advice only."""
+    """Configuration of the process that keeps a cache.
+
+    Attributes:
+        source: Where samples come from.
+        capacity: Bytes of the cache space.
+        prefetch: Most samples of one fetch.
+        lookahead: Bytes that may be fetched ahead of need. None: half of the capacity. 0: fetch on
+            a miss only.
+        threshold: Used part of the capacity at which eviction starts, in (0, 1].
+        max_inflight_requests: Most requests in flight to one storage node.
+        pinned: Bytes of the pinned tier.
+        pinned_directory: Directory of its file. None: it lies in memory.
+        share: The capacity is 1/`share` of what the user has given; for error messages.
+    """
 
     source: SourceConfig
     capacity: int
     prefetch: int = 32
     lookahead: int | None = None
     threshold: float = 0.75
-    depth: int = 4
-    kept: int = 0
-    kept_directory: str | None = None
+    max_inflight_requests: int = 4
+    pinned: int = 0
+    pinned_directory: str | None = None
     share: int = 1
 
 
 class Join(msgspec.Struct, frozen=True):
-    """A process wants to use the cache; `config` is a fingerprint of what it expects."""
+    """Request of a process to use the cache; `config` is the fingerprint of its `HostConfig`."""
 
     config: str
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the cache's memory is, and what the data set is like; `note`, in a line, is for users
-    to know, "" where there is nothing."""
+    """Answer to `Join`: the memory of the cache, and facts about the data set.
+
+    Attributes:
+        pid: Process that keeps the cache.
+        cache_path: Shared memory of the cache space.
+        cache_bytes: Size of it.
+        pinned_path: Shared memory, or file, of the pinned tier.
+        pinned_bytes: Size of it.
+        samples: Number of samples in the data set.
+        total_bytes: Bytes of all samples.
+        largest: Bytes of the largest sample.
+        digest: Fingerprint of the data set.
+        encoding: As in `SampleTable`.
+        nodes: Number of storage nodes.
+        note: Line for users about the data set; "" if there is nothing to say.
+    """
 
     pid: int
     cache_path: str
     cache_bytes: int
-    kept_path: str
-    kept_bytes: int
+    pinned_path: str
+    pinned_bytes: int
     samples: int
     total_bytes: int
     largest: int
@@ -70,10 +105,22 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """A process starts an epoch. `generation` counts its epochs, those given up too; `local_ranks`
-    are those that this host's cache serves; `more` says whether another epoch follows."""
+    """Start of an epoch in one process. All processes must send the same for one epoch_id.
 
-    generation: _Count
+    Attributes:
+        epoch_id: Number of epochs that the process has begun before, aborted ones included.
+        seed: Seed of all orders.
+        epoch: Number of the epoch, which decides its order together with the seed.
+        shuffle: False: the samples come in the order of the data set.
+        consumed: Samples of the epoch that all ranks have been trained on already.
+        ranks: Number of data-parallel ranks.
+        local_ranks: Ranks that this host's cache serves, ascending.
+        batch: Samples of one batch of a rank, for the tail rule.
+        tail: Tail rule, see `ShardSpec`.
+        has_next: True if another epoch follows, which may be prefetched.
+    """
+
+    epoch_id: _Count
     seed: int
     epoch: _Count
     shuffle: bool
@@ -82,25 +129,37 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     local_ranks: tuple[int, ...]
     batch: _Batch
     tail: Tail
-    more: bool
+    has_next: bool
 
     def __post_init__(self) -> None:
         local = self.local_ranks
         ascending = all(first < second for first, second in itertools.pairwise(local))
         if not (local and ascending and local[0] >= 0 and local[-1] < self.ranks):
-            raise ValueError(f"local ranks must be ascending ranks of {self.ranks}")
+            raise ValueError(f"local_ranks must be ascending ranks below {self.ranks}, got {local}")
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the cache's start, see `exchange.Counts`; what is in the cache now, in bytes."""
+    """Counts since the start of the cache (see `exchange.Counts` for the first eight), and its
+    present state.
+
+    Attributes:
+        evicted: Samples that eviction has removed.
+        passes: Eviction passes.
+        moved_bytes: Bytes that eviction has copied.
+        cache_bytes: Bytes of samples that wait or are in use.
+        used_bytes: Used part of the capacity, gaps included.
+        peak_bytes: Largest `used_bytes` so far.
+        capacity: Bytes of the cache space.
+        management_bytes: Bytes of indexes, lists and metadata.
+    """
 
     samples: int
     hits: int
-    kept_hits: int
+    pinned_hits: int
     requests: int
     requested_samples: int
     requested_bytes: int
-    taken_bytes: int
+    delivered_bytes: int
     direct_samples: int
     evicted: int
     passes: int
@@ -113,100 +172,115 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """What was asked for cannot be done; `take` is -1 where it was no take. `error` is the name of
-    a class of `core.errors`."""
+    """Answer to a request that cannot be served.
 
-    take: int
+    Attributes:
+        request_id: The batch request; -1 if it was another kind of request.
+        error: Name of a class of `core.errors`.
+        text: Text of the error.
+    """
+
+    request_id: int
     error: str
     text: str
 
 
 @dataclass(frozen=True)
-class Delivered:
-    """Samples, in order; arrays as in `exchange.Delivery`. `keys` are in UTF-8, one behind the
-    other, and end at `key_ends`."""
+class DeliveredBatch:
+    """Batch reply as it is sent: `exchange.BatchReply` without the client, but with keys.
 
-    take: int
-    numbers: Positions
-    places: NDArray[np.int64]
+    Attributes:
+        keys: Keys of the samples in UTF-8, one behind the other.
+        key_ends: int64[n], offset in `keys` behind each key.
+    """
+
+    request_id: int
+    sample_ids: Positions
+    locations: NDArray[np.int64]
     key_ends: NDArray[np.int64]
     keys: bytes
     direct: NDArray[np.uint8]
 
 
 def fingerprint(config: HostConfig) -> str:
-    """Return what is equal for equal configurations, without saying the keys in them."""
+    """Return a hash that is equal for equal configurations and reveals none of their secrets."""
     return hashlib.blake2b(msgspec.json.encode(config), digest_size=16).hexdigest()
 
 
-def pack_take(take: int, generation: int, positions: Positions) -> bytes:
-    """Return the payload of a take."""
-    return _TAKE.pack(take, generation) + np.ascontiguousarray(positions, "<u4").tobytes()
+def pack_batch_request(request_id: int, epoch_id: int, epoch_slots: Positions) -> bytes:
+    """Return the payload of a batch request."""
+    head = _BATCH_REQUEST_HEAD.pack(request_id, epoch_id)
+    return head + np.ascontiguousarray(epoch_slots, "<u4").tobytes()
 
 
-def unpack_take(payload: bytes, peer: str) -> tuple[int, int, Positions]:
-    """Return number, generation and positions of a take.
+def unpack_batch_request(payload: bytes, peer: str) -> tuple[int, int, Positions]:
+    """Return request_id, epoch_id and epoch slots of a batch request.
 
     Raises:
-        ProtocolError: the payload is none.
+        ProtocolError: If the payload is no batch request.
     """
-    if len(payload) < _TAKE.size or (len(payload) - _TAKE.size) % 4:
-        raise ProtocolError(f"{peer} sent a take of {len(payload)} bytes.")
-    take, generation = _TAKE.unpack_from(payload)
-    return take, generation, np.frombuffer(payload, "<u4", offset=_TAKE.size).astype(np.uint32)
+    head = _BATCH_REQUEST_HEAD.size
+    if len(payload) < head or (len(payload) - head) % 4:
+        raise ProtocolError(f"{peer} sent a batch request of {len(payload)} bytes.")
+    request_id, epoch_id = _BATCH_REQUEST_HEAD.unpack_from(payload)
+    return request_id, epoch_id, np.frombuffer(payload, "<u4", offset=head).astype(np.uint32)
 
 
-def pack_release(takes: list[int]) -> bytes:
+def pack_release(request_ids: list[int]) -> bytes:
     """Return the payload of a release."""
-    return np.array(takes, dtype="<i8").tobytes()
+    return np.array(request_ids, dtype="<i8").tobytes()
 
 
 def unpack_release(payload: bytes, peer: str) -> list[int]:
-    """Return the numbers of the takes that are let go.
+    """Return the request_ids of the batches that are released.
 
     Raises:
-        ProtocolError: the payload is none.
+        ProtocolError: If the payload is no release.
     """
     if len(payload) % 8:
         raise ProtocolError(f"{peer} sent a release of {len(payload)} bytes.")
-    takes: list[int] = np.frombuffer(payload, "<i8").tolist()
-    return takes
+    request_ids: list[int] = np.frombuffer(payload, "<i8").tolist()
+    return request_ids
 
 
-def pack_delivery(delivered: Delivered) -> bytes:
-    """Return the payload of a delivery."""
-    count = len(delivered.numbers)
-    head = _DELIVERY.pack(delivered.take, count, len(delivered.keys), len(delivered.direct))
+def pack_batch_reply(batch: DeliveredBatch) -> bytes:
+    """Return the payload of a batch reply."""
+    head = _BATCH_REPLY_HEAD.pack(
+        batch.request_id, len(batch.sample_ids), len(batch.keys), len(batch.direct)
+    )
     return b"".join(
         [
             head,
-            np.ascontiguousarray(delivered.places, "<i8").tobytes(),
-            np.ascontiguousarray(delivered.key_ends, "<i8").tobytes(),
-            np.ascontiguousarray(delivered.numbers, "<u4").tobytes(),
-            delivered.keys,
-            delivered.direct.tobytes(),
+            np.ascontiguousarray(batch.locations, "<i8").tobytes(),
+            np.ascontiguousarray(batch.key_ends, "<i8").tobytes(),
+            np.ascontiguousarray(batch.sample_ids, "<u4").tobytes(),
+            batch.keys,
+            batch.direct.tobytes(),
         ]
     )
 
 
-def unpack_delivery(payload: bytes, peer: str) -> Delivered:
-    """Return what a delivery says; `direct` is a view of the payload.
+def unpack_batch_reply(payload: bytes, peer: str) -> DeliveredBatch:
+    """Return a batch reply; its `direct` is a view of the payload.
 
     Raises:
-        ProtocolError: the payload is none.
+        ProtocolError: If the payload is no batch reply.
     """
-    if len(payload) < _DELIVERY.size:
-        raise ProtocolError(f"{peer} sent a delivery of {len(payload)} bytes.")
-    take, count, key_bytes, direct_bytes = _DELIVERY.unpack_from(payload)
-    if len(payload) != _DELIVERY.size + 36 * count + key_bytes + direct_bytes:
-        raise ProtocolError(f"{peer} sent a delivery of {len(payload)} bytes for {count} samples.")
-    at = _DELIVERY.size
-    places = np.frombuffer(payload, "<i8", 3 * count, at).reshape(count, 3)
-    at += 24 * count
+    if len(payload) < _BATCH_REPLY_HEAD.size:
+        raise ProtocolError(f"{peer} sent a batch reply of {len(payload)} bytes.")
+    request_id, count, key_bytes, direct_bytes = _BATCH_REPLY_HEAD.unpack_from(payload)
+    body = _BYTES_PER_SAMPLE * count + key_bytes + direct_bytes
+    if len(payload) != _BATCH_REPLY_HEAD.size + body:
+        raise ProtocolError(
+            f"{peer} sent a batch reply of {len(payload)} bytes for {count} samples."
+        )
+    at = _BATCH_REPLY_HEAD.size
+    locations = np.frombuffer(payload, "<i8", 3 * count, at).reshape(count, 3)
+    at += _LOCATION_BYTES * count
     key_ends = np.frombuffer(payload, "<i8", count, at)
-    at += 8 * count
-    numbers = np.frombuffer(payload, "<u4", count, at)
-    at += 4 * count
+    at += _KEY_END_BYTES * count
+    sample_ids = np.frombuffer(payload, "<u4", count, at)
+    at += _SAMPLE_ID_BYTES * count
     keys = payload[at : at + key_bytes]
     direct = np.frombuffer(payload, np.uint8, direct_bytes, at + key_bytes)
-    return Delivered(take, numbers, places, key_ends, keys, direct)
+    return DeliveredBatch(request_id, sample_ids, locations, key_ends, keys, direct)

@@ -1,4 +1,4 @@
-"""What a user says about a cache, checked and turned into what its process is told."""
+"""Options of a cache, as users give them, and their conversion into a `HostConfig`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ from lightning_dlres.prefetch.storage.source_options import (
 )
 
 Source = str | Path | Sequence[str]
+# Beginning of the address of a storage node.
 _SCHEME = "tcp://"
+# Default number of embedded storage nodes.
 _EMBEDDED_NODES = 4
-_LONGEST_TIMEOUT = 20 * 86400.0  # in seconds; ZeroMQ counts milliseconds in 32 bits
-# As many reads at once as four nodes would do.
+# Longest timeout, in seconds: ZeroMQ counts milliseconds in 32 bits.
+_MAX_TIMEOUT = 20 * 86400.0
+# Default read threads of one node, and of a rank that reads itself: as many as four nodes have.
 _NODE_THREADS, _DIRECT_THREADS = 4, 16
 
 
@@ -45,7 +48,7 @@ def host_config(
     prefetch: int = 32,
     lookahead: str | int | None = None,
     threshold: float = 0.75,
-    requests_under_way: int = 4,
+    max_inflight_requests: int = 4,
     read_threads: int | None = None,
     pinned: str | int = 0,
     pinned_directory: str | Path | None = None,
@@ -61,45 +64,45 @@ def host_config(
     """Return the configuration of a cache over a source.
 
     Args:
-        source: a folder, a store, a listing, a URL; or the addresses of storage nodes in their
-            order, as a list or with commas ("tcp://10.0.0.1:5555,tcp://10.0.0.2:5555").
-        storage: "direct": each rank reads local files itself, without a cache; "embedded": the
-            cache's process runs storage nodes over the source; "files": it reads the source
-            itself; "nodes": `source` has addresses; "auto": "nodes" for addresses, "files" for a
-            URL, "embedded" where nodes, replicas, pinned or lookahead=0 ask for it, else "direct".
+        source: Folder, store, listing or URL; or the addresses of storage nodes in their order, as
+            a list or with commas ("tcp://10.0.0.1:5555,tcp://10.0.0.2:5555").
+        storage: "direct": each rank reads local files itself, without a cache. "embedded": the
+            cache's process runs storage nodes over the source. "files": it reads the source
+            itself. "nodes": the source has addresses. "auto": "nodes" for addresses, "files" for a
+            URL, "embedded" if nodes, replicas, pinned or lookahead=0 ask for it, else "direct".
             Or the name of a backend of `register_storage`, which checks the source itself.
-        nodes: N, where they are not addresses; None: 4 embedded ones, one for files.
-        replicas: on how many nodes each sample is.
-        capacity: bytes of the cache of one host.
-        prefetch: samples of one request, Method C's k.
-        lookahead: bytes that may be asked for ahead of need; None: half of the capacity; 0: nothing
-            is, a miss fetches the sample and the next k - 1 of its list.
-        threshold: the part of the capacity at which eviction starts.
-        requests_under_way: to one node at a time, at most.
-        read_threads: how many requests are read at once, by each embedded node, of files, or by
-            each rank itself; None: 16 for "direct", else 4.
-        pinned: bytes for samples that stay over all epochs.
-        pinned_directory: a directory on a local disk for them; None: memory.
-        timeout: after which a sample that does not come is an error.
-        key, server_key: files of keys, for nodes that use CURVE (see `dlres store keys`).
-        follow_links: whether links in a local folder are followed out of it, too.
-        extensions: endings of file names such as ".jpg", in any case; other files are no samples.
-            None: all files are.
-        storage_options: arguments of fsspec's file system behind a URL, such as keys and
-            endpoints: a mapping of JSON values, or the path of a JSON file with one. No message
-            shows them.
-        classes: the folders that samples may lie in; (): any.
-        share: which part of what the user has given the capacity is: 1/share.
+        nodes: Number of storage nodes. None: as many as addresses, 4 embedded ones, or 1.
+        replicas: Number of nodes that have each sample.
+        capacity: Bytes of the cache of one host.
+        prefetch: Most samples of one request to a storage node.
+        lookahead: Bytes that may be requested ahead of need. None: half of the capacity. 0: a miss
+            requests the sample and the next `prefetch` - 1 of its prefetch list.
+        threshold: Used part of the capacity at which eviction starts, in (0, 1].
+        max_inflight_requests: Most requests in flight to one node.
+        read_threads: Requests that are read at the same time by each embedded node, by the cache's
+            process ("files"), or by each rank ("direct"). None: 16 for "direct", else 4.
+        pinned: Bytes for samples that stay for all epochs.
+        pinned_directory: Directory on a local disk for them. None: memory.
+        timeout: Time after which a sample that does not come is an error.
+        key: File with this process's key pair, for nodes that use CURVE (see `dlres store keys`).
+        server_key: File with the public key of the nodes.
+        follow_links: True: links in a local folder are followed even if they lead out of it.
+        extensions: Endings of file names such as ".jpg", in any case; other files are no samples.
+            None: all files are samples.
+        storage_options: Arguments of fsspec's file system behind a URL, such as keys and endpoints:
+            a mapping of JSON values, or the path of a JSON file with one. No message shows them.
+        classes: Folders that samples may lie in. (): any.
+        share: The capacity is 1/`share` of what the user has given; for error messages.
 
     Raises:
-        ConfigError: a bad value.
+        ConfigError: If an argument is out of its range, or does not fit the source.
     """
     instance("storage", storage, (str,), f"one of {', '.join((AUTO, *storage_names()))}", "'auto'")
     for name, number in (
         ("nodes", nodes),
         ("replicas", replicas),
         ("prefetch", prefetch),
-        ("requests_under_way", requests_under_way),
+        ("max_inflight_requests", max_inflight_requests),
         ("read_threads", read_threads),
     ):
         if number is not None or name not in ("nodes", "read_threads"):
@@ -110,11 +113,13 @@ def host_config(
         ("server_key", server_key),
     ):
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
-            raise ConfigError(got_expected(name, path, "the path of a file or folder", "None"))
+            raise ConfigError(
+                got_expected(name, path, "the path of a file or folder", f"{name}='/path'")
+            )
     finite("threshold", threshold, "threshold=0.75", above=True)
     for name, size in (("capacity", capacity), ("pinned", pinned), ("lookahead", lookahead)):
         if size is not None or name != "lookahead":
-            instance(name, size, (str, int), "a number of bytes", "a value such as '2GiB'")
+            instance(name, size, (str, int), "a number of bytes", f"{name}='2GiB'")
     flag("follow_links", follow_links)
     endings = parse_extensions(extensions)
     file_system_options = parse_storage_options(storage_options)
@@ -122,16 +127,16 @@ def host_config(
     are_nodes = all(map(is_address, addresses))
     kind = storage
     ahead = None if lookahead is None else parse_bytes(lookahead, "lookahead")
-    kept = parse_bytes(pinned, "pinned")
-    # What only a cache can do.
-    cached = nodes is not None or replicas > 1 or ahead == 0 or kept > 0
+    pinned_bytes = parse_bytes(pinned, "pinned")
+    # Only a cache can do these.
+    needs_cache = nodes is not None or replicas > 1 or ahead == 0 or pinned_bytes > 0
     if storage == AUTO:
         is_local = "://" not in addresses[0] or addresses[0].startswith("file://")
-        local = "embedded" if cached else "direct"
+        local = "embedded" if needs_cache else "direct"
         kind = "nodes" if are_nodes else local if is_local else "files"
     backend = storage_backend(kind)
     if kind != DIRECT:
-        # A backend that is not there is said now, and not by the process that keeps the cache.
+        # Report a missing backend here, and not from the process that keeps the cache.
         load_opener(kind, backend.opener)
     is_files = not are_nodes and len(addresses) == 1
     if (kind == "nodes" and not are_nodes) or (backend.reads_files and not is_files):
@@ -146,23 +151,22 @@ def host_config(
     if kind == "nodes" and endings:
         raise ConfigError(
             "extensions must be None for the addresses of storage nodes, got "
-            f"{extensions!r}. Serve fewer files: dlres store serve --extensions."
+            f"{extensions!r}. Select the files on the nodes: dlres store serve --extensions."
         )
     if storage_options is not None and (kind == "nodes" or not is_url(addresses[0])):
         raise ConfigError(
-            f"storage_options must be None for a source that is no URL, got {addresses[0]!r} "
-            "beside them. Use a URL such as 's3://bucket/train'."
+            f"storage_options must be None for a source that is no URL, got {addresses[0]!r}. Use "
+            "a URL such as 's3://bucket/train'."
         )
     if kind == "nodes" and nodes not in (None, len(addresses)):
-        raise ConfigError(got_expected("nodes", nodes, f"the {len(addresses)} addresses", "None"))
-    if kind == "direct" and cached:
         raise ConfigError(
-            got_expected(
-                "storage",
-                kind,
-                "'embedded' beside nodes, replicas, pinned or lookahead=0",
-                "'auto'",
-            )
+            f"nodes must be the number of addresses, {len(addresses)}, got {nodes!r}. Leave out "
+            "nodes."
+        )
+    if kind == "direct" and needs_cache:
+        raise ConfigError(
+            "storage must be one with a cache beside nodes, replicas, pinned or lookahead=0, got "
+            f"{kind!r}. Use storage='embedded'."
         )
     if read_threads is None:
         read_threads = _DIRECT_THREADS if kind == "direct" else _NODE_THREADS
@@ -174,22 +178,21 @@ def host_config(
             got_expected("replicas", replicas, f"1 to the number of nodes, {count}", "replicas=1")
         )
     if not 0 < threshold <= 1:
-        raise ConfigError(got_expected("threshold", threshold, "a part of 1", "threshold=0.75"))
+        raise ConfigError(got_expected("threshold", threshold, "in (0, 1]", "threshold=0.75"))
     if (key is None) != (server_key is None):
         missing, given = ("key", "server_key") if key is None else ("server_key", "key")
         raise ConfigError(f"{missing} must be given beside {given}, got None. Pass both.")
-    room = parse_bytes(capacity, "capacity")
-    if room < 1 or (ahead or 0) > room:
+    capacity_bytes = parse_bytes(capacity, "capacity")
+    if capacity_bytes < 1 or (ahead or 0) > capacity_bytes:
+        if not ahead:
+            rule = "at least the largest sample"
+            raise ConfigError(got_expected("capacity", capacity, rule, "capacity='2GiB'"))
         raise ConfigError(
-            got_expected(
-                "lookahead" if ahead else "capacity",
-                lookahead if ahead else capacity,
-                "at most the capacity" if ahead else "at least the largest sample",
-                "'2GiB'",
-            )
+            f"lookahead must be at most the capacity, {capacity}, got {lookahead}. Leave it out "
+            "for half of the capacity."
         )
     if kind != "direct":
-        # The process that keeps the cache gets them as JSON.
+        # They go to the cache's process as JSON, which is UTF-8.
         _require_text("source", *addresses)
         _require_text("pinned_directory", str(pinned_directory or ""))
     own = load_keys(Path(key)) if key is not None else None
@@ -210,14 +213,14 @@ def host_config(
             storage_options=file_system_options,
             classes=classes,
         ),
-        capacity=room,
+        capacity=capacity_bytes,
         prefetch=prefetch,
         lookahead=ahead,
         threshold=threshold,
-        depth=requests_under_way,
-        kept=kept,
+        max_inflight_requests=max_inflight_requests,
+        pinned=pinned_bytes,
         share=share,
-        kept_directory=None if pinned_directory is None else str(pinned_directory),
+        pinned_directory=None if pinned_directory is None else str(pinned_directory),
     )
 
 
@@ -227,13 +230,13 @@ def _require_text(name: str, *paths: str) -> None:
             path.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{name} must be a path in UTF-8 where a cache reads it, got {path!r}. Rename the "
+                f"{name} must be a path in UTF-8 if a cache reads it, got {path!r}. Rename the "
                 "folder."
             ) from error
 
 
 def is_address(source: str) -> bool:
-    """Return whether a source is the address of a storage node, or several with commas."""
+    """Return true if a source is the address of a storage node, or several with commas."""
     return source.startswith(_SCHEME)
 
 
@@ -245,7 +248,7 @@ def _addresses(source: Source) -> tuple[str, ...]:
             return tuple(part.strip() for part in source.split(","))
         if not source:
             raise ConfigError(got_expected("source", source, "a folder, store or URL", "'data'"))
-        # The cache's process must not depend on where it was started.
+        # Absolute, because the cache's process may have another working directory.
         return (source if "://" in source else str(Path(source).expanduser().absolute()),)
     parts = source if isinstance(source, (list, tuple)) else ()
     if not parts or not all(isinstance(part, str) and part for part in parts):
@@ -256,7 +259,7 @@ def _addresses(source: Source) -> tuple[str, ...]:
 
 
 def _positive(seconds: float) -> float:
-    if not 0 < seconds <= _LONGEST_TIMEOUT:
+    if not 0 < seconds <= _MAX_TIMEOUT:
         rule = "a time above 0 and up to 20 days"
         raise ConfigError(got_expected("timeout", seconds, rule, "timeout='30s'"))
     return seconds

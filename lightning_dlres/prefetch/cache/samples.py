@@ -1,6 +1,6 @@
-"""Samples as user code sees them: a key, and bytes that lie in the cache and were not copied.
+"""Samples for user code: a key, and bytes that lie in the cache and are not copied.
 
-They stay where they are for as long as anything that was made of them without a copy is alive: a
+A sample stays where it is as long as anything that was made of it without a copy is alive: a
 memoryview, an array, a tensor.
 """
 
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dlres.core.host import shared_memory
-from lightning_dlres.prefetch.cache.exchange import CACHED_TIER, DIRECT_TIER, KEPT_TIER
-from lightning_dlres.prefetch.cache.messages import Delivered
+from lightning_dlres.prefetch.cache.exchange import CACHED_TIER, DIRECT_TIER, PINNED_TIER
+from lightning_dlres.prefetch.cache.messages import DeliveredBatch
 from lightning_dlres.prefetch.order.sequence import mixed
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
@@ -24,43 +24,47 @@ Bytes = NDArray[np.uint8]
 
 
 class Sample:
-    """One sample. No dataclass: Lightning would take it apart to look for tensors.
+    """One sample of a data set.
+
+    It is no dataclass, because Lightning would look for tensors in its fields and rebuild it.
 
     Attributes:
-        number: its number in the data set.
-        array: uint8[n], its bytes; not to be written to.
+        sample_id: Number of the sample in the data set.
+        array: uint8[n], its bytes. Do not write to them.
     """
 
-    __slots__ = ("_epoch_seed", "_key", "_shared", "array", "number")
+    __slots__ = ("_epoch_seed", "_is_shared", "_key", "array", "sample_id")
 
     def __init__(
         self,
         key: str | SampleTable,
-        number: int,
+        sample_id: int,
         array: Bytes,
         epoch_seed: int,
-        shared: bool = False,
+        is_shared: bool = False,
     ) -> None:
-        # Most keys and seeds are never looked at.
-        self._key, self.number, self.array, self._epoch_seed = key, number, array, epoch_seed
-        self._shared = shared
+        # Key and seed are computed when they are asked for: most of them never are.
+        self._key, self.sample_id, self.array, self._epoch_seed = key, sample_id, array, epoch_seed
+        # True for a pinned sample, whose bytes other epochs and ranks look at.
+        self._is_shared = is_shared
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Sample, (self.key, self.number, self.array, self._epoch_seed, self._shared)
+        arguments = (self.key, self.sample_id, self.array, self._epoch_seed, self._is_shared)
+        return Sample, arguments
 
     @property
     def key(self) -> str:
-        """Its name in the data set."""
-        return self._key if isinstance(self._key, str) else self._key.key(self.number)
+        """Name of the sample in the data set."""
+        return self._key if isinstance(self._key, str) else self._key.key(self.sample_id)
 
     @property
     def seed(self) -> int:
-        """A number for what is random about it: another one in every epoch, and the same on any
+        """Seed for random augmentations: it differs from epoch to epoch, and is the same on any
         rank, in any worker and after a restart."""
-        return mixed(self._epoch_seed + self.number)
+        return mixed(self._epoch_seed + self.sample_id)
 
     def __repr__(self) -> str:
-        return f"Sample({self.key!r}, number={self.number}, {len(self)} bytes)"
+        return f"Sample({self.key!r}, sample_id={self.sample_id}, {len(self)} bytes)"
 
     @property
     def data(self) -> memoryview:
@@ -68,66 +72,75 @@ class Sample:
         return self.array.data.toreadonly()
 
     def tensor(self) -> Tensor:
-        """Return uint8[n], without a copy unless the sample stays in memory for later epochs."""
+        """Return uint8[n], without a copy unless the sample is pinned for later epochs."""
         if not len(self.array):
             return torch.empty(0, dtype=torch.uint8)
-        return torch.from_numpy(self.array.copy() if self._shared else self.array)
+        return torch.from_numpy(self.array.copy() if self._is_shared else self.array)
 
     def __len__(self) -> int:
         return len(self.array)
 
 
 class Regions:
-    """The memory of a host's cache, as a process has mapped it.
+    """Memory of a host's cache, as this process has mapped it.
 
     Args:
-        cache_path, cache_bytes, kept_path, kept_bytes: as in `messages.Joined`.
+        cache_path: As in `messages.Joined`.
+        cache_bytes: As in `messages.Joined`.
+        pinned_path: As in `messages.Joined`.
+        pinned_bytes: As in `messages.Joined`.
     """
 
-    def __init__(self, cache_path: str, cache_bytes: int, kept_path: str, kept_bytes: int) -> None:
-        self.names = (cache_path, cache_bytes, kept_path, kept_bytes)
+    def __init__(
+        self, cache_path: str, cache_bytes: int, pinned_path: str, pinned_bytes: int
+    ) -> None:
+        self.names = (cache_path, cache_bytes, pinned_path, pinned_bytes)
         self.cache = shared_memory.attach(cache_path, cache_bytes)
-        self.kept = shared_memory.attach(kept_path, kept_bytes)
+        self.pinned = shared_memory.attach(pinned_path, pinned_bytes)
 
 
 _mapped: dict[tuple[str, int, str, int], Regions] = {}
 
 
-def mapped(names: tuple[str, int, str, int]) -> Regions:
-    """Return regions, mapped once in this process."""
+def map_regions(names: tuple[str, int, str, int]) -> Regions:
+    """Return regions by their `names`; they are mapped once in this process."""
     if names not in _mapped:
-        # The cache before is gone, or its process could not have another one's path.
+        # A path is unique while its cache runs: the cache before has ended.
         _mapped.clear()
         _mapped[names] = Regions(*names)
     return _mapped[names]
 
 
 class Samples(Sequence[Sample]):
-    """What one delivery brought, in order.
+    """Samples of one delivered batch, in order.
 
-    It can be sent to another process of the host, where it looks at the same memory; whoever sends
-    it has to hold it meanwhile.
+    They can be sent to another process of this host, which looks at the same memory. The sender has
+    to hold them until that process is done.
 
     Args:
-        delivered: where the samples are.
-        regions: the memory.
-        released: called when neither this nor anything made of it without a copy is left; None: it
-            is somebody else's.
+        batch: Locations of the samples.
+        regions: Memory that they lie in.
+        on_release: Called when neither this nor anything made of it without a copy is left. None:
+            another object holds the batch.
+
+    Attributes:
+        sample_ids: uint32[n].
+        epoch_seed: Seed that the samples' own are made of; set by the loader.
     """
 
     def __init__(
         self,
-        delivered: Delivered,
+        batch: DeliveredBatch,
         regions: Regions,
-        released: Callable[[], None] | None = None,
+        on_release: Callable[[], None] | None = None,
     ) -> None:
-        self.delivered, self.numbers = delivered, delivered.numbers
+        self.batch, self.sample_ids = batch, batch.sample_ids
         self.epoch_seed = 0
         self._regions = regions
-        self._cache = regions.cache if released is None else _held(regions.cache, released)
+        self._cache = regions.cache if on_release is None else _leased(regions.cache, on_release)
 
     def __len__(self) -> int:
-        return len(self.delivered.numbers)
+        return len(self.sample_ids)
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -145,44 +158,44 @@ class Samples(Sequence[Sample]):
         return (self._sample(at) for at in range(len(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpacked, (self.delivered, self._regions.names, self.epoch_seed)
+        return _unpickle, (self.batch, self._regions.names, self.epoch_seed)
 
     def _sample(self, at: int) -> Sample:
-        delivered = self.delivered
-        tier, offset, length = delivered.places[at].tolist()
-        memory = {CACHED_TIER: self._cache, KEPT_TIER: self._regions.kept}.get(
-            tier, delivered.direct
+        batch = self.batch
+        tier, offset, length = batch.locations[at].tolist()
+        memory = {CACHED_TIER: self._cache, PINNED_TIER: self._regions.pinned}.get(
+            tier, batch.direct
         )
-        start = int(delivered.key_ends[at - 1]) if at else 0
-        key = delivered.keys[start : int(delivered.key_ends[at])].decode()
+        start = int(batch.key_ends[at - 1]) if at else 0
+        key = batch.keys[start : int(batch.key_ends[at])].decode()
         array = memory[offset : offset + length]
         if tier == DIRECT_TIER:
+            # A view would keep the whole message alive.
             array = array.copy()
-        elif tier == KEPT_TIER:
+        elif tier == PINNED_TIER:
             # Other epochs and ranks look at the same bytes.
             array.flags.writeable = False
-        number = int(delivered.numbers[at])
-        return Sample(key, number, array, self.epoch_seed, tier == KEPT_TIER)
+        sample_id = int(batch.sample_ids[at])
+        return Sample(key, sample_id, array, self.epoch_seed, tier == PINNED_TIER)
 
 
-class _Lease:
-    """Stands between an array and the memory below it, and tells when the array and all views of it
-    are gone."""
+class _LeasedMemory:
+    """Base of an array: NumPy drops it when the array and all of its views are gone."""
 
-    def __init__(self, memory: Bytes, released: Callable[[], None]) -> None:
+    def __init__(self, memory: Bytes, on_release: Callable[[], None]) -> None:
         self._memory = memory
-        self._released = released
+        self._on_release = on_release
         self.__array_interface__ = memory.__array_interface__
 
     def __del__(self) -> None:
-        self._released()
+        self._on_release()
 
 
-def _held(memory: Bytes, released: Callable[[], None]) -> Bytes:
-    return np.asarray(_Lease(memory, released))
+def _leased(memory: Bytes, on_release: Callable[[], None]) -> Bytes:
+    return np.asarray(_LeasedMemory(memory, on_release))
 
 
-def _unpacked(delivered: Delivered, names: tuple[str, int, str, int], seed: int) -> Samples:
-    samples = Samples(delivered, mapped(names))
+def _unpickle(batch: DeliveredBatch, names: tuple[str, int, str, int], seed: int) -> Samples:
+    samples = Samples(batch, map_regions(names))
     samples.epoch_seed = seed
     return samples

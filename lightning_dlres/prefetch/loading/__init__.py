@@ -1,1 +1,1 @@
-"""Loading: samples decoded and collated into batches on one rank."""
+"""Loading on one rank: samples are requested, decoded and collated into batches."""

@@ -1,7 +1,7 @@
-"""Items of a batch put together as `torch.utils.data.default_collate` does it, in one thread.
+"""Collation like that of `torch.utils.data.default_collate`, but in one thread.
 
-Torch copies large tensors with all of its threads. Beside threads that read ahead these wait for
-each other, spinning, for many times as long as the copy takes.
+Torch copies large tensors with all of its threads. Beside threads that read ahead, these spin and
+wait for each other many times as long as the copy takes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from torch.utils.data import default_collate
 
 from lightning_dlres.prefetch.storage.local_reads import Buffers
 
-# The fewest bytes of a tensor that lies in memory that was used before. The allocator keeps less
-# than this for the next tensor itself; more it may give back, and get page by page again.
-_REUSED_BYTES = 1 << 20
-# Batches are made one after the other, and a few are handed over at a time.
-_MOST_FREE_BUFFERS = 4
+# Least size, in bytes, of a tensor whose memory is reused. The allocator itself keeps smaller
+# blocks for the next tensor. Larger ones it may return to the system, and fault in again page by
+# page.
+_MIN_REUSED_BYTES = 1 << 20
+# Free buffers to keep: batches are made one after the other, and a few are in use at a time.
+_MAX_FREE_BUFFERS = 4
 
 
 class Collator:
-    """Puts items of a batch together. Large tensors lie in memory of batches that are gone: the
-    page faults of fresh memory take several times as long as the copy into it."""
+    """Collate function that reuses the memory of earlier batches for large tensors.
+
+    The page faults of new memory take several times as long as the copy into it.
+    """
 
     def __init__(self) -> None:
-        self._buffers = Buffers(_MOST_FREE_BUFFERS)
+        self._buffers = Buffers(_MAX_FREE_BUFFERS)
 
     def __call__(self, items: Any) -> Any:
         """Return what `default_collate` returns for a list or tuple of items."""
@@ -36,7 +39,7 @@ class Collator:
             return default_collate(items)
         first = items[0]
         if all(type(item) is Tensor for item in items):
-            return self._stacked(items) if _is_plain(items) else default_collate(items)
+            return self._stack(items) if _is_plain(items) else default_collate(items)
         if type(first) in (tuple, list) and _are_alike(items):
             return [self(column) for column in zip(*items, strict=True)]
         if type(first) is dict and all(
@@ -45,11 +48,11 @@ class Collator:
             return {key: self([item[key] for item in items]) for key in first}
         return default_collate(items)
 
-    def _stacked(self, tensors: Any) -> Tensor:
+    def _stack(self, tensors: Any) -> Tensor:
         try:
             arrays = [tensor.numpy() for tensor in tensors]
         except TypeError:
-            # A kind of number that NumPy does not have.
+            # NumPy has no such dtype, bfloat16 for instance.
             return torch.stack(list(tensors))
         stacked = self._empty((len(tensors), *tensors[0].shape), tensors[0].dtype)
         np.stack(arrays, out=stacked.numpy())
@@ -57,7 +60,7 @@ class Collator:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < _REUSED_BYTES:
+        if nbytes < _MIN_REUSED_BYTES:
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(self._buffers.get(nbytes)).view(dtype).view(shape)
 
@@ -67,7 +70,7 @@ def _are_alike(items: Any) -> bool:
 
 
 def _is_plain(tensors: Any) -> bool:
-    """Return whether NumPy knows these tensors, and they fit together."""
+    """Return true if NumPy can stack these tensors as they are."""
     first = tensors[0]
     return all(
         tensor.shape == first.shape

@@ -1,7 +1,7 @@
-"""Local files without a cache: each rank reads what it needs itself, ahead of need, in threads.
+"""Direct reads of local files, without a cache: each rank reads its own samples ahead of need.
 
-A cache that ranks share costs a copy and several hops between processes. Where the system's page
-cache answers, these cost more than the reading.
+A cache that ranks share costs a copy and several hops between processes. If the system's page cache
+answers, these cost more than the reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dlres.core.errors import StorageError
-from lightning_dlres.prefetch.cache.epochs import needed
+from lightning_dlres.prefetch.cache.epochs import needed_samples
 from lightning_dlres.prefetch.cache.exchange import Counts
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig, Joined, Metrics
 from lightning_dlres.prefetch.loading.local_samples import LocalSamples
@@ -23,25 +23,25 @@ from lightning_dlres.prefetch.order.sequence import Positions, shuffled
 from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.source import open_source
 
-# Batches that are read ahead to begin with: more would only push each other out of the processor's
-# caches. If they are waited for, there are more.
-_FIRST_WINDOW = 2
-# So many bytes ahead are never too many.
+# Batches that are read ahead at first. More would evict each other from the processor's caches.
+# The window doubles each time the caller has to wait for the storage.
+_INITIAL_WINDOW = 2
+# Bytes that may always be read ahead, whatever the window.
 _SMALL_BYTES = 4 << 20
-# How often the storage looks for reads that hang.
-_LOOK_SECONDS = 1.0
+# Seconds between two checks for reads that hang.
+_CHECK_SECONDS = 1.0
 
 
 class DirectClient:
-    """Stands in for a `CacheClient` where there is no cache. For one thread.
+    """Reader with the interface of a `CacheClient`, for one thread.
 
     Args:
-        config: of a "direct" source. No batch is begun while the look-ahead, or half of the
-            capacity, is full of batches that were read and not taken.
-        in_workers: whether samples are read where they are decoded, in other processes.
+        config: Configuration with a "direct" source. No batch is begun while `lookahead` bytes (or
+            half of the capacity) are full of batches that were read and not handed over.
+        in_workers: True: samples are read where they are decoded, in worker processes.
 
     Raises:
-        ConfigError: there is no such source.
+        ConfigError: If there is no such source.
     """
 
     def __init__(self, config: HostConfig, in_workers: bool = False) -> None:
@@ -51,24 +51,25 @@ class DirectClient:
         self._storage = FileStorage(self.reader, 1, source.read_threads, source.timeout)
         self._storage.on_reply = self._deliver
         self._budget = config.lookahead or -(-config.capacity // 2)
-        self._window, self._most_at_once = _FIRST_WINDOW, source.read_threads
-        self._tickets, self._generations = itertools.count(), itertools.count()
-        # The samples of the epoch under way; of every take that was not delivered its future and
-        # numbers; the bytes of every one that was not handed over.
-        self._needed: Positions | None = None
-        self._takes: dict[int, tuple[Future[LocalSamples], Positions]] = {}
+        self._window, self._max_window = _INITIAL_WINDOW, source.read_threads
+        self._fetch_ids, self._epoch_ids = itertools.count(), itertools.count()
+        # The sample_ids of the epoch that was begun, by epoch slot.
+        self._epoch_samples: Positions | None = None
+        # Future and sample_ids of each batch that is being read, by fetch_id.
+        self._pending: dict[int, tuple[Future[LocalSamples], Positions]] = {}
+        # Bytes of each batch that was requested and not handed over, and their sum.
         self._nbytes: dict[Future[LocalSamples], int] = {}
-        self._ahead, self._counts = 0, Counts()
+        self._bytes_ahead, self._counts = 0, Counts()
         table = self.reader.table
-        # What is compiled is loaded now, and not while the first batch is waited for.
+        # Load compiled functions now, and not while the caller waits for the first batch.
         shuffled(1, 0, 0)
         self.reader.read_joined(np.zeros(0, dtype=np.uint32))
         self.joined = Joined(
             pid=os.getpid(),
             cache_path="",
             cache_bytes=0,
-            kept_path="",
-            kept_bytes=0,
+            pinned_path="",
+            pinned_bytes=0,
             samples=len(table),
             total_bytes=table.total_bytes,
             largest=int(table.sizes.max()),
@@ -78,75 +79,78 @@ class DirectClient:
             note=self.reader.note,
         )
 
-    def begin(self, **arguments: Any) -> int:
-        """Start an epoch, see `messages.Begin`; return its generation."""
-        begin = Begin(generation=next(self._generations), **arguments)
-        # What the epoch before has not delivered is not wanted any more.
-        self._takes.clear()
+    def begin_epoch(self, **arguments: Any) -> int:
+        """Begin an epoch; arguments as for `messages.Begin`. Return its epoch_id."""
+        begin = Begin(epoch_id=next(self._epoch_ids), **arguments)
+        # Batches of the epoch before that were not handed over are dropped.
+        self._pending.clear()
         self._nbytes.clear()
-        self._ahead = 0
-        self._needed = needed(len(self.reader.table), begin)
-        return begin.generation
+        self._bytes_ahead = 0
+        self._epoch_samples = needed_samples(len(self.reader.table), begin)
+        return begin.epoch_id
 
-    def may_take(self, waiting: int, least: int) -> bool:
-        """Return whether to take more, beside so many takes that wait; `least` may."""
+    def may_request(self, waiting: int, most: int) -> bool:
+        """Return true if one more batch may be requested beside `waiting` ones. Up to `most` may
+        wait as long as the budget allows, and more if the storage is slow."""
         if not waiting:
+            # Even a batch that is larger than the budget has to be read.
             return True
-        if self._ahead < min(_SMALL_BYTES, self._budget):
-            return waiting < max(least, self._most_at_once)
-        return waiting < max(least, self._window) and self._ahead < self._budget
+        if self._bytes_ahead < min(_SMALL_BYTES, self._budget):
+            return waiting < max(most, self._max_window)
+        return waiting < max(most, self._window) and self._bytes_ahead < self._budget
 
-    def take(self, generation: int, positions: Positions) -> Future[LocalSamples]:
-        """Ask for samples; the future has them, or the error, within the deadline."""
-        assert self._needed is not None
-        numbers, future = self._needed[positions], Future[LocalSamples]()
-        nbytes = int(self.reader.table.sizes[numbers].sum())
-        self._counts.requests += len(numbers)
-        self._counts.requested_samples += len(numbers)
+    def request_batch(self, epoch_id: int, epoch_slots: Positions) -> Future[LocalSamples]:
+        """Request the samples of some epoch slots (uint32[n]). The future gets them, or the error,
+        within the deadline."""
+        assert self._epoch_samples is not None
+        sample_ids, future = self._epoch_samples[epoch_slots], Future[LocalSamples]()
+        nbytes = int(self.reader.table.sizes[sample_ids].sum())
+        self._counts.requests += len(sample_ids)
+        self._counts.requested_samples += len(sample_ids)
         self._counts.requested_bytes += nbytes
         if self._in_workers:
-            future.set_result(LocalSamples(self.reader.table, numbers, None))
+            future.set_result(LocalSamples(self.reader.table, sample_ids, None))
             nbytes = 0
         else:
-            ticket = next(self._tickets)
-            self._takes[ticket] = future, numbers
-            self._storage.submit(ticket, 0, numbers)
+            fetch_id = next(self._fetch_ids)
+            self._pending[fetch_id] = future, sample_ids
+            self._storage.submit(fetch_id, 0, sample_ids)
         self._nbytes[future] = nbytes
-        self._ahead += nbytes
+        self._bytes_ahead += nbytes
         return future
 
     def wait(self, future: Future[LocalSamples]) -> LocalSamples:
-        """Return what was asked for.
+        """Return the samples of a batch request.
 
         Raises:
-            StorageError: a sample cannot be had; it names the sample.
+            StorageError: If a sample cannot be had; it names the sample.
         """
-        was_there = future.done()
-        if not was_there and self._storage.has_waited:
-            # More threads are of use where they wait for the storage, not for the processor.
-            self._window = min(2 * self._window, self._most_at_once)
+        is_hit = future.done()
+        if not is_hit and self._storage.has_waited:
+            # More threads help only where they wait for the storage, and not for the processor.
+            self._window = min(2 * self._window, self._max_window)
         while not future.done():
-            if not futures.wait([future], timeout=_LOOK_SECONDS).done:
-                # Only replies that are asked for tell of reads that hang.
+            if not futures.wait([future], timeout=_CHECK_SECONDS).done:
+                # The storage reports reads that hang only when it is asked for replies.
                 self._deliver()
         nbytes = self._nbytes.pop(future, 0)
-        self._ahead -= nbytes
+        self._bytes_ahead -= nbytes
         samples = future.result()
         self._counts.samples += len(samples)
-        self._counts.hits += len(samples) * was_there
-        self._counts.taken_bytes += nbytes
+        self._counts.hits += len(samples) * is_hit
+        self._counts.delivered_bytes += nbytes
         return samples
 
     def metrics(self) -> Metrics:
-        """Return what was counted. A file that is opened is a request; a hit is a sample of a batch
-        that was read before it was waited for."""
+        """Return the metrics of this rank. Each opened file counts as a request. A hit is a sample
+        of a batch that was read before the caller waited for it."""
         return Metrics(
             **vars(self._counts),
             evicted=0,
             passes=0,
             moved_bytes=0,
-            cache_bytes=self._ahead,
-            used_bytes=self._ahead,
+            cache_bytes=self._bytes_ahead,
+            used_bytes=self._bytes_ahead,
             peak_bytes=0,
             capacity=self._budget,
             management_bytes=self.reader.table.sizes.nbytes,
@@ -157,17 +161,19 @@ class DirectClient:
         self.leave()
 
     def leave(self) -> None:
-        """Begin to end the threads, and wait for nothing."""
+        """Begin to end the threads, without waiting."""
         self._storage.close()
 
     def _deliver(self) -> None:
-        """Hand over what was read; runs in the storage's threads, too."""
+        """Complete the futures of batches that were read. This also runs in the storage's threads;
+        `pop` is atomic, so that each batch is completed once."""
         for reply in self._storage.replies():
-            taken = self._takes.pop(reply.fetch_id, None)
-            if taken is None:
+            pending = self._pending.pop(reply.fetch_id, None)
+            if pending is None:
+                # Its epoch was left.
                 continue
-            future, numbers = taken
+            future, sample_ids = pending
             if isinstance(reply.data, StorageError):
                 future.set_exception(reply.data)
             else:
-                future.set_result(LocalSamples(self.reader.table, numbers, reply.data))
+                future.set_result(LocalSamples(self.reader.table, sample_ids, reply.data))

@@ -1,5 +1,6 @@
-"""Items of a map-style data set as bytes and back: trees of tensors, arrays, numbers and texts,
-without pickle.
+"""Encoding of the items of a map-style data set as bytes, without pickle.
+
+An item is a tree of tensors, arrays, numbers and texts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.wire import payload
 from lightning_dlres.prefetch.cache.samples import Sample
 
+# Name of this encoding in the manifest of a store.
 ENCODING = "tensors"
+# Bytes of the header, in front of it.
 _LENGTH = struct.Struct("<I")
 
 
@@ -21,16 +24,16 @@ def encode_item(item: Any) -> bytes:
     """Return an item as bytes.
 
     Raises:
-        ConfigError: the item has something else in it.
+        ConfigError: If the item has other values in it.
     """
     try:
         header, large = payload.encode(item, ())
         contents = [tensor.cpu().numpy().tobytes() for tensor in large]
     except (ConfigError, ProtocolError) as error:
-        # The codec speaks of ranks and batches.
+        # The codec's own message speaks of ranks and batches.
         raise ConfigError(
-            "an item of a map-style data set must be made of dense tensors, numeric arrays, "
-            "numbers, texts, None, and tuples, lists, dicts or data classes of them, got: "
+            "An item of a map-style data set must be made of dense tensors, numeric arrays, "
+            "numbers, texts, None, and tuples, lists, dicts or data classes of these, got: "
             f"{str(error).partition(' cannot be sent')[0]}. Return tensors, or put files into a "
             "folder and pass `decode`."
         ) from error
@@ -41,20 +44,20 @@ def decode_item(sample: Sample) -> Any:
     """Return the item that a sample holds, as a copy.
 
     Raises:
-        ProtocolError: the sample is no such item.
+        ProtocolError: If the sample is no such item.
     """
     data = sample.array
     name = f"sample {sample.key!r}"
     if len(data) < _LENGTH.size:
-        raise ProtocolError(f"{name} has {len(data)} bytes; it is no item of a data set.")
+        raise ProtocolError(f"{name} must be an encoded item, got {len(data)} bytes.")
     (length,) = _LENGTH.unpack(data[: _LENGTH.size].tobytes())
     at = _LENGTH.size + length
     header = payload.decode_header(data[_LENGTH.size : at].tobytes(), name)
     large = []
     for size in payload.large_sizes(header):
-        # A copy has the alignment that its type needs; its place among other samples has any.
+        # A copy is aligned for its dtype; the sample lies at any address.
         large.append(torch.from_numpy(data[at : at + size].copy()))
         at += size
     if at != len(data):
-        raise ProtocolError(f"{name} has {len(data)} bytes, expected {at}.")
+        raise ProtocolError(f"{name} must have {at} bytes, got {len(data)}.")
     return payload.decode(header, large)

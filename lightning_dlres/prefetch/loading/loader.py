@@ -1,5 +1,7 @@
-"""The loader: batches of one rank, whose state is where the epoch stands and nothing else, so that
-any number of ranks can go on from it on the very next sample.
+"""Loader of one rank: an iterable of batches that can be resumed.
+
+Its state is the position in the epoch and nothing else. So any number of ranks can resume from it,
+with the very next sample.
 """
 
 from __future__ import annotations
@@ -11,17 +13,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lightning_dlres.core.checks import flag, function, whole_number
-from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.cache.client import CacheClient
 from lightning_dlres.prefetch.cache.launch import check_name
 from lightning_dlres.prefetch.cache.messages import HostConfig, Joined, Metrics
 from lightning_dlres.prefetch.loading.direct import DirectClient
+from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.loading.workers import (
     BatchMaker,
     Collate,
@@ -32,54 +35,45 @@ from lightning_dlres.prefetch.loading.workers import (
 from lightning_dlres.prefetch.order.sequence import Positions, ShardSpec, Tail, mixed
 from lightning_dlres.prefetch.storage.registry import DIRECT
 
+# Version of the state in checkpoints.
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Which data-parallel rank this is, of how many, and which of them share this host's cache
-    (ascending)."""
-
-    rank: int = 0
-    ranks: int = 1
-    local: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        fits = all(0 <= rank < self.ranks for rank in self.local)
-        if self.rank not in self.local or not fits or list(self.local) != sorted(set(self.local)):
-            raise ConfigError(
-                "local must be the ranks of this host, ascending, with this one among them, got "
-                f"{self.local} for rank {self.rank} of {self.ranks}. Use local=({self.rank!r},)."
-            )
-
-
 class PrefetchLoader:
-    """An iterable of batches; every `iter` goes through the next epoch.
+    """Iterable of batches; each `iter` runs through the next epoch.
 
-    Given to a Trainer without a data module its state is in checkpoints, too, but Lightning does
-    not give it back where `Trainer.estimated_stepping_batches` was asked for before training.
+    A Trainer that gets the loader without a data module saves its state in checkpoints, too. But
+    Lightning does not restore it if `Trainer.estimated_stepping_batches` was read before training.
 
     Args:
-        cache: the name of the host's cache, see `CacheClient`.
-        config: of the cache.
-        ranks: who this is.
-        batch_size: samples of a batch of this rank.
-        shuffle: whether every epoch has an order of its own; else it is that of the data set.
-        seed: of the orders.
-        tail: see `ShardSpec`.
-        decode, collate: see `BatchMaker`.
-        num_workers, worker_type, pin_memory: see `DecodePool`.
-        epoch: the number of the first.
-        unit: how many samples of a rank "drop" does not split; None: a batch.
-        epochs: how many there will be, so that nothing is fetched for one more; None: unknown.
-        report: called when a batch is about to be handed over.
-        unfinished: says how many of the last batches that were handed over do not count yet: they
-            are dealt again after a resume, because they were not trained on. None: all count.
-        ended: says whether the last batch that was handed over ends the epoch though samples are
-            left. None: no batch does.
+        cache: Name of the host's cache, see `CacheClient`.
+        config: Configuration of the cache.
+        ranks: Rank of this process; None: the only one.
+        batch_size: Samples of one batch of this rank.
+        shuffle: True: every epoch has its own order. False: the order of the data set.
+        seed: Seed of the orders.
+        tail: See `ShardSpec`.
+        decode: See `BatchMaker`.
+        collate: See `BatchMaker`.
+        num_workers: See `DecodePool`.
+        worker_type: See `DecodePool`.
+        pin_memory: See `DecodePool`.
+        epoch: Number of the first epoch.
+        epochs: Number of all epochs, so that nothing is prefetched after the last; None: unknown.
+        tail_batch_size: Samples of a rank that the tail rule treats as one batch; None:
+            `batch_size`.
+        on_batch: Called before each batch is handed over.
+        count_unfinished: Returns how many of the last batches were handed over and not trained on.
+            They come again after a resume. None: all were trained on.
+        is_epoch_cut: Returns true if the last batch ends the epoch although samples are left. None:
+            no batch does.
+
+    Attributes:
+        stalled_seconds: Seconds that the caller has waited for samples and workers. Decoding in
+            the caller is no waiting.
 
     Raises:
-        ConfigError: a bad value.
+        ConfigError: If an argument is out of its range.
     """
 
     def __init__(
@@ -99,19 +93,19 @@ class PrefetchLoader:
         pin_memory: bool = False,
         epoch: int = 0,
         epochs: int | None = None,
-        unit: int | None = None,
-        report: Callable[[PrefetchLoader], None] | None = None,
-        unfinished: Callable[[], int] | None = None,
-        ended: Callable[[], bool] | None = None,
+        tail_batch_size: int | None = None,
+        on_batch: Callable[[PrefetchLoader], None] | None = None,
+        count_unfinished: Callable[[], int] | None = None,
+        is_epoch_cut: Callable[[], bool] | None = None,
     ) -> None:
         check_name(cache)
         self._cache, self._config = cache, config
         self._ranks = ranks or Ranks()
-        # What cannot be is said now.
+        # Arguments that are used later are checked now.
         whole_number("batch_size", batch_size, "batch_size=32")
         whole_number("seed", seed, "seed=0", least=0)
         if epochs is not None:
-            whole_number("epochs", epochs, "epochs=None")
+            whole_number("epochs", epochs, "epochs=10")
         flag("shuffle", shuffle)
         function("decode", decode)
         function("collate", collate)
@@ -119,52 +113,59 @@ class PrefetchLoader:
         DecodePool(BatchMaker(decode, collate, "raw"), num_workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
         self._seed, self._epochs = seed, epochs
-        self._report, self._unfinished, self._ended = report, unfinished, ended
+        self._on_batch = on_batch
+        self._count_unfinished, self._is_epoch_cut = count_unfinished, is_epoch_cut
         self._decode, self._collate = decode, collate
         self._num_workers, self._worker_type = num_workers, worker_type
         self._pin_memory = pin_memory
         self._client: CacheClient | DirectClient | None = None
         self._data_set: Joined | None = None
         self._pool: DecodePool | None = None
-        self._unit = unit or batch_size
-        self._epoch, self._start, self._before, self._yielded = epoch, 0, 0, 0
-        self._iteration: weakref.ref[_Iteration] | None = None
-        self._finished = False
-        # Seconds that the caller has waited for samples and workers; its own decoding is work.
-        self.stalled = 0.0
+        self._tail_batch_size = tail_batch_size or batch_size
+        # The epoch; the samples of it that all ranks consumed before this run, and the batches that
+        # this rank had then; the batches that it has handed over since.
+        self._epoch, self._consumed_before, self._batches_before = epoch, 0, 0
+        self._batches_yielded = 0
+        # The epoch was iterated to its end.
+        self._is_finished = False
+        # Weak: a strong one would make a cycle, and the connection to the cache would stay until
+        # the garbage collector runs.
+        self._iterator: weakref.ref[_EpochIterator] | None = None
+        self.stalled_seconds = 0.0
 
     def __len__(self) -> int:
-        """How many batches this rank has in the epoch under way or, between epochs, in the next;
-        after a resume with other ranks those before it count as they were."""
-        if self._exhausted(self._yielded):
-            return self._batches(0)
-        return self._before + self._batches(self._start)
+        """Return the number of this rank's batches in the current epoch or, between epochs, in the
+        next one. After a resume with other ranks, batches before it count as they were."""
+        if self._is_exhausted(self._batches_yielded):
+            return self._num_batches(0)
+        return self._batches_before + self._num_batches(self._consumed_before)
 
     def __iter__(self) -> Iterator[Any]:
-        self._end_iteration()
-        if self._yielded or self._finished:
-            self._next_epoch()
-        iteration = _Iteration(self)
-        # A weak one, or the connection would stay until the garbage collector comes by.
-        self._iteration = weakref.ref(iteration)
-        return iteration
+        self._end_iterator()
+        if self._batches_yielded or self._is_finished:
+            self._epoch += 1
+            self._consumed_before = self._batches_before = self._batches_yielded = 0
+            self._is_finished = False
+        iterator = _EpochIterator(self)
+        self._iterator = weakref.ref(iterator)
+        return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch stands; the same on all ranks."""
-        done = self._yielded
-        if self._unfinished is not None:
-            done -= min(done, self._unfinished())
-        epoch, before = self._epoch, self._before + done
-        dealt = done * self._batch_size * self._ranks.ranks
-        consumed = min(self._start + dealt, self.data_set.samples)
-        cut = done and self._ended is not None and self._ended()
-        if cut or self._exhausted(done):
-            epoch, consumed, before = epoch + 1, 0, 0
+        """Return the position in the epoch; it is the same on all ranks."""
+        done = self._batches_yielded
+        if self._count_unfinished is not None:
+            done -= min(done, self._count_unfinished())
+        epoch, batches = self._epoch, self._batches_before + done
+        assigned = done * self._batch_size * self._ranks.ranks
+        consumed = min(self._consumed_before + assigned, self.data_set.samples)
+        is_cut = done and self._is_epoch_cut is not None and self._is_epoch_cut()
+        if is_cut or self._is_exhausted(done):
+            epoch, consumed, batches = epoch + 1, 0, 0
         return {
             "version": _VERSION,
             "epoch": epoch,
             "consumed": consumed,
-            "batches": before,
+            "batches": batches,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "samples": self.data_set.samples,
@@ -172,53 +173,53 @@ class PrefetchLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with the next `iter` or the first batch of one that has not begun.
+        """Resume from a state, with the next `iter` or with an iterator that has not begun.
 
         Raises:
-            ConfigError: the state is of another data set, or amid an epoch of another order.
+            ConfigError: If the state is of another data set, or amid an epoch of another order.
         """
-        joined = self.data_set
+        data_set = self.data_set
         if state.get("version") != _VERSION:
             raise ConfigError(
-                got_expected(
-                    "version of a loader's state", state.get("version"), f"{_VERSION}", "another"
-                )
+                f"version of a loader's state must be {_VERSION}, got {state.get('version')!r}. "
+                "Resume with the version of lightning-dlres that saved it."
             )
-        if (state["samples"], state["digest"]) != (joined.samples, joined.digest):
+        if (state["samples"], state["digest"]) != (data_set.samples, data_set.digest):
             raise ConfigError(
-                f"The state of a loader must be of this data set ({joined.samples} samples with "
-                f"digest {joined.digest}), got one of {state['samples']} samples with "
-                f"{state['digest']}. Start with the data set that the checkpoint was made with: "
-                "another one has another order."
+                f"The state of a loader must be of this data set ({data_set.samples} samples with "
+                f"digest {data_set.digest}), got one of {state['samples']} samples with "
+                f"{state['digest']}. Resume with the data set of the checkpoint: another one has "
+                "another order."
             )
         if state["consumed"] and state.get("shuffle", self._shuffle) != self._shuffle:
-            # The rest of another order has samples that were trained on, and lacks others.
+            # The rest of another order repeats some samples and lacks others.
             raise ConfigError(
-                f"shuffle must be {state['shuffle']}, as in the checkpoint, which was made amid an "
-                f"epoch, got {self._shuffle} (overfit_batches turns it off). Go on from the end of "
-                "an epoch to change it."
+                f"shuffle must be {state['shuffle']}, as in the checkpoint, which was saved amid "
+                f"an epoch, got {self._shuffle} (overfit_batches turns it off). Resume from the "
+                "end of an epoch to change it."
             )
-        iteration = self._iteration() if self._iteration is not None else None
-        if iteration is not None and iteration.started:
-            self._end_iteration()
-        self._epoch, self._start = state["epoch"], state["consumed"]
-        self._before, self._yielded, self._finished = state["batches"], 0, False
+        iterator = self._iterator() if self._iterator is not None else None
+        if iterator is not None and iterator.has_started:
+            self._end_iterator()
+        self._epoch, self._consumed_before = state["epoch"], state["consumed"]
+        self._batches_before, self._batches_yielded = state["batches"], 0
+        self._is_finished = False
         self._seed = state["seed"]
 
     @property
     def client(self) -> CacheClient | DirectClient:
-        """The connection to the cache, or what reads without one; made when it is first needed."""
+        """Connection to the cache, or the reader in its place; made when it is first used."""
         if self._client is None:
             if self._config.source.storage == DIRECT:
                 self._client = DirectClient(self._config, self._reads_in_workers)
             else:
                 self._client = CacheClient(self._cache, self._config)
-            self._leaving = weakref.finalize(self, self._client.leave)
+            self._leave_at_end = weakref.finalize(self, self._client.leave)
         return self._client
 
     @property
     def data_set(self) -> Joined:
-        """What the cache says of the data set; known also after `close`."""
+        """Facts about the data set; also known after `close`."""
         if self._data_set is None:
             self._data_set = self.client.joined
             if self._data_set.note and self._ranks.rank == 0:
@@ -226,202 +227,208 @@ class PrefetchLoader:
         return self._data_set
 
     def metrics(self) -> Metrics:
-        """Return what the host's cache has counted since it started."""
+        """Return the metrics of the host's cache since it started."""
         return self.client.metrics()
 
     def close(self) -> None:
-        """Leave the cache, and end the workers; the loader can be used again."""
-        self._end_iteration()
+        """Leave the cache and end the workers. The loader can be used again."""
+        self._end_iterator()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
         if self._client is not None:
-            self._leaving.detach()
+            self._leave_at_end.detach()
             self._client.close()
             self._client = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has a cache of its own: in one cache every sample is taken once in an epoch."""
+        """Return the state of a copy. It has a cache of its own, because one cache delivers each
+        sample of an epoch once."""
         return {
             **vars(self),
             "_cache": f"{self._cache.partition('~')[0]}~{uuid.uuid4().hex[:8]}",
             "_ranks": replace(self._ranks, local=(self._ranks.rank,)),
-            **dict.fromkeys(
-                ("_client", "_pool", "_iteration", "_leaving", "_report", "_unfinished", "_ended")
-            ),
+            **dict.fromkeys(("_client", "_pool", "_iterator", "_leave_at_end")),
+            **dict.fromkeys(("_on_batch", "_count_unfinished", "_is_epoch_cut")),
         }
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch of this rank."""
+        """Samples of one batch of this rank."""
         return self._batch_size
 
     @property
     def next_epoch(self) -> int:
-        """The number of the epoch that the next `iter` goes through."""
-        return self._epoch + int(self._yielded > 0 or self._finished)
+        """Number of the epoch that the next `iter` runs through."""
+        return self._epoch + int(self._batches_yielded > 0 or self._is_finished)
 
     @property
     def _reads_in_workers(self) -> bool:
         return self._num_workers > 0 and self._worker_type == "process"
 
-    def _end_iteration(self) -> None:
-        iteration = self._iteration() if self._iteration is not None else None
-        if iteration is not None:
-            iteration.end(
+    def _end_iterator(self) -> None:
+        iterator = self._iterator() if self._iterator is not None else None
+        if iterator is not None:
+            iterator.end(
                 ConfigError(
-                    "this iterator of a PrefetchLoader has ended: the loader was closed, got a "
-                    "state, or started another iterator. It has one at a time; a copy "
-                    "(copy.copy) goes through the epoch by itself."
+                    "This iterator of a PrefetchLoader has ended: the loader was closed, got a "
+                    "state, or started another iterator. It has one at a time. Iterate over a copy "
+                    "(copy.copy) to run through the epoch twice."
                 )
             )
-        self._iteration = None
+        self._iterator = None
 
-    def _exhausted(self, done: int) -> bool:
-        """Return whether the epoch is over after so many batches."""
-        finished = self._finished and done == self._yielded
-        return finished or 0 < self._batches(self._start) <= done
+    def _is_exhausted(self, done: int) -> bool:
+        """Return true if the epoch is over after so many batches."""
+        is_finished = self._is_finished and done == self._batches_yielded
+        return is_finished or 0 < self._num_batches(self._consumed_before) <= done
 
-    def _batches(self, consumed: int) -> int:
-        """Return how many batches of this rank are left of an epoch."""
-        return -(-self._deal(consumed).num_samples(self._ranks.rank) // self._batch_size)
+    def _num_batches(self, consumed: int) -> int:
+        """Return the number of this rank's batches after `consumed` samples of an epoch."""
+        return -(-self._shards(consumed).num_samples(self._ranks.rank) // self._batch_size)
 
-    def _next_epoch(self) -> None:
-        self._epoch += 1
-        self._start = self._before = self._yielded = 0
-        self._finished = False
-
-    def _deal(self, consumed: int) -> ShardSpec:
+    def _shards(self, consumed: int) -> ShardSpec:
         samples = self.data_set.samples
-        return ShardSpec(samples, consumed, self._ranks.ranks, self._unit, self._tail)
+        return ShardSpec(samples, consumed, self._ranks.ranks, self._tail_batch_size, self._tail)
 
-    def _start_epoch(self) -> int:
-        return self.client.begin(
+    def _begin_epoch(self) -> int:
+        return self.client.begin_epoch(
             seed=self._seed,
             epoch=self._epoch,
             shuffle=self._shuffle,
-            consumed=self._start,
+            consumed=self._consumed_before,
             ranks=self._ranks.ranks,
             local_ranks=self._ranks.local,
-            batch=self._unit,
+            batch=self._tail_batch_size,
             tail=self._tail,
-            more=self._epochs is None or self._epoch + 1 < self._epochs,
+            has_next=self._epochs is None or self._epoch + 1 < self._epochs,
         )
 
-    def _decoders(self) -> DecodePool:
+    def _decode_pool(self) -> DecodePool:
         if self._pool is None:
             classes = self._config.source.classes
             maker = BatchMaker(self._decode, self._collate, self.data_set.encoding, classes)
-            client, reads = self.client, None
+            client, reader = self.client, None
             if isinstance(client, DirectClient):
-                reads = client.reader, self._config.source.timeout
+                reader = client.reader, self._config.source.timeout
             self._pool = DecodePool(
-                maker, self._num_workers, self._worker_type, self._pin_memory, reads
+                maker, self._num_workers, self._worker_type, self._pin_memory, reader
             )
         return self._pool
 
 
-class _Iteration(Iterator[Any]):
-    """One pass through what is left of an epoch. It starts with the first batch that is asked for:
-    Lightning makes iterators only to see that it can."""
+class _EpochIterator(Iterator[Any]):
+    """One pass through the rest of an epoch. The epoch begins with the first batch: Lightning makes
+    iterators that it never uses."""
 
     def __init__(self, loader: PrefetchLoader) -> None:
         self._loader = loader
-        self._takes: deque[Future[Any]] = deque()
-        self._making: deque[Callable[[], Any]] = deque()
-        # Whether a batch was asked for.
-        self.started = False
-        # What every further call raises.
-        self._over: Exception | None = None
-
-    def _start(self) -> None:
-        loader, ranks = self._loader, self._loader._ranks
-        deal = loader._deal(loader._start)
-        self._generation = loader._start_epoch()
-        self._stride, self._lane = len(ranks.local), ranks.local.index(ranks.rank)
-        self._mine = deal.num_samples(ranks.rank)
-        self._batches = -(-self._mine // loader._batch_size)
-        self._asked = 0
-        self._pool = loader._decoders()
-        # Method C as published takes one sample after the other.
-        self._plain = loader._config.lookahead == 0
-        # Two batches for each worker, as torch's DataLoader has it, and one that is handed over.
-        self._most_takes = 1 if self._plain else 2 + 2 * self._pool.num_workers
-        self._most_making = 1 + 2 * self._pool.num_workers
-        self._seed = mixed(mixed(loader._seed % 2**64) + loader._epoch)
-        self.started = True
+        # Requested batches, oldest first; then batches that workers make, oldest first.
+        self._requested: deque[Future[Any]] = deque()
+        self._in_making: deque[Callable[[], Any]] = deque()
+        # A batch was asked for.
+        self.has_started = False
+        # Error of every further call once the iterator has ended.
+        self._end_error: Exception | None = None
 
     def __next__(self) -> Any:
-        if self._over is not None:
-            raise self._over
+        if self._end_error is not None:
+            raise self._end_error
         try:
             return self._next()
         except Exception as error:
-            # To go on behind a batch that is lost would leave it out.
+            # To continue would leave out the batch that has failed.
             self.end(error)
             raise
         except BaseException:
             self.end(
-                ConfigError("this iterator of a PrefetchLoader was interrupted: start another one.")
+                ConfigError("This iterator of a PrefetchLoader was interrupted. Start another one.")
             )
             raise
 
     def end(self, reason: Exception) -> None:
-        """Give up what is left."""
-        if self._over is None:
-            self._over = reason
-            self._takes.clear()
-            self._making.clear()
+        """Drop the remaining batches; every further call raises `reason`."""
+        if self._end_error is None:
+            self._end_error = reason
+            self._requested.clear()
+            self._in_making.clear()
+
+    def _start(self) -> None:
+        loader, ranks = self._loader, self._loader._ranks
+        shards = loader._shards(loader._consumed_before)
+        self._epoch_id = loader._begin_epoch()
+        # The host's samples alternate between its ranks: this rank's have the epoch slots
+        # lane, lane + stride, lane + 2 * stride, ...
+        self._stride, self._lane = len(ranks.local), ranks.local.index(ranks.rank)
+        self._num_samples = shards.num_samples(ranks.rank)
+        self._num_batches = -(-self._num_samples // loader._batch_size)
+        self._num_requested = 0
+        self._pool = loader._decode_pool()
+        # The published method requests one sample after the other.
+        self._is_on_miss = loader._config.lookahead == 0
+        # Two batches for each worker, as in torch's DataLoader, and one that is handed over.
+        self._max_requested = 1 if self._is_on_miss else 2 + 2 * self._pool.num_workers
+        self._max_in_making = 1 + 2 * self._pool.num_workers
+        self._epoch_seed = mixed(mixed(loader._seed % 2**64) + loader._epoch)
+        self.has_started = True
 
     def _next(self) -> Any:
-        if not self.started:
+        if not self.has_started:
             self._start()
-        self._ask()
-        if not self._making and not self._takes:
-            self._loader._finished = True
+        self._request()
+        if not self._in_making and not self._requested:
+            self._loader._is_finished = True
             raise StopIteration
-        self._fill()
-        make = self._making.popleft()
+        self._pass_to_workers()
+        make = self._in_making.popleft()
         started = time.monotonic()
         batch = make()
         if self._pool.num_workers:
-            self._loader.stalled += time.monotonic() - started
-        # What it holds is let go now.
+            self._loader.stalled_seconds += time.monotonic() - started
+        # It holds the samples, whose room in the cache is needed.
         del make
-        if not self._plain:
-            self._fill(waits=False)
-        if self._loader._report:
-            self._loader._report(self._loader)
-        # Last: what is counted is handed over.
-        self._loader._yielded += 1
+        if not self._is_on_miss:
+            self._pass_to_workers(waits=False)
+        if self._loader._on_batch:
+            self._loader._on_batch(self._loader)
+        # Last: a batch counts when it is handed over, and not if anything above fails.
+        self._loader._batches_yielded += 1
         return batch
 
-    def _fill(self, waits: bool = True) -> None:
-        """Hand what has come to the workers, and ask for more; wait for the first if there is
-        nothing to return. Without waiting nothing is raised, either."""
-        while self._takes and len(self._making) < self._most_making:
-            first = self._takes[0]
-            if (self._making or not waits) and not first.done():
+    def _pass_to_workers(self, waits: bool = True) -> None:
+        """Pass delivered samples to the workers, and request more.
+
+        Args:
+            waits: True: wait for the first batch if none is in the making. False: never wait, and
+                leave the error of a failed batch to the call that needs the batch.
+        """
+        while self._requested and len(self._in_making) < self._max_in_making:
+            first = self._requested[0]
+            if (self._in_making or not waits) and not first.done():
                 return
             if not waits and first.exception() is not None:
                 return
             started = time.monotonic()
-            samples = self._loader.client.wait(self._takes.popleft())
-            self._loader.stalled += time.monotonic() - started
-            samples.epoch_seed = self._seed
-            self._making.append(self._pool.submit(samples))
+            samples = self._loader.client.wait(self._requested.popleft())
+            self._loader.stalled_seconds += time.monotonic() - started
+            samples.epoch_seed = self._epoch_seed
+            self._in_making.append(self._pool.submit(samples))
+            # Else this frame would hold the samples until the next loop.
             del samples
-            if not self._plain:
-                self._ask()
+            if not self._is_on_miss:
+                self._request()
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         client = self._loader.client
-        while self._asked < self._batches and client.may_take(len(self._takes), self._most_takes):
-            take = client.take(self._generation, self._positions(self._asked))
-            self._takes.append(take)
-            self._asked += 1
+        while self._num_requested < self._num_batches and client.may_request(
+            len(self._requested), self._max_requested
+        ):
+            slots = self._epoch_slots(self._num_requested)
+            self._requested.append(client.request_batch(self._epoch_id, slots))
+            self._num_requested += 1
 
-    def _positions(self, batch: int) -> Positions:
+    def _epoch_slots(self, batch: int) -> Positions:
         size = self._loader._batch_size
-        mine = np.arange(batch * size, min((batch + 1) * size, self._mine), dtype=np.int64)
-        return (mine * self._stride + self._lane).astype(np.uint32)
+        end = min((batch + 1) * size, self._num_samples)
+        own = np.arange(batch * size, end, dtype=np.int64)
+        return (own * self._stride + self._lane).astype(np.uint32)

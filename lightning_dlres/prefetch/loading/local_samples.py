@@ -1,4 +1,4 @@
-"""Samples that this process has read itself, or that a worker process is to read."""
+"""Samples that a rank reads itself, in its own process or in a worker process."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader
 
-# Seconds between two looks for a read that hangs.
-_LOOK_SECONDS = 1.0
+# Seconds between two checks for a read that hangs.
+_CHECK_SECONDS = 1.0
 
-# In a worker process: what it reads with.
+# Reader of this process, if it is a worker that reads.
 _worker: WorkerReads | None = None
 
 
 class LocalSamples(Sequence[Sample]):
-    """The samples of a batch, in order. In a worker process they are read when they are looked at.
+    """Samples of one batch, in order. In a worker process they are read at the first look at them.
 
     Args:
-        table: the data set.
-        numbers: uint32[n], of the samples.
-        data: uint8, the samples one behind the other; None: a worker process is to read them.
+        table: Table of the data set.
+        sample_ids: uint32[n].
+        data: uint8, the samples one behind the other. None: a worker process is to read them.
+
+    Attributes:
+        epoch_seed: Seed that the samples' own are made of; set by the loader.
     """
 
-    def __init__(self, table: SampleTable, numbers: Positions, data: Bytes | None) -> None:
-        self.numbers = numbers
+    def __init__(self, table: SampleTable, sample_ids: Positions, data: Bytes | None) -> None:
+        self.sample_ids = sample_ids
         self.epoch_seed = 0
         self._table, self._data = table, data
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.sample_ids)
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -51,30 +54,31 @@ class LocalSamples(Sequence[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         if self._data is None:
             assert _worker is not None
-            self._data = _worker.read(self.numbers)
+            self._data = _worker.read(self.sample_ids)
         start = 0
-        ends = np.cumsum(self._table.sizes[self.numbers]).tolist()
-        for number, end in zip(self.numbers.tolist(), ends, strict=True):
-            yield Sample(self._table, number, self._data[start:end], self.epoch_seed)
+        ends = np.cumsum(self._table.sizes[self.sample_ids]).tolist()
+        for sample_id, end in zip(self.sample_ids.tolist(), ends, strict=True):
+            yield Sample(self._table, sample_id, self._data[start:end], self.epoch_seed)
             start = end
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_worker, (self.numbers, self.epoch_seed)
+        return _unpickle_in_worker, (self.sample_ids, self.epoch_seed)
 
 
 def set_up_worker(reader: Reader, timeout: float) -> None:
-    """Make this process one that reads the samples that are sent to it."""
+    """Let this process read the samples of the batches that are sent to it."""
     global _worker
     _worker = WorkerReads(reader, timeout)
 
 
 class WorkerReads:
-    """Reads the samples of one batch after the other, in a thread of a storage, because nothing
-    ends a read that hangs.
+    """Reader of a worker process, for one batch after the other.
+
+    It reads in a thread of a storage, because a read that hangs cannot be interrupted.
 
     Args:
-        reader: of the source.
-        timeout: seconds for which it tries.
+        reader: Reader of the source.
+        timeout: Seconds for which a read is tried.
     """
 
     def __init__(self, reader: Reader, timeout: float) -> None:
@@ -83,40 +87,41 @@ class WorkerReads:
         self._storage: FileStorage | None = None
         self._replies: SimpleQueue[Reply] = SimpleQueue()
 
-    def read(self, numbers: Positions) -> Bytes:
+    def read(self, sample_ids: Positions) -> Bytes:
         """Return samples, one behind the other.
 
         Raises:
-            StorageError: One cannot be had; it names the sample.
+            StorageError: If a sample cannot be had; it names the sample.
         """
         if self._storage is None:
-            # Replies of a thread that hung go to its own queue.
+            # A new queue: a thread that hangs may still put its reply into the old one.
             self._replies = SimpleQueue()
             self._storage = FileStorage(self._reader, 1, 1, self._timeout)
-            self._storage.on_reply = partial(_deliver, self._storage, self._replies)
-        self._storage.submit(0, 0, numbers)
+            self._storage.on_reply = partial(_forward, self._storage, self._replies)
+        self._storage.submit(0, 0, sample_ids)
         while True:
             try:
-                data = self._replies.get(timeout=_LOOK_SECONDS).data
+                data = self._replies.get(timeout=_CHECK_SECONDS).data
                 break
             except Empty:
-                _deliver(self._storage, self._replies)
+                # The storage reports reads that hang only when it is asked for replies.
+                _forward(self._storage, self._replies)
         if isinstance(data, StorageError):
-            # Its thread may hang: another batch needs another one.
+            # Its thread may hang: the next batch gets another storage.
             self._storage.close()
             self._storage = None
             raise data
         return data
 
 
-def _deliver(storage: FileStorage, replies: SimpleQueue[Reply]) -> None:
+def _forward(storage: FileStorage, replies: SimpleQueue[Reply]) -> None:
     for reply in storage.replies():
         replies.put(reply)
 
 
-def _in_worker(numbers: Positions, epoch_seed: int) -> LocalSamples:
-    # An error while a task is unpacked would end the worker: nothing is read yet.
+def _unpickle_in_worker(sample_ids: Positions, epoch_seed: int) -> LocalSamples:
+    # Nothing is read yet: an error while a task is unpickled would end the worker.
     assert _worker is not None
-    samples = LocalSamples(_worker.table, numbers, None)
+    samples = LocalSamples(_worker.table, sample_ids, None)
     samples.epoch_seed = epoch_seed
     return samples

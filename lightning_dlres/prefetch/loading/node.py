@@ -1,5 +1,5 @@
-"""The cache as a `torchdata` node, so that it composes with mappers, batchers and loaders of
-others."""
+"""`torchdata` node over the prefetch cache, to combine with torchdata's mappers, batchers and
+loaders."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from typing_extensions import override
 from lightning_dlres.prefetch.cache.messages import Metrics
 from lightning_dlres.prefetch.cache.options import Source, host_config
 from lightning_dlres.prefetch.cache.samples import Sample
-from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
+from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import Tail
 
-# Asked for together, since a question and its answer cost the same for one as for many.
-_AT_ONCE = 16
+# Samples of one batch request. A request costs the same for one sample as for many.
+_BATCH_SIZE = 16
 
 
 class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
-    """Yields the samples of a source, in another order in every epoch, out of a cache that fetches
-    them ahead of need (Method C). A sample's bytes are not copied; they stay in the cache until
-    nothing looks at them any more.
+    """Node that yields the samples of a source out of a cache that fetches them ahead of need.
 
-    A `reset` without a state starts the next epoch, or the same one again while nothing of it was
-    taken; a state goes on with the very next sample, on any number of ranks.
+    A sample's bytes are not copied. They stay in the cache as long as any object looks at them.
+
+    A `reset` without a state starts the next epoch, or the same one if none of its samples was
+    yielded. A `reset` with a state resumes with the very next sample, on any number of ranks.
 
     Args:
-        source: see `prefetch.options.host_config`, as all further options.
-        ranks: who this is among data-parallel ranks; None: the only one.
-        shuffle: whether there is another order in every epoch.
-        seed: of the orders.
-        tail: see `Deal`; one sample counts as a batch.
-        epochs: how many there will be, so that nothing is fetched for one more; None: unknown.
-        cache: a name, the same for all ranks of a host that share the cache, and for no other data
-            set or job; None: a cache of this node's own.
+        source: See `prefetch.cache.options.host_config`.
+        ranks: Rank of this process; None: the only one.
+        shuffle: True: every epoch has its own order. False: the order of the data set.
+        seed: Seed of the orders.
+        tail: See `ShardSpec`; one sample counts as a batch.
+        epochs: Number of all epochs, so that nothing is prefetched after the last; None: unknown.
+        cache: Name of the cache, the same for all ranks of a host that share it, and for no other
+            data set or job. None: this node has a cache of its own.
+        options: Further arguments of `prefetch.cache.options.host_config`.
 
     Raises:
-        ConfigError: a bad value.
+        ConfigError: If an argument is out of its range.
     """
 
     def __init__(
@@ -61,51 +63,52 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
             f"node-{os.getpid()}-{uuid.uuid4().hex[:8]}" if cache is None else cache,
             host_config(source, **options),
             ranks=self._ranks,
-            batch_size=_AT_ONCE,
-            unit=1,
+            batch_size=_BATCH_SIZE,
+            tail_batch_size=1,
             shuffle=shuffle,
             seed=seed,
             tail=tail,
-            decode=_as_it_is,
-            collate=_as_it_is,
+            decode=_identity,
+            collate=_identity,
             epochs=epochs,
         )
-        self._chunks: Iterator[list[Sample]] = iter(())
-        self._chunk: list[Sample] = []
+        self._batches: Iterator[list[Sample]] = iter(())
+        self._batch: list[Sample] = []
+        # The loader's state at the last reset, and the samples that were yielded since.
         self._state: dict[str, Any] = {}
-        self._given = 0
+        self._num_yielded = 0
 
     @override
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
-        self._chunk = []
+        self._batch = []
         if initial_state is not None:
             self._loader.load_state_dict(initial_state)
-        self._chunks = iter(self._loader)
-        self._state, self._given = self._loader.state_dict(), 0
+        self._batches = iter(self._loader)
+        self._state, self._num_yielded = self._loader.state_dict(), 0
 
     @override
     def next(self) -> Sample:
-        if not self._chunk:
-            self._chunk = next(self._chunks)[::-1]
-        self._given += 1
-        return self._chunk.pop()
+        if not self._batch:
+            self._batch = next(self._batches)[::-1]
+        self._num_yielded += 1
+        return self._batch.pop()
 
     @override
     def get_state(self) -> dict[str, Any]:
         state = self._state
-        consumed = min(state["consumed"] + self._given * self._ranks.ranks, state["samples"])
-        return {**state, "consumed": consumed, "batches": state["batches"] + self._given}
+        consumed = min(state["consumed"] + self._num_yielded * self._ranks.ranks, state["samples"])
+        return {**state, "consumed": consumed, "batches": state["batches"] + self._num_yielded}
 
     def metrics(self) -> Metrics:
-        """Return what the host's cache has counted since it started."""
+        """Return the metrics of the host's cache since it started."""
         return self._loader.metrics()
 
     def close(self) -> None:
-        """Leave the cache; another `reset` joins it again."""
-        self._chunk = []
+        """Leave the cache. Another `reset` joins it again."""
+        self._batch = []
         self._loader.close()
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

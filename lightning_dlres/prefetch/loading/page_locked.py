@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 
-def pinned(value: Any) -> Any:
-    """Return a batch with its tensors in page-locked memory: in mappings, lists and tuples, and in
-    objects with a method `pin_memory`, as a DataLoader does it. Anything else stays as it is."""
+def pin_batch(value: Any) -> Any:
+    """Return a batch with its tensors in page-locked memory.
+
+    As in a DataLoader, these are tensors in mappings, lists and tuples, and objects with a method
+    `pin_memory`. Anything else stays as it is.
+    """
     if isinstance(value, torch.Tensor):
         return value.pin_memory()
     if hasattr(value, "pin_memory"):
@@ -18,10 +21,10 @@ def pinned(value: Any) -> Any:
     if isinstance(value, (str, bytes)):
         return value
     if isinstance(value, Mapping):
-        found = {key: pinned(item) for key, item in value.items()}
-        return found if type(value) is dict else type(value)(found)  # type: ignore[call-arg]
+        items = {key: pin_batch(item) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(pinned, value))
+        return type(value)(*map(pin_batch, value))
     if type(value) in (list, tuple):
-        return type(value)(map(pinned, value))
+        return type(value)(map(pin_batch, value))
     return value

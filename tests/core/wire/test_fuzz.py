@@ -145,7 +145,7 @@ def test_a_storage_node(stack: ExitStack, folder: Path, count: int) -> None:
 def test_a_cache(stack: ExitStack, folder: Path, tmp_path: Path, count: int) -> None:
     config = host_config(folder, storage="files", capacity="64KiB", prefetch=8)
     loader = PrefetchLoader(
-        "fuzz", config, batch_size=SAMPLES, decode=lambda sample: sample.number, shuffle=False
+        "fuzz", config, batch_size=SAMPLES, decode=lambda sample: sample.sample_id, shuffle=False
     )
     stack.enter_context(closing(loader))
     joined = loader.data_set
@@ -158,7 +158,7 @@ def test_a_cache(stack: ExitStack, folder: Path, tmp_path: Path, count: int) -> 
     good()
     before = resident_bytes(joined.pid)
     begin = {
-        "generation": 1 << 40,
+        "epoch_id": 1 << 40,
         "seed": 0,
         "epoch": 0,
         "shuffle": True,
@@ -167,7 +167,7 @@ def test_a_cache(stack: ExitStack, folder: Path, tmp_path: Path, count: int) -> 
         "local_ranks": (0,),
         "batch": 1,
         "tail": "pad",
-        "more": False,
+        "has_next": False,
     }
     wrong = [("ranks", 1 << 62), ("batch", 1 << 62), ("local_ranks", (-1,)), ("local_ranks", ())]
     wrong += [
@@ -179,10 +179,16 @@ def test_a_cache(stack: ExitStack, folder: Path, tmp_path: Path, count: int) -> 
     typed = [msgspec.msgpack.encode({**begin, key: value}) for key, value in wrong]
     typed += [
         msgspec.msgpack.encode(messages.Join(messages.fingerprint(config))),
-        messages.pack_take(0, 1 << 40, np.arange(5, dtype=np.uint32)),
+        messages.pack_batch_request(0, 1 << 40, np.arange(5, dtype=np.uint32)),
         messages.pack_release([0, 1, -1]),
     ]
-    kinds = [messages.BEGIN, messages.TAKE, messages.RELEASE, messages.METRICS, messages.LEAVE]
+    kinds = [
+        messages.BEGIN,
+        messages.BATCH_REQUEST,
+        messages.RELEASE,
+        messages.METRICS,
+        messages.LEAVE,
+    ]
     # One that belongs to it, and is wrong in what it says.
     member = Client("member", f"ipc://{socket_of(tmp_path)}")
     stack.callback(member.close)

@@ -32,8 +32,9 @@ from lightning_dlres.prefetch.cache.client import CacheClient
 from lightning_dlres.prefetch.cache.launch import HostProcess
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.cache.samples import Sample
-from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.node import PrefetchCacheNode
+from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
 from tests.prefetch.storage.test_nodes import Nodes
@@ -51,13 +52,13 @@ def stack() -> Iterator[ExitStack]:
 
 
 def number_and_bytes(sample: Sample) -> tuple[int, bytes]:
-    return sample.number, bytes(sample.data)
+    return sample.sample_id, bytes(sample.data)
 
 
 def numbers(sample: Sample) -> int:
-    assert bytes(sample.data) == bytes_of(sample.number)
-    assert sample.key == f"part{sample.number // 50}/sample {sample.number:03d}.bin"
-    return sample.number
+    assert bytes(sample.data) == bytes_of(sample.sample_id)
+    assert sample.key == f"part{sample.sample_id // 50}/sample {sample.sample_id:03d}.bin"
+    return sample.sample_id
 
 
 def loader(
@@ -206,7 +207,7 @@ def test_the_seed_of_a_sample_depends_on_nothing_but_the_epoch(
     stack: ExitStack, folder: Path
 ) -> None:
     def seeds(sample: Sample) -> Any:
-        return sample.number, sample.seed
+        return sample.sample_id, sample.seed
 
     alone = loader(stack, folder, "a", decode=seeds, collate=dict)
     whole = [{}, {}]
@@ -230,7 +231,7 @@ def test_a_sample_stays_while_anything_made_of_it_does(stack: ExitStack, folder:
     for epoch in range(4):
         for at, (sample,) in enumerate(batches):
             if epoch == 0 and at in (3, 7, 20):
-                kept[sample.number] = (sample.data, sample.tensor(), sample.array[1:])[at % 3]
+                kept[sample.sample_id] = (sample.data, sample.tensor(), sample.array[1:])[at % 3]
             del sample
     for number, held in kept.items():
         expected = bytes_of(number)
@@ -276,7 +277,7 @@ def test_what_is_held_stays_when_its_loader_has_left(stack: ExitStack, folder: P
     for _ in range(4):
         for batch in second:
             del batch
-    assert [bytes(sample.data) for sample in held] == [bytes_of(s.number) for s in held]
+    assert [bytes(sample.data) for sample in held] == [bytes_of(s.sample_id) for s in held]
     assert second.client.joined.cache_path == first.data_set.cache_path
 
 
@@ -342,7 +343,7 @@ def test_an_iterator_that_is_replaced_says_so(stack: ExitStack, folder: Path) ->
 
 def test_nothing_is_left_out_behind_a_batch_that_failed(stack: ExitStack, folder: Path) -> None:
     def decode(sample: Sample) -> int:
-        if sample.number == shuffled(SAMPLES, 0, 0)[9] and broken:
+        if sample.sample_id == shuffled(SAMPLES, 0, 0)[9] and broken:
             raise ValueError("no picture")
         return numbers(sample)
 
@@ -354,7 +355,7 @@ def test_nothing_is_left_out_behind_a_batch_that_failed(stack: ExitStack, folder
         with pytest.raises(ValueError, match="no picture") as caught:
             next(iterator)
         if sys.version_info >= (3, 11):
-            assert "in decoding sample 'part" in caught.value.__notes__[0]
+            assert "while decoding Sample('part" in caught.value.__notes__[0]
     state, broken = batches.state_dict(), False
     batches.load_state_dict(state)
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[7:].tolist()
@@ -368,7 +369,7 @@ def test_a_batch_counts_when_it_is_handed_over(stack: ExitStack, tmp_path: Path)
     assert batches.data_set.samples == 40
     (tmp_path / f"{order[13]:02d}").unlink()
     found: list[int] = []
-    iterator = (found.extend(sample.number for sample in batch) for batch in batches)
+    iterator = (found.extend(sample.sample_id for sample in batch) for batch in batches)
     with pytest.raises(StorageError, match="No such file"):
         list(iterator)
     assert found == order[: len(found)]
@@ -425,7 +426,7 @@ def test_bytes_cannot_be_written_to(stack: ExitStack, folder: Path) -> None:
             del batch
     for batch in batches:
         for sample in batch:
-            assert bytes(sample.data) == bytes_of(sample.number)
+            assert bytes(sample.data) == bytes_of(sample.sample_id)
             del sample
 
 
@@ -499,7 +500,7 @@ def test_something_else_lies_where_a_cache_has_its_files(
     base.mkdir(mode=0o700)
     other = base / f"odd{ending}"
     other.mkdir() if is_folder else other.write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"must be ones that can be made, got: .*Remove what is"):
+    with pytest.raises(ConfigError, match=r"must be writable, got: .*Remove these files"):
         len(loader(stack, folder, "odd"))
     assert other.exists()
 
@@ -526,7 +527,7 @@ def test_no_data_set(stack: ExitStack, tmp_path: Path) -> None:
 
 def test_processes_with_other_arguments_are_refused(stack: ExitStack, folder: Path) -> None:
     list(loader(stack, folder, "same"))
-    with pytest.raises(ConfigError, match="other arguments"):
+    with pytest.raises(ConfigError, match="must be the same in all processes"):
         len(loader(stack, folder, "same", capacity="20KiB"))
 
 
@@ -550,7 +551,7 @@ def test_what_pinned_samples_save(stack: ExitStack, folder: Path, tmp_path: Path
         expected = 3 * SIZES.sum() - 2 * SIZES[pinned].sum()
         metrics = batches.metrics()
         assert metrics.requested_bytes == expected
-        assert metrics.kept_hits == 2 * len(pinned)
+        assert metrics.pinned_hits == 2 * len(pinned)
 
 
 def test_storage_nodes_die_and_return_while_training(
@@ -634,8 +635,8 @@ def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> N
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     for pid, held in zip(pids, memory, strict=True):
         assert resident(pid) - held < 2048, "a process has grown by more than 2 MiB"
-    assert batches.client._takes == {}
-    assert not batches.client._questions
+    assert batches.client._pending == {}
+    assert not batches.client._answers
 
 
 @pytest.mark.parametrize(
@@ -681,12 +682,12 @@ def test_bad_loaders(options: dict[str, Any], words: str) -> None:
 def test_a_cache_that_does_not_answer_is_waited_for_as_long_as_was_said(
     stack: ExitStack, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_MARGIN", 1.0)
+    monkeypatch.setattr(client, "_MARGIN_SECONDS", 1.0)
     batches = loader(stack, folder, timeout=1)
     iterator = iter(batches)
     next(iterator)
     cache = batches.client.joined.pid
     os.kill(cache, signal.SIGSTOP)
     stack.callback(os.kill, cache, signal.SIGKILL)
-    with pytest.raises(PeerTimeoutError, match="waited 2 s for samples"):
+    with pytest.raises(PeerTimeoutError, match="did not send samples within 2 s"):
         list(iterator)

@@ -1,5 +1,8 @@
-"""The engine against a list of bytes: every sample once and in order, whatever the sizes, capacity,
-requests and the order of replies; counts against the pure model."""
+"""Engine of the cache against a storage in memory.
+
+Every sample of an epoch comes once, in order and with its bytes, whatever the sizes, the capacity
+and the order of replies. The counts equal those of the model.
+"""
 
 from __future__ import annotations
 
@@ -15,114 +18,141 @@ from lightning_dlres.prefetch.cache.exchange import BatchReply
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.order.sequence import shuffled
-from tests.support.engine_harness import Bench
+from tests.support.engine_harness import EngineHarness
 from tests.support.examples import examples
 from tests.support.prefetch_model import predict
 
 
-def index_of(bench: Bench, epoch: int) -> CacheIndex:
-    order = order_of(bench, epoch)
-    ready = bench.engine._kept.ready
-    return CacheIndex.build(order, bench.nodes, ready if len(ready) else None)
+def index_of(harness: EngineHarness, epoch: int) -> CacheIndex:
+    is_pinned = harness.pinned_samples.is_ready
+    order = order_of(harness, epoch)
+    return CacheIndex.build(order, harness.nodes, is_pinned if len(is_pinned) else None)
 
 
-def order_of(bench: Bench, epoch: int) -> np.ndarray:
-    order = shuffled(len(bench.sizes), 3, epoch)
-    # As padding does it.
-    return np.concatenate([order, order[: bench.padding]])
+def order_of(harness: EngineHarness, epoch: int) -> np.ndarray:
+    order = shuffled(len(harness.sizes), 3, epoch)
+    return np.concatenate([order, order[: harness.padding]])
+
+
+def slots(first: int, end: int) -> np.ndarray:
+    return np.arange(first, end, dtype=np.uint32)
 
 
 def run_epoch(
-    bench: Bench, epoch: int, batch: int, ahead: int, held: int, choose: st.DataObject | None
+    harness: EngineHarness,
+    epoch: int,
+    *,
+    batch: int,
+    ahead: int,
+    held: int,
+    data: st.DataObject | None = None,
 ) -> list[int]:
-    """Consume an epoch with so many takes ahead and batches held; return the numbers."""
-    index = index_of(bench, epoch)
-    bench.engine.end(epoch - 1)
-    bench.engine.begin(epoch, index, lambda number: index_of(bench, number))
-    order = index.numbers
-    cuts = [
-        np.arange(a, min(a + batch, len(order)), dtype=np.uint32)
-        for a in range(0, len(order), batch)
-    ]
-    seen: list[int] = []
-    holding: deque[tuple[int, BatchReply]] = deque()
-    asked = delivered = 0
-    while delivered < len(cuts):
-        while asked < len(cuts) and asked < delivered + ahead:
-            bench.engine.take("rank 0", asked, epoch, cuts[asked])
-            asked += 1
-        bench.collect()
-        got = bench.engine.deliveries()
-        for delivery in got:
-            assert delivery.take == delivered
-            assert np.array_equal(delivery.numbers, order[cuts[delivered]])
-            seen.extend(delivery.numbers.tolist())
-            holding.append((delivered, delivery))
+    """Run through an epoch, and check every batch.
+
+    Args:
+        harness: The engine; the epoch before ends.
+        epoch: Number of the epoch.
+        batch: Samples of a batch.
+        ahead: Batch requests that wait at the same time.
+        held: Batches that are in use at the same time.
+        data: Chooses the fetch that is answered next. None: the oldest.
+
+    Returns:
+        The sample_id of each delivered sample, in order.
+    """
+    index = index_of(harness, epoch)
+    harness.engine.end_epoch(epoch - 1)
+    harness.engine.begin_epoch(epoch, index, lambda later: index_of(harness, later))
+    order = index.sample_ids
+    batches = [slots(at, min(at + batch, len(order))) for at in range(0, len(order), batch)]
+    delivered_ids: list[int] = []
+    in_use: deque[BatchReply] = deque()
+    requested = delivered = 0
+    while delivered < len(batches):
+        while requested < len(batches) and requested < delivered + ahead:
+            harness.engine.request_batch("rank 0", requested, epoch, batches[requested])
+            requested += 1
+        harness.collect_fetches()
+        replies = harness.engine.pop_replies()
+        for reply in replies:
+            assert reply.request_id == delivered
+            assert np.array_equal(reply.sample_ids, order[batches[delivered]])
+            delivered_ids.extend(reply.sample_ids.tolist())
+            in_use.append(reply)
             delivered += 1
-        for _, delivery in holding:
-            bench.check(delivery)
-        assert bench.space.end <= bench.capacity
-        while len(holding) > held:
-            number, delivery = holding.popleft()
-            bench.check(delivery)
-            bench.engine.release("rank 0", number)
-        if got:
+        for reply in in_use:
+            harness.check(reply)
+        assert harness.space.end <= harness.capacity
+        while len(in_use) > held:
+            reply = in_use.popleft()
+            harness.check(reply)
+            harness.engine.release("rank 0", reply.request_id)
+        if replies:
             continue
-        bench.engine.work()
-        bench.collect()
-        if bench.open:
-            bench.answer(choose.draw(st.integers(0, 50)) if choose else 0)
-        elif bench.engine.blocked:
-            assert bench.engine.relieve(), "nothing is under way and nothing can be done"
-    for number, _ in holding:
-        bench.engine.release("rank 0", number)
-    return seen
+        harness.engine.advance_eviction()
+        harness.collect_fetches()
+        if harness.open_fetches:
+            harness.answer(data.draw(st.integers(0, 50)) if data else 0)
+        elif harness.engine.is_stalled:
+            assert harness.engine.fetch_bypassing_cache(), "the engine is stalled for ever"
+    for reply in in_use:
+        harness.engine.release("rank 0", reply.request_id)
+    return delivered_ids
+
+
+def answer_until_delivered(harness: EngineHarness) -> list[BatchReply]:
+    replies: list[BatchReply] = []
+    while not replies:
+        harness.collect_fetches()
+        harness.answer()
+        replies = harness.engine.pop_replies()
+    return replies
 
 
 @given(st.data())
 @settings(max_examples=examples(120))
-def test_every_sample_once_in_order_with_its_bytes(data: st.DataObject) -> None:
+def test_every_sample_comes_once_in_order_with_its_bytes(data: st.DataObject) -> None:
     sizes = np.array(data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=80)), np.int64)
     capacity = data.draw(st.integers(max(1, int(sizes.max())), 3 * int(sizes.sum()) + 1))
-    bench = Bench(
+    harness = EngineHarness(
         sizes,
         nodes=data.draw(st.integers(1, 5)),
         capacity=capacity,
         prefetch=data.draw(st.integers(1, 12)),
         lookahead=data.draw(st.sampled_from([0, None, capacity, capacity // 2 + 1])),
         threshold=data.draw(st.floats(0.05, 1.0)),
-        kept=data.draw(st.sampled_from([0, 0, 50, 10_000])),
-        depth=data.draw(st.integers(1, 3)),
+        pinned=data.draw(st.sampled_from([0, 0, 50, 10_000])),
+        max_inflight_requests=data.draw(st.integers(1, 3)),
         padding=data.draw(st.sampled_from([0, 0, 1, 3])),
     )
     batch, held = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 2))
     ahead = data.draw(st.integers(1, 3))
     for epoch in range(3):
-        seen = run_epoch(bench, epoch, batch, ahead, held, data)
-        assert sorted(set(seen)) == list(range(len(sizes)))
-        assert seen == order_of(bench, epoch).tolist()
-    assert bench.engine.counts.samples == 3 * len(seen)
+        delivered = run_epoch(harness, epoch, batch=batch, ahead=ahead, held=held, data=data)
+        assert sorted(set(delivered)) == list(range(len(sizes)))
+        assert delivered == order_of(harness, epoch).tolist()
+    assert harness.engine.counts.samples == 3 * len(delivered)
 
 
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=120),
-    room=st.floats(0, 1),
+    spare=st.floats(0, 1),
     nodes=st.integers(1, 5),
     prefetch=st.integers(1, 12),
     batch=st.integers(1, 9),
     threshold=st.floats(0.05, 1.0),
 )
-# There is room, but not in one piece.
+# There is room, but it is not contiguous.
 @example([1, 1, 1, 1, 1, 3, 1, 1, 1, 1, 1, 1], 1 / 25, 1, 2, 5, 1.0)
 @settings(max_examples=examples(150))
-def test_without_look_ahead_the_counts_are_the_models(
-    sizes: list[int], room: float, nodes: int, prefetch: int, batch: int, threshold: float
+def test_counts_without_lookahead_equal_the_model(
+    sizes: list[int], spare: float, nodes: int, prefetch: int, batch: int, threshold: float
 ) -> None:
     sizes = np.array(sizes, np.int64)
-    # From the largest sample alone to more than all.
-    capacity = int(sizes.max()) + round(room * (2 * int(sizes.sum()) - int(sizes.max())))
-    bench = Bench(sizes, nodes, capacity, prefetch, 0, threshold)
-    run_epoch(bench, 0, batch, 1, 0, None)
+    # From the largest sample alone to more than all samples.
+    capacity = int(sizes.max()) + round(spare * (2 * int(sizes.sum()) - int(sizes.max())))
+    harness = EngineHarness(sizes, nodes, capacity, prefetch, 0, threshold)
+    run_epoch(harness, 0, batch=batch, ahead=1, held=0)
     expected = predict(
         shuffled(len(sizes), 3, 0),
         sizes,
@@ -131,7 +161,7 @@ def test_without_look_ahead_the_counts_are_the_models(
         capacity=capacity,
         batch=batch,
     )
-    counts = bench.engine.counts
+    counts = harness.engine.counts
     assert (counts.samples, counts.hits, counts.requests, counts.requested_bytes) == (
         expected.samples,
         expected.hits,
@@ -145,135 +175,129 @@ def test_without_look_ahead_the_counts_are_the_models(
         assert counts.requests == int((-(-per_node // prefetch)).sum())
 
 
-def test_ahead_of_need_requests_are_full_where_there_is_room() -> None:
+def test_prefetches_are_full_if_there_is_room() -> None:
     sizes = np.full(1000, 10, np.int64)
-    bench = Bench(sizes, nodes=4, capacity=4000, prefetch=16, lookahead=None)
+    harness = EngineHarness(sizes, nodes=4, capacity=4000, prefetch=16, lookahead=None)
     for epoch in range(3):
-        run_epoch(bench, epoch, 8, 2, 1, None)
-    # The look-ahead has gone on into the fourth epoch.
-    assert bench.engine.counts.requested_samples >= 3000
-    per_sample = bench.engine.counts.requests / bench.engine.counts.requested_samples
+        run_epoch(harness, epoch, batch=8, ahead=2, held=1)
+    # The prefetch has reached into the fourth epoch.
+    assert harness.engine.counts.requested_samples >= 3000
+    per_sample = harness.engine.counts.requests / harness.engine.counts.requested_samples
     assert per_sample <= 1.1 / 16
 
 
-def test_what_is_kept_is_not_asked_for_again() -> None:
+def test_pinned_samples_are_not_fetched_again() -> None:
     sizes = np.full(100, 10, np.int64)
-    bench = Bench(sizes, 2, 400, 8, None, kept=305)
+    harness = EngineHarness(sizes, 2, 400, 8, None, pinned=305)
     for epoch in range(2):
-        run_epoch(bench, epoch, 5, 2, 1, None)
-    kept = set(shuffled(100, 3, 0)[:30].tolist())
-    assert bench.engine.counts.kept_hits == 30
-    second = bench.asked[100:170]
-    assert not kept.intersection(second)
-    assert sorted([*second, *kept]) == list(range(100))
+        run_epoch(harness, epoch, batch=5, ahead=2, held=1)
+    pinned = set(shuffled(100, 3, 0)[:30].tolist())
+    assert harness.engine.counts.pinned_hits == 30
+    second = harness.fetched_ids[100:170]
+    assert not pinned.intersection(second)
+    assert sorted([*second, *pinned]) == list(range(100))
 
 
-def test_an_epoch_can_be_given_up_while_samples_are_in_use_and_on_their_way() -> None:
+def test_an_epoch_can_be_aborted_while_samples_are_in_use_and_in_flight() -> None:
     sizes = np.full(60, 10, np.int64)
-    bench = Bench(sizes, 3, 200, 4, None)
-    index = index_of(bench, 0)
-    bench.engine.begin(0, index, lambda number: None)
-    bench.engine.take("a", 0, 0, np.arange(4, dtype=np.uint32))
-    deliveries: list[BatchReply] = []
-    while not deliveries:
-        bench.collect()
-        bench.answer()
-        deliveries = bench.engine.deliveries()
-    bench.collect()
-    assert bench.open, "there is look-ahead under way"
-    bench.engine.end(0)
-    old, bench.open = bench.open, []
-    bench.engine.begin(1, index_of(bench, 1), lambda number: None)
-    bench.check(deliveries[0])
-    bench.open = old
-    while bench.open:
-        bench.answer()
-    bench.space.compact_fully()
-    assert bench.space.count == 4
-    bench.check(deliveries[0])
-    bench.engine.release("a", 0)
-    bench.engine.end(1)
-    assert sorted(run_epoch(bench, 2, 5, 2, 1, None)) == list(range(60))
+    harness = EngineHarness(sizes, 3, 200, 4, None)
+    harness.engine.begin_epoch(0, index_of(harness, 0), lambda _: None)
+    harness.engine.request_batch("a", 0, 0, slots(0, 4))
+    (reply,) = answer_until_delivered(harness)
+    harness.collect_fetches()
+    assert harness.open_fetches, "prefetches are in flight"
+    harness.engine.end_epoch(0)
+    old_fetches, harness.open_fetches = harness.open_fetches, []
+    harness.engine.begin_epoch(1, index_of(harness, 1), lambda _: None)
+    harness.check(reply)
+    harness.open_fetches = old_fetches
+    while harness.open_fetches:
+        harness.answer()
+    harness.space.compact_fully()
+    assert harness.space.num_entries == 4
+    harness.check(reply)
+    harness.engine.release("a", 0)
+    harness.engine.end_epoch(1)
+    delivered = run_epoch(harness, 2, batch=5, ahead=2, held=1)
+    assert sorted(delivered) == list(range(60))
 
 
-def test_a_client_that_is_gone_holds_nothing() -> None:
+def test_a_forgotten_client_holds_nothing() -> None:
     sizes = np.full(60, 10, np.int64)
-    bench = Bench(sizes, 3, 200, 4, None)
-    bench.engine.begin(0, index_of(bench, 0), lambda number: None)
-    bench.engine.take("a", 0, 0, np.arange(4, dtype=np.uint32))
-    bench.engine.take("a", 1, 0, np.arange(4, 8, dtype=np.uint32))
-    while not bench.engine.deliveries():
-        bench.collect()
-        bench.answer()
-    bench.engine.forget("a")
-    assert bench.engine.in_use_bytes == 0
-    bench.engine.take("b", 0, 0, np.arange(8, 12, dtype=np.uint32))
-    deliveries: list[BatchReply] = []
-    while not deliveries:
-        bench.collect()
-        bench.answer()
-        deliveries = bench.engine.deliveries()
-    assert deliveries[0].client == "b"
+    harness = EngineHarness(sizes, 3, 200, 4, None)
+    harness.engine.begin_epoch(0, index_of(harness, 0), lambda _: None)
+    harness.engine.request_batch("a", 0, 0, slots(0, 4))
+    harness.engine.request_batch("a", 1, 0, slots(4, 8))
+    answer_until_delivered(harness)
+    harness.engine.forget_client("a")
+    assert harness.engine.in_use_bytes == 0
+    harness.engine.request_batch("b", 0, 0, slots(8, 12))
+    assert answer_until_delivered(harness)[0].client == "b"
 
 
-def test_a_take_that_cannot_be() -> None:
-    bench = Bench(np.full(10, 10, np.int64), 1, 100, 4, None)
-    with pytest.raises(ConfigError, match=r"epoch must be one under way, .* got 0"):
-        bench.engine.take("a", 0, 0, np.arange(2, dtype=np.uint32))
-    bench.engine.begin(0, index_of(bench, 0), lambda number: None)
-    bench.engine.take("a", 0, 0, np.arange(2, dtype=np.uint32))
-    for positions in ([1], [3, 3]):
-        with pytest.raises(ConfigError, match="taken twice"):
-            bench.engine.take("a", 1, 0, np.array(positions, np.uint32))
+def test_wrong_batch_requests_and_arguments_are_refused() -> None:
+    harness = EngineHarness(np.full(10, 10, np.int64), 1, 100, 4, None)
+    with pytest.raises(ConfigError, match=r"epoch_id must be that of an open epoch, .* got 0"):
+        harness.engine.request_batch("a", 0, 0, slots(0, 2))
+    harness.engine.begin_epoch(0, index_of(harness, 0), lambda _: None)
+    harness.engine.request_batch("a", 0, 0, slots(0, 2))
+    for repeated in ([1], [3, 3]):
+        with pytest.raises(ConfigError, match="must each be requested once"):
+            harness.engine.request_batch("a", 1, 0, np.array(repeated, np.uint32))
     with pytest.raises(ConfigError, match="must be below 10, got 10"):
-        bench.engine.take("a", 1, 0, np.array([10], np.uint32))
-    for argument in ({"prefetch": 0}, {"nodes": 0}, {"depth": 0}, {"lookahead": 101}):
-        values = {"nodes": 1, "prefetch": 1, "lookahead": None, "depth": 1, **argument}
-        with pytest.raises(ConfigError, match=next(iter(argument))):
-            Bench(np.full(10, 10, np.int64), capacity=100, **values)
+        harness.engine.request_batch("a", 1, 0, slots(10, 11))
+    for wrong in ({"prefetch": 0}, {"nodes": 0}, {"max_inflight_requests": 0}, {"lookahead": 101}):
+        arguments = {"nodes": 1, "prefetch": 1, "lookahead": None, **wrong}
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            EngineHarness(np.full(10, 10, np.int64), capacity=100, **arguments)
 
 
 def test_pinned_samples_are_chosen_until_one_does_not_fit() -> None:
-    kept = PinnedSamples(np.zeros(25, np.uint8), np.full(6, 10, np.int64))
+    pinned = PinnedSamples(np.zeros(25, np.uint8), np.full(6, 10, np.int64))
     # After a resume the first epoch may be short, or empty.
-    kept.choose(np.array([], np.uint32))
-    kept.choose(np.array([4], np.uint32))
-    kept.choose(np.array([5, 4, 0, 1], np.uint32))
-    kept.put(np.array([0, 4, 5], np.uint32), np.arange(30, dtype=np.uint8))
-    assert np.flatnonzero(kept.ready).tolist() == [4, 5]
-    assert kept.offsets(np.array([4, 5], np.uint32)).tolist() == [0, 10]
+    pinned.choose(np.array([], np.uint32))
+    pinned.choose(np.array([4], np.uint32))
+    pinned.choose(np.array([5, 4, 0, 1], np.uint32))
+    pinned.put(np.array([0, 4, 5], np.uint32), np.arange(30, dtype=np.uint8))
+    assert np.flatnonzero(pinned.is_ready).tolist() == [4, 5]
+    assert pinned.offsets(np.array([4, 5], np.uint32)).tolist() == [0, 10]
 
 
-def test_a_failed_request_fails_who_waits_and_is_asked_again_for_who_does_not() -> None:
-    bench = Bench(np.full(12, 10, np.int64), nodes=1, capacity=400, prefetch=4, lookahead=None)
-    index = index_of(bench, 0)
-    bench.engine.begin(0, index, lambda _: None)
-    bench.engine.take("rank 0", 0, 0, np.arange(2, dtype=np.uint32))
-    bench.collect()
-    first, second = bench.open.pop(0), bench.open.pop(0)
-    bench.engine.fail(first.ticket, StorageError("it burns"))
-    assert [(f.take, str(f.error)) for f in bench.engine.failures()] == [(0, "it burns")]
-    # Nobody waits for these: they are asked for once more, and come.
-    bench.engine.fail(second.ticket, StorageError("it burns"))
-    assert bench.engine.failures() == []
-    bench.engine.take("rank 0", 1, 0, np.arange(4, 6, dtype=np.uint32))
-    bench.collect()
-    again = next(request for request in bench.open if request.numbers[0] == index.numbers[4])
-    assert again.numbers.tolist() == index.numbers[4:6].tolist()
-    bench.answer(bench.open.index(again))
-    (delivery,) = bench.engine.deliveries()
-    bench.check(delivery)
+def test_a_failed_fetch_fails_waiting_requests_and_is_repeated_for_later_ones() -> None:
+    harness = EngineHarness(
+        np.full(12, 10, np.int64), nodes=1, capacity=400, prefetch=4, lookahead=None
+    )
+    index = index_of(harness, 0)
+    harness.engine.begin_epoch(0, index, lambda _: None)
+    harness.engine.request_batch("rank 0", 0, 0, slots(0, 2))
+    harness.collect_fetches()
+    first, second = harness.open_fetches.pop(0), harness.open_fetches.pop(0)
+    harness.engine.fail(first.fetch_id, StorageError("disk error"))
+    failures = harness.engine.pop_failures()
+    assert [(f.request_id, str(f.error)) for f in failures] == [(0, "disk error")]
+    # No request waits for these samples: they are fetched once more, and come.
+    harness.engine.fail(second.fetch_id, StorageError("disk error"))
+    assert harness.engine.pop_failures() == []
+    harness.engine.request_batch("rank 0", 1, 0, slots(4, 6))
+    harness.collect_fetches()
+    repeated = next(f for f in harness.open_fetches if f.sample_ids[0] == index.sample_ids[4])
+    assert repeated.sample_ids.tolist() == index.sample_ids[4:6].tolist()
+    harness.answer(harness.open_fetches.index(repeated))
+    (reply,) = harness.engine.pop_replies()
+    harness.check(reply)
 
 
-def test_without_look_ahead_a_failed_request_fails_who_has_made_it() -> None:
-    bench = Bench(np.full(12, 10, np.int64), nodes=1, capacity=400, prefetch=4, lookahead=0)
-    bench.engine.begin(0, index_of(bench, 0), lambda _: None)
-    bench.engine.take("rank 0", 0, 0, np.arange(2, dtype=np.uint32))
-    bench.collect()
-    bench.engine.fail(bench.open.pop().ticket, StorageError("it burns"))
-    assert [failure.take for failure in bench.engine.failures()] == [0]
-    bench.engine.take("rank 0", 1, 0, np.arange(2, 4, dtype=np.uint32))
-    bench.collect()
-    bench.answer()
-    (delivery,) = bench.engine.deliveries()
-    bench.check(delivery)
+def test_without_lookahead_a_failed_fetch_fails_the_request_that_missed() -> None:
+    harness = EngineHarness(
+        np.full(12, 10, np.int64), nodes=1, capacity=400, prefetch=4, lookahead=0
+    )
+    harness.engine.begin_epoch(0, index_of(harness, 0), lambda _: None)
+    harness.engine.request_batch("rank 0", 0, 0, slots(0, 2))
+    harness.collect_fetches()
+    harness.engine.fail(harness.open_fetches.pop().fetch_id, StorageError("disk error"))
+    assert [failure.request_id for failure in harness.engine.pop_failures()] == [0]
+    harness.engine.request_batch("rank 0", 1, 0, slots(2, 4))
+    harness.collect_fetches()
+    harness.answer()
+    (reply,) = harness.engine.pop_replies()
+    harness.check(reply)

@@ -1,4 +1,4 @@
-"""A million samples: what is kept about each of them are bytes in arrays, not objects."""
+"""Memory for management: a million samples cost bytes in arrays, and no objects."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from lightning_dlres.prefetch.order.sequence import shuffled
 SAMPLES, NODES, BATCH = 1_000_000, 8, 256
 
 
-def test_management_space_and_objects() -> None:
+def test_a_million_samples_need_few_bytes_and_no_objects() -> None:
     sizes = np.random.default_rng(0).integers(0, 5, SAMPLES)
     space = CacheSpace(np.zeros(100_000, np.uint8), SAMPLES)
-    kept = PinnedSamples(np.zeros(1000, np.uint8), sizes)
+    pinned = PinnedSamples(np.zeros(1000, np.uint8), sizes)
     gc.collect()
-    before = len(gc.get_objects())
-    engine = PrefetchEngine(sizes, NODES, space, kept)
+    objects_before = len(gc.get_objects())
+    engine = PrefetchEngine(sizes, NODES, space, pinned)
 
     def index_of(epoch: int) -> CacheIndex:
-        return CacheIndex.build(shuffled(SAMPLES, 0, epoch), NODES, kept.ready)
+        return CacheIndex.build(shuffled(SAMPLES, 0, epoch), NODES, pinned.is_ready)
 
-    engine.begin(0, index_of(0), index_of)
+    engine.begin_epoch(0, index_of(0), index_of)
     order = shuffled(SAMPLES, 0, 0)
-    for take in range(40):
-        positions = np.arange(take * BATCH, (take + 1) * BATCH, dtype=np.uint32)
-        engine.take("rank 0", take, 0, positions)
-        deliveries = engine.deliveries()
-        while not deliveries:
-            for request in engine.requests():
-                engine.arrive(request.ticket, np.zeros(int(sizes[request.numbers].sum()), np.uint8))
-            deliveries = engine.deliveries()
-        assert np.array_equal(deliveries[0].numbers, order[positions])
-        engine.release("rank 0", take)
-    # The next epoch's index at the same time.
-    engine.end(0)
-    engine.begin(1, index_of(1), index_of)
-    engine.begin(2, index_of(2), index_of)
+    for request_id in range(40):
+        epoch_slots = np.arange(request_id * BATCH, (request_id + 1) * BATCH, dtype=np.uint32)
+        engine.request_batch("rank 0", request_id, 0, epoch_slots)
+        replies = engine.pop_replies()
+        while not replies:
+            for fetch in engine.pop_fetches():
+                nbytes = int(sizes[fetch.sample_ids].sum())
+                engine.arrive(fetch.fetch_id, np.zeros(nbytes, np.uint8))
+            replies = engine.pop_replies()
+        assert np.array_equal(replies[0].sample_ids, order[epoch_slots])
+        engine.release("rank 0", request_id)
+    # Two epochs are open at the same time.
+    engine.end_epoch(0)
+    engine.begin_epoch(1, index_of(1), index_of)
+    engine.begin_epoch(2, index_of(2), index_of)
     assert engine.management_bytes() < 64 * SAMPLES
-    del deliveries
+    del replies
     gc.collect()
-    assert len(gc.get_objects()) - before < 1000
+    assert len(gc.get_objects()) - objects_before < 1000

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace, Move, Used, check_fits
-from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, HIT, IN_USE, WAITING
+from lightning_dlres.prefetch.cache.space.cache_space import (
+    CacheSpace,
+    Move,
+    UsedEntries,
+    check_fits,
+)
+from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, EVICTABLE, IN_USE, WAITING
 from tests.support.examples import examples
 
 POSITIONS = 400
@@ -28,7 +33,7 @@ class SpaceMachine(RuleBasedStateMachine):
         super().__init__()
         self.space: CacheSpace | None = None
         self.waiting: dict[tuple[int, int], np.ndarray] = {}
-        self.used: list[tuple[Used, list[np.ndarray]]] = []
+        self.used: list[tuple[UsedEntries, list[np.ndarray]]] = []
         self.following = [0, 0]
         self.stored_in_pass = 0
 
@@ -44,7 +49,7 @@ class SpaceMachine(RuleBasedStateMachine):
         lengths = lengths[: POSITIONS - first]
         data = [content(first + i, n) for i, n in enumerate(lengths)]
         positions = np.arange(first, first + len(lengths), dtype=np.uint32)
-        was_passing = self.space.passing
+        was_passing = self.space.is_evicting
         before = self.space.live_bytes
         stored = self.space.store(
             row,
@@ -88,19 +93,19 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule()
     def compact_fully(self) -> None:
         ended = []
-        self.space.watch = lambda move: ended.append(move is None)
+        self.space.on_move = lambda move: ended.append(move is None)
         self.space.compact_fully()
-        self.space.watch = None
+        self.space.on_move = None
         states = [int(entry["state"]) for entry in self.space.entries()]
         before_waiting = states[: states.index(WAITING)] if WAITING in states else states
-        assert HIT not in before_waiting
+        assert EVICTABLE not in before_waiting
         if not self.used:
             assert self.space.end == self.space.live_bytes
 
     @precondition(lambda self: self.space is not None)
     @rule(row=st.integers(0, 1))
     def clear(self, row: int) -> None:
-        self.space.clear(row)
+        self.space.reset_row(row)
         self.waiting = {key: value for key, value in self.waiting.items() if key[0] != row}
         self.following[row] = 0
 
@@ -114,10 +119,10 @@ class SpaceMachine(RuleBasedStateMachine):
             assert entry["offset"] >= ends, "samples overlap"
             ends = int(entry["offset"] + entry["length"])
         assert ends <= self.space.end <= self.space.peak <= self.space.capacity
-        assert len(entries) == self.space.count
+        assert len(entries) == self.space.num_entries
         alive = [entry for entry in entries if entry["state"] in (WAITING, IN_USE)]
         assert self.space.live_bytes == sum(int(entry["length"]) for entry in alive)
-        found = {(int(e["row"]), int(e["position"])): e for e in entries if e["state"] == WAITING}
+        found = {(int(e["row"]), int(e["epoch_slot"])): e for e in entries if e["state"] == WAITING}
         assert found.keys() == self.waiting.keys(), "something to be hit was dropped, or stayed"
         for key, entry in found.items():
             held = self.space.view(int(entry["offset"]), int(entry["length"]))
@@ -143,13 +148,13 @@ def test_neighbours_are_evicted_and_moved_together() -> None:
     space = filled(100, [10] * 9)
     space.release(space.use(0, np.array([0, 1, 5], np.uint32)))
     moves: list[Move | None] = []
-    space.watch = moves.append
+    space.on_move = moves.append
     space.compact_fully()
     # 2 to 4 go to the start in one move, 6 to 8 behind them in another.
     assert moves == [None, Move(20, 0, 30), Move(60, 30, 30), None]
     assert space.evicted == 3
     assert space.end == 60
-    assert (space.places[0, [0, 1, 5]] == DONE).all()
+    assert (space.slot_table[0, [0, 1, 5]] == DONE).all()
 
 
 def test_a_store_at_the_threshold_starts_a_pass_that_later_stores_do_not_wait_for() -> None:
@@ -160,14 +165,14 @@ def test_a_store_at_the_threshold_starts_a_pass_that_later_stores_do_not_wait_fo
     for position in range(18):
         space.store(0, np.array([position], np.uint32), lengths, data * position)
     space.release(space.use(0, np.arange(0, 18, 2, dtype=np.uint32)))
-    assert not space.passing
+    assert not space.is_evicting
     stored_meanwhile = 0
     for position in range(18, 24):
-        if space.passing:
+        if space.is_evicting:
             # Behind the zone, while samples of the zone have yet to be moved.
             end = space.end
             assert space.store(0, np.array([position], np.uint32), lengths, data * position) == 1
-            assert space.end == end + size or not space.passing
+            assert space.end == end + size or not space.is_evicting
             stored_meanwhile += 1
         else:
             space.store(0, np.array([position], np.uint32), lengths, data * position)
@@ -187,7 +192,7 @@ def test_what_is_in_use_stays_and_others_go_around_it() -> None:
     space.compact_fully()
     # 20 bytes are free before what is in use: too few for the 30, which and whose successors
     # follow it.
-    assert [(int(e["position"]), int(e["offset"])) for e in space.entries()] == [
+    assert [(int(e["epoch_slot"]), int(e["offset"])) for e in space.entries()] == [
         (2, 20),
         (3, 30),
         (4, 60),
@@ -204,7 +209,7 @@ def test_a_gap_before_something_in_use_is_filled() -> None:
     space.use(0, np.array([1], np.uint32))
     space.release(first)
     space.compact_fully()
-    assert [(int(e["position"]), int(e["offset"])) for e in space.entries()] == [
+    assert [(int(e["epoch_slot"]), int(e["offset"])) for e in space.entries()] == [
         (2, 0),
         (3, 10),
         (1, 20),
@@ -214,15 +219,15 @@ def test_a_gap_before_something_in_use_is_filled() -> None:
 def test_another_epoch_does_not_touch_what_is_still_in_use() -> None:
     space = filled(100, [10] * 5)
     used = space.use(0, np.array([3], np.uint32))
-    space.clear(0)
+    space.reset_row(0)
     space.compact_fully()
-    assert space.count == 1
+    assert space.num_entries == 1
     data = np.concatenate([content(50 + i, 10) for i in range(5)])
     positions = np.arange(5, dtype=np.uint32)
     assert space.store(0, positions, np.full(5, 10, np.int64), data) == 5
     space.release(used)
     # The same position of the new epoch still waits.
-    assert space.places[0, 3] >= 0
+    assert space.slot_table[0, 3] >= 0
     space.use(0, positions)
 
 
@@ -241,5 +246,5 @@ def test_bad_values() -> None:
 @settings(max_examples=examples(60))
 def test_the_list_grows_with_what_is_stored(lengths: list[int], data: st.DataObject) -> None:
     space = filled(2000, lengths)
-    assert space.count == len(lengths)
+    assert space.num_entries == len(lengths)
     assert space.live_bytes == sum(lengths)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lightning_dlres.prefetch.loading.collating import _REUSED_BYTES, Collator
+from lightning_dlres.prefetch.loading.collating import _MIN_REUSED_BYTES, Collator
 
 Pair = namedtuple("Pair", "first second")
 
@@ -62,7 +62,7 @@ def test_batches_are_those_of_torch(items: list[Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool, torch.float16])
 def test_large_batches_lie_in_memory_of_batches_that_are_gone(dtype: torch.dtype) -> None:
     collate = Collator()
-    count = _REUSED_BYTES // 4
+    count = _MIN_REUSED_BYTES // 4
 
     def batch(value: int) -> Any:
         item = (torch.full((2, count // 2), value, dtype=dtype), value)

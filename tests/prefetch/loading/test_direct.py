@@ -18,8 +18,9 @@ from lightning_dlres.core.errors import ConfigError, StorageError
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.direct import DirectClient
-from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.local_samples import WorkerReads
+from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import mixed, shuffled
 from lightning_dlres.prefetch.storage import files, local_reads
 from lightning_dlres.prefetch.storage.listings import open_reader
@@ -34,7 +35,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def facts(sample: Sample) -> tuple[str, int, bytes, int]:
-    return sample.key, sample.number, bytes(sample.data), sample.seed
+    return sample.key, sample.sample_id, bytes(sample.data), sample.seed
 
 
 def direct(
@@ -125,7 +126,7 @@ def test_samples_stay_as_they_are_while_others_are_read(stack: ExitStack, folder
     batches = direct(stack, folder, decode=lambda sample: (sample, sample.tensor()))
     held = [pair for batch in batches for pair in batch]
     for sample, tensor in held:
-        assert bytes(sample.data) == tensor.numpy().tobytes() == bytes_of(sample.number)
+        assert bytes(sample.data) == tensor.numpy().tobytes() == bytes_of(sample.sample_id)
     sent = pickle.loads(pickle.dumps(held[0][0]))
     assert facts(sent) == facts(held[0][0])
 
@@ -213,8 +214,8 @@ def test_no_more_is_read_ahead_than_there_is_room_for(stack: ExitStack, folder: 
     next(iter(batches))
     client = batches.client
     # A batch that is larger than all of the room is read nevertheless, but none beside it.
-    assert not client.may_take(1, 8)
-    assert client.may_take(0, 8)
+    assert not client.may_request(1, 8)
+    assert client.may_request(0, 8)
 
 
 def test_memory_is_used_again_when_nothing_looks_at_it() -> None:

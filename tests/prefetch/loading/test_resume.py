@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.cache.samples import Sample
-from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
+from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import shuffled
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.sample_files import SAMPLES, bytes_of
@@ -27,8 +28,8 @@ MOMENTS = ("before", "trained", "waited", "saved")
 
 
 def number_of(sample: Sample) -> int:
-    assert bytes(sample.data) == bytes_of(sample.number)
-    return sample.number
+    assert bytes(sample.data) == bytes_of(sample.sample_id)
+    return sample.sample_id
 
 
 def train(

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from lightning_dlres.core.errors import ConfigError, PeerTimeoutError, StorageError
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.direct import DirectClient
-from lightning_dlres.prefetch.loading.loader import PrefetchLoader, Ranks
+from lightning_dlres.prefetch.loading.loader import PrefetchLoader
+from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.storage import files, listings
 from lightning_dlres.prefetch.storage.files import FileStorage
 from lightning_dlres.prefetch.storage.listings import open_reader

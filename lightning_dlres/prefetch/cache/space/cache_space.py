@@ -1,8 +1,8 @@
-"""The prefetch cache space (C5 to C10): one region of memory in which samples lie one behind the
-other, from which those that were hit go away, and in which those to be hit close up.
+"""Cache space: one region of memory that eviction keeps compact.
 
-Eviction does not stop the world (C9): a pass advances by so many bytes at a time, and samples are
-stored behind the zone in between.
+Samples lie one behind the other. Eviction removes those that were used and moves the waiting ones
+towards the start. It does not stop the world: a pass advances by a number of bytes at a time, and
+new samples are stored behind the last one while it runs.
 """
 
 from __future__ import annotations
@@ -14,24 +14,31 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.prefetch.cache.space import entry_kernels as kernels
 from lightning_dlres.prefetch.order.sequence import Positions
 
 Lengths = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
-Used = NDArray[np.int64]
+# int64[n, 3]: entry, offset and length of samples in use.
+UsedEntries = NDArray[np.int64]
 
-# What one slice of a pass moves at most: a fraction of a millisecond, while a reply waits.
+# Bytes that one slice of an eviction pass moves at most: a fraction of a millisecond, for which a
+# batch reply may have to wait.
 SLICE_BYTES = 1 << 20
-_MOST_MOVES = 256
-_FIRST_ENTRIES = 1024
+# Bytes that eviction moves for each byte that is stored: faster than the room behind the pass
+# fills up.
+_MOVED_PER_STORED_BYTE = 4
+# Copies that one slice makes at most.
+_MAX_MOVES = 256
+# Entries of the metadata list at the start; it doubles when it is full.
+_INITIAL_ENTRIES = 1024
 
 
 @dataclass(frozen=True)
 class Move:
-    """One copy within the space, in bytes."""
+    """Copy within the space; offsets and length in bytes."""
 
     source: int
     target: int
@@ -39,160 +46,197 @@ class Move:
 
 
 class CacheSpace:
-    """The cache space and its metadata list.
+    """Cache space and the metadata list of its samples.
 
-    Samples are named by a row (0 or 1, since the next epoch's may come while this one's are still
-    needed) and a position in that epoch's cache index. A sample is waiting when it is stored, in
-    use from `use` to `release`, and hit from then on. What is in use never moves.
+    A sample is named by a row and an epoch slot. There are two rows, because samples of the next
+    epoch may arrive while those of the current one are still needed. A sample waits when it is
+    stored, is in use from `use` to `release`, and may be evicted from then on. A sample in use
+    never moves.
 
     Args:
         data: uint8[capacity], the memory.
-        samples: how many positions an epoch has, as a rule.
-        threshold: the part of the capacity at which a store starts an eviction pass, in (0, 1].
+        samples: Expected number of epoch slots in an epoch.
+        threshold: Part of the capacity, in (0, 1], that has to be used before a store starts an
+            eviction pass.
+
+    Attributes:
+        capacity: Bytes of the memory.
+        threshold: See above.
+        slot_table: int32[2, n]. For each row and epoch slot, the entry of its sample, or one of the
+            negative states of `entry_kernels`.
+        evicted: Number of samples that eviction has removed.
+        moved_bytes: Bytes that eviction has copied.
+        passes: Number of eviction passes.
+        peak: Largest `end` so far, in bytes.
+        slice_bytes: Bytes that each store lets eviction move at least.
+        moved_per_stored_byte: Bytes that eviction moves for each byte that is stored.
+        on_move: Called with every move, and with None at the start and the end of a pass; for tests
+            and pictures.
 
     Raises:
-        ConfigError: the threshold is not such a part.
+        ConfigError: If the threshold is not in (0, 1].
     """
 
     def __init__(self, data: Bytes, samples: int, threshold: float = 0.75) -> None:
         if not 0 < threshold <= 1:
             raise ConfigError(
-                got_expected("threshold", threshold, "a part of the capacity", "threshold=0.75")
+                f"threshold must be in (0, 1], got {threshold!r}. Use threshold=0.75."
             )
         self.capacity = len(data)
         self.threshold = threshold
-        self.places = np.full((2, max(samples, 1)), kernels.UNASKED, dtype=np.int32)
+        self.slot_table = np.full((2, max(samples, 1)), kernels.UNFETCHED, dtype=np.int32)
         self.evicted = 0
         self.moved_bytes = 0
         self.passes = 0
         self.peak = 0
-        # What a store has a pass move: so many bytes, and as many times what it stores.
-        self.slice_bytes, self.pace = SLICE_BYTES, 4
-        # Called with every move, and with None at the start and the end of a pass.
-        self.watch: Callable[[Move | None], None] | None = None
+        self.slice_bytes, self.moved_per_stored_byte = SLICE_BYTES, _MOVED_PER_STORED_BYTE
+        self.on_move: Callable[[Move | None], None] | None = None
         self._data = data
         self._address = data.ctypes.data
-        self._entries = np.zeros(_FIRST_ENTRIES, dtype=kernels.ENTRY)
-        self._at = np.zeros(len(kernels.REGISTERS), dtype=np.int64)
-        self._at[[kernels.HEAD, kernels.TAIL, kernels.FREE]] = kernels.NIL
-        self._moves = np.empty((_MOST_MOVES, 3), dtype=np.int64)
-        kernels.link_free(self._entries, self._at, 0)
+        self._entries = np.zeros(_INITIAL_ENTRIES, dtype=kernels.ENTRY)
+        self._registers = np.zeros(len(kernels.REGISTERS), dtype=np.int64)
+        self._registers[[kernels.HEAD, kernels.TAIL, kernels.FREE]] = kernels.NIL
+        self._moves = np.empty((_MAX_MOVES, 3), dtype=np.int64)
+        kernels.link_free(self._entries, self._registers, 0)
 
     @property
     def end(self) -> int:
-        """Behind the last sample: the used capacity, in bytes."""
-        return int(self._at[kernels.END])
+        """Offset behind the last sample, in bytes: the used part of the capacity."""
+        return int(self._registers[kernels.END])
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the samples that wait or are in use."""
-        return int(self._at[kernels.LIVE])
+        return int(self._registers[kernels.LIVE])
 
     @property
-    def count(self) -> int:
-        """How many entries the metadata list has."""
-        return int(self._at[kernels.COUNT])
+    def num_entries(self) -> int:
+        """Number of entries in the metadata list."""
+        return int(self._registers[kernels.COUNT])
 
     @property
-    def passing(self) -> bool:
-        """Whether an eviction pass has begun and not ended."""
-        return bool(self._at[kernels.PASSING])
+    def is_evicting(self) -> bool:
+        """True while an eviction pass is under way."""
+        return bool(self._registers[kernels.EVICTING])
 
     def management_bytes(self) -> int:
-        """Return the bytes of the metadata list and of `places`."""
-        return int(self._entries.nbytes + self.places.nbytes + self._moves.nbytes)
+        """Return the bytes of the metadata list and of the slot table."""
+        return int(self._entries.nbytes + self.slot_table.nbytes + self._moves.nbytes)
 
-    def clear(self, row: int, positions: int = 0) -> None:
-        """Make a row ready for another epoch, with so many positions: what waits in it counts as
-        hit, since nobody will ask for it, and what is in use stays until it is released."""
-        if positions > self.places.shape[1]:
+    def reset_row(self, row: int, epoch_slots: int = 0) -> None:
+        """Make a row ready for another epoch.
+
+        Waiting samples of the row may be evicted, because no request will name them. Samples in use
+        stay until they are released.
+
+        Args:
+            row: 0 or 1.
+            epoch_slots: Number of epoch slots that the other epoch has.
+        """
+        if epoch_slots > self.slot_table.shape[1]:
             # Padding makes an epoch longer than the data set.
-            grown = np.full((2, positions), kernels.UNASKED, dtype=np.int32)
-            grown[:, : self.places.shape[1]] = self.places
-            self.places = grown
-        if kernels.abandon(self._entries, self._at, self.places, row) and not self.passing:
+            grown = np.full((2, epoch_slots), kernels.UNFETCHED, dtype=np.int32)
+            grown[:, : self.slot_table.shape[1]] = self.slot_table
+            self.slot_table = grown
+        abandoned = kernels.abandon_row(self._entries, self._registers, self.slot_table, row)
+        if abandoned and not self.is_evicting:
             self._begin_pass()
 
-    def store(self, row: int, positions: Positions, lengths: Lengths, data: Bytes) -> int:
-        """Store samples one behind the other and return how many of them there was room for.
+    def store(self, row: int, epoch_slots: Positions, lengths: Lengths, data: Bytes) -> int:
+        """Store samples one behind the other, as many as there is room for.
 
-        `data` is uint8[sum of lengths]. Where the room behind the last sample is too little, a pass
-        is carried to its end first; what there is no room for then has to wait until something is
-        released.
+        If there is too little room behind the last sample, eviction runs to its end first. Samples
+        that do not fit even then have to wait until something is released.
+
+        Args:
+            row: 0 or 1.
+            epoch_slots: uint32[n].
+            lengths: int64[n], in bytes.
+            data: uint8[sum of lengths].
+
+        Returns:
+            The number of stored samples, counted from the first.
         """
-        self._grow(len(positions))
-        stored = self._append(row, positions, lengths, data)
-        if stored < len(positions):
+        self._grow(len(epoch_slots))
+        stored = self._append(row, epoch_slots, lengths, data)
+        if stored < len(epoch_slots):
             self.compact_fully()
             rest = data[int(lengths[:stored].sum()) :]
-            stored += self._append(row, positions[stored:], lengths[stored:], rest)
-        if not self.passing and self.end >= self.threshold * self.capacity:
+            stored += self._append(row, epoch_slots[stored:], lengths[stored:], rest)
+        if not self.is_evicting and self.end >= self.threshold * self.capacity:
             self._begin_pass()
-        # Faster than the room behind the zone fills up.
-        self.advance(max(self.slice_bytes, self.pace * int(lengths[:stored].sum())))
+        stored_bytes = int(lengths[:stored].sum())
+        self.advance(max(self.slice_bytes, self.moved_per_stored_byte * stored_bytes))
         return stored
 
-    def use(self, row: int, positions: Positions) -> Used:
+    def use(self, row: int, epoch_slots: Positions) -> UsedEntries:
         """Mark waiting samples as in use; return int64[n, 3]: entry, offset and length of each.
 
         Raises:
-            KeyError: one of them is not waiting in the cache; nothing is marked.
+            KeyError: If one of them is not waiting. None of them is marked then.
         """
-        found = np.empty((len(positions), 3), dtype=np.int64)
-        if not kernels.use(self._entries, self.places, row, positions, found):
-            raise KeyError(f"not every one of {len(positions)} samples waits in the cache")
-        return found
+        used = np.empty((len(epoch_slots), 3), dtype=np.int64)
+        if not kernels.use(self._entries, self.slot_table, row, epoch_slots, used):
+            raise KeyError(f"not all of {len(epoch_slots)} samples are waiting in the cache")
+        return used
 
-    def release(self, used: Used) -> None:
-        """Mark samples in use as hit, as `use` has returned them.
+    def release(self, used: UsedEntries) -> None:
+        """Let samples in use be evicted; `used` is what `use` has returned.
 
         Raises:
-            KeyError: one of them was released before.
+            KeyError: If one of them was released before.
         """
-        if kernels.release(self._entries, self._at, self.places, used[:, 0].copy()):
+        if kernels.release(self._entries, self._registers, self.slot_table, used[:, 0].copy()):
             raise KeyError("a sample was released twice")
 
     def view(self, offset: int, length: int) -> Bytes:
-        """Return uint8[length], the memory itself."""
+        """Return uint8[length], a view of the memory."""
         return self._data[offset : offset + length]
 
-    def advance(self, most_bytes: int = SLICE_BYTES) -> bool:
-        """Go on with a pass, if there is one, by about so many moved bytes; return whether there is
-        more to do."""
-        if self.passing:
-            count, evicted = kernels.evict(self._entries, self._at, self._moves, most_bytes)
+    def advance(self, max_bytes: int = SLICE_BYTES) -> bool:
+        """Advance an eviction pass, if there is one, by about `max_bytes` moved bytes; return true
+        if there is more to do."""
+        if self.is_evicting:
+            count, evicted = kernels.evict(self._entries, self._registers, self._moves, max_bytes)
             self.evicted += evicted
             for source, target, length in self._moves[:count].tolist():
-                # Towards the start and in this order: no move overwrites what a later one reads.
+                # All moves go towards the start, in this order: none overwrites the source of a
+                # later one.
                 ctypes.memmove(self._address + target, self._address + source, length)
                 self.moved_bytes += length
-                if self.watch:
-                    self.watch(Move(source, target, length))
-            if not self.passing and self.watch:
-                self.watch(None)
-        return self.passing
+                if self.on_move:
+                    self.on_move(Move(source, target, length))
+            if not self.is_evicting and self.on_move:
+                self.on_move(None)
+        return self.is_evicting
 
     def compact_fully(self) -> None:
-        """Evict and move all that can be."""
+        """Evict and move everything that can be, at once."""
         while self.advance(self.capacity):
             pass
-        if self.end > self.live_bytes or self._at[kernels.HITS]:
+        if self.end > self.live_bytes or self._registers[kernels.NUM_EVICTABLE]:
             self._begin_pass()
             while self.advance(self.capacity):
                 pass
 
     def entries(self) -> list[np.void]:
         """Return the metadata list in the order of offsets; for tests and pictures."""
-        found, number = [], int(self._at[kernels.HEAD])
-        while number != kernels.NIL:
-            found.append(self._entries[number].copy())
-            number = int(self._entries[number]["next"])
-        return found
+        entries, entry = [], int(self._registers[kernels.HEAD])
+        while entry != kernels.NIL:
+            entries.append(self._entries[entry].copy())
+            entry = int(self._entries[entry]["next"])
+        return entries
 
-    def _append(self, row: int, positions: Positions, lengths: Lengths, data: Bytes) -> int:
+    def _append(self, row: int, epoch_slots: Positions, lengths: Lengths, data: Bytes) -> int:
         start = self.end
         stored: int = kernels.append(
-            self._entries, self._at, self.places, row, positions, lengths, self.capacity
+            self._entries,
+            self._registers,
+            self.slot_table,
+            row,
+            epoch_slots,
+            lengths,
+            self.capacity,
         )
         self._data[start : self.end] = data[: self.end - start]
         self.peak = max(self.peak, self.end)
@@ -200,29 +244,35 @@ class CacheSpace:
 
     def _begin_pass(self) -> None:
         self.passes += 1
-        kernels.begin_pass(self._at)
-        if self.watch:
-            self.watch(None)
+        kernels.begin_pass(self._registers)
+        if self.on_move:
+            self.on_move(None)
 
     def _grow(self, more: int) -> None:
-        if self.count + more <= len(self._entries):
+        """Make room for so many more entries in the metadata list."""
+        if self.num_entries + more <= len(self._entries):
             return
         before = len(self._entries)
         grown = np.zeros(max(2 * before, before + more), dtype=kernels.ENTRY)
         grown[:before] = self._entries
         self._entries = grown
-        kernels.link_free(self._entries, self._at, before)
+        kernels.link_free(self._entries, self._registers, before)
 
 
 def check_fits(largest: int, capacity: int, key: str, share: int = 1) -> None:
-    """Raise where a sample is larger than the cache, which has the `share`-th part of what the user
-    has given.
+    """Raise an error if a sample is larger than the cache.
+
+    Args:
+        largest: Bytes of the largest sample.
+        capacity: Bytes of the cache, which are 1/`share` of what the user has given.
+        key: Key of that sample.
+        share: See `capacity`.
 
     Raises:
-        ConfigError: with the sample's key.
+        ConfigError: If the sample does not fit; it names the key.
     """
     if largest > capacity:
-        part = f" (a part of 1/{share} for this split)" if share > 1 else ""
+        part = f" (1/{share} for this split)" if share > 1 else ""
         raise ConfigError(
             f"capacity must be at least the largest sample, {format_bytes(largest)} ({key!r}), "
             f"got {format_bytes(capacity)}{part}. Use capacity={2 * largest * share}."

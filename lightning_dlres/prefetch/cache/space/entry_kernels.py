@@ -1,9 +1,12 @@
-"""The metadata list of the cache space (C6) as an array of records, linked in the order of their
-offsets, and the loops over it: no object per sample, and no loop over samples in Python. They keep
-the interpreter's lock: they take microseconds, and to get it back from another thread takes longer.
+"""Metadata list of the cache space, and the compiled loops over it.
 
-`places` is int32[2, n]: for each of two epochs and each position of the cache index, which entry
-holds its sample, or one of the negative states below.
+The list is an array of records, linked in the order of their offsets. So there is no object per
+sample, and no Python loop over samples. The loops keep the interpreter's lock: they take
+microseconds, and getting the lock back from another thread would take longer.
+
+Names: an *entry* is the index of a record. `registers` holds where the list and the eviction pass
+stand, see `REGISTERS`. The `slot_table` is int32[2, n]: for each row (one of two epochs) and epoch
+slot, the entry of its sample, or one of the negative states below.
 """
 
 from __future__ import annotations
@@ -15,16 +18,22 @@ from numba import int32, int64, typeof, uint32
 
 from lightning_dlres.core.compiled import compiled, part
 
-UNASKED, ASKED, DONE, KEPT, BROKEN = -1, -2, -3, -4, -5
-WAITING, IN_USE, HIT = 0, 1, 2
+# States of an epoch slot without an entry. FETCHING: a fetch is in flight, or its sample waits for
+# room. DONE: used and released, or handed out past the cache space. PINNED: in the pinned tier.
+# FAILED: the fetch has failed.
+UNFETCHED, FETCHING, DONE, PINNED, FAILED = -1, -2, -3, -4, -5
+# States of an entry.
+WAITING, IN_USE, EVICTABLE = 0, 1, 2
+# No entry: the end of a list.
 NIL = -1
+# Row of an entry whose epoch has ended.
 NO_ROW = 255
 
 ENTRY = np.dtype(
     [
         ("offset", np.int64),
         ("length", np.int64),
-        ("position", np.uint32),
+        ("epoch_slot", np.uint32),
         ("next", np.int32),
         ("previous", np.int32),
         ("row", np.uint8),
@@ -33,241 +42,270 @@ ENTRY = np.dtype(
     align=True,
 )
 
-# Where the list and a pass stand: int64[len(REGISTERS)].
+# int64[len(REGISTERS)].
 REGISTERS = (
-    "head",
-    "tail",
-    "free",
-    "cursor",
-    "gap",
-    "write",
-    "end",
-    "live",
-    "passing",
-    "count",
-    "hits",
+    "head",  # first entry
+    "tail",  # last entry
+    "free",  # first free record; free ones are chained by `next`
+    "cursor",  # of a pass: the entry to look at next
+    "gap",  # of a pass: the first entry before which later samples may be put
+    "write",  # of a pass: offset behind the samples that have their final place
+    "end",  # offset behind the last sample
+    "live",  # bytes of samples that wait or are in use
+    "evicting",  # 1 during a pass
+    "count",  # number of entries
+    "num_evictable",  # number of entries that may be evicted
 )
-HEAD, TAIL, FREE, CURSOR, GAP, WRITE, END, LIVE, PASSING, COUNT, HITS = range(len(REGISTERS))
+(
+    HEAD,
+    TAIL,
+    FREE,
+    CURSOR,
+    GAP,
+    WRITE,
+    END,
+    LIVE,
+    EVICTING,
+    COUNT,
+    NUM_EVICTABLE,
+) = range(len(REGISTERS))
 
-# What the loops are called with, as Numba has it.
+# Argument types of the loops, for Numba.
 _ENTRIES: Any = typeof(np.empty(0, dtype=ENTRY))
-_AT: Any = int64[::1]
-_PLACES: Any = int32[:, ::1]
-_POSITIONS: Any = uint32[::1]
+_REGISTERS: Any = int64[::1]
+_SLOT_TABLE: Any = int32[:, ::1]
+_EPOCH_SLOTS: Any = uint32[::1]
 
 
-@compiled((_ENTRIES, _AT, int64))
-def link_free(entries: Any, at: Any, first: int) -> None:
-    """Chain the entries from `first` on as free ones."""
-    for number in range(len(entries) - 1, first - 1, -1):
-        entries[number].next = at[FREE]
-        at[FREE] = number
+@compiled((_ENTRIES, _REGISTERS, int64))
+def link_free(entries: Any, registers: Any, first: int) -> None:
+    """Chain the records from `first` on as free ones."""
+    for entry in range(len(entries) - 1, first - 1, -1):
+        entries[entry].next = registers[FREE]
+        registers[FREE] = entry
 
 
-@compiled((_ENTRIES, _AT, _PLACES, int64, _POSITIONS, int64[::1], int64))
+@compiled((_ENTRIES, _REGISTERS, _SLOT_TABLE, int64, _EPOCH_SLOTS, int64[::1], int64))
 def append(
-    entries: Any, at: Any, places: Any, row: int, positions: Any, lengths: Any, capacity: int
+    entries: Any,
+    registers: Any,
+    slot_table: Any,
+    row: int,
+    epoch_slots: Any,
+    lengths: Any,
+    capacity: int,
 ) -> int:
-    """Enter samples at the end, one behind the other, and return how many there was room for. There
-    are enough free entries."""
+    """Add samples at the end, one behind the other, as many as fit; return their number. The caller
+    makes sure that there are enough free records."""
     stored = 0
-    for number in range(len(positions)):
-        length = lengths[number]
-        if at[END] + length > capacity:
+    for at in range(len(epoch_slots)):
+        length = lengths[at]
+        if registers[END] + length > capacity:
             break
-        new = at[FREE]
-        entry = entries[new]
-        at[FREE] = entry.next
-        entry.offset, entry.length = at[END], length
-        entry.position, entry.row, entry.state = positions[number], row, WAITING
-        entry.previous, entry.next = at[TAIL], NIL
-        if at[TAIL] == NIL:
-            at[HEAD] = new
+        new = registers[FREE]
+        record = entries[new]
+        registers[FREE] = record.next
+        record.offset, record.length = registers[END], length
+        record.epoch_slot, record.row, record.state = epoch_slots[at], row, WAITING
+        record.previous, record.next = registers[TAIL], NIL
+        if registers[TAIL] == NIL:
+            registers[HEAD] = new
         else:
-            entries[at[TAIL]].next = new
-        at[TAIL] = new
-        if at[PASSING] and at[CURSOR] == NIL:
-            # A pass that has begun over nothing; any other meets the new entry by its links.
-            at[CURSOR] = at[GAP] = new
-        places[row, positions[number]] = new
-        at[END] += length
-        at[LIVE] += length
-        at[COUNT] += 1
+            entries[registers[TAIL]].next = new
+        registers[TAIL] = new
+        if registers[EVICTING] and registers[CURSOR] == NIL:
+            # The pass has begun over an empty list. Any other pass gets here by the links.
+            registers[CURSOR] = registers[GAP] = new
+        slot_table[row, epoch_slots[at]] = new
+        registers[END] += length
+        registers[LIVE] += length
+        registers[COUNT] += 1
         stored += 1
     return stored
 
 
-@compiled((_ENTRIES, _PLACES, int64, _POSITIONS, int64[:, ::1]))
-def use(entries: Any, places: Any, row: int, positions: Any, found: Any) -> bool:
-    """Mark samples as in use, and note entry, offset and length of each in int64[n, 3]; return
-    False, and change nothing, where one of them is not waiting."""
-    for number in range(len(positions)):
-        place = places[row, positions[number]]
-        if place < 0 or entries[place].state != WAITING:
+@compiled((_ENTRIES, _SLOT_TABLE, int64, _EPOCH_SLOTS, int64[:, ::1]))
+def use(entries: Any, slot_table: Any, row: int, epoch_slots: Any, used: Any) -> bool:
+    """Mark samples as in use, and write entry, offset and length of each into `used`, int64[n, 3].
+    Return False, and change no state, if one of them is not waiting."""
+    for at in range(len(epoch_slots)):
+        entry = slot_table[row, epoch_slots[at]]
+        if entry < 0 or entries[entry].state != WAITING:
             return False
-        found[number, 0] = place
-        found[number, 1], found[number, 2] = entries[place].offset, entries[place].length
-    for number in range(len(positions)):
-        entries[found[number, 0]].state = IN_USE
+        used[at, 0] = entry
+        used[at, 1], used[at, 2] = entries[entry].offset, entries[entry].length
+    for at in range(len(epoch_slots)):
+        entries[used[at, 0]].state = IN_USE
     return True
 
 
-@compiled((_ENTRIES, _AT, _PLACES, int64[::1]))
-def release(entries: Any, at: Any, places: Any, used: Any) -> int:
-    """Mark entries in use as hit: nobody looks at them any more. Return how many were not in
-    use."""
+@compiled((_ENTRIES, _REGISTERS, _SLOT_TABLE, int64[::1]))
+def release(entries: Any, registers: Any, slot_table: Any, used: Any) -> int:
+    """Let entries in use be evicted. Return how many of them were not in use."""
     wrong = 0
-    for number in range(len(used)):
-        entry = entries[used[number]]
-        if entry.state != IN_USE:
+    for at in range(len(used)):
+        record = entries[used[at]]
+        if record.state != IN_USE:
             wrong += 1
             continue
-        entry.state = HIT
-        at[HITS] += 1
-        at[LIVE] -= entry.length
-        if entry.row != NO_ROW:
-            places[entry.row, entry.position] = DONE
+        record.state = EVICTABLE
+        registers[NUM_EVICTABLE] += 1
+        registers[LIVE] -= record.length
+        if record.row != NO_ROW:
+            slot_table[record.row, record.epoch_slot] = DONE
     return wrong
 
 
-@compiled((_ENTRIES, _AT, _PLACES, int64))
-def abandon(entries: Any, at: Any, places: Any, row: int) -> int:
-    """Mark what waits for an epoch that is over as hit, and part what is in use from its row;
-    return how many samples waited."""
-    number, found = at[HEAD], 0
-    while number != NIL:
-        entry = entries[number]
-        if entry.row == row:
-            if entry.state == WAITING:
-                entry.state = HIT
-                at[HITS] += 1
-                at[LIVE] -= entry.length
-                found += 1
-            entry.row = NO_ROW
-        number = entry.next
-    places[row, :] = UNASKED
-    return found
+@compiled((_ENTRIES, _REGISTERS, _SLOT_TABLE, int64))
+def abandon_row(entries: Any, registers: Any, slot_table: Any, row: int) -> int:
+    """End the epoch of a row: let its waiting samples be evicted, and detach those in use from the
+    row, which another epoch will use. Return how many samples waited."""
+    entry, abandoned = registers[HEAD], 0
+    while entry != NIL:
+        record = entries[entry]
+        if record.row == row:
+            if record.state == WAITING:
+                record.state = EVICTABLE
+                registers[NUM_EVICTABLE] += 1
+                registers[LIVE] -= record.length
+                abandoned += 1
+            record.row = NO_ROW
+        entry = record.next
+    slot_table[row, :] = UNFETCHED
+    return abandoned
 
 
-@compiled((_AT,))
-def begin_pass(at: Any) -> None:
-    """Start a pass over everything that is there."""
-    at[PASSING], at[CURSOR], at[GAP], at[WRITE] = 1, at[HEAD], at[HEAD], 0
+@compiled((_REGISTERS,))
+def begin_pass(registers: Any) -> None:
+    """Begin an eviction pass at the first entry."""
+    registers[EVICTING], registers[WRITE] = 1, 0
+    registers[CURSOR], registers[GAP] = registers[HEAD], registers[HEAD]
 
 
-@compiled((_ENTRIES, _AT, int64[:, ::1], int64))
-def evict(entries: Any, at: Any, moves: Any, most_bytes: int) -> tuple[int, int]:
-    """Go on with a pass until so many bytes have to move or `moves` (int64[m, 3]: source, target,
-    length) is full; return how many moves there are and how many samples were evicted.
+@compiled((_ENTRIES, _REGISTERS, int64[:, ::1], int64))
+def evict(entries: Any, registers: Any, moves: Any, max_bytes: int) -> tuple[int, int]:
+    """Advance a pass until `max_bytes` have to move or `moves` is full.
 
-    Entries before the gap have their final place; those from the gap to the cursor are in use and
+    Entries before the gap have their final place. Those from the gap to the cursor are in use and
     cannot move, but later samples may be put before them.
+
+    Args:
+        entries: The records.
+        registers: See `REGISTERS`.
+        moves: int64[m, 3], is filled with source, target and length of each copy to make. Moves of
+            neighbours are joined.
+        max_bytes: Bytes to move, about.
+
+    Returns:
+        The number of moves, and the number of evicted samples.
     """
     count, moved, evicted = 0, 0, 0
-    while at[CURSOR] != NIL:
-        number = at[CURSOR]
-        entry = entries[number]
-        following = entry.next
-        if entry.state == IN_USE:
-            at[CURSOR] = following
+    while registers[CURSOR] != NIL:
+        entry = registers[CURSOR]
+        record = entries[entry]
+        following = record.next
+        if record.state == IN_USE:
+            registers[CURSOR] = following
             continue
-        if entry.state == HIT:
-            if at[GAP] == number:
-                at[GAP] = following
-            _remove(entries, at, number)
+        if record.state == EVICTABLE:
+            if registers[GAP] == entry:
+                registers[GAP] = following
+            _remove(entries, registers, entry)
             evicted += 1
-            at[CURSOR] = following
+            registers[CURSOR] = following
             continue
-        while at[GAP] != number:
-            # What is in the way may have been let go since the pass went by.
-            blocking = entries[at[GAP]]
-            if blocking.state == HIT:
+        while registers[GAP] != entry:
+            # The entry at the gap was in use when the cursor passed it, and may be released now.
+            blocking = entries[registers[GAP]]
+            if blocking.state == EVICTABLE:
                 after = blocking.next
-                _remove(entries, at, at[GAP])
+                _remove(entries, registers, registers[GAP])
                 evicted += 1
-                at[GAP] = after
-            elif at[WRITE] + entry.length > blocking.offset:
-                at[WRITE] = blocking.offset + blocking.length
-                at[GAP] = blocking.next
+                registers[GAP] = after
+            elif registers[WRITE] + record.length > blocking.offset:
+                registers[WRITE] = blocking.offset + blocking.length
+                registers[GAP] = blocking.next
             else:
                 break
-        target = at[WRITE]
-        if entry.offset != target:
+        target = registers[WRITE]
+        if record.offset != target:
             last = count - 1
             joins = (
                 count > 0
-                and moves[last, 0] + moves[last, 2] == entry.offset
+                and moves[last, 0] + moves[last, 2] == record.offset
                 and moves[last, 1] + moves[last, 2] == target
             )
-            if not joins and (count == len(moves) or moved >= most_bytes):
+            if not joins and (count == len(moves) or moved >= max_bytes):
                 return count, evicted
             if joins:
-                moves[last, 2] += entry.length
+                moves[last, 2] += record.length
             else:
-                moves[count, 0], moves[count, 1] = entry.offset, target
-                moves[count, 2] = entry.length
+                moves[count, 0], moves[count, 1] = record.offset, target
+                moves[count, 2] = record.length
                 count += 1
-            moved += entry.length
-            entry.offset = target
-        at[WRITE] = target + entry.length
-        if at[GAP] == number:
-            at[GAP] = following
+            moved += record.length
+            record.offset = target
+        registers[WRITE] = target + record.length
+        if registers[GAP] == entry:
+            registers[GAP] = following
         else:
-            _remove_links(entries, at, number)
-            _insert(entries, at, number, at[GAP])
-        at[CURSOR] = following
-    evicted += _finish(entries, at)
+            # The sample was put before the gap: keep the list in the order of offsets.
+            _remove_links(entries, registers, entry)
+            _insert(entries, registers, entry, registers[GAP])
+        registers[CURSOR] = following
+    evicted += _finish(entries, registers)
     return count, evicted
 
 
 @part
-def _finish(entries: Any, at: Any) -> int:
-    """End a pass: what was let go behind its back, up to the first sample to be hit, goes too
-    (C10); return how many."""
-    number, evicted = at[HEAD], 0
-    while number != NIL and entries[number].state != WAITING:
-        following = entries[number].next
-        if entries[number].state == HIT:
-            _remove(entries, at, number)
+def _finish(entries: Any, registers: Any) -> int:
+    """End a pass. Entries at the start that were released after the cursor passed them are removed,
+    too, up to the first waiting sample; return how many."""
+    entry, evicted = registers[HEAD], 0
+    while entry != NIL and entries[entry].state != WAITING:
+        following = entries[entry].next
+        if entries[entry].state == EVICTABLE:
+            _remove(entries, registers, entry)
             evicted += 1
-        number = following
-    at[PASSING] = 0
-    at[END] = 0
-    if at[TAIL] != NIL:
-        last = entries[at[TAIL]]
-        at[END] = last.offset + last.length
+        entry = following
+    registers[EVICTING] = 0
+    registers[END] = 0
+    if registers[TAIL] != NIL:
+        last = entries[registers[TAIL]]
+        registers[END] = last.offset + last.length
     return evicted
 
 
 @part
-def _remove(entries: Any, at: Any, number: int) -> None:
-    """Take a hit entry out of the list."""
-    _remove_links(entries, at, number)
-    entries[number].next = at[FREE]
-    at[FREE] = number
-    at[COUNT] -= 1
-    at[HITS] -= 1
+def _remove(entries: Any, registers: Any, entry: int) -> None:
+    """Remove an evictable entry from the list."""
+    _remove_links(entries, registers, entry)
+    entries[entry].next = registers[FREE]
+    registers[FREE] = entry
+    registers[COUNT] -= 1
+    registers[NUM_EVICTABLE] -= 1
 
 
 @part
-def _remove_links(entries: Any, at: Any, number: int) -> None:
-    before, after = entries[number].previous, entries[number].next
+def _remove_links(entries: Any, registers: Any, entry: int) -> None:
+    before, after = entries[entry].previous, entries[entry].next
     if before == NIL:
-        at[HEAD] = after
+        registers[HEAD] = after
     else:
         entries[before].next = after
     if after == NIL:
-        at[TAIL] = before
+        registers[TAIL] = before
     else:
         entries[after].previous = before
 
 
 @part
-def _insert(entries: Any, at: Any, number: int, before: int) -> None:
+def _insert(entries: Any, registers: Any, entry: int, before: int) -> None:
+    """Link an entry in front of another one."""
     earlier = entries[before].previous
-    entries[number].previous, entries[number].next = earlier, before
-    entries[before].previous = number
+    entries[entry].previous, entries[entry].next = earlier, before
+    entries[before].previous = entry
     if earlier == NIL:
-        at[HEAD] = number
+        registers[HEAD] = entry
     else:
-        entries[earlier].next = number
+        entries[earlier].next = entry

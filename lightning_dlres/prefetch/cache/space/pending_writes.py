@@ -1,4 +1,4 @@
-"""Samples that have come and for which the cache space has no room in one piece yet."""
+"""Queue of samples that have arrived and have no contiguous room in the cache space yet."""
 
 from __future__ import annotations
 
@@ -14,71 +14,74 @@ from lightning_dlres.prefetch.order.sequence import Positions
 @dataclass(eq=False)
 class _PendingWrite:
     row: int
-    positions: Positions
+    epoch_slots: Positions
     lengths: Lengths
     data: Bytes
 
 
 class PendingWrites:
-    """A queue before the cache space.
+    """Queue of writes to the cache space, oldest first.
 
     Args:
-        space: where samples go.
+        space: Cache space to write to.
     """
 
     def __init__(self, space: CacheSpace) -> None:
         self._space = space
         self._queue: deque[_PendingWrite] = deque()
-        # Whether storing was tried in vain since something was let go.
+        # True if a write failed for lack of room and nothing was released since. Another try would
+        # scan the whole space in vain.
         self._is_full = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what waits here."""
-        return sum(int(landing.lengths.sum()) for landing in self._queue)
+        """Bytes of the samples in the queue."""
+        return sum(int(write.lengths.sum()) for write in self._queue)
 
-    def add(self, row: int, positions: Positions, lengths: Lengths, data: Bytes) -> None:
-        """Line up samples; arguments as for `CacheSpace.store`."""
-        if len(positions):
-            self._queue.append(_PendingWrite(row, positions, lengths, data))
+    def add(self, row: int, epoch_slots: Positions, lengths: Lengths, data: Bytes) -> None:
+        """Add samples to the queue; arguments as for `CacheSpace.store`."""
+        if len(epoch_slots):
+            self._queue.append(_PendingWrite(row, epoch_slots, lengths, data))
 
-    def room_was_made(self) -> None:
-        """Try again with the next `land`."""
+    def retry(self) -> None:
+        """Let the next `write` try again: something was released."""
         self._is_full = False
 
-    def land(self) -> None:
-        """Store what there is room for."""
+    def write(self) -> None:
+        """Store samples from the head of the queue, as many as there is room for."""
         while self._queue and not self._is_full:
-            landing = self._queue.popleft()
-            stored = self._space.store(
-                landing.row, landing.positions, landing.lengths, landing.data
-            )
-            if stored < len(landing.positions):
-                data = landing.data[int(landing.lengths[:stored].sum()) :]
+            write = self._queue.popleft()
+            stored = self._space.store(write.row, write.epoch_slots, write.lengths, write.data)
+            if stored < len(write.epoch_slots):
+                data = write.data[int(write.lengths[:stored].sum()) :]
                 self._queue.appendleft(
                     _PendingWrite(
-                        landing.row, landing.positions[stored:], landing.lengths[stored:], data
+                        write.row, write.epoch_slots[stored:], write.lengths[stored:], data
                     )
                 )
                 self._is_full = True
 
-    def take_out(self, row: int, wanted: Positions) -> list[tuple[int, Bytes]]:
-        """Remove those of some positions that wait here, and return position and bytes of each."""
-        found: list[tuple[int, Bytes]] = []
-        for landing in self._queue:
-            mine = np.isin(landing.positions, wanted)
-            if landing.row != row or not mine.any():
+    def remove(self, row: int, epoch_slots: Positions) -> list[tuple[int, Bytes]]:
+        """Remove those samples of some epoch slots that are in the queue.
+
+        Returns:
+            Epoch slot and bytes of each removed sample.
+        """
+        removed: list[tuple[int, Bytes]] = []
+        for write in self._queue:
+            matches = np.isin(write.epoch_slots, epoch_slots)
+            if write.row != row or not matches.any():
                 continue
-            pieces = np.split(landing.data, np.cumsum(landing.lengths)[:-1])
-            positions = landing.positions.tolist()
-            found += [(positions[at], pieces[at]) for at in np.flatnonzero(mine).tolist()]
-            rest = [pieces[at] for at in np.flatnonzero(~mine).tolist()]
-            landing.positions, landing.lengths = landing.positions[~mine], landing.lengths[~mine]
-            landing.data = np.concatenate(rest) if rest else np.empty(0, dtype=np.uint8)
-        self._queue = deque(landing for landing in self._queue if len(landing.positions))
-        return found
+            pieces = np.split(write.data, np.cumsum(write.lengths)[:-1])
+            slots = write.epoch_slots.tolist()
+            removed += [(slots[at], pieces[at]) for at in np.flatnonzero(matches).tolist()]
+            rest = [pieces[at] for at in np.flatnonzero(~matches).tolist()]
+            write.epoch_slots, write.lengths = write.epoch_slots[~matches], write.lengths[~matches]
+            write.data = np.concatenate(rest) if rest else np.empty(0, dtype=np.uint8)
+        self._queue = deque(write for write in self._queue if len(write.epoch_slots))
+        return removed
 
     def drop(self, row: int) -> None:
-        """Forget what waits for an epoch that was given up."""
-        self._queue = deque(landing for landing in self._queue if landing.row != row)
+        """Drop the samples of an aborted epoch."""
+        self._queue = deque(write for write in self._queue if write.row != row)
         self._is_full = False

@@ -1,8 +1,8 @@
-"""The pinned tier: samples that stay for all epochs, the only way to save bytes, since an epoch
-needs every sample once.
+"""Pinned tier: samples that stay in memory, or on a local disk, for all epochs.
 
-Which ones is decided before the first of them arrives: those that the first epoch needs first, as
-many as fit. They are copied when they come by, and never move.
+Pinning is the only way to fetch fewer bytes, because an epoch needs every sample once. The first
+samples of the first epoch are chosen, as many as fit, before any of them arrives. Each is copied
+when it arrives, and never moves.
 """
 
 from __future__ import annotations
@@ -19,61 +19,69 @@ from lightning_dlres.prefetch.order.sequence import Positions
 
 
 class PinnedSamples:
-    """A region of memory, or of a file, that holds samples by number.
+    """Region of memory, or of a file, that holds samples by sample_id.
 
     Args:
         data: uint8[capacity], the memory.
         sizes: int64[samples], in bytes.
+
+    Attributes:
+        capacity: Bytes of the region.
+        is_ready: bool[samples], true for those that were copied; empty if there is no region.
+        used: Bytes that chosen samples take.
     """
 
     def __init__(self, data: Bytes, sizes: NDArray[np.int64]) -> None:
         self.capacity = len(data)
-        self.ready = np.zeros(len(sizes) if len(data) else 0, dtype=np.bool_)
+        self.is_ready = np.zeros(len(sizes) if len(data) else 0, dtype=np.bool_)
         self.used = 0
         self._data = data
         self._sizes = sizes
-        self._offsets = np.full(len(self.ready), -1, dtype=np.int64)
-        # Whether one did not fit.
+        # -1: the sample was not chosen.
+        self._offsets = np.full(len(self.is_ready), -1, dtype=np.int64)
+        # True once a sample did not fit: nothing more is chosen then.
         self._is_full = not len(data)
 
     def management_bytes(self) -> int:
         """Return the bytes of the arrays."""
-        return self.ready.nbytes + self._offsets.nbytes
+        return self.is_ready.nbytes + self._offsets.nbytes
 
-    def choose(self, numbers: Positions) -> None:
-        """Choose from the samples of an epoch, in its order, until one does not fit: after a resume
-        the first epoch may be short."""
+    def choose(self, sample_ids: Positions) -> None:
+        """Choose samples of an epoch, in its order, until one does not fit. Call this for every
+        epoch: the first one may be short after a resume."""
         if not self._is_full:
             self.used, self._is_full = _choose(
-                numbers, self._sizes, self._offsets, self.used, self.capacity
+                sample_ids, self._sizes, self._offsets, self.used, self.capacity
             )
 
-    def put(self, numbers: Positions, data: Bytes) -> None:
-        """Copy those of some samples that were chosen; `data` is uint8[sum of their sizes]."""
+    def put(self, sample_ids: Positions, data: Bytes) -> None:
+        """Copy the chosen ones of some samples; `data` is uint8[sum of their sizes]."""
         if not self.used:
             return
-        wanted = (self._offsets[numbers] >= 0) & ~self.ready[numbers]
-        if not wanted.any():
+        is_new = (self._offsets[sample_ids] >= 0) & ~self.is_ready[sample_ids]
+        if not is_new.any():
             return
-        ends = np.cumsum(self._sizes[numbers])
-        for at in np.flatnonzero(wanted).tolist():
-            number, end = int(numbers[at]), int(ends[at])
-            offset, size = int(self._offsets[number]), int(self._sizes[number])
+        ends = np.cumsum(self._sizes[sample_ids])
+        for at in np.flatnonzero(is_new).tolist():
+            sample_id, end = int(sample_ids[at]), int(ends[at])
+            offset, size = int(self._offsets[sample_id]), int(self._sizes[sample_id])
             self._data[offset : offset + size] = data[end - size : end]
-            self.ready[number] = True
+            self.is_ready[sample_id] = True
 
-    def offsets(self, numbers: Positions) -> NDArray[np.int64]:
-        """Return where samples are that are ready."""
-        return self._offsets[numbers]
+    def offsets(self, sample_ids: Positions) -> NDArray[np.int64]:
+        """Return int64[n], the offsets of samples that are ready."""
+        return self._offsets[sample_ids]
 
 
 @compiled((uint32[::1], int64[::1], int64[::1], int64, int64))
-def _choose(numbers: Any, sizes: Any, offsets: Any, used: int, capacity: int) -> tuple[int, bool]:
-    for number in numbers:
-        if offsets[number] >= 0:
+def _choose(
+    sample_ids: Any, sizes: Any, offsets: Any, used: int, capacity: int
+) -> tuple[int, bool]:
+    for sample_id in sample_ids:
+        if offsets[sample_id] >= 0:
             continue
-        if used + sizes[number] > capacity:
+        if used + sizes[sample_id] > capacity:
             return used, True
-        offsets[number] = used
-        used += sizes[number]
+        offsets[sample_id] = used
+        used += sizes[sample_id]
     return used, False

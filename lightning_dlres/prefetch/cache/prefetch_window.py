@@ -1,0 +1,149 @@
+"""Prefetch window: the open epochs, and how far ahead of need their samples may be fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.prefetch.cache.batch_requests import LeaseTable
+from lightning_dlres.prefetch.cache.epochs import EpochProgress
+from lightning_dlres.prefetch.cache.fetches import InflightFetches
+from lightning_dlres.prefetch.cache.index import CacheIndex, extend_reach
+from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace
+from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, PINNED
+from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
+
+
+class PrefetchWindow:
+    """Open epochs, and the bytes that are promised to their samples.
+
+    Invariant, with a budget: `promised` counts every sample that is in use, or that is before its
+    epoch's reach and not done. It never exceeds the budget.
+
+    Args:
+        sizes: int64[samples], in bytes.
+        nodes: Number of storage nodes.
+        space: Cache space that samples are fetched into.
+        pinned: Pinned tier; its samples are not fetched again.
+        fetches: Fetches in flight.
+        leases: Batches in use.
+        prefetch: Most samples of one fetch.
+        budget: Bytes that may be promised; 0: nothing is fetched ahead of need.
+    """
+
+    def __init__(
+        self,
+        *,
+        sizes: NDArray[np.int64],
+        nodes: int,
+        space: CacheSpace,
+        pinned: PinnedSamples,
+        fetches: InflightFetches,
+        leases: LeaseTable,
+        prefetch: int,
+        budget: int,
+    ) -> None:
+        self.budget = budget
+        # Oldest first: one, or two while the prefetch runs into the next epoch.
+        self.epochs: list[EpochProgress] = []
+        # Returns the index of an epoch by its epoch_id; None if there is no such epoch.
+        self.index_of_epoch: Callable[[int], CacheIndex | None] = _no_index
+        self._sizes, self._nodes, self._prefetch = sizes, nodes, prefetch
+        self._space, self._pinned = space, pinned
+        self._fetches, self._leases = fetches, leases
+        self._promised = 0
+
+    def find(self, epoch_id: int) -> EpochProgress | None:
+        """Return an open epoch; None if it is not open."""
+        for epoch in self.epochs:
+            if epoch.epoch_id == epoch_id:
+                return epoch
+        return None
+
+    def open_epoch(self, epoch_id: int, index: CacheIndex) -> None:
+        """Open an epoch.
+
+        Raises:
+            ConfigError: If two epochs are open.
+        """
+        if len(self.epochs) == 2:
+            open_ids = [epoch.epoch_id for epoch in self.epochs]
+            raise ConfigError(
+                f"epoch_id must be one of the open epochs {open_ids} while there are two, got "
+                f"{epoch_id}. End one of them first."
+            )
+        row = 1 - self.epochs[0].row if self.epochs else 0
+        self._space.reset_row(row, len(index))
+        self._pinned.choose(index.sample_ids)
+        if len(self._pinned.is_ready):
+            is_pinned = self._pinned.is_ready[index.sample_ids]
+            self._space.slot_table[row, : len(index)][is_pinned] = PINNED
+        is_requested = np.zeros(len(index), dtype=np.bool_)
+        self.epochs.append(EpochProgress(epoch_id, row, index, is_requested))
+
+    def close_epoch(self, epoch: EpochProgress) -> None:
+        """Close an epoch and drop its samples; those in use stay."""
+        self.epochs.remove(epoch)
+        self._space.reset_row(epoch.row)
+        self._promised = self._count_promised()
+
+    def settle(self, nbytes: int) -> None:
+        """Subtract bytes that are promised no longer: they were released, or lie elsewhere."""
+        self._promised -= nbytes
+
+    def prefetch_ahead(self) -> None:
+        """Fetch ahead of need, in the open epoch and then in the next one, as far as the budget
+        goes."""
+        slots_before = 0
+        for at in range(2):
+            if at == len(self.epochs):
+                last = self.epochs[-1] if self.epochs else None
+                index = self.index_of_epoch(last.epoch_id + 1) if last else None
+                if last is None or index is None:
+                    return
+                self.open_epoch(last.epoch_id + 1, index)
+            epoch = self.epochs[at]
+            states = self._space.slot_table[epoch.row]
+            epoch.reach, self._promised = extend_reach(
+                epoch.index.sample_ids,
+                self._sizes,
+                states,
+                epoch.reach,
+                self._promised,
+                self.budget,
+            )
+            # A short run is sent if its first sample is needed within half of the look-ahead
+            # window, which runs from the last requested slot to the reach.
+            window_sum = self.epochs[0].num_requested + slots_before + epoch.reach
+            urgent_before = window_sum // 2 - slots_before
+            for node in range(self._nodes):
+                self._prefetch_from(epoch, node, states, urgent_before)
+            if epoch.reach < len(epoch.index):
+                return
+            slots_before += len(epoch.index)
+
+    def _prefetch_from(
+        self, epoch: EpochProgress, node: int, states: NDArray[np.int32], urgent_before: int
+    ) -> None:
+        """Fetch the next runs of a node's prefetch list. A run that may still grow is fetched only
+        if its first epoch slot is below `urgent_before`."""
+        while self._fetches.may_prefetch(node):
+            run, is_final = epoch.index.run_ahead(node, self._prefetch, epoch.reach, states)
+            if not len(run) or not (is_final or int(run[0]) < urgent_before):
+                return
+            self._fetches.add(epoch, run, None)
+
+    def _count_promised(self) -> int:
+        promised = self._leases.bytes_outside(self.epochs)
+        for epoch in self.epochs:
+            states = self._space.slot_table[epoch.row, : epoch.reach]
+            counts = (states != DONE) & (states != PINNED)
+            promised += int(self._sizes[epoch.index.sample_ids[: epoch.reach][counts]].sum())
+        return promised
+
+
+def _no_index(epoch_id: int) -> CacheIndex | None:
+    return None
