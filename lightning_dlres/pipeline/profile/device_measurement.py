@@ -168,7 +168,7 @@ def _measure_loss(
                         torch.autograd.grad(loss, differentiable, allow_unused=True)
                 if run:
                     spent.append(clock.now() - start)
-                step.undo_metrics()
+                step.restore_metrics()
     except Exception as error:
         model.warn(
             f"dlres: the loss could not be timed before training ({type(error).__name__}: "

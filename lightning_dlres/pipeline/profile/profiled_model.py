@@ -19,7 +19,7 @@ class LossRun(Protocol):
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
         """Return the loss of the layers' output."""
 
-    def undo_metrics(self) -> None:
+    def restore_metrics(self) -> None:
         """Restore the metrics as they were before the run."""
 
 

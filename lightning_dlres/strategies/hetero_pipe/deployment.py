@@ -63,9 +63,12 @@ from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import clipping_over_stages, loss_scale
 from lightning_dlres.strategies.hetero_pipe.profiled_model import gradient_copies, profiled_model
-from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates, never_synchronised
-from lightning_dlres.strategies.hetero_pipe.replay.outside_state import line_about
-from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import gradient_reads_noticed
+from lightning_dlres.strategies.hetero_pipe.replay.metrics import (
+    MetricStates,
+    metric_sync_disabled,
+)
+from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import untracked_state_warning
+from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import gradient_read_warning
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import (
     find_pipelined_module,
     require_layers,
@@ -118,7 +121,7 @@ class Deployment:
         self._context = StepContext(
             module, self.pipelined, metrics, device, self._current_context, options.split_batch
         )
-        self._undo.enter_context(never_synchronised(self._context.all_metrics))
+        self._undo.enter_context(metric_sync_disabled(self._context.all_metrics))
 
     def deploy(
         self, trainer: Trainer, previous: PipelinePlan | None, optimizers: Sequence[Optimizer]
@@ -244,7 +247,7 @@ class Deployment:
             clipping_over_stages(self._precision, self.owners, self.stage, self._sum_over_stages)
         )
         self._undo.enter_context(
-            gradient_reads_noticed(self.module, self._optimizers, rank_zero_warn)
+            gradient_read_warning(self.module, self._optimizers, rank_zero_warn)
         )
         runner = StepRunner(
             self._context,
@@ -411,22 +414,22 @@ class Deployment:
         Raises:
             UnsupportedStepError: The step takes from the layers what a stage cannot have.
         """
-        connection, before = self._connection, self._context.outside_state()
-        findings = inspect_step(self._context, samples.together)
-        changed = line_about(before.changed(self._context.leftovers))
+        connection, before = self._connection, self._context.untracked_state()
+        inspection = inspect_step(self._context, samples.together)
+        changed = untracked_state_warning(before.changed(self._context.layer_tensors))
         if changed is not None:
             rank_zero_info(changed)
-        self._written_in_forward = findings.parameters
+        self._written_in_forward = inspection.written_parameters
         told = [
-            connection.broadcast(findings.refusal if rank == connection.rank else None, rank)
+            connection.broadcast(inspection.refusal if rank == connection.rank else None, rank)
             for rank in range(connection.world_size)
         ]
         refusal = next(filter(None, told), None)
         if refusal is not None:
             raise UnsupportedStepError(refusal)
-        if findings.unchecked is not None:
-            self._say_unchecked(findings.unchecked)
-        line = findings.line()
+        if inspection.failure is not None:
+            self._say_unchecked(inspection.failure)
+        line = inspection.warning()
         if line is not None and samples.microbatches > 1:
             rank_zero_info(line)
 

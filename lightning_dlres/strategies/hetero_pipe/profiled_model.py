@@ -32,7 +32,7 @@ def profiled_model(context: StepContext) -> ProfiledModel:
 
     def start_loss(batch: Any) -> LossRun:
         args = (batch, 0) if takes_index else (batch,)
-        return LightningStep(context, args, untouched=True, trial=True)
+        return LightningStep(context, args, keeps_batch=True, is_trial=True)
 
     return ProfiledModel(
         root=context.module,

@@ -25,19 +25,19 @@ from lightning_dlres.pipeline.plan.schedules.registry import (
 )
 from lightning_dlres.pipeline.stage.microbatch import microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
-    refuse,
-    why_no_longer_by_parts,
-    why_not_by_parts,
-    why_values_vary,
+    inexact_schedule_error,
+    reason_against_microbatches,
+    reason_in_fingerprints,
+    reason_in_records,
 )
 from lightning_dlres.strategies.hetero_pipe.gradient_delivery import (
     with_gradients,
     without_gradients,
 )
-from lightning_dlres.strategies.hetero_pipe.replay.attributes import not_sent
+from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import unsendable_values
 from lightning_dlres.strategies.hetero_pipe.replay.loggers import LoggerCall
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts
-from lightning_dlres.strategies.hetero_pipe.step.normalisers import why_doubtful
+from lightning_dlres.strategies.hetero_pipe.step.normalisers import doubt_about_batch
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
@@ -128,7 +128,11 @@ class StepRunner:
         intercepted = self.context.pipelined.intercepted(
             lambda inputs: self.forward(inputs, fingerprint)
         )
-        with self.context.precision(), PipelinedWeightGuard(self.context.leftovers), intercepted:
+        with (
+            self.context.precision(),
+            PipelinedWeightGuard(self.context.layer_tensors),
+            intercepted,
+        ):
             return hook(*args)
 
     def forward(self, inputs: Tree, fingerprint: int | None = None) -> Tree:
@@ -160,7 +164,7 @@ class StepRunner:
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int
     ) -> tuple[LightningStep, TrainResult]:
         runs_twice = self.runtime.is_first and self.runtime.is_last
-        step = LightningStep(self.context, args, untouched=runs_twice)
+        step = LightningStep(self.context, args, keeps_batch=runs_twice)
         schedule = schedule_named(self.schedule)
         training = TrainingStep(self.runtime, step, schedule, seed, scale)
         return step, training.run(fingerprint)
@@ -177,16 +181,20 @@ class StepRunner:
     ) -> None:
         """Fall back, with everything as it was before the step, if the batch that was just run by
         parts cannot be. All ranks have the same records, and decide alike."""
-        reason = why_no_longer_by_parts(result.records, self._logs_of(result))
+        reason = reason_in_records(result.records, self._logs_of(result))
         if reason is None and self.may_change:
-            reason = why_values_vary([run for r in result.records for run in r["effects"]])
-        doubt = reason or why_doubtful(result.records, result.sizes, gradients=scale == 1.0)
+            reason = reason_in_fingerprints(
+                [run for record in result.records for run in record["fingerprints"]]
+            )
+        doubt = reason or doubt_about_batch(
+            result.records, result.sizes, checks_gradients=scale == 1.0
+        )
         operations = {kind for record in result.records for kind in record["operations"]}
         is_new = not checked and not operations <= self._checked_operations
         self._checked_operations |= operations
         if doubt is None and not is_new:
             return
-        step.undo_metrics()
+        step.restore_metrics()
         with before.again():
             if reason is not None:
                 self._fall_back(reason)
@@ -210,7 +218,7 @@ class StepRunner:
         runtime, context = self.runtime, self.context
         rewind_random_state = rng.held(context.device)
         inputs = (
-            LightningStep(context, args, untouched=True, trial=True).module_inputs()
+            LightningStep(context, args, keeps_batch=True, is_trial=True).module_inputs()
             if runtime.is_first
             else None
         )
@@ -229,8 +237,8 @@ class StepRunner:
         if runtime.rank == source:
             sizes = microbatch_sizes(samples_in(output) or 1, runtime.microbatches)
             reason = (
-                why_not_by_parts(
-                    lambda: LightningStep(context, args, untouched=True, trial=True),
+                reason_against_microbatches(
+                    lambda: LightningStep(context, args, keeps_batch=True, is_trial=True),
                     output,
                     sizes,
                     self.may_change,
@@ -252,7 +260,7 @@ class StepRunner:
         if not self.may_change:
             # All ranks know the reason before the first one leaves, so that each gives this error.
             self.meet()
-            raise refuse(reason, self.schedule)
+            raise inexact_schedule_error(reason, self.schedule)
         self.say(
             f"dlres: schedule {GPipe.name}, which computes the loss once over the whole batch: "
             f"{reason}."
@@ -270,16 +278,16 @@ class StepRunner:
         losses = torch.cat([record["losses"].to(self.context.device) for record in records])
         if not self.loss_by_parts:
             loss, merged = losses[0], logs[0]
-            if not step.logs:
+            if not step.losses:
                 metrics.apply(records[0]["metrics"])
         else:
             weights = torch.tensor(result.sizes, dtype=losses.dtype, device=losses.device) / sum(
                 result.sizes
             )
             loss, merged = (losses * weights).sum(), merge_parts(logs, result.sizes)
-            step.undo_metrics()
+            step.restore_metrics()
             metrics.merge([record["metrics"] for record in records])
-        step.follow(records)
+        step.apply(records)
         rng.restore(records[0]["rng"], self.context.device)
         module = self.context.module
         for log in merged:
@@ -288,11 +296,11 @@ class StepRunner:
             sys.stdout.write(records[0]["printed"])
         self._say_what_is_not_sent(records[0])
         for call in records[-1]["logger"]:
-            LoggerCall.make(call, module.trainer.loggers)
+            LoggerCall.replay(call, module.trainer.loggers)
         return loss, records[0]["extra"]
 
     def _say_what_is_not_sent(self, record: Tree) -> None:
-        for path, kind in not_sent(record["attributes"]).items():
+        for path, kind in unsendable_values(record["attributes"]).items():
             if path not in self._not_sent:
                 self._not_sent.add(path)
                 self.say(

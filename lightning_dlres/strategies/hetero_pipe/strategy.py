@@ -61,7 +61,7 @@ from lightning_dlres.strategies.hetero_pipe.options import (
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import loss_scale, overflow_shared
 from lightning_dlres.strategies.hetero_pipe.report_sections import pipeline_sections
-from lightning_dlres.strategies.hetero_pipe.step.one_device import is_alone
+from lightning_dlres.strategies.hetero_pipe.step.one_device import sees_single_device
 from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
 from lightning_dlres.strategies.hetero_pipe.unsupported_callbacks import (
@@ -221,17 +221,17 @@ class HeteroPipeStrategy(ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
-        return 1 if is_alone() else super().world_size
+        return 1 if sees_single_device() else super().world_size
 
     @property
     @override
     def global_rank(self) -> int:
-        return 0 if is_alone() else super().global_rank
+        return 0 if sees_single_device() else super().global_rank
 
     @property
     @override
     def local_rank(self) -> int:
-        return 0 if is_alone() else super().local_rank
+        return 0 if sees_single_device() else super().local_rank
 
     @property
     def num_nodes(self) -> int:

@@ -320,14 +320,19 @@ def said_on_all_ranks(outcomes: list[RankOutcome], error: type[Exception], expec
 @pytest.mark.parametrize(
     ("model", "data", "error", "expected"),
     [
-        (CallsTwice, Samples, UnsupportedStepError, "the pipelined module, more than once"),
+        (CallsTwice, Samples, UnsupportedStepError, "and calls it more than once"),
         (Penalises, Samples, UnsupportedStepError, "a gradient through the pipelined module"),
-        (NeverCalls, Samples, UnsupportedStepError, "returned without calling 'net'"),
+        (
+            NeverCalls,
+            Samples,
+            UnsupportedStepError,
+            "once in every step, and returned without calling it",
+        ),
         (
             ReturnsNone,
             Samples,
             UnsupportedStepError,
-            "training_step returned NoneType, expected a scalar tensor",
+            "under 'loss', got NoneType",
         ),
         (
             RankDependentBatch,
@@ -370,7 +375,7 @@ def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPoo
 def test_other_gradients_may_be_asked_for_in_a_step() -> None:
     inputs, output, weight = (torch.ones(3, requires_grad=True) for _ in range(3))
     guard = PipelinedWeightGuard()
-    guard.called([inputs * 2], [output])
+    guard.record_call([inputs * 2], [output])
     loss = (output * weight).square().sum()
     with guard:
         assert torch.autograd.grad(loss, [output, weight], retain_graph=True)[0] is not None

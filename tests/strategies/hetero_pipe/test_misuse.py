@@ -211,7 +211,9 @@ def fit_changing(context: RankContext, way: str) -> None:
 def test_a_step_that_freezes_is_refused_and_one_that_puts_back_is_not(pool: RankPool) -> None:
     for message, differences in pool.run(fit_freezing, 2):
         assert differences == {"put back": []}
-        assert "training_step changes requires_grad of the parameter 'net.0.weight'" in message
+        assert (
+            "training_step must not change requires_grad of the parameter 'net.0.weight'" in message
+        )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_settings_of_layers_cannot_be_changed_in_a_step(
     pool: RankPool, way: str, what: str
 ) -> None:
     for outcome in pool.run_expecting_errors(fit_changing, 2, way):
-        assert f"training_step changes {what}" in outcome.error_message
+        assert f"training_step must not change {what}" in outcome.error_message
 
 
 class Zeroes(Classifier):

@@ -1,1 +1,1 @@
-"""Checks that a step gives the same result when it runs in micro-batches."""
+"""Checks that a training step gives the same result when it runs per micro-batch."""

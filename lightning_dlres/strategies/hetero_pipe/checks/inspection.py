@@ -1,9 +1,10 @@
-"""One training step on real samples before training, with the layers run within it on this rank:
-does the step take anything from the layers past the module's output, and which layers do not treat
-micro-batches as they would treat the batch?
+"""Trial step on real samples before training, with the layers run within the step on this rank.
 
-The layers themselves run, not copies, since hooks and attributes are on them. One at a time is on
-the device; parameters, buffers and attributes are put back.
+It answers two questions. Does the step take anything from the layers other than the module's
+output? And which layers treat micro-batches differently from the batch?
+
+The layers themselves run, not copies, since the user's hooks and attributes are on them. Only one
+layer at a time is on the device. Parameters, buffers and attributes are restored.
 """
 
 from __future__ import annotations
@@ -23,152 +24,177 @@ from lightning_dlres.pipeline.stage.microbatch import samples_in
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import LayerTensorGuard
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
+# Relative difference of two outputs that counts as rounding.
 _TOLERANCE = 1e-3
-_EXACT = torch.float64
-_NAMED = 8
+_COMPARISON_DTYPE = torch.float64
+# Largest number of layers in the line for the user.
+_MAX_NAMES = 8
 _SCALARS = (bool, int, float, str, type(None))
-# What torch and Lightning keep in a module's attributes.
-_OF_TORCH = frozenset(vars(nn.Module()))
+# Attributes of every module that torch manages.
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 @dataclass
-class Findings:
-    """What one step on real samples showed.
+class StepInspection:
+    """Result of a trial step.
 
     Attributes:
-        refusal: why the step cannot be trained over stages; None if it can.
-        unchecked: why the step could not be run; None if it was.
-        layers: for every layer that sees the difference between a batch and its micro-batches, how.
-        parameters: parameters that a layer's forward writes to.
+        refusal: Reason why the step cannot be trained over stages; None if it can.
+        failure: Error of a trial that could not run to its end, so that nothing is known; None
+            without one.
+        layers: For every layer whose result depends on the cut into micro-batches, the reasons.
+        written_parameters: Parameters that a layer's forward writes to.
     """
 
     refusal: str | None = None
-    unchecked: str | None = None
+    failure: str | None = None
     layers: dict[str, list[str]] = field(default_factory=dict)
-    parameters: set[nn.Parameter] = field(default_factory=set)
+    written_parameters: set[nn.Parameter] = field(default_factory=set)
 
-    def line(self) -> str | None:
-        """Return one line that names the layers; None if there are none."""
+    def warning(self) -> str | None:
+        """Return one line that names the layers; None without any."""
         if not self.layers:
             return None
-        named = [f"{name} ({', '.join(how)})" for name, how in self.layers.items()]
-        more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        names = [f"{name} ({', '.join(reasons)})" for name, reasons in self.layers.items()]
+        more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         return (
-            "dlres: these layers see one micro-batch at a time, which plain training does not do: "
-            f"{', '.join(named[:_NAMED])}{more}."
+            "dlres: these layers see one micro-batch at a time, and in plain training the whole "
+            f"batch: {', '.join(names[:_MAX_NAMES])}{more}."
         )
 
 
-def inspect_step(context: StepContext, batch: Any) -> Findings:
-    """Run one step on a batch; parameters, buffers, metrics, and random state stay as they were.
+def inspect_step(context: StepContext, batch: Any) -> StepInspection:
+    """Run one trial step on a batch; parameters, buffers, metrics and random state are restored.
 
-    What hooks of the user's took stays with them: `context.leftovers` knows it afterwards.
+    Tensors that the user's hooks took from the layers stay with the hooks. Afterwards
+    `context.layer_tensors` knows them, so that a later step that uses one is refused.
     """
     takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
     args = (batch, 0) if takes_index else (batch,)
     rewind_random_state = rng.held(context.device)
-    guard, findings = LayerTensorGuard(), Findings()
-    step, run = (
-        LightningStep(context, args, untouched=True, trial=True),
-        _Layers(context, guard, findings),
-    )
+    guard, inspection = LayerTensorGuard(), StepInspection()
+    step = LightningStep(context, args, keeps_batch=True, is_trial=True)
+    layers = _LocalLayers(context, guard, inspection)
     trainable = context.settings.trainable()
     try:
-        with torch.enable_grad(), run.put_back():
-            loss, records = step.try_out(guard, run.through)
+        with torch.enable_grad(), layers.attributes_restored():
+            loss, records = step.run_whole(guard, layers.run)
             guard.refuse([loss], "as the loss")
             for record in records:
                 guard.refuse([record.value], f"logged as {record.name!r}")
     except Exception as error:
+        # User code may have replaced the guard's error by one of its own.
         if guard.refusal is not None:
-            findings.refusal = str(guard.refusal)
+            inspection.refusal = str(guard.refusal)
         else:
-            findings.unchecked = f"{type(error).__name__}: {error}"
+            inspection.failure = f"{type(error).__name__}: {error}"
     finally:
-        step.undo_metrics()
+        step.restore_metrics()
         rewind_random_state()
-        findings.refusal = context.settings.restore_trainable(trainable) or findings.refusal
-    guard.made.detach_all()
-    context.leftovers = guard.made
-    return findings
+        change = context.settings.restore_trainable(trainable)
+        inspection.refusal = change or inspection.refusal
+    guard.layer_tensors.detach_all()
+    context.layer_tensors = guard.layer_tensors
+    return inspection
 
 
-class _Layers:
-    """The model's layers, run one after the other on this rank."""
+class _LocalLayers:
+    """The model's layers, run one after the other on this rank.
 
-    def __init__(self, context: StepContext, guard: LayerTensorGuard, findings: Findings) -> None:
-        self._context, self._guard, self._findings = context, guard, findings
-        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+    Args:
+        context: Objects that all steps share.
+        guard: Guard that records the tensors that the layers make.
+        inspection: Gets the layers that depend on micro-batches, and the parameters they write to.
+    """
 
-    def through(self, inputs: Tree) -> Tree:
-        """Return the output of the last layer, as a stage would."""
+    def __init__(
+        self, context: StepContext, guard: LayerTensorGuard, inspection: StepInspection
+    ) -> None:
+        self._context, self._guard, self._inspection = context, guard, inspection
+        self._saved_attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    def run(self, inputs: Tree) -> Tree:
+        """Return the output of the last layer, as the last stage would have it."""
         with self._guard.paused():
-            return self._through(inputs)
+            return self._run(inputs)
 
-    def _through(self, inputs: Tree) -> Tree:
+    def _run(self, inputs: Tree) -> Tree:
         pipelined = self._context.pipelined
-        inputs = map_tensors(self._entered, inputs)
+        inputs = map_tensors(self._as_stage_input, inputs)
         for index, (name, module) in enumerate(
             zip(pipelined.layers.names, pipelined.layers.modules, strict=True)
         ):
             with self._guard.running(name):
-                output, how = self._try_out(module, pipelined.bind(index, module), inputs)
-            if how:
-                self._findings.layers[name] = how
-            inputs = map_tensors(self._entered, output)
+                output, reasons = self._inspect(module, pipelined.bind(index, module), inputs)
+            if reasons:
+                self._inspection.layers[name] = reasons
+            inputs = map_tensors(self._as_stage_input, output)
         return inputs
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Context manager after which the layers have the attributes of before."""
+    def attributes_restored(self) -> Iterator[None]:
+        """Context manager that restores the attributes of all layers that have run."""
         try:
             yield
         finally:
-            for module, before in reversed(self._attributes):
+            # A module in two layers was saved twice. Its first values count, so they come last.
+            for module, before in reversed(self._saved_attributes):
                 vars(module).clear()
                 vars(module).update(before)
 
-    def _try_out(self, module: nn.Module, layer: Any, inputs: Tree) -> tuple[Tree, list[str]]:
-        """Run a layer twice: with its first sample in the place of all others, and as it is."""
-        self._attributes += [(m, dict(vars(m))) for m in module.modules()]
-        samples, rewind_random_state = samples_in(inputs), rng.held(self._context.device)
-        # First, since it also makes what a layer makes once, such as a table of positions.
-        other = None
-        with suppress(Exception), _lent(module, self._context.device):
-            other = layer(map_tensors(lambda t: _of_one_sample(t, samples), inputs))
-        rewind_random_state()
-        attributes = [(name, m, _attributes_of(m)) for name, m in module.named_modules()]
-        with _lent(module, self._context.device) as changed:
-            # A layer may work in place, which a leaf does not allow.
-            output = layer(map_tensors(Tensor.clone, inputs))
-        how = [f"changes its {name}" for name in changed]
-        self._findings.parameters.update(t for t in changed.values() if type(t) is nn.Parameter)
-        for name, m, known in attributes:
-            prefix = f"{name}." if name else ""
-            new = [key for key, value in _attributes_of(m).items() if value != known.get(key)]
-            how += [f"sets its attribute {prefix + key!r}" for key in new]
-        if other is not None and not _first_alike(other, output, samples):
-            how.append("its output for a sample depends on other samples")
-        rewind_random_state()
-        torch.clear_autocast_cache()
-        return output, how
+    def _inspect(self, module: nn.Module, layer: Any, inputs: Tree) -> tuple[Tree, list[str]]:
+        """Run a layer twice: with all samples replaced by the first, and with its real inputs.
 
-    def _entered(self, tensor: Tensor) -> Tensor:
+        Returns:
+            The output for the real inputs, and the reasons why the layer depends on micro-batches.
+        """
+        self._saved_attributes += [(m, dict(vars(m))) for m in module.modules()]
+        samples, rewind_random_state = samples_in(inputs), rng.held(self._context.device)
+        # This run comes first: it also makes what a layer makes once, such as a table of positions.
+        # Such an attribute is then no change of the second run.
+        first_sample_output = None
+        with suppress(Exception), _copied_tensors(module, self._context.device):
+            first_sample_output = layer(map_tensors(lambda t: _repeat_first(t, samples), inputs))
+        rewind_random_state()
+        attributes = [(name, m, _comparable_attributes(m)) for name, m in module.named_modules()]
+        with _copied_tensors(module, self._context.device) as changed:
+            # A layer may change its input in place, which a leaf does not allow.
+            output = layer(map_tensors(Tensor.clone, inputs))
+        reasons = [f"changes its {name}" for name in changed]
+        parameters = (t for t in changed.values() if type(t) is nn.Parameter)
+        self._inspection.written_parameters.update(parameters)
+        for name, m, before in attributes:
+            prefix = f"{name}." if name else ""
+            now = _comparable_attributes(m)
+            new = [key for key, value in now.items() if value != before.get(key)]
+            reasons += [f"sets its attribute {prefix + key!r}" for key in new]
+        if first_sample_output is not None and not _first_samples_alike(
+            first_sample_output, output, samples
+        ):
+            reasons.append("its output for a sample depends on other samples")
+        rewind_random_state()
+        # The cache holds casts of the copies.
+        torch.clear_autocast_cache()
+        return output, reasons
+
+    def _as_stage_input(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._context.device).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _lent(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def _copied_tensors(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Context manager in which a module has copies of its parameters and buffers, on a device.
 
-    A graph that a hook keeps would hold the parameters themselves, which could not be moved then.
+    A graph that a hook keeps would otherwise hold the parameters themselves. They could not be
+    moved to their stage then.
 
     Yields:
-        Gets those that have other values afterwards, and parameters that were written to, which
-        may change them another time (an embedding with `max_norm`).
+        A dict that is empty inside. At the end it gets the original tensors whose copies have other
+        values, and the parameters that were written to at all: those may change another time (an
+        embedding with `max_norm`). The keys are texts such as "buffer 'mean'".
     """
     changed: dict[str, Tensor] = {}
-    lent: list[tuple[nn.Module, str, str, Tensor]] = []
+    originals: list[tuple[nn.Module, str, str, Tensor]] = []
     copies: dict[Tensor, Tensor] = {}
     for prefix, m in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
@@ -177,75 +203,85 @@ def _lent(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]
                 if p not in copies:
                     copy = p.detach().to(device, copy=True)
                     copies[p] = nn.Parameter(copy, p.requires_grad)
-                lent.append((m, name, f"parameter {prefix + name!r}", p))
+                originals.append((m, name, f"parameter {prefix + name!r}", p))
         for name, buffer in list(m.named_buffers(recurse=False, remove_duplicate=False)):
             copies.setdefault(buffer, buffer.detach().to(device, copy=True))
-            lent.append((m, name, f"buffer {prefix + name!r}", buffer))
-    for m, name, _, tensor in lent:
+            originals.append((m, name, f"buffer {prefix + name!r}", buffer))
+    for m, name, _, tensor in originals:
         setattr(m, name, copies[tensor])
     versions = {copy: copy._version for copy in copies.values() if type(copy) is nn.Parameter}
     try:
         yield changed
-        for m, name, full, tensor in lent:
+        for m, name, description, tensor in originals:
             copy = getattr(m, name)
-            if versions.get(copy, copy._version) != copy._version or not _same(copy, tensor):
-                changed[full] = tensor
+            is_written = versions.get(copy, copy._version) != copy._version
+            if is_written or not _has_same_values(copy, tensor):
+                changed[description] = tensor
     finally:
-        for m, name, _, tensor in lent:
+        for m, name, _, tensor in originals:
             setattr(m, name, tensor)
 
 
-def _of_one_sample(tensor: Tensor, samples: int | None) -> Tensor:
+def _repeat_first(tensor: Tensor, samples: int | None) -> Tensor:
+    """Return a tensor with all samples replaced by the first; a copy if it has no samples."""
     if not tensor.dim() or tensor.shape[0] != samples:
         return tensor.clone()
     return tensor[:1].expand_as(tensor).clone()
 
 
-def _first_alike(a: Tree, b: Tree, samples: int | None) -> bool:
-    pairs = zip(tensors_of(a), tensors_of(b), strict=False)
-    for x, y in pairs:
+def _first_samples_alike(a: Tree, b: Tree, samples: int | None) -> bool:
+    """Return whether the first samples of two outputs are equal up to rounding."""
+    for x, y in zip(tensors_of(a), tensors_of(b), strict=False):
         if x.shape != y.shape or not x.dim() or x.shape[0] != samples:
             continue
-        first, other = (t[0].detach().to(torch.promote_types(t.dtype, _EXACT)) for t in (x, y))
+        first, other = (
+            t[0].detach().to(torch.promote_types(t.dtype, _COMPARISON_DTYPE)) for t in (x, y)
+        )
         scale = float(other.abs().amax()) if other.numel() else 0.0
         if not torch.allclose(first, other, _TOLERANCE, _TOLERANCE * scale, equal_nan=True):
             return False
     return True
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _has_same_values(a: Tensor, b: Tensor) -> bool:
     a, b = a.detach(), b.detach().to(a.device)
-    # A NaN is like itself here.
+    # A NaN equals a NaN here.
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-class _Kept:
-    """A tensor or container as it was: equal to itself, unless it has changed since."""
+class _ObjectVersion:
+    """A tensor or container with a number that tells its states apart: a version, or a length.
 
-    def __init__(self, value: Any, state: int) -> None:
-        self._value, self._state = value, state
+    Two of them are equal if it is the same object in the same state.
+    """
+
+    def __init__(self, value: Any, version: int) -> None:
+        self._value, self._version = value, version
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _Kept) and other._value is self._value
-        return same and isinstance(other, _Kept) and other._state == self._state
+        return (
+            isinstance(other, _ObjectVersion)
+            and other._value is self._value
+            and other._version == self._version
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return what can be compared of the user's attributes.
+def _comparable_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return those of the user's attributes that can be compared.
 
     A tensor with a graph is no state: every forward computes it anew.
     """
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, value in vars(module).items():
-        if name in _OF_TORCH:
+        if name in _TORCH_ATTRIBUTES:
             continue
         if isinstance(value, Tensor):
             if value.grad_fn is None:
-                found[name] = _Kept(value, value._version)
+                attributes[name] = _ObjectVersion(value, value._version)
         elif isinstance(value, _SCALARS):
-            found[name] = value
+            attributes[name] = value
         elif isinstance(value, (list, dict, set)):
-            found[name] = _Kept(value, len(value))
-    return found
+            attributes[name] = _ObjectVersion(value, len(value))
+    return attributes

@@ -1,7 +1,9 @@
-"""Is the loss a mean over samples? 1F1B computes it per micro-batch, which is exact only then.
+"""Check that the loss of a step is a mean over samples.
 
-Padded-token means, sums and contrastive losses are not. So a real batch's loss, its gradient and
-what is logged are computed both ways, and a difference is named.
+Schedules such as 1F1B compute the loss per micro-batch, and weight the results by samples. This is exact only for a
+mean over samples: not for padded-token means, sums or contrastive losses. Therefore the loss of a
+real batch, its gradient, and the step's side effects are computed both ways and compared. A
+difference is named in the reason that the functions here return.
 """
 
 from __future__ import annotations
@@ -21,94 +23,118 @@ from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 from lightning_dlres.pipeline.stage.microbatch import cut
-from lightning_dlres.strategies.hetero_pipe.replay.attributes import (
-    changed_lists,
-    drawn_from,
-    not_sent,
+from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
+    changed_generators,
+    changed_sequences,
+    unsendable_values,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts
 from lightning_dlres.strategies.hetero_pipe.replay.printing import PRINTED
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
+# Relative difference of two losses that counts as rounding, by dtype; of other dtypes the coarse
+# one.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_COARSE = 2e-2
+_COARSE_TOLERANCE = 2e-2
 
 
-def why_not_by_parts(
+def reason_against_microbatches(
     make_step: Callable[[], LightningStep],
     output: Tree,
     sizes: Sequence[int],
     compares_values: bool = True,
 ) -> str | None:
-    """Return why the step cannot be computed micro-batch by micro-batch; None if it can.
+    """Return the reason why the step must not be computed per micro-batch; None if it may be.
+
+    The step runs once on the whole batch and once on every micro-batch. Metrics and random state
+    are restored.
 
     Args:
-        make_step: returns a fresh step over the batch.
-        output: the module's output for the whole batch.
-        sizes: samples of every micro-batch.
-        compares_values: whether all runs must leave the same on the module.
-
-    Metrics and random state are left as they were.
+        make_step: Returns a new step over the batch.
+        output: The module's output for the whole batch.
+        sizes: Samples of every micro-batch.
+        compares_values: Whether a run that leaves other values on the module than another one is a
+            reason.
     """
     whole = make_step()
-    name = whole.context.metrics.unmergeable()
+    metrics, device = whole.context.metrics, whole.context.device
+    name = metrics.first_unmergeable()
     if name is not None:
         return f"the metric {name!r} cannot be put together from parts of a batch"
-    rewind_random_state = rng.held(whole.context.device)
+    rewind_random_state = rng.held(device)
     try:
-        loss, gradients, logs = _whole(whole, output, sizes)
-        reason = _once_per_batch(whole)
+        loss, gradients, logs = _run_on_batch(whole, output, sizes)
+        reason = _reason_in_whole_run(whole)
         if reason is not None:
             return reason
-        metrics = whole.context.metrics
-        measured, drawn = metrics.snapshot(), digest(rng.snapshot(whole.context.device))
-        whole.undo_metrics()
+        whole_metrics, whole_random_state = metrics.snapshot(), digest(rng.snapshot(device))
+        whole.restore_metrics()
         parts = make_step()
         try:
-            part_loss, unlike_gradient, part_logs = _parts(parts, output, sizes, gradients)
+            part_loss, gradient_difference, part_logs = _run_on_parts(
+                parts, output, sizes, gradients
+            )
         except Exception as error:
             return f"training_step fails on a micro-batch ({type(error).__name__}: {error})"
-        part_drawn, part_measured = digest(rng.snapshot(whole.context.device)), metrics.part()
-        whole.undo_metrics()
-        metrics.merge([part_measured])
-        unlike = metrics.unlike(measured)
+        part_random_state, part_metrics = digest(rng.snapshot(device)), metrics.partial_states()
+        whole.restore_metrics()
+        metrics.merge([part_metrics])
+        unlike_metric = metrics.first_unlike(whole_metrics)
     finally:
-        whole.undo_metrics()
+        whole.restore_metrics()
         rewind_random_state()
-    reason = _loss_difference(loss, part_loss) or unlike_gradient
-    runs = [*whole.effects, *parts.effects]
+    reason = _loss_difference(loss, part_loss) or gradient_difference
+    runs = [*whole.effects.fingerprints, *parts.effects.fingerprints]
     if reason is None and compares_values:
-        reason = why_values_vary(runs)
+        reason = reason_in_fingerprints(runs)
     reason = reason or _log_difference(logs, part_logs)
-    if reason is None and unlike is not None:
-        return f"the metric {unlike!r} is another one for the batch than from its micro-batches"
-    generators = drawn_from(whole.changed_attributes) | drawn_from(parts.changed_attributes)
+    if reason is None and unlike_metric is not None:
+        return (
+            f"the metric {unlike_metric!r} has another state after the batch than after all of its "
+            "micro-batches"
+        )
+    generators = changed_generators(whole.effects.changed_attributes)
+    generators |= changed_generators(parts.effects.changed_attributes)
     draws = [{path: run.get(path) for path in generators} for run in runs]
-    if reason is None and (part_drawn != drawn or any(run != draws[0] for run in draws)):
+    draws_differ = any(run != draws[0] for run in draws)
+    if reason is None and (part_random_state != whole_random_state or draws_differ):
         return "training_step draws other random numbers for a batch than for a micro-batch"
     return reason
 
 
-def why_no_longer_by_parts(
-    records: Sequence[Tree], logs: Sequence[Sequence[LogRecord]]
-) -> str | None:
-    """Return what a step did that was computed micro-batch by micro-batch, and should not have
-    been; None if nothing. A step may do so in a few batches only, which no check has met."""
+def reason_in_records(records: Sequence[Tree], logs: Sequence[Sequence[LogRecord]]) -> str | None:
+    """Return something that a step did per micro-batch and must do once per batch; None if nothing.
+
+    A step may do so in a few batches only, which no check has met.
+
+    Args:
+        records: Records of the last stages.
+        logs: Calls of `self.log` for every micro-batch.
+    """
     names = [[record.name for record in part] for part in logs]
     other = next((other for other in names if other != names[0]), None)
     if other is not None:
         return f"training_step logged {names[0]} for one micro-batch and {other} for another"
     for record in records:
-        once = record["once"]
-        reason = _why_once(once["lists"], once["buffers"], [], record["logger"], once["kept"])
+        once = record["once_per_batch"]
+        reason = _reason_in_effects(
+            sequences=once["sequences"],
+            buffers=once["buffers"],
+            extra=[],
+            logger_calls=record["logger"],
+            unsendable=once["unsendable"],
+        )
         if reason is not None:
             return reason
     return None
 
 
-def why_values_vary(runs: Sequence[Mapping[str, int]]) -> str | None:
-    """Return what runs of a step leave otherwise, by the numbers of their changes; None if
-    nothing."""
+def reason_in_fingerprints(runs: Sequence[Mapping[str, int]]) -> str | None:
+    """Return the first change that differs between runs of the step; None without one.
+
+    Args:
+        runs: For every run a hash of each change; see `StepEffects.fingerprints`.
+    """
     for other in runs:
         for path in sorted(runs[0].keys() | other.keys()):
             if runs[0].get(path) == other.get(path):
@@ -120,89 +146,115 @@ def why_values_vary(runs: Sequence[Mapping[str, int]]) -> str | None:
     return None
 
 
-def _once_per_batch(step: LightningStep) -> str | None:
-    extra = [str(key) for key in step.extra or ()]
-    lists = changed_lists(step.changed_attributes)
-    kept = sorted(not_sent(step.changed_attributes))
-    return _why_once(lists, step.changed_buffers, sorted(extra), step.logger_calls[-1], kept)
+def inexact_schedule_error(reason: str, schedule: str) -> UnsupportedStepError:
+    """Return the error for a step whose loss per micro-batch would not be exact."""
+    return UnsupportedStepError(
+        f"schedule={schedule!r} would not train this model exactly: {reason}. Use "
+        f"schedule={GPipe.name!r}, which computes the loss once over the whole batch, or "
+        "schedule='auto', which chooses."
+    )
 
 
-def _why_once(
-    lists: Sequence[str],
+def _reason_in_whole_run(step: LightningStep) -> str | None:
+    """Return something that a run on the whole batch did and must do once per batch."""
+    effects = step.effects
+    return _reason_in_effects(
+        sequences=changed_sequences(effects.changed_attributes),
+        buffers=effects.changed_buffers,
+        extra=sorted(str(key) for key in step.extra or ()),
+        logger_calls=effects.logger_calls[-1],
+        unsendable=sorted(unsendable_values(effects.changed_attributes)),
+    )
+
+
+def _reason_in_effects(
+    *,
+    sequences: Sequence[str],
     buffers: Sequence[str],
     extra: Sequence[str],
-    logged: Sequence[Any],
-    kept: Sequence[str],
+    logger_calls: Sequence[Any],
+    unsendable: Sequence[str],
 ) -> str | None:
-    if lists:
-        return f"training_step adds to the list self.{lists[0]}, once per batch"
+    if sequences:
+        return f"training_step adds to the list self.{sequences[0]}, once per batch"
     if buffers:
         return f"training_step changes the buffer {buffers[0]!r}, once per batch"
     if extra:
         return f"training_step returns {extra[0]!r} beside the loss, for the whole batch"
-    if kept:
-        return f"training_step makes a new object for self.{kept[0]}, once per batch"
-    if logged:
-        return "training_step calls the logger itself, once per batch"
+    if unsendable:
+        return f"training_step makes a new object for self.{unsendable[0]}, once per batch"
+    if logger_calls:
+        return "training_step calls a logger directly, once per batch"
     return None
 
 
-def _whole(
+def _run_on_batch(
     step: LightningStep, output: Tree, sizes: Sequence[int]
 ) -> tuple[Tensor, list[Tensor | None], list[LogRecord]]:
+    """Return the loss of the whole batch, its gradients for the module's output, and the logs."""
     leaves = _leaves(output)
-    loss = step.finish(_used(leaves), None, sizes)
-    return loss.detach(), _gradients(loss, leaves), step.logs[0]
+    loss = step.finish(_changeable(leaves), None, sizes)
+    return loss.detach(), _gradients(loss, leaves), step.effects.logs[0]
 
 
-def _parts(
-    step: LightningStep, output: Tree, sizes: Sequence[int], whole: Sequence[Tensor | None]
+def _run_on_parts(
+    step: LightningStep, output: Tree, sizes: Sequence[int], gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, str | None, list[LogRecord]]:
-    """Return the loss, how its gradient differs from that of the whole batch, and the logs.
+    """Return the weighted loss of the micro-batches, the difference of its gradient, and the logs.
 
-    Gradients are compared piece by piece, so that no second whole one is held."""
-    losses, comparison = [], _Comparison(whole, sizes)
-    for m, piece in enumerate(cut(output, sizes)):
-        leaves = _leaves(piece)
-        loss = step.finish(_used(leaves), m, sizes) * (sizes[m] / sum(sizes))
+    Gradients are compared micro-batch by micro-batch, so that no second gradient of the whole batch
+    takes memory.
+    """
+    losses, comparison = [], _GradientComparison(gradients, sizes)
+    for m, part in enumerate(cut(output, sizes)):
+        leaves = _leaves(part)
+        loss = step.finish(_changeable(leaves), m, sizes) * (sizes[m] / sum(sizes))
         losses.append(loss.detach())
         comparison.add(m, _gradients(loss, leaves))
     total = torch.stack(losses).sum()
-    return total, comparison.difference(total), merge_parts(step.logs, sizes)
+    return total, comparison.difference(total), merge_parts(step.effects.logs, sizes)
 
 
-class _Comparison:
-    """Compares the gradient of a batch's loss with those of its micro-batches as they come."""
+class _GradientComparison:
+    """Comparison of a batch's gradients with those of its micro-batches, one at a time.
+
+    Args:
+        whole: Gradients of the batch's loss for the module's outputs; None for an output that the
+            loss does not depend on.
+        sizes: Samples of every micro-batch.
+    """
 
     def __init__(self, whole: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         self._whole = whole
-        self._pieces = cut(list(whole), sizes)
+        self._whole_by_part = cut(list(whole), sizes)
         self._squared_errors: list[float | Tensor] = [0.0] * len(whole)
-        self._reaches_alike = True
+        self._reaches_same_outputs = True
 
     def add(self, m: int, parts: Sequence[Tensor | None]) -> None:
-        """Take in the gradients of micro-batch m."""
-        for index, (piece, part) in enumerate(zip_longest(self._pieces[m], parts)):
-            if piece is not None and part is not None:
-                error = torch.linalg.vector_norm(piece - part).double()
+        """Add the gradients of micro-batch m."""
+        pairs = zip_longest(self._whole_by_part[m], parts)
+        for index, (expected, gradient) in enumerate(pairs):
+            if expected is not None and gradient is not None:
+                error = torch.linalg.vector_norm(expected - gradient).double()
                 self._squared_errors[index] += error.square()
-            elif piece is not None or part is not None:
-                self._reaches_alike = False
+            elif expected is not None or gradient is not None:
+                self._reaches_same_outputs = False
 
     def difference(self, loss: Tensor) -> str | None:
-        """Return how they differ; None if they do not."""
-        if not self._reaches_alike:
+        """Return the difference in words; None if the gradients are equal up to rounding."""
+        if not self._reaches_same_outputs:
             return (
                 "its gradient reaches other outputs for the whole batch than for its micro-batches"
             )
-        tolerance = _TOLERANCE.get(loss.dtype, _COARSE)
+        tolerance = _TOLERANCE.get(loss.dtype, _COARSE_TOLERANCE)
         for gradient, squared_error in zip(self._whole, self._squared_errors, strict=True):
             if gradient is None:
                 continue
-            limit = 10 * max(tolerance, _TOLERANCE.get(gradient.dtype, _COARSE))
+            limit = 10 * max(tolerance, _TOLERANCE.get(gradient.dtype, _COARSE_TOLERANCE))
             norm = float(torch.linalg.vector_norm(gradient))
-            # Of what is not finite (a loss scaled too far) nothing can be said; a part that is not,
-            # of a gradient that is, differs.
+            # A gradient of the batch that is not finite, as of a loss scaled too far, proves
+            # nothing. A part that is not finite differs from a finite gradient: `not <=` is true
+            # for NaN.
             if math.isfinite(norm) and not float(squared_error) ** 0.5 <= limit * norm:
                 return "its gradient for the whole batch is not that of its micro-batches"
         return None
@@ -214,20 +266,20 @@ def _leaves(output: Tree) -> Tree:
     )
 
 
-def _used(leaves: Tree) -> Tree:
+def _changeable(leaves: Tree) -> Tree:
     # User code may change the output in place, which a leaf does not allow.
     return map_tensors(lambda t: t.clone(), leaves)
 
 
 def _gradients(loss: Tensor, leaves: Tree) -> list[Tensor | None]:
-    wanted = [leaf for leaf in tensors_of(leaves) if leaf.requires_grad]
-    if not loss.requires_grad or not wanted:
+    inputs = [leaf for leaf in tensors_of(leaves) if leaf.requires_grad]
+    if not loss.requires_grad or not inputs:
         return []
-    return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return list(torch.autograd.grad(loss, inputs, allow_unused=True))
 
 
 def _loss_difference(loss: Tensor, part_loss: Tensor) -> str | None:
-    if _close(loss, part_loss, _TOLERANCE.get(loss.dtype, _COARSE)):
+    if _close(loss, part_loss, _TOLERANCE.get(loss.dtype, _COARSE_TOLERANCE)):
         return None
     return (
         f"the loss is {float(loss):.6g} for the whole batch, but {float(part_loss):.6g} as "
@@ -244,8 +296,8 @@ def _log_difference(logs: Sequence[LogRecord], part_logs: Sequence[LogRecord]) -
         samples = record.options.get("batch_size"), part.options.get("batch_size")
         if samples[0] != samples[1]:
             return (
-                f"self.log({record.name!r}, batch_size=...) says {samples[0]} for the whole batch, "
-                f"and {samples[1]} for its micro-batches"
+                f"self.log({record.name!r}, batch_size=...) gets {samples[0]} for the whole batch, "
+                f"but {samples[1]} for its micro-batches"
             )
         value, other = torch.as_tensor(record.value), torch.as_tensor(part.value)
         if not _close(value, other, _TOLERANCE.get(value.dtype, _TOLERANCE[torch.float32])):
@@ -265,13 +317,4 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
             atol=tolerance * 1e-2,
             equal_nan=True,
         )
-    )
-
-
-def refuse(reason: str, schedule: str) -> UnsupportedStepError:
-    """Return the error for a step that a loss per micro-batch does not compute exactly."""
-    return UnsupportedStepError(
-        f"schedule={schedule!r} would not train this model exactly: {reason}. Use "
-        f"schedule={GPipe.name!r}, which computes the loss once over the whole batch, or "
-        "schedule='auto', which chooses."
     )

@@ -19,7 +19,7 @@ import torch
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
 from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
-from lightning_dlres.strategies.hetero_pipe.step.one_device import alone
+from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
 from lightning_dlres.strategies.signals import DeferredSignals
 
 _HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
@@ -72,7 +72,7 @@ class SharedLoader:
         # global generator.
         if not self._reads:
             return self._follow()
-        with alone(_WHERE):
+        with single_device_view(_WHERE):
             iterator = iter(self._loader)
         return self._read(iterator)
 
@@ -88,7 +88,7 @@ class SharedLoader:
                 mailbox.broadcast(0, Channel.BATCH, ("batch",), message, "a batch")
                 signals.handle(due)
             try:
-                with alone(_WHERE):
+                with single_device_view(_WHERE):
                     content = [next(iterator)]
             except StopIteration:
                 content = []
@@ -182,7 +182,7 @@ def whole_data(*owners: Any) -> Iterator[None]:
 def _made_alone(hook: Callable[[], Any]) -> Callable[[], Any]:
     @wraps(hook)
     def make() -> Any:
-        with alone(hook.__name__, collectives=True):
+        with single_device_view(hook.__name__, allows_collectives=True):
             return hook()
 
     return make

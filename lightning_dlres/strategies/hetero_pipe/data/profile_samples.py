@@ -19,7 +19,7 @@ from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSample
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
 from lightning_dlres.strategies.hetero_pipe.data.loader_copy import a_copy
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
-from lightning_dlres.strategies.hetero_pipe.step.one_device import alone
+from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
 
@@ -34,11 +34,11 @@ def read_samples(
         batch = _whole(config.batch, getattr(loader, "batch_size", None))
         size = _whole(config.microbatch, -(-batch // microbatches) if batch else None)
         wanted = _whole(config.samples, size)
-        with alone("The loader's code"):
+        with single_device_view("The loader's code"):
             data, read = _few_samples(loader, max(wanted, 2) if wanted else None)
         data = trainer.precision_plugin.convert_input(data)
         # Hooks of the transfer may count or draw: this rank must not be ahead of the others.
-        with LightningStep(context, (data,), trial=True).taken_back():
+        with LightningStep(context, (data,), is_trial=True).undone():
             data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
         takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
         together, found = data, read or samples_in(data) or 1
@@ -58,7 +58,7 @@ def read_samples(
             args = (part, 0) if takes_index else (part,)
             with torch.no_grad():
                 inputs.append(
-                    LightningStep(context, args, untouched=True, trial=True).module_inputs()
+                    LightningStep(context, args, keeps_batch=True, is_trial=True).module_inputs()
                 )
         known = min(microbatches, batch or microbatches)
         return ProfileSamples(inputs, batches, known, together)

@@ -1,8 +1,8 @@
-"""Buffers outside of the layers (a centre, a queue, the statistics of a norm before or after the
-pipelined module) that a training step changes.
+"""Buffers outside of the layers that a training step changes.
 
-As with plain attributes, every run of the step starts from the same values, on copies, and what one
-run left is made so on every rank.
+Examples are a running centre, a queue, and the statistics of a norm before or after the pipelined
+module. As with attributes, every run of the step starts from the same values, on copies. Every rank
+ends with the values that one run left.
 """
 
 from __future__ import annotations
@@ -18,59 +18,69 @@ Buffers = dict[str, Tensor]
 
 
 class NonPipelinedBuffers:
-    """The buffers of a model that belong to no layer; one that several modules have, under a name
-    in each. Made anew for every step: the modules are looked up once."""
+    """The buffers of a model that belong to no layer.
+
+    A buffer that several modules share has a name for each of them. Make an instance for every
+    step: it looks up the modules once.
+
+    Args:
+        layers: The model's layers.
+        device: Device of this rank, for buffers that `apply` adds.
+    """
 
     def __init__(self, layers: ModelLayers, device: torch.device) -> None:
         self._layers, self._device = layers, device
         self._modules = list(layers.non_pipelined_modules())
 
     def snapshot(self) -> Buffers:
-        """Return the buffers themselves."""
+        """Return the buffers by name: the tensors themselves, not copies."""
         return {
             f"{name}.{key}" if name else key: buffer
             for name, module in self._modules
             for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         }
 
-    def lend(self, buffers: Buffers) -> None:
-        """Put copies of these buffers in their place; one with two names stays one."""
-        copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
-        for name, buffer in buffers.items():
-            _put(self._layers.root, name, copies[id(buffer)])
+    def isolate(self, before: Buffers) -> None:
+        """Put copies in the place of the buffers of a snapshot. A buffer with two names gets one
+        copy, so that it stays shared."""
+        copies = {id(buffer): buffer.detach().clone() for buffer in before.values()}
+        for name, buffer in before.items():
+            _set_buffer(self._layers.root, name, copies[id(buffer)])
 
-    def restore(self, buffers: Buffers) -> None:
-        """Put these buffers in their place, and nothing else."""
-        for name, buffer in buffers.items():
-            _put(self._layers.root, name, buffer)
-        for name in self.snapshot().keys() - buffers.keys():
-            _put(self._layers.root, name, None)
-
-    def changes_since(self, buffers: Buffers) -> Buffers:
-        """Return the values that are no longer those of the buffers that were lent."""
+    def diff(self, before: Buffers) -> Buffers:
+        """Return copies of the buffers whose values differ from the snapshot."""
         return {
             name: buffer.detach().clone()
             for name, buffer in self.snapshot().items()
-            if name not in buffers or not _same(buffer, buffers[name])
+            if name not in before or not _is_equal(buffer, before[name])
         }
 
+    def restore(self, before: Buffers) -> None:
+        """Put the buffers of a snapshot back, and remove all others."""
+        for name, buffer in before.items():
+            _set_buffer(self._layers.root, name, buffer)
+        for name in self.snapshot().keys() - before.keys():
+            _set_buffer(self._layers.root, name, None)
+
     def apply(self, changes: Mapping[str, Tensor]) -> None:
-        """Follow the changes of another rank: in place, where shape and dtype allow it."""
+        """Give the buffers the values of a `diff`. A buffer stays the same tensor if its shape and
+        dtype allow it, since user code may hold references to it."""
         buffers = self.snapshot()
         with torch.no_grad():
             for name, value in changes.items():
                 buffer = buffers.get(name)
                 if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                    _put(self._layers.root, name, value.to(self._device, copy=True))
+                    new = value.to(self._device, copy=True)
+                    _set_buffer(self._layers.root, name, new)
                 else:
                     buffer.copy_(value)
 
 
-def _put(root: nn.Module, name: str, buffer: Tensor | None) -> None:
+def _set_buffer(root: nn.Module, name: str, buffer: Tensor | None) -> None:
     owner, _, key = name.rpartition(".")
     setattr(root.get_submodule(owner), key, buffer)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    # By value: the running statistics of a norm change without a trace in the version counter.
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    # Compared by value: a norm changes its running statistics without raising the version counter.
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

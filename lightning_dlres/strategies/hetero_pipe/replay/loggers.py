@@ -1,8 +1,8 @@
-"""What a training step gives to the loggers itself, beside `self.log`:
-`self.logger.log_image(...)`, `self.logger.experiment.add_text(...)`.
+"""Calls that a training step makes to the loggers directly, not through `self.log`.
 
-Loggers write on rank 0 only, and the step runs elsewhere, and more than once: the calls are taken
-down, and made once on every rank.
+Examples are `self.logger.log_image(...)` and `self.logger.experiment.add_text(...)`. Loggers write
+on rank 0 only, but the step runs on another rank, and may run several times. The calls of a run are
+recorded, and then made once on every rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ _RECORDER = "_dlres_recorder"
 
 @dataclass(frozen=True)
 class LoggerCall:
-    """A call of a logger's method, or of one of its experiment.
+    """One call of a method of a logger, or of its experiment.
 
     Attributes:
-        logger: number of the logger.
-        path: names that lead from the logger to the method.
+        logger: Index of the logger in `trainer.loggers`.
+        path: Attribute names that lead from the logger to the method.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
 
     logger: int
@@ -37,7 +39,7 @@ class LoggerCall:
     kwargs: dict[str, Any]
 
     def to_tree(self) -> Tree:
-        """Return the call as plain data; without its arguments if they cannot be sent."""
+        """Return the call as plain data; instead of arguments that cannot be sent, the error."""
         try:
             copied = map_tensors(lambda t: t.detach().clone(), [self.args, self.kwargs])
         except ConfigError as error:
@@ -45,8 +47,8 @@ class LoggerCall:
         return [self.logger, list(self.path), *copied]
 
     @staticmethod
-    def make(tree: Tree, loggers: Sequence[Logger]) -> None:
-        """Make the call that `to_tree` took down, for real."""
+    def replay(tree: Tree, loggers: Sequence[Logger]) -> None:
+        """Make the call that `to_tree` returned; warn if its arguments could not be sent."""
         index, path, args, kwargs = tree
         if args is None:
             rank_zero_warn(
@@ -60,8 +62,10 @@ class LoggerCall:
 
 
 class _Recorder:
-    """Stands for a logger's experiment, or for something of it; calls are taken down and return
-    nothing."""
+    """Replacement for a logger's experiment or an attribute of it.
+
+    Every attribute is again a recorder. Calls are recorded and return None.
+    """
 
     def __init__(self, calls: list[LoggerCall], logger: int, path: tuple[str, ...]) -> None:
         self._calls, self._logger, self._path = calls, logger, path
@@ -82,9 +86,12 @@ class _Recorder:
 
 
 @contextmanager
-def recording_loggers(loggers: Sequence[Logger]) -> Iterator[list[LoggerCall]]:
-    """Context manager that takes down what is given to the loggers, in the yielded list: calls of
-    methods named `log...`, and of what is in `experiment`."""
+def isolated_loggers(loggers: Sequence[Logger]) -> Iterator[list[LoggerCall]]:
+    """Context manager that records calls to the loggers in the yielded list, and does not make
+    them.
+
+    Recorded are calls of methods whose name starts with `log_`, and all uses of `experiment`.
+    """
     calls: list[LoggerCall] = []
     classes = [type(logger) for logger in loggers]
     for index, logger in enumerate(loggers):
@@ -100,12 +107,14 @@ def recording_loggers(loggers: Sequence[Logger]) -> Iterator[list[LoggerCall]]:
 
 @cache
 def _recording_class(kind: type[Logger]) -> type[Logger]:
+    """Return a subclass of a logger class whose methods are those of the instance's recorder."""
     names = [name for name in dir(kind) if name.startswith("log_") or name == "experiment"]
     methods = [n for n in names if n == "experiment" or callable(getattr(kind, n, None))]
-    # A property wins over what an instance has.
-    replaced = {name: property(_of_recorder(name)) for name in methods}
+    # `experiment` is often a property of the class, which takes precedence over an attribute of the
+    # instance. Only a property of a subclass can replace it.
+    replaced = {name: property(_recorder_attribute(name)) for name in methods}
     return type(kind.__name__, (kind,), {**replaced, "__module__": kind.__module__})
 
 
-def _of_recorder(name: str) -> Callable[[Any], Any]:
+def _recorder_attribute(name: str) -> Callable[[Any], Any]:
     return lambda logger: getattr(vars(logger)[_RECORDER], name)

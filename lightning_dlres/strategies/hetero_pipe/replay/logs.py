@@ -1,5 +1,8 @@
-"""What the user logs in a training step, taken down on the rank that computes it and said again on
-every rank."""
+"""Calls of `self.log` in a training step: recorded on the rank that computes the loss, and replayed
+on every rank.
+
+If the step ran per micro-batch, the records of the micro-batches are merged first.
+"""
 
 from __future__ import annotations
 
@@ -27,83 +30,111 @@ _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class LogRecord:
-    """One call of `self.log`. `value` is a number, a tensor, or a metric of the module."""
+    """One call of `self.log`.
+
+    Attributes:
+        name: The name that the value is logged under.
+        value: A number, a tensor, or a metric of the module.
+        options: Keyword arguments of `self.log`.
+    """
 
     name: str
     value: Any
     options: dict[str, Any]
 
     def to_tree(self, metrics: MetricStates) -> Tree:
-        """Return the record as plain data; a metric by its name, a reduce function by its import
-        path."""
+        """Return the record as plain data.
+
+        A metric is replaced by its name, and a reduce function by its import path.
+
+        Raises:
+            UnsupportedStepError: If other ranks cannot find the metric or the reduce function.
+        """
         options = {k: v for k, v in self.options.items() if k != "sync_dist_group"}
         reduce_fx = options.get("reduce_fx")
         if callable(reduce_fx):
-            options["reduce_fx"] = ["function", _path_of(reduce_fx, self.name)]
+            options["reduce_fx"] = ["function", _import_path(reduce_fx, self.name)]
         if isinstance(self.value, Metric):
-            known = metrics.name_of(self.value)
-            if known is None:
+            metric_name = metrics.name_of(self.value)
+            if metric_name is None:
                 raise UnsupportedStepError(
-                    f"self.log({self.name!r}, ...): the {type(self.value).__name__} is no "
-                    "submodule of the LightningModule, so that other ranks cannot follow it. Make "
-                    "it an attribute, or put it into an nn.ModuleDict or nn.ModuleList."
+                    f"self.log({self.name!r}, ...) must get a metric that is a submodule of the "
+                    f"LightningModule, got a {type(self.value).__name__} that is no submodule: "
+                    "other ranks cannot find it. Make it an attribute, or put it into an "
+                    "nn.ModuleDict or nn.ModuleList."
                 )
-            return [self.name, ["metric", known], options]
+            return [self.name, ["metric", metric_name], options]
         value = self.value.detach().clone() if isinstance(self.value, Tensor) else self.value
         return [self.name, ["value", value], options]
 
     @staticmethod
     def from_tree(tree: Tree, metrics: MetricStates) -> LogRecord:
-        """Build the record that `to_tree` took apart."""
+        """Return the record that `to_tree` has made plain data of.
+
+        Raises:
+            UnsupportedStepError: If this rank does not have the reduce function.
+        """
         name, (kind, value), options = tree
         if isinstance(options.get("reduce_fx"), list):
             options["reduce_fx"] = _function_at(options["reduce_fx"][1])
         return LogRecord(name, metrics.metrics[value] if kind == "metric" else value, options)
 
     def replay(self, module: LightningModule) -> None:
-        """Log it, for real."""
+        """Log the value with the module's own `self.log`."""
         module.log(self.name, self.value, **self.options)
 
 
 @contextmanager
-def recording(module: LightningModule) -> Iterator[list[LogRecord]]:
-    """While active, `self.log` and `self.log_dict` of the module write into the yielded list, and
-    `self.print` prints on this rank, too."""
+def isolated_log_calls(module: LightningModule) -> Iterator[list[LogRecord]]:
+    """Context manager that records `self.log` and `self.log_dict` in the yielded list, and does not
+    log.
+
+    `self.print` prints on this rank, too: the printed text is captured and sent to rank 0.
+    """
     records: list[LogRecord] = []
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        named = dict(
+        positional = dict(
             zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)
         )
-        records.append(LogRecord(name, value, {**named, **options}))
+        records.append(LogRecord(name, value, {**positional, **options}))
 
-    replaced = {"log": log, "print": print}
-    saved = {name: module.__dict__[name] for name in replaced if name in module.__dict__}
-    module.__dict__.update(replaced)
+    replacements = {"log": log, "print": print}
+    saved = {name: module.__dict__[name] for name in replacements if name in module.__dict__}
+    module.__dict__.update(replacements)
     try:
         yield records
     finally:
-        for name in replaced:
+        for name in replacements:
             module.__dict__.pop(name, None)
         module.__dict__.update(saved)
 
 
 def merge_parts(parts: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> list[LogRecord]:
-    """Return the records of the whole batch from those of its micro-batches: means weighted by
-    samples, sums, maxima, minima, or what a reduce function makes of the stacked values. A name
-    that was logged for some micro-batches only counts there."""
+    """Return the records of the batch, merged from those of its micro-batches.
+
+    Means are weighted by samples. Sums, maxima and minima are those of the values. A reduce
+    function of the user's gets the stacked values. If only some micro-batches logged a name, only
+    they count. If a name was logged several times, the first calls are merged with each other, and
+    so on.
+
+    Args:
+        parts: Records of every micro-batch.
+        sizes: Samples of every micro-batch.
+    """
     columns: dict[tuple[str, int], list[tuple[LogRecord, int]]] = {}
     for part, size in zip(parts, sizes, strict=True):
-        met: dict[str, int] = {}
+        num_calls: dict[str, int] = {}
         for record in part:
-            turn = met[record.name] = met.get(record.name, 0) + 1
-            columns.setdefault((record.name, turn), []).append((record, size))
+            call = num_calls[record.name] = num_calls.get(record.name, 0) + 1
+            columns.setdefault((record.name, call), []).append((record, size))
     return [_merge(*zip(*column, strict=True)) for column in columns.values()]
 
 
 def _merge(column: Sequence[LogRecord], sizes: Sequence[int]) -> LogRecord:
     first = column[0]
     if isinstance(first.value, Metric):
+        # The states of metrics are merged by `MetricStates`.
         return first
     options = dict(first.options)
     if options.get("batch_size") is not None:
@@ -121,37 +152,44 @@ def _merge(column: Sequence[LogRecord], sizes: Sequence[int]) -> LogRecord:
     dtype = first.value.dtype if isinstance(first.value, Tensor) else torch.get_default_dtype()
     return LogRecord(
         first.name,
+        # The mean of integers is not an integer.
         merged.to(dtype if dtype.is_floating_point else torch.get_default_dtype()),
         options,
     )
 
 
-def _path_of(function: Callable[..., Any], name: str) -> str:
+def _import_path(function: Callable[..., Any], name: str) -> str:
+    """Return "module:qualname" of a function that is logged with under `name`.
+
+    Raises:
+        UnsupportedStepError: If this path does not lead to the function.
+    """
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "?")
     path = f"{module or 'torch'}:{qualname}"
     try:
-        found = _function_at(path)
+        result = _function_at(path)
     except UnsupportedStepError:
-        found = None
-    builtin = f"torch:{getattr(function, '__name__', '?')}"
-    if found is function:
+        result = None
+    if result is function:
         return path
+    # Functions of torch that are written in C++ do not name their module correctly.
     if getattr(torch, getattr(function, "__name__", "?"), None) is function:
-        return builtin
+        return f"torch:{getattr(function, '__name__', '?')}"
     raise UnsupportedStepError(
-        f"self.log({name!r}, reduce_fx={function!r}): the function must be known to all ranks by "
-        "name. Use a name such as 'mean' or 'max', or a function defined at the top of a module."
+        f"reduce_fx of self.log({name!r}) must be a function that all ranks can import, got "
+        f"{function!r}. Use a name such as 'mean' or 'max', or a function defined at the top of a "
+        "module."
     )
 
 
 def _function_at(path: str) -> Callable[..., Any]:
     module, _, qualname = path.partition(":")
-    found: Any = sys.modules.get(module)
+    result: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        result = getattr(result, part, None)
+    if not callable(result):
         raise UnsupportedStepError(
-            f"The reduce function {path!r} of a log record is not known on this rank: import it "
-            "on all ranks."
+            f"The reduce function {path!r} of a log record must exist on every rank, and does not "
+            "exist on this one. Import its module on all ranks."
         )
-    return found  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]

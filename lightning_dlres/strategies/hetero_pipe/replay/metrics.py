@@ -1,7 +1,9 @@
-"""States of torchmetrics objects, carried from the rank that updated them to all others.
+"""States of torchmetrics objects, sent from the rank that updated them to all others.
 
-Only the last stage sees outputs in training, but every rank computes the metric at the end of the
-epoch.
+In training only the last stage sees outputs, but every rank computes the metric at the end of the
+epoch. If the step ran on the whole batch, other ranks get the changes of the states (`diff`,
+`apply`). If it ran per micro-batch, every last stage sends the states of its micro-batches, and all
+ranks merge them (`reset`, `partial_states`, `merge`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +21,45 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dlres import _compat
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 
+# Relative difference of two states that counts as rounding.
 _ROUNDING = 1e-4
-# Metrics of runs that are over, by id, with their number of updates: hooks such as `on_fit_end`,
-# and the script, still compute them.
-_left: dict[int, tuple[weakref.ref[Metric], int]] = {}
-Snapshot = dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]]
+# Metrics of runs that are over, by id, with their number of updates at the end of the run. Hooks
+# such as `on_fit_end`, and the script itself, still compute them.
+_finished: dict[int, tuple[weakref.ref[Metric], int]] = {}
+
+
+class MetricSnapshot(NamedTuple):
+    """The state of one metric.
+
+    Attributes:
+        state: The states that torchmetrics knows, by name.
+        numbers: The metric's attributes that are numbers.
+        updates: Number of updates since the last reset.
+        last_value: Result of the last `forward`.
+    """
+
+    state: dict[str, Any]
+    numbers: dict[str, Any]
+    updates: int
+    last_value: Any
+
+
+Snapshot = dict[str, MetricSnapshot]
 
 
 @contextmanager
-def never_synchronised(reachable: Callable[[], Iterable[Metric]]) -> Iterator[None]:
-    """Context manager that keeps metrics from gathering the states of all ranks, wherever they are
-    kept and whenever they are made: every rank has seen the whole batches.
+def metric_sync_disabled(reachable: Callable[[], Iterable[Metric]]) -> Iterator[None]:
+    """Context manager in which no metric gathers the states of all ranks.
+
+    Every rank has the states of the whole batches, so that a sum over ranks would count each batch
+    several times. `Metric.sync` is replaced in the class: user code may keep metrics anywhere, and
+    make them at any time.
 
     Args:
-        reachable: returns the run's metrics, at its end. They stay so until they are updated again.
+        reachable: Returns the metrics of the run; called at its end. They do not gather states
+            after the run either, until they are updated again.
     """
-    own = Metric.sync
+    original = Metric.sync
 
     def sync(self: Metric, *args: Any, **kwargs: Any) -> None:
         """Leave the state as it is."""
@@ -43,127 +68,131 @@ def never_synchronised(reachable: Callable[[], Iterable[Metric]]) -> Iterator[No
     try:
         yield
     finally:
-        _left.update({id(m): (weakref.ref(m), m.update_count) for m in reachable()})
-        Metric.sync = own if hasattr(own, "spares_runs_that_are_over") else _sparing(own)  # type: ignore[method-assign]
+        _finished.update({id(m): (weakref.ref(m), m.update_count) for m in reachable()})
+        is_wrapped = hasattr(original, "skips_finished_metrics")
+        Metric.sync = original if is_wrapped else _skipping_finished(original)  # type: ignore[method-assign]
 
 
-def _sparing(own: Callable[..., None]) -> Callable[..., None]:
-    @wraps(own)
+def _skipping_finished(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a `Metric.sync` that does nothing for metrics of runs that are over."""
+
+    @wraps(original)
     def sync(self: Metric, *args: Any, **kwargs: Any) -> None:
-        metric, updates = _left.get(id(self), (None, 0))
+        metric, updates = _finished.get(id(self), (None, 0))
         if metric is None or metric() is not self or updates != self.update_count:
-            own(self, *args, **kwargs)
+            original(self, *args, **kwargs)
 
-    sync.spares_runs_that_are_over = True  # type: ignore[attr-defined]
+    sync.skips_finished_metrics = True  # type: ignore[attr-defined]
     return sync
 
 
 class MetricStates:
-    """The metrics of a module."""
+    """The states of all metrics of a model.
+
+    Args:
+        root: The LightningModule.
+
+    Attributes:
+        metrics: The metrics by name.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self.metrics = {name: m for name, m in root.named_modules() if isinstance(m, Metric)}
         self._collections = [m for m in root.modules() if isinstance(m, MetricCollection)]
 
-    def add(self, present: Mapping[str, nn.Module]) -> None:
-        """Take in metrics, and collections of them, that are not known yet; one that has taken
-        another's name takes its place."""
-        known = set(map(id, self.metrics.values()))
+    def register(self, present: Mapping[str, nn.Module]) -> None:
+        """Add metrics, and collections of metrics, that are not known yet.
+
+        A new metric replaces an old one of the same name.
+        """
+        known_ids = set(map(id, self.metrics.values()))
         for path, module in present.items():
-            if id(module) in known:
+            if id(module) in known_ids:
                 continue
             for name, inner in module.named_modules(prefix=path):
                 if isinstance(inner, Metric):
-                    if id(inner) not in known:
+                    if id(inner) not in known_ids:
                         self.metrics[name] = inner
                 elif isinstance(inner, MetricCollection) and inner not in self._collections:
                     self._collections.append(inner)
 
     def name_of(self, metric: Metric) -> str | None:
-        """Return a metric's name in the module."""
+        """Return the name of a metric; None if it is not known."""
         return next((name for name, m in self.metrics.items() if m is metric), None)
 
-    def unmergeable(self) -> str | None:
-        """Return the name of a metric whose state cannot be put together from parts of a batch, if
-        there is one."""
+    def first_unmergeable(self) -> str | None:
+        """Return the name of a metric whose state cannot be merged from parts of a batch; None
+        without one."""
         for name, metric in self.metrics.items():
-            by_parts = metric.full_state_update is False
-            if not by_parts or None in _compat.metric_mergers(metric).values():
+            updates_by_parts = metric.full_state_update is False
+            if not updates_by_parts or None in _compat.metric_mergers(metric).values():
                 return str(name)
         return None
 
     def snapshot(self) -> Snapshot:
-        """Return all states."""
-        self._unlink()
-        return {name: self._state_of(metric) for name, metric in self.metrics.items()}
+        """Return copies of all states."""
+        self._separate_compute_groups()
+        return {name: _snapshot_of(metric) for name, metric in self.metrics.items()}
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put back what `snapshot` returned."""
+        """Put the states of a snapshot back; the snapshot can be used again."""
         for name, (state, numbers, updates, last_value) in snapshot.items():
-            self._set(name, {k: _kept(v) for k, v in state.items()}, updates, last_value)
+            self._set(name, {k: _copied_state(v) for k, v in state.items()}, updates, last_value)
             vars(self.metrics[name]).update(numbers)
 
-    def unlike(self, snapshot: Snapshot) -> str | None:
-        """Return the name of a metric whose state is not that of the snapshot, up to rounding."""
-        for name, (state, *_) in self.snapshot().items():
-            expected = snapshot[name][0]
-            if not all(_close(value, expected[key]) for key, value in state.items()):
-                return str(name)
-        return None
-
-    def reset(self) -> None:
-        """Start all metrics anew."""
-        for metric in self.metrics.values():
-            metric.reset()
-
     @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Undo whatever happens to the metrics meanwhile."""
+    def isolated(self) -> Iterator[None]:
+        """Context manager that restores all states at its end."""
         saved = self.snapshot()
         try:
             yield
         finally:
             self.restore(saved)
 
-    def changes_since(self, base: Snapshot) -> Tree:
-        """Return what other ranks need to follow; of a growing list only what is new."""
-        self._unlink()
+    def diff(self, before: Snapshot) -> Tree:
+        """Return the changes since a snapshot; of a list that has grown only the new items."""
+        self._separate_compute_groups()
         changes = {}
         for name, metric in self.metrics.items():
-            before, numbers_before, updates_before, value_before = base[name]
-            state, numbers, updates, last_value = self._state_of(metric)
-            deltas = {k: d for k, v in state.items() if (d := _delta(v, before[k])) is not None}
-            counted = updates != updates_before or numbers != numbers_before
-            if deltas or counted or last_value is not value_before:
-                changes[name] = [deltas, numbers, updates, _copy(last_value)]
+            old, new = before[name], _snapshot_of(metric)
+            deltas = {
+                key: delta
+                for key, value in new.state.items()
+                if (delta := _delta(old.state[key], value)) is not None
+            }
+            counts_differ = new.updates != old.updates or new.numbers != old.numbers
+            if deltas or counts_differ or new.last_value is not old.last_value:
+                changes[name] = [deltas, new.numbers, new.updates, _detached_tree(new.last_value)]
         return changes
 
     def apply(self, changes: Tree) -> None:
-        """Follow the changes of another rank."""
+        """Make the changes of another rank's `diff`."""
         for name, (deltas, numbers, updates, last_value) in changes.items():
             current = self.metrics[name].metric_state
-            new = {k: _grown(current[k], start, value) for k, (start, value) in deltas.items()}
+            new = {key: _patched(current[key], *delta) for key, delta in deltas.items()}
             self._set(name, new, updates, last_value)
             vars(self.metrics[name]).update(numbers)
 
-    def _state_of(self, metric: Metric) -> tuple[dict[str, Any], dict[str, Any], int, Any]:
-        state = {key: _kept(value) for key, value in metric.metric_state.items()}
-        numbers = {k: v for k, v in vars(metric).items() if type(v) in (int, float)}
-        return (state, numbers, *_compat.metric_progress(metric))
+    def reset(self) -> None:
+        """Reset all metrics, so that they collect the state of some micro-batches only."""
+        for metric in self.metrics.values():
+            metric.reset()
 
-    def part(self) -> Tree:
-        """Return the state that metrics have gathered since `reset`, over some micro-batches."""
-        self._unlink()
+    def partial_states(self) -> Tree:
+        """Return the states that metrics have collected since `reset`."""
+        self._separate_compute_groups()
         parts = {}
         for name, metric in self.metrics.items():
             updates, last_value = _compat.metric_progress(metric)
             if updates:
-                parts[name] = [_copy(metric.metric_state), last_value is not None]
+                parts[name] = [_detached_tree(metric.metric_state), last_value is not None]
         return parts
 
     def merge(self, parts: Sequence[Tree]) -> None:
-        """Add parts of one batch, in order, as one update; the metric's last value becomes that of
-        the batch."""
+        """Add the partial states of one batch, in the order of micro-batches, as one update.
+
+        The last value of a metric that was called (not only updated) becomes that of the batch.
+        """
         for name in [n for n in self.metrics if any(n in part for part in parts)]:
             metric = self.metrics[name]
             mergers = _compat.metric_mergers(metric)
@@ -171,6 +200,7 @@ class MetricStates:
             batch = {k: _merged([s[k] for s in states], how) for k, how in mergers.items()}
             before, (updates, last_value) = metric.metric_state, _compat.metric_progress(metric)
             if any(part[name][1] for part in parts if name in part):
+                # The metric computes from its own state, so that it gets the batch's for a moment.
                 self._set(name, batch, 1, None)
                 last_value = metric.compute()
             total = (
@@ -180,39 +210,55 @@ class MetricStates:
             )
             self._set(name, total, updates + 1, last_value)
 
+    def first_unlike(self, snapshot: Snapshot) -> str | None:
+        """Return the name of a metric whose state differs from the snapshot by more than rounding;
+        None without one."""
+        for name, current in self.snapshot().items():
+            expected = snapshot[name].state
+            if not all(_is_close(value, expected[key]) for key, value in current.state.items()):
+                return str(name)
+        return None
+
     def _set(self, name: str, state: dict[str, Any], updates: int, last_value: Any) -> None:
         metric = self.metrics[name]
         for key, value in state.items():
             setattr(metric, key, map_tensors(lambda t: t.to(metric.device), value))
         _compat.set_metric_progress(metric, updates, last_value)
 
-    def _unlink(self) -> None:
-        # Members of a compute group share one state, which only the collection's own accessor
-        # brings up to date.
+    def _separate_compute_groups(self) -> None:
+        # Members of a compute group share one state. Only the collection's own accessor brings all
+        # members up to date.
         for collection in self._collections:
             collection.items(copy_state=False)
 
 
-def _copy(state: Any) -> Any:
+def _snapshot_of(metric: Metric) -> MetricSnapshot:
+    state = {key: _copied_state(value) for key, value in metric.metric_state.items()}
+    numbers = {k: v for k, v in vars(metric).items() if type(v) in (int, float)}
+    return MetricSnapshot(state, numbers, *_compat.metric_progress(metric))
+
+
+def _detached_tree(state: Any) -> Any:
     return map_tensors(lambda t: t.detach().clone(), state)
 
 
-def _kept(value: Any) -> Any:
-    # Tensors are updated in place; the elements of a list are not.
+def _copied_state(value: Any) -> Any:
+    # A tensor state is updated in place; a list state grows, and its items stay as they are.
     return list(value) if isinstance(value, list) else value.detach().clone()
 
 
-def _delta(value: Any, before: Any) -> list[Any] | None:
-    """Return [number of list elements that stay, what is new], or None if nothing is."""
-    if not isinstance(value, list) or not isinstance(before, list):
-        same = isinstance(before, Tensor) and value.shape == before.shape
-        return None if same and torch.equal(value, before) else [0, _copy(value)]
-    stays = len(before) if all(a is b for a, b in zip(before, value, strict=False)) else 0
-    stays = stays if len(value) >= len(before) else 0
-    return None if stays == len(value) == len(before) else [stays, _copy(value[stays:])]
+def _delta(old: Any, new: Any) -> list[Any] | None:
+    """Return [number of list items that stay, new value or new items]; None without a change."""
+    if not isinstance(new, list) or not isinstance(old, list):
+        is_same = isinstance(old, Tensor) and new.shape == old.shape and torch.equal(new, old)
+        return None if is_same else [0, _detached_tree(new)]
+    starts_alike = all(a is b for a, b in zip(old, new, strict=False)) and len(new) >= len(old)
+    stays = len(old) if starts_alike else 0
+    return None if stays == len(new) == len(old) else [stays, _detached_tree(new[stays:])]
 
 
-def _grown(current: Any, start: int, value: Any) -> Any:
+def _patched(current: Any, start: int, value: Any) -> Any:
+    """Return a state after a delta: the new value, or the first items and the new ones."""
     return [*current[:start], *value] if isinstance(value, list) else value
 
 
@@ -225,8 +271,8 @@ def _merged(states: list[Any], how: str | None) -> Any:
     return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)
 
 
-def _close(value: Any, expected: Any) -> bool:
-    # How a list was cut into elements does not matter.
+def _is_close(value: Any, expected: Any) -> bool:
+    # A list state may be divided into items differently: only its concatenation counts.
     a, b = (
         torch.cat([torch.atleast_1d(t) for t in v] or [torch.empty(0)]).double()
         if isinstance(v, list)

@@ -1,5 +1,8 @@
-"""What a training step prints, kept back: it runs on several ranks, and more than once, and its
-lines shall come once, on rank 0."""
+"""Text that a training step prints.
+
+The step runs on several ranks, and may run several times. Its text is captured, and printed once,
+on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 
-# Stands for what a step prints, among the paths of attributes that it changes.
+# Key of the printed text among the fingerprints of changed attributes.
 PRINTED = "print()"
 
 
 @contextmanager
-def printing_held(logs: bool) -> Iterator[StringIO]:
-    """Context manager that keeps what is printed in the yielded text; printed where user code
-    raises.
+def isolated_output(shows_logging: bool) -> Iterator[StringIO]:
+    """Context manager that captures standard output in the yielded text.
+
+    If user code raises, the text is printed at once, since it may explain the error.
 
     Args:
-        logs: whether messages of Python's `logging` are let through.
+        shows_logging: Whether messages of Python's `logging` appear, and breakpoints stop.
     """
-    text, hook, level = StringIO(), sys.breakpointhook, logging.root.manager.disable
-    if not logs:
-        # A debugger would wait for an answer to what nobody sees.
-        sys.breakpointhook = _go_on
+    text, breakpoint_hook = StringIO(), sys.breakpointhook
+    disabled_level = logging.root.manager.disable
+    if not shows_logging:
+        # The prompt of a debugger is captured with all other output: the run would wait for ever.
+        sys.breakpointhook = _ignore_breakpoint
         logging.disable(logging.CRITICAL)
     try:
         with redirect_stdout(text):
@@ -33,9 +38,9 @@ def printing_held(logs: bool) -> Iterator[StringIO]:
         sys.stdout.write(text.getvalue())
         raise
     finally:
-        sys.breakpointhook = hook
-        logging.disable(level)
+        sys.breakpointhook = breakpoint_hook
+        logging.disable(disabled_level)
 
 
-def _go_on(*args: object, **kwargs: object) -> None:
-    """Take the place of a breakpoint."""
+def _ignore_breakpoint(*args: object, **kwargs: object) -> None:
+    """Replacement for `sys.breakpointhook` that does nothing."""

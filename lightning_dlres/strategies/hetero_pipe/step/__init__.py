@@ -1,1 +1,1 @@
-"""One training step of the user's LightningModule, cut at the pipelined module."""
+"""One training step of the user's LightningModule, cut at the call of the pipelined module."""

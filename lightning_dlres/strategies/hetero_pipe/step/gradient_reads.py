@@ -1,5 +1,8 @@
-"""A warning where user code reads the gradients of all parameters, as norms and clipping in hooks
-do: a rank has those of its stage only."""
+"""Warning about user code that reads the gradients of all parameters.
+
+Norms and clipping in hooks do so. A rank has only the gradients of its own stage, so that their
+result would be that of one stage.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,29 @@ from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.stage.remote_parameters import set_gradient_read_hook
 
-# They read gradients for the code that calls them.
-_TOOLS = ("torch.nn.utils", "torch.utils", "lightning.pytorch.utilities")
+# Modules that read gradients for their caller, such as `clip_grad_norm_`.
+_HELPER_MODULES = ("torch.nn.utils", "torch.utils", "lightning.pytorch.utilities")
 _LIBRARIES = ("torch.", "lightning.", "lightning_dlres.")
-_CLIPPING = "configure_gradient_clipping"
+_CLIPPING_HOOK = "configure_gradient_clipping"
 
 
 @contextmanager
-def gradient_reads_noticed(
+def gradient_read_warning(
     module: LightningModule, optimizers: Sequence[Optimizer], warn: Callable[[str], None]
 ) -> Iterator[None]:
-    """Context manager that warns once where user code reads the gradient of another stage's
-    parameter. The optimizer may do so; it skips parameters without a gradient."""
+    """Context manager that warns once if user code reads the gradient of another stage's parameter.
 
-    def notice() -> None:
+    Reads are watched until `configure_gradient_clipping` has run, and again after every optimizer
+    step. The optimizer itself may read these gradients: it skips parameters without a gradient.
+
+    Args:
+        module: The LightningModule, whose hook for clipping is wrapped.
+        optimizers: The optimizers.
+        warn: Shows a warning to the user.
+    """
+
+    def on_read() -> None:
+        # Frame 0 is this function, and frame 1 the attribute of the parameter.
         place = _place_in_user_code(sys._getframe(2))
         if place is None:
             return
@@ -35,39 +47,43 @@ def gradient_reads_noticed(
         warn(
             f"dlres: {place} reads gradients of parameters that other stages hold, which are None "
             "on this rank. A norm that is computed or logged there is that of one stage, and "
-            "clip_grad_norm_ clips each stage by its own. Clip with Trainer(gradient_clip_val=...)."
+            "clip_grad_norm_ clips each stage by its own norm. Clip with "
+            "Trainer(gradient_clip_val=...)."
         )
 
     def clip(*args: Any, **kwargs: Any) -> Any:
-        result = clip_as_before(*args, **kwargs)
-        # The last that runs before the optimizer, which may be a class of the user's.
+        result = original_clip(*args, **kwargs)
+        # The optimizer comes next, and its class may be the user's.
         set_gradient_read_hook(None)
         return result
 
-    own, clip_as_before = vars(module).get(_CLIPPING), getattr(module, _CLIPPING)
+    user_attribute, original_clip = (
+        vars(module).get(_CLIPPING_HOOK),
+        getattr(module, _CLIPPING_HOOK),
+    )
     with ExitStack() as undo:
-        vars(module)[_CLIPPING] = clip
-        undo.callback(_put_back, module, own)
+        vars(module)[_CLIPPING_HOOK] = clip
+        undo.callback(_restore_clipping_hook, module, user_attribute)
         for optimizer in optimizers:
-            handle = optimizer.register_step_post_hook(lambda *_: set_gradient_read_hook(notice))
+            handle = optimizer.register_step_post_hook(lambda *_: set_gradient_read_hook(on_read))
             undo.callback(handle.remove)
         undo.callback(set_gradient_read_hook, None)
-        set_gradient_read_hook(notice)
+        set_gradient_read_hook(on_read)
         yield
 
 
-def _put_back(module: LightningModule, own: Any) -> None:
-    vars(module).pop(_CLIPPING, None)
-    if own is not None:
-        vars(module)[_CLIPPING] = own
+def _restore_clipping_hook(module: LightningModule, user_attribute: Any) -> None:
+    vars(module).pop(_CLIPPING_HOOK, None)
+    if user_attribute is not None:
+        vars(module)[_CLIPPING_HOOK] = user_attribute
 
 
 def _place_in_user_code(frame: FrameType | None) -> str | None:
-    """Return file and line of user code that reads a gradient; None if a library does, for
-    itself."""
+    """Return "file:line" of the user code that reads a gradient; None if a library reads it for its
+    own purposes."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(_TOOLS):
+        if not name.startswith(_HELPER_MODULES):
             if name.startswith(_LIBRARIES):
                 return None
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

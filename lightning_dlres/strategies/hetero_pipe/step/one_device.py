@@ -1,7 +1,7 @@
-"""User code that runs on one rank for all of them sees a single device, as in plain training.
+"""A view of the process group with one process, for user code that runs on one rank for all.
 
 Rank 0 alone reads the data, and a training step runs once for the whole batch. Code that divides
-its work by rank and world size would do a part of it, and the other parts would be lost.
+its work by rank and world size would do only a part of it, and no rank would do the other parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from lightning_dlres import _compat
 from lightning_dlres.core.errors import UnsupportedStepError
 
-# How launchers tell a process of the others.
+# Environment variables in which launchers tell a process the number of processes, and its own
+# number.
 _WORLD_SIZES = {
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS"),
     *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -27,55 +28,62 @@ _RANKS = {
 _state = threading.local()
 
 
-def is_alone() -> bool:
-    """Return whether the calling thread runs user code that sees a single device."""
-    return bool(getattr(_state, "depth", 0))
+def sees_single_device() -> bool:
+    """Return whether the calling thread is inside `single_device_view`."""
+    return bool(getattr(_state, "is_active", False))
 
 
 @contextmanager
-def alone(where: str, collectives: bool = False) -> Iterator[None]:
-    """Context manager that shows this thread one process of rank 0: in `torch.distributed`, in
-    environment variables, and through the Trainer. Worker processes that it forks inherit this.
+def single_device_view(user_code: str, allows_collectives: bool = False) -> Iterator[None]:
+    """Context manager in which this thread sees a job of one process, of rank 0.
+
+    `torch.distributed`, environment variables and the Trainer show it. Other threads see the real
+    job. Worker processes that the thread forks inherit the view. Inner uses change nothing.
 
     Args:
-        where: the user code, for messages.
-        collectives: whether all ranks run this code, so that it may call collectives.
+        user_code: Name of the user code, for messages.
+        allows_collectives: Whether all ranks run this code, so that it may call collectives.
     """
-    if is_alone():
+    if sees_single_device():
         yield
         return
-    _state.depth = 1
-    saved_class, restore_rank = type(os.environ), _compat.pose_as_rank_zero()
-    restore_group = _compat.replace_default_group(lambda real: _stand_in(real, where, collectives))
-    os.environ.__class__ = _OneProcess
+    _state.is_active = True
+    environ_class, restore_rank = type(os.environ), _compat.pose_as_rank_zero()
+    restore_group = _compat.replace_default_group(
+        lambda real: _group_for_thread(real, user_code, allows_collectives)
+    )
+    os.environ.__class__ = _OneProcessEnviron
     try:
         yield
     finally:
-        os.environ.__class__ = saved_class
+        os.environ.__class__ = environ_class
         restore_group()
         restore_rank()
-        _state.depth = 0
+        _state.is_active = False
 
 
-class _OneProcess(type(os.environ)):  # type: ignore[misc]
-    """The environment variables, with one process in the job for threads that are alone."""
+class _OneProcessEnviron(type(os.environ)):  # type: ignore[misc]
+    """Environment variables that show one process to threads inside `single_device_view`."""
 
     def __getitem__(self, key: str) -> str:
         value: str = super().__getitem__(key)
-        if is_alone():
+        if sees_single_device():
             return "1" if key in _WORLD_SIZES else "0" if key in _RANKS else value
         return value
 
 
-def _stand_in(group: Any, where: str, collectives: bool) -> Any:
-    return _OneRank(group, where, collectives) if is_alone() else group
+def _group_for_thread(group: Any, user_code: str, allows_collectives: bool) -> Any:
+    if not sees_single_device():
+        return group
+    return _OneRankGroup(group, user_code, allows_collectives)
 
 
-class _OneRank:
-    """The default process group as user code sees it that runs on one rank."""
+class _OneRankGroup:
+    """The default process group with rank 0 and size 1."""
 
-    def __init__(self, group: Any, where: str, collectives: bool) -> None:
-        self._group, self._where, self._collectives = group, where, collectives
+    def __init__(self, group: Any, user_code: str, allows_collectives: bool) -> None:
+        self._group, self._user_code = group, user_code
+        self._allows_collectives = allows_collectives
 
     def rank(self) -> int:
         return 0
@@ -84,9 +92,10 @@ class _OneRank:
         return 1
 
     def __getattr__(self, name: str) -> Any:
-        if self._collectives or name.startswith("__"):
+        if self._allows_collectives or name.startswith("__"):
             return getattr(self._group, name)
         raise UnsupportedStepError(
-            f"{self._where} calls torch.distributed ({name}), and runs on one rank for all: the "
-            "others would not join. Remove the call; one rank has the whole batch."
+            f"{self._user_code} must not call torch.distributed, got a call of {name}. This code "
+            "runs on one rank for all, and the other ranks would not join the call. Remove the "
+            "call; this rank has the whole batch."
         )

@@ -1,8 +1,9 @@
-"""The step must not compute with the weights of the layers, which are the pipeline's.
+"""Guards against a step that computes with the layers' weights, or with tensors that layers made.
 
-Those of another stage have no values here (`pipeline.stage.remote_parameters` guards them outside
-of the step, too). A gradient of those that are here would be lost: the schedule delivers what came
-through the pipeline.
+The layers belong to the pipeline. Weights of another stage have no values on this rank
+(`pipeline.stage.remote_parameters` guards them outside of the step, too). Weights of this rank's
+own stage have values, but their gradient would be lost: the schedule delivers only gradients that
+came through the pipeline.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import tensors_of
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors, layer_tensor_error
 
-# What asks for the shape of things, and not for values.
-HARMLESS = {
+# Operations that read the form of a tensor, and not its values.
+VALUE_FREE_OPERATIONS = {
     *("__get__", "__set__", "__hash__", "__repr__", "__format__", "size", "dim", "ndimension"),
     *("numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
     *("get_device", "register_hook", "requires_grad_", "is_contiguous"),
@@ -29,24 +30,27 @@ HARMLESS = {
 
 
 class PipelinedWeightGuard(TorchFunctionMode):
-    """While active, an operation on a tensor without storage is an error, and so is one on a tensor
-    that layers made past the module's output, and a gradient through the layers.
+    """Torch function mode that refuses three kinds of operations.
+
+    These are: an operation on a tensor without storage, an operation on a tensor that layers made
+    (other than the module's output), and a gradient through the layers.
 
     Args:
-        made: such tensors; None: none are known.
+        layer_tensors: The tensors that layers made; None for none.
 
     Raises:
-        UnsupportedStepError: the operation, and what to do.
+        UnsupportedStepError: If the step makes such an operation; raised by the operation.
     """
 
-    def __init__(self, made: LayerTensors | None = None) -> None:
+    def __init__(self, layer_tensors: LayerTensors | None = None) -> None:
         super().__init__()
-        self.made = made if made is not None else LayerTensors()
-        self._call: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
+        self.layer_tensors = layer_tensors if layer_tensors is not None else LayerTensors()
+        self._module_inputs: Sequence[Tensor] = ()
+        self._module_outputs: Sequence[Tensor] = ()
 
-    def called(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Remember what the pipelined module was called with, and what it returned."""
-        self._call = (inputs, outputs)
+    def record_call(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Remember the tensors that the pipelined module was called with, and that it returned."""
+        self._module_inputs, self._module_outputs = inputs, outputs
 
     def __torch_function__(
         self,
@@ -57,64 +61,71 @@ class PipelinedWeightGuard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "?")
-        if name not in HARMLESS and (_has_meta(args) or _has_meta(kwargs.values())):
-            raise weight_of_a_layer(f"in {name}")
-        if self.made and name not in HARMLESS:
-            layer = self.made.layer_within((*args, *kwargs.values()))
-            if layer is not None:
-                raise layer_tensor_error(layer, f"in {name}")
+        if name not in VALUE_FREE_OPERATIONS:
+            if _has_meta(args) or _has_meta(kwargs.values()):
+                raise layer_weight_error(f"in {name}")
+            if self.layer_tensors:
+                layer = self.layer_tensors.layer_within((*args, *kwargs.values()))
+                if layer is not None:
+                    raise layer_tensor_error(layer, f"in {name}")
         if function is torch.autograd.grad:
-            inputs, outputs = self._call
-            of, by = (tensors_of(list(given)) for given in args[:2])
-            if _depends(inputs, by) and _depends(of, outputs):
-                raise _gradient_through_layers()
+            outputs, inputs = (tensors_of(list(argument)) for argument in args[:2])
+            if _depends(self._module_inputs, inputs) and _depends(outputs, self._module_outputs):
+                raise _gradient_through_layers_error()
         return function(*args, **kwargs)
 
 
 class LayerTensorGuard(PipelinedWeightGuard):
-    """A guard for a step whose layers run within it: it sees what they make, and refuses an
-    operation of the step on it.
+    """A guard for a step whose layers run within it, on this rank.
+
+    It records the tensors that the layers make, and refuses an operation of the step on them.
 
     Attributes:
-        refusal: the first refusal. User code may have caught it.
+        refusal: The first error. User code may have caught the exception.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.refusal: UnsupportedStepError | None = None
-        self._layer: str | None = None
-        self._watches = True
+        self._running_layer: str | None = None
+        self._is_active = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager in which nothing is refused: what runs is not the step's own code."""
-        self._watches = False
+        """Context manager in which the guard refuses nothing, for code that is not the step's."""
+        self._is_active = False
         try:
             yield
         finally:
-            self._watches = True
+            self._is_active = True
 
     @contextmanager
     def running(self, layer: str) -> Iterator[None]:
-        """Context manager in which a layer runs, with hooks of the user's on it."""
+        """Context manager in which a layer runs, including the user's hooks on it: all tensors that
+        are made belong to the layer."""
 
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            # What a custom autograd function returns comes from no operation that a mode sees.
-            self._note(output, inputs)
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            # No torch function mode sees the operation that a custom autograd function is.
+            self._record(output, inputs)
 
-        self._layer = layer
-        hook = register_module_forward_hook(note)
+        self._running_layer = layer
+        hook = register_module_forward_hook(record)
         try:
             yield
         finally:
             hook.remove()
-            self._layer = None
+            self._running_layer = None
 
-    def refuse(self, results: Iterable[Any], what: str) -> None:
-        """Raise if one of these is a layer's tensor."""
-        layer = self.made.layer_within(results)
+    def refuse(self, results: Iterable[Any], use: str) -> None:
+        """Raise if a result of the step is a layer's tensor, or an operation was refused before.
+
+        Args:
+            results: Results of the step.
+            use: How the step uses them, for the message.
+        """
+        layer = self.layer_tensors.layer_within(results)
         if layer is not None:
-            raise self._refused(layer, what)
+            raise self._refused(layer, use)
         if self.refusal is not None:
             raise self.refusal
 
@@ -127,54 +138,58 @@ class LayerTensorGuard(PipelinedWeightGuard):
     ) -> Any:
         kwargs = kwargs or {}
         operands = (*args, *kwargs.values())
-        if self._layer is not None:
+        if self._running_layer is not None:
             result = function(*args, **kwargs)
-            self._note(result, operands)
+            self._record(result, operands)
             return result
-        if not self._watches:
+        if not self._is_active:
             return function(*args, **kwargs)
-        layer = self.made.layer_within(operands)
+        layer = self.layer_tensors.layer_within(operands)
         name = getattr(function, "__name__", "?")
-        if layer is not None and name not in HARMLESS:
+        if layer is not None and name not in VALUE_FREE_OPERATIONS:
             raise self._refused(layer, f"in {name}")
         result = super().__torch_function__(function, types, args, kwargs)
         if layer is not None and isinstance(result, Tensor):
-            self.made.add(result, layer)
+            # An attribute of a layer's tensor, such as `.data`, is again a layer's tensor.
+            self.layer_tensors.add(result, layer)
         return result
 
-    def _note(self, result: Any, operands: Iterable[Any]) -> None:
+    def _record(self, result: Any, operands: Iterable[Any]) -> None:
+        """Record the tensors of an operation's result as made by the running layer."""
         if isinstance(result, Tensor):
-            if self._layer is not None and not _is_among(result, operands):
-                self.made.add(result, self._layer)
+            # An operation that returns one of its operands has made no tensor.
+            if self._running_layer is not None and not _is_among(result, operands):
+                self.layer_tensors.add(result, self._running_layer)
         elif isinstance(result, (list, tuple)):
             for item in result:
-                self._note(item, operands)
+                self._record(item, operands)
         elif isinstance(result, dict):
-            self._note(list(result.values()), operands)
+            self._record(list(result.values()), operands)
 
-    def _refused(self, layer: str, where: str) -> UnsupportedStepError:
-        error = layer_tensor_error(layer, where)
+    def _refused(self, layer: str, use: str) -> UnsupportedStepError:
+        error = layer_tensor_error(layer, use)
         self.refusal = self.refusal or error
         return error
 
 
-def weight_of_a_layer(where: str) -> UnsupportedStepError:
+def layer_weight_error(use: str) -> UnsupportedStepError:
     """Return the error for a step that uses a layer's weight outside of the pipelined module."""
     return UnsupportedStepError(
-        f"The step uses a weight of a layer outside of the pipelined module ({where}), which "
-        "another stage may hold, such as for a penalty over self.parameters() or for a weight "
-        "shared with other code. Use the optimizer's weight_decay, compute it inside the layers, "
-        "or give the layer a second name in the LightningModule, so that all stages hold it."
+        f"training_step must not use a layer's weight outside of the pipelined module ({use}): "
+        "another stage may hold the weight. Examples are a penalty over self.parameters() and a "
+        "weight that other code shares. Use the optimizer's weight_decay, compute the term inside "
+        "the layers, or give the layer a second name in the LightningModule, so that all stages "
+        "hold it."
     )
 
 
-def leaves_of(results: Iterable[Tensor]) -> Iterator[Tensor]:
+def graph_leaves(results: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves that a gradient of these tensors would reach."""
-    return (node.variable for node in _graph_of(results) if hasattr(node, "variable"))
+    return (node.variable for node in _graph_nodes(results) if hasattr(node, "variable"))
 
 
-def _graph_of(results: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph that these tensors came from."""
+def _graph_nodes(results: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph that these tensors came from."""
     seen: set[Any] = set()
     waiting = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
     while waiting:
@@ -186,21 +201,21 @@ def _graph_of(results: Iterable[Tensor]) -> Iterator[Any]:
         waiting += [below for below, _ in node.next_functions if below is not None]
 
 
-def _depends(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether a gradient of some tensors reaches one of the others."""
-    identities = {id(tensor) for tensor in others if tensor.requires_grad}
-    nodes = {tensor.grad_fn for tensor in others if tensor.grad_fn is not None}
-    return any(id(tensor) in identities for tensor in results) or any(
-        node in nodes or id(getattr(node, "variable", None)) in identities
-        for node in _graph_of(results)
+def _depends(results: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
+    """Return whether a gradient of one of the results reaches one of the sources."""
+    source_ids = {id(tensor) for tensor in sources if tensor.requires_grad}
+    source_nodes = {tensor.grad_fn for tensor in sources if tensor.grad_fn is not None}
+    return any(id(tensor) in source_ids for tensor in results) or any(
+        node in source_nodes or id(getattr(node, "variable", None)) in source_ids
+        for node in _graph_nodes(results)
     )
 
 
-def _gradient_through_layers() -> UnsupportedStepError:
+def _gradient_through_layers_error() -> UnsupportedStepError:
     return UnsupportedStepError(
-        "training_step asks torch.autograd.grad for a gradient through the pipelined module, such "
-        "as for a gradient penalty on its input. Layers run on their stage's rank, before the "
-        "rest of the step, so there is no such gradient. Train such a model on one device."
+        "training_step must not ask torch.autograd.grad for a gradient through the pipelined "
+        "module, as a gradient penalty on its input does. Layers run on their stage's rank, before "
+        "the rest of the step, so that there is no such gradient. Train such a model on one device."
     )
 
 

@@ -1,9 +1,12 @@
-"""Finding the pipelined module in a LightningModule, and stepping in where user code calls it.
+"""The pipelined module of a LightningModule: finding it, and intercepting user code's calls of it.
 
-Three kinds of module can be pipelined: an `nn.Sequential` (its children are the layers), an
-`nn.ModuleList` whose members the user's code calls one after the other, and any other single module
-(one layer), such as an `nn.Sequential` with a `forward` of its own. Only the module's own `forward`
-is replaced, so the user's hooks still fire.
+Three kinds of module can be pipelined:
+
+- an `nn.Sequential`, whose children are the layers,
+- an `nn.ModuleList` whose members user code calls one after the other, and
+- any other single module, as one layer. An `nn.Sequential` with a `forward` of its own is one, too.
+
+Only the module's own `forward` is replaced, so that the user's hooks still fire.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ class PipelinedModule:
     """The module that is cut into stages.
 
     Attributes:
-        path: its name in the LightningModule.
-        module: the module.
-        layers: its layers, named as in the whole model.
+        path: Name of the module in the LightningModule.
+        module: The module.
+        layers: Its layers, with their names in the LightningModule.
     """
 
     path: str
@@ -39,54 +42,64 @@ class PipelinedModule:
     layers: ModelLayers
 
     def bind(self, index: int, module: nn.Module) -> Layer:
-        """Return a callable from the layer's input tree to its output tree, for the layer `index`
-        or a copy of it."""
-        if is_chain(self.module):
+        """Return a function from the layer's input tree to its output tree.
+
+        Args:
+            index: Index of the layer.
+            module: The layer, or a copy of it.
+        """
+        if is_plain_sequential(self.module):
             return module
         if isinstance(self.module, nn.ModuleList):
-            return _Link(module, last=index == len(self.layers.modules) - 1)
-        return _Whole(module)
+            return _ListMember(module, is_last=index == len(self.layers.modules) - 1)
+        return _SingleLayer(module)
 
     @contextmanager
     def intercepted(self, handler: Handler) -> Iterator[None]:
-        """While active, a call of the module by user code is a call of `handler` with its inputs as
-        one tree.
+        """Context manager in which user code that calls the module calls `handler` instead.
 
-        Inside the handler the module is itself again, so that its layers can run.
+        Inside the handler the module has its own forward again, so that its layers can run. Uses
+        may be nested: the innermost handler is called.
+
+        Args:
+            handler: Takes the call's inputs as one tree, and returns the module's output.
         """
         targets = list(self.module) if isinstance(self.module, nn.ModuleList) else [self.module]
-        attribute = _attribute(self.module)
+        attribute = _forward_attribute(self.module)
 
         def handle(inputs: Tree) -> Tree:
-            with _itself(targets, attribute):
+            with _original_forward(targets, attribute):
                 return handler(inputs)
 
         if isinstance(self.module, nn.ModuleList):
-            forwards = _chain(self.path, len(targets), handle)
-        elif is_chain(self.module):
-            forwards = [_one_argument(self.path, handle)]
+            forwards = _list_forwards(self.path, len(targets), handle)
+        elif is_plain_sequential(self.module):
+            forwards = [_sequential_forward(self.path, handle)]
         else:
             forwards = [lambda *args, **kwargs: handle((args, kwargs))]
         saved = [module.__dict__.get(attribute) for module in targets]
-        for module, forward, own in zip(targets, forwards, saved, strict=True):
-            own = own.own if isinstance(own, _StandIn) else own
-            module.__dict__[attribute] = _StandIn(self.path, forward, own)
+        for module, forward, current in zip(targets, forwards, saved, strict=True):
+            module.__dict__[attribute] = _ForwardReplacement(
+                self.path, forward, _user_forward(current)
+            )
         try:
             yield
         finally:
-            _put(targets, attribute, saved)
+            _set_attribute(targets, attribute, saved)
 
 
-class _StandIn:
-    """Takes the place of a module's forward. A copy of the module has none of it: it would be a
-    call of the original.
+class _ForwardReplacement:
+    """Replacement for a module's forward, in the module's `__dict__`.
+
+    A copy of the module does not copy the replacement, which would run the original module. It gets
+    a function that refuses the call.
 
     Attributes:
-        own: what the user had put there; None if nothing.
+        user_forward: The function that the user had put there; None without one.
     """
 
-    def __init__(self, path: str, forward: Callable[..., Tree], own: Any) -> None:
-        self._path, self._forward, self.own = path, forward, own
+    def __init__(self, path: str, forward: Callable[..., Tree], user_forward: Any) -> None:
+        self._path, self._forward, self.user_forward = path, forward, user_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         return self._forward(*args, **kwargs)
@@ -96,87 +109,94 @@ class _StandIn:
 
         def refuse(*args: Any, **kwargs: Any) -> Tree:
             raise UnsupportedStepError(
-                f"A copy of {path!r}, the pipelined module, was made during the run and called: it "
-                "has the weights of one stage only. Make copies before the run, in the "
-                "LightningModule's constructor."
+                f"A copy of {path!r}, the pipelined module, must be made before the run, got a "
+                "call of a copy that was made during the run: it has the weights of one stage "
+                "only. Make copies in the LightningModule's constructor."
             )
 
         return refuse
 
 
+def _user_forward(value: Any) -> Any:
+    """Return the user's own function in a module's `__dict__`, below any replacement."""
+    return value.user_forward if isinstance(value, _ForwardReplacement) else value
+
+
 @contextmanager
-def _itself(modules: Sequence[nn.Module], attribute: str) -> Iterator[None]:
-    """Let modules be themselves meanwhile, whoever has stepped in, so that their layers can run."""
-    stand_ins = [module.__dict__.get(attribute) for module in modules]
-    _put(
-        modules,
-        attribute,
-        [found.own if isinstance(found, _StandIn) else found for found in stand_ins],
-    )
+def _original_forward(modules: Sequence[nn.Module], attribute: str) -> Iterator[None]:
+    """Context manager in which modules have their original forward, so that their layers can
+    run."""
+    current = [module.__dict__.get(attribute) for module in modules]
+    _set_attribute(modules, attribute, list(map(_user_forward, current)))
     try:
         yield
     finally:
-        _put(modules, attribute, stand_ins)
+        _set_attribute(modules, attribute, current)
 
 
-def _put(modules: Sequence[nn.Module], attribute: str, values: Sequence[Any]) -> None:
+def _set_attribute(modules: Sequence[nn.Module], attribute: str, values: Sequence[Any]) -> None:
+    """Set an attribute in the `__dict__` of each module; None removes it."""
     for module, value in zip(modules, values, strict=True):
         module.__dict__.pop(attribute, None)
         if value is not None:
             module.__dict__[attribute] = value
 
 
-def _attribute(module: nn.Module) -> str:
-    # The user's hooks on a list's members fire where the members run, not for stand-ins.
+def _forward_attribute(module: nn.Module) -> str:
+    """Return the name of the method that is replaced."""
+    # The user's hooks on a list's members must fire on the stage that runs the member, with
+    # tensors. Replacing `forward` would let them fire in user code's call, too, with
+    # `_MemberOutput` objects.
     return _compat.CALL if isinstance(module, nn.ModuleList) else "forward"
 
 
-def is_chain(module: nn.Module) -> bool:
-    """Whether calling the module is calling its children, one after the other. An `nn.Sequential`
-    with a forward of its own may do something between them."""
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Return whether calling the module calls its children one after the other, and nothing else.
+
+    An `nn.Sequential` with a forward of its own may do something between the children.
+    """
     if not isinstance(module, nn.Sequential):
         return False
-    own = vars(module).get("forward")
-    own = own.own if isinstance(own, _StandIn) else own
-    return own is None and type(module).forward is nn.Sequential.forward
+    user_forward = _user_forward(vars(module).get("forward"))
+    return user_forward is None and type(module).forward is nn.Sequential.forward
 
 
-def _is_cut(module: nn.Module) -> bool:
-    return is_chain(module) or isinstance(module, nn.ModuleList)
+def _has_several_layers(module: nn.Module) -> bool:
+    return is_plain_sequential(module) or isinstance(module, nn.ModuleList)
 
 
 def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
     """Return the module to pipeline.
 
     Args:
-        root: the LightningModule.
-        path: its name, such as "net" or "model.blocks"; None finds it: the largest `nn.Sequential`
-            or `nn.ModuleList` if there is one that no other contains, else the only child with
-            parameters.
+        root: The LightningModule.
+        path: Name of the module, such as "net" or "model.blocks". None finds it: the only
+            `nn.Sequential` or `nn.ModuleList` with parameters that no other contains, else the only
+            child with parameters.
 
     Raises:
-        ConfigError: there is no such module, or there are several.
+        ConfigError: If there is no such module, or if there are several.
     """
     if path is None:
-        path = _find(root)
+        path = _only_candidate(root)
     try:
         if not path:
             raise AttributeError("an empty name")
         module = root.get_submodule(path)
     except AttributeError as error:
-        names = [name for name, m in root.named_modules() if _is_cut(m) and name]
+        names = [name for name, m in root.named_modules() if _has_several_layers(m) and name]
         raise ConfigError(
             f"module must be the name of a module in {type(root).__name__}, got {path!r}. Use one "
             f"of {names}."
         ) from error
-    if _is_cut(module):
+    if _has_several_layers(module):
         pairs = [
             (n, m) for n, m in module.named_modules(remove_duplicate=False) if n and "." not in n
         ]
         if not pairs:
             raise ConfigError(
                 f"module must be the name of a module with at least one layer, got {path!r}, which "
-                "is empty. Name another one, or put layers into it."
+                "is empty. Name another module, or put layers into this one."
             )
         layers = {f"{path}.{name}": layer for name, layer in pairs}
     else:
@@ -185,15 +205,17 @@ def find_pipelined_module(root: nn.Module, path: str | None) -> PipelinedModule:
 
 
 def require_layers(pipelined: PipelinedModule, stages: int) -> None:
-    """Raise unless every stage can get a layer.
+    """Raise if there are fewer layers than stages.
 
     Raises:
-        ConfigError: fewer layers than stages.
+        ConfigError: If a stage would get no layer.
     """
     count = len(pipelined.layers.modules)
     if count < stages:
         kind = type(pipelined.module).__name__
-        if isinstance(pipelined.module, nn.Sequential) and not is_chain(pipelined.module):
+        if isinstance(pipelined.module, nn.Sequential) and not is_plain_sequential(
+            pipelined.module
+        ):
             kind += ", an nn.Sequential with a forward of its own"
         raise ConfigError(
             f"The pipelined module {pipelined.path!r} ({kind}) has {count} "
@@ -203,11 +225,12 @@ def require_layers(pipelined: PipelinedModule, stages: int) -> None:
         )
 
 
-def _find(root: nn.Module) -> str:
+def _only_candidate(root: nn.Module) -> str:
+    """Return the name of the only module that can be pipelined; see `find_pipelined_module`."""
     containers: list[tuple[str, nn.Module]] = [
         (name, m)
         for name, m in root.named_modules()
-        if name and _is_cut(m) and any(True for _ in m.parameters())
+        if name and _has_several_layers(m) and any(True for _ in m.parameters())
     ]
     outermost = [
         (n, m)
@@ -235,47 +258,55 @@ def _find(root: nn.Module) -> str:
     )
 
 
-def _one_argument(path: str, handler: Handler) -> Callable[..., Tree]:
+def _sequential_forward(path: str, handler: Handler) -> Callable[..., Tree]:
+    """Return the replacement for the forward of an `nn.Sequential`."""
+
     def forward(*args: Any, **kwargs: Any) -> Tree:
         if len(args) != 1 or kwargs:
             raise UnsupportedStepError(
-                f"{path!r} is an nn.Sequential and was called with {len(args)} positional and "
-                f"{len(kwargs)} keyword arguments, expected one. Pass a tuple or a dict."
+                f"{path!r} is an nn.Sequential and must be called with one positional argument, "
+                f"got {len(args)} positional and {len(kwargs)} keyword arguments. Pass a tuple or "
+                "a dict."
             )
         return handler(args[0])
 
     return forward
 
 
-class _Whole:
-    """A module of any class as a single layer; its input tree is (args, kwargs)."""
+class _SingleLayer:
+    """A module of any class as one layer; its input tree is (args, kwargs)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __call__(self, inputs: Tree) -> Tree:
         args, kwargs = inputs
-        with _itself([self._module], _attribute(self._module)):
+        with _original_forward([self._module], _forward_attribute(self._module)):
             return self._module(*args, **kwargs)
 
 
-class _Link:
-    """A member of a list: the result takes the place of the first argument, the others are handed
-    on."""
+class _ListMember:
+    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs).
 
-    def __init__(self, module: nn.Module, last: bool) -> None:
-        self._module, self._last = module, last
+    Its output is the first argument of the next member, which also gets the same other arguments.
+    """
+
+    def __init__(self, module: nn.Module, is_last: bool) -> None:
+        self._module, self._is_last = module, is_last
 
     def __call__(self, inputs: Tree) -> Tree:
         first, args, kwargs = inputs
-        with _itself([self._module], _compat.CALL):
+        with _original_forward([self._module], _compat.CALL):
             output = self._module(first, *args, **kwargs)
-        return output if self._last else (output, args, kwargs)
+        return output if self._is_last else (output, args, kwargs)
 
 
-class _Token:
-    """Stands for the output of a member of a pipelined list; it can only be given to the next
-    member."""
+class _MemberOutput:
+    """Placeholder for the output of a member of a pipelined list.
+
+    The members run on their stages, later than user code calls them. The placeholder can only be
+    passed to the next member: every other use raises an error.
+    """
 
     def __init__(self, path: str, index: int) -> None:
         self.__dict__.update(path=path, index=index)
@@ -287,11 +318,16 @@ class _Token:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        tokens = [a for a in args if isinstance(a, cls)]
+        placeholders = [a for a in args if isinstance(a, cls)]
         raise (
-            tokens[0]._misuse()
-            if tokens
-            else UnsupportedStepError("A pipelined list's output was used in between.")
+            placeholders[0]._misuse()
+            if placeholders
+            # Such as in a list that torch.cat gets.
+            else UnsupportedStepError(
+                "The output of a member of a pipelined nn.ModuleList must only be passed to the "
+                f"next member, got a use in {getattr(function, '__name__', '?')}. Move the code "
+                "between the members into the members."
+            )
         )
 
     __hash__ = object.__hash__
@@ -299,70 +335,94 @@ class _Token:
     def _misuse(self) -> UnsupportedStepError:
         path, index = self.__dict__["path"], self.__dict__["index"]
         return UnsupportedStepError(
-            f"The output of '{path}.{index}' is used other than as the first argument of "
-            f"'{path}.{index + 1}'. The members of a pipelined nn.ModuleList must be called one "
-            "after the other, with nothing in between: move what lies between them into the "
-            "members."
+            f"The output of '{path}.{index}' must only be used as the first argument of "
+            f"'{path}.{index + 1}', got another use. The members of a pipelined nn.ModuleList must "
+            "be called one after the other, with nothing in between. Move the code between them "
+            "into the members."
         )
 
 
-def _explain(token: _Token, *args: Any) -> Any:
-    raise token._misuse()
+def _raise_misuse(placeholder: _MemberOutput, *args: Any) -> Any:
+    raise placeholder._misuse()
 
 
-# Operators look for these in the class, past __getattr__.
+# Python looks up operators in the class, without calling `__getattr__`.
 for _operator in (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv"),
     *("floordiv", "mod", "pow", "rpow", "neg", "pos", "abs", "invert", "and", "or", "xor"),
     *("eq", "ne", "lt", "le", "gt", "ge", "bool", "float", "int", "index"),
     *("len", "iter", "getitem", "setitem", "contains", "call", "iadd", "isub", "imul"),
 ):
-    setattr(_Token, f"__{_operator}__", _explain)
+    setattr(_MemberOutput, f"__{_operator}__", _raise_misuse)
 
 
-def _chain(path: str, count: int, handler: Handler) -> list[Callable[..., Tree]]:
-    state: dict[str, Any] = {}
+@dataclass
+class _ListCall:
+    """A series of calls of a list's members, as far as user code has made it.
 
-    def link(index: int) -> Callable[..., Tree]:
+    Attributes:
+        next_index: Index of the member to be called next; None before the first call.
+        previous: Output of the previous member: the next one's first argument.
+        inputs: First argument, args and kwargs of the first member.
+    """
+
+    next_index: int | None = None
+    previous: Any = None
+    inputs: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
+
+
+def _list_forwards(path: str, count: int, handler: Handler) -> list[Callable[..., Tree]]:
+    """Return the replacements for the calls of a list's members.
+
+    All but the last return a placeholder; the last calls the handler. A call of the first member
+    starts a new series.
+    """
+    state = _ListCall()
+
+    def forward_of(index: int) -> Callable[..., Tree]:
         def forward(*positional: Any, **kwargs: Any) -> Tree:
             if not positional:
                 raise UnsupportedStepError(
-                    f"'{path}.{index}' was called with keyword arguments only, expected its "
-                    "input as the first positional argument."
+                    f"'{path}.{index}' must be called with its input as the first positional "
+                    "argument, got keyword arguments only. Pass the input without a name."
                 )
             first, args = positional[0], positional[1:]
             if index == 0:
-                state.update(next=0, inputs=(first, args, kwargs), token=first)
-            _check_link(path, index, first, args, kwargs, state)
-            state.update(next=index + 1, token=_Token(path, index))
-            if index == count - 1:
-                return handler(state.pop("inputs"))
-            return state["token"]
+                state.next_index, state.previous = 0, first
+                state.inputs = first, args, kwargs
+            _require_next_call(path, index, first, args, kwargs, state)
+            state.next_index, state.previous = index + 1, _MemberOutput(path, index)
+            if index < count - 1:
+                return state.previous
+            inputs, state.inputs = state.inputs, (None, (), {})
+            return handler(inputs)
 
         return forward
 
-    return [link(index) for index in range(count)]
+    return [forward_of(index) for index in range(count)]
 
 
-def _check_link(
-    path: str, index: int, first: Any, args: Any, kwargs: Any, state: dict[str, Any]
+def _require_next_call(
+    path: str, index: int, first: Any, args: Any, kwargs: Any, state: _ListCall
 ) -> None:
-    if state.get("next") != index or first is not state["token"]:
+    """Raise unless a call of a member continues the series."""
+    if state.next_index != index or first is not state.previous:
         raise UnsupportedStepError(
-            f"'{path}.{index}' was called out of turn: expected the members of a pipelined "
-            "nn.ModuleList to be called in order, each once, with the previous one's output as "
-            "its first argument."
+            f"The members of the pipelined nn.ModuleList {path!r} must be called in order, each "
+            "once, with the previous one's output as the first argument, got a call of "
+            f"'{path}.{index}' out of turn. Call all members in one loop over the list."
         )
-    _, first_args, first_kwargs = state["inputs"]
-    same = len(args) == len(first_args) and all(
+    _, first_args, first_kwargs = state.inputs
+    has_same_args = len(args) == len(first_args) and all(
         a is b for a, b in zip(args, first_args, strict=True)
     )
     if (
-        not same
+        not has_same_args
         or kwargs.keys() != first_kwargs.keys()
         or any(kwargs[k] is not first_kwargs[k] for k in kwargs)
     ):
         raise UnsupportedStepError(
-            f"'{path}.{index}' was called with other further arguments than '{path}.0': expected "
-            "the very same objects, since they are sent along with the activations."
+            f"'{path}.{index}' must be called with the same further arguments as '{path}.0', got "
+            "other objects. They are sent along with the activations, once for all members: pass "
+            "the very same objects."
         )

@@ -12,7 +12,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dlres import PipelinePlan, UnsupportedStepError
-from lightning_dlres.strategies.hetero_pipe.step.normalisers import NormaliserRecorder, why_doubtful
+from lightning_dlres.strategies.hetero_pipe.step.normalisers import (
+    NormaliserRecorder,
+    doubt_about_batch,
+)
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, fit, none_in
 
@@ -194,11 +197,11 @@ def test_what_scales_with_samples_or_not_at_all_is_no_sign() -> None:
     ]
     for loss in losses:
         rows = normalisers_of(loss, 3, 3, 2)
-        assert why_doubtful([record(rows[:1]), record(rows[1:])], [3, 3, 2], True) is None
+        assert doubt_about_batch([record(rows[:1]), record(rows[1:])], [3, 3, 2], True) is None
 
 
 def test_values_that_differ_otherwise_are_named() -> None:
     rows = normalisers_of(lambda out, y: out.sum() / (y > 0).sum(), 3, 3, 2)
-    reason = why_doubtful([record(rows)], [3, 3, 2], True)
+    reason = doubt_about_batch([record(rows)], [3, 3, 2], True)
     assert reason == "the loss is normalised by unlike values in the micro-batches (2, 2, 1)"
-    assert "not finite" in str(why_doubtful([record(rows, float("nan"))], [3, 3, 2], True))
+    assert "not finite" in str(doubt_about_batch([record(rows, float("nan"))], [3, 3, 2], True))

@@ -100,13 +100,13 @@ def state_of(module: LightningModule) -> UserState:
 def test_lists_stay_the_same_objects() -> None:
     module = Counts(True)
     state, alias = state_of(module), module.outputs
-    loan = state.lend()
+    isolated = state.isolate()
     module.outputs.append(torch.ones(()))
-    changes = loan.changes()
+    changes = isolated.diff()
     assert list(changes) == ["outputs"]
-    loan.take_back()
+    isolated.restore()
     assert alias == []
-    state.apply(changes, loan.kept)
+    state.apply(changes, isolated.unsendable)
     assert alias is module.outputs
     assert len(alias) == 1
 
@@ -115,9 +115,9 @@ def test_what_a_run_deletes_or_adds_is_undone_before_the_next() -> None:
     module: Any = Counts(True)
     module.best, module.last = None, 3
     for _ in range(2):
-        loan = state_of(module).lend()
+        isolated = state_of(module).isolate()
         del module.best, module.last
         module.added = 1
-        loan.take_back()
+        isolated.restore()
         assert (module.best, module.last) == (None, 3)
         assert not hasattr(module, "added")

@@ -117,11 +117,11 @@ def test_what_a_run_does_to_buffers_is_undone_before_the_next() -> None:
     buffers = NonPipelinedBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
     before = buffers.snapshot()
     for _ in range(2):
-        buffers.lend(before)
+        buffers.isolate(before)
         model.register_buffer("added", torch.ones(2))
         model.centre += 1
         assert model.centre_too is not model.centre
-        assert sorted(buffers.changes_since(before)) == ["added", "centre"]
+        assert sorted(buffers.diff(before)) == ["added", "centre"]
         buffers.restore(before)
         assert model.centre is before["centre"]
         assert float(model.centre.sum()) == 0.0

@@ -18,7 +18,11 @@ from torchmetrics import MeanMetric, SumMetric
 
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import flatten, unflatten
-from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts, recording
+from lightning_dlres.strategies.hetero_pipe.replay.logs import (
+    LogRecord,
+    isolated_log_calls,
+    merge_parts,
+)
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 
 
@@ -56,7 +60,7 @@ def travel(record: LogRecord, metrics: MetricStates) -> LogRecord:
 
 def test_calls_are_taken_down_and_not_carried_out() -> None:
     module = Module()
-    with recording(module) as records:
+    with isolated_log_calls(module) as records:
         module.log("a", 1.0)
         module.log("b", 2.0, True, False, on_step=True)
         module.log_dict({"c": 3.0, "d": torch.tensor(4.0)}, prog_bar=True)
@@ -72,7 +76,7 @@ def test_calls_are_taken_down_and_not_carried_out() -> None:
 
 def test_an_error_ends_the_recording() -> None:
     module = Module()
-    with pytest.raises(KeyError), recording(module):
+    with pytest.raises(KeyError), isolated_log_calls(module):
         raise KeyError
     module.log("a", 1.0)
     assert module.logged
@@ -80,8 +84,8 @@ def test_an_error_ends_the_recording() -> None:
 
 def test_recordings_may_be_nested() -> None:
     module = Module()
-    with recording(module) as outer:
-        with recording(module) as inner:
+    with isolated_log_calls(module) as outer:
+        with isolated_log_calls(module) as inner:
             module.log("a", 1.0)
         module.log("b", 1.0)
     assert [r.name for r in inner] == ["a"]
@@ -130,7 +134,7 @@ def test_functions_without_a_name_are_refused(function: Any) -> None:
 
 
 def test_a_metric_that_is_no_submodule_is_refused() -> None:
-    with pytest.raises(UnsupportedStepError, match=r"'hidden'.*SumMetric is no submodule"):
+    with pytest.raises(UnsupportedStepError, match=r"'hidden'.*SumMetric that is no submodule"):
         LogRecord("hidden", SumMetric(), {}).to_tree(MetricStates(Module()))
 
 

@@ -140,7 +140,7 @@ def test_another_rank_follows_step_by_step(kind: str, forward: bool) -> None:
                 holder.metric.reset()  # type: ignore[operator]
         leader.feed(data(step), forward)
         direct.feed(data(step), forward)
-        following.apply(travel(states.changes_since(before)))
+        following.apply(travel(states.diff(before)))
         assert_alike(follower, direct)
         assert_alike(leader, direct)
 
@@ -150,9 +150,9 @@ def test_nothing_new_is_nothing_to_send(kind: str) -> None:
     make, data = KINDS[kind]
     holder = Holder(make())
     states = MetricStates(holder)
-    assert states.changes_since(states.snapshot()) == {}
+    assert states.diff(states.snapshot()) == {}
     holder.feed(data(0), True)
-    assert states.changes_since(states.snapshot()) == {}
+    assert states.diff(states.snapshot()) == {}
 
 
 def test_of_a_growing_list_only_the_new_part_is_sent() -> None:
@@ -161,7 +161,7 @@ def test_of_a_growing_list_only_the_new_part_is_sent() -> None:
     for step in range(5):
         before = states.snapshot()
         holder.feed(scores(step), False)
-        changes = states.changes_since(before)
+        changes = states.diff(before)
         counts.append(sum(t.numel() for t in tensors_of(changes)))
     assert counts == [16] * 5
 
@@ -174,12 +174,12 @@ def test_what_is_undone_has_not_happened(kind: str) -> None:
     for step in range(2):
         holder.feed(data(step), True)
         direct.feed(data(step), True)
-    with states.preserved():
+    with states.isolated():
         holder.feed(data(7), True)
         states.reset()
         holder.feed(data(8), False)
     assert_alike(holder, direct)
-    with contextlib.suppress(KeyError), states.preserved():
+    with contextlib.suppress(KeyError), states.isolated():
         holder.feed(data(9), True)
         raise KeyError
     assert_alike(holder, direct)
@@ -199,7 +199,7 @@ def test_parts_make_the_whole(kind: str, forward: bool) -> None:
             states.reset()
             for start in (4 * rank, 4 * rank + 2):
                 worker.feed(tuple(t[start : start + 2] for t in batch), forward)
-            parts.append(travel(states.part()))
+            parts.append(travel(states.partial_states()))
             states.restore(before)
         for holder in (*workers, idle):
             MetricStates(holder).merge(parts)
@@ -211,16 +211,16 @@ def test_parts_make_the_whole(kind: str, forward: bool) -> None:
 def test_merging_parts_of_which_one_is_empty() -> None:
     holder, other = Holder(MeanMetric()), Holder(MeanMetric())
     states = MetricStates(holder)
-    states.merge([MetricStates(other).part()])
+    states.merge([MetricStates(other).partial_states()])
     assert holder.metric.update_count == 0
     other.feed((torch.tensor([1.0, 3.0]),), False)
-    states.merge([{}, MetricStates(other).part()])
+    states.merge([{}, MetricStates(other).partial_states()])
     assert holder.metric.compute() == 2.0  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_put_together_is_named(kind: str) -> None:
-    name = MetricStates(Holder(KINDS[kind][0]())).unmergeable()
+    name = MetricStates(Holder(KINDS[kind][0]())).first_unmergeable()
     assert (name == "metric") if kind in WHOLE_ONLY else (name is None)
 
 
@@ -238,7 +238,7 @@ def test_snapshots_are_copies() -> None:
     states = MetricStates(holder)
     before = states.snapshot()
     holder.feed((torch.ones(3),), True)
-    changes = states.changes_since(before)
+    changes = states.diff(before)
     holder.feed((torch.ones(3),), True)
     follower = Holder(SumMetric())
     MetricStates(follower).apply(changes)
@@ -260,7 +260,7 @@ def followed(make: Callable[[], Metric], step: Callable[[Any], Any]) -> tuple[Te
     states = MetricStates(leader)
     before = states.snapshot()
     step(leader.metric)
-    MetricStates(follower).apply(states.changes_since(before))
+    MetricStates(follower).apply(states.diff(before))
     return leader.metric.compute(), follower.metric.compute()  # type: ignore[operator]
 
 
@@ -295,5 +295,5 @@ def test_of_a_growing_list_in_a_collection_only_the_new_part_is_sent() -> None:
     for step in range(5):
         before = states.snapshot()
         holder.feed(scores(step), False)
-        counts.append(sum(t.numel() for t in tensors_of(states.changes_since(before))))
+        counts.append(sum(t.numel() for t in tensors_of(states.diff(before))))
     assert counts == counts[:1] * 5

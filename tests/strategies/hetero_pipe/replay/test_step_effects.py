@@ -183,7 +183,7 @@ REFUSED = {
     "random per sample, before": "random numbers",
     "random per sample, after": "whole batch",
     "in place": "whole batch",
-    "constant batch size": "batch_size=...) says 8",
+    "constant batch size": "batch_size=...) gets 8",
     "dict with more": "returns 'largest' beside the loss",
 }
 

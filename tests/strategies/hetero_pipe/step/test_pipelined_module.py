@@ -237,9 +237,9 @@ def test_a_sequential_takes_one_argument(arguments: tuple[int, ...]) -> None:
 
 # --- Misuse of a list.
 
-ALONE = r"output of 'blocks\.0' is used other than as the first argument of 'blocks\.1'"
-TURN = r"'blocks\.\d' was called out of turn"
-OTHER = r"'blocks\.1' was called with other further arguments than 'blocks\.0'"
+OTHER_USE = r"output of 'blocks\.0' must only be used as the first argument of 'blocks\.1'"
+OUT_OF_TURN = r"got a call of 'blocks\.\d' out of turn"
+OTHER_ARGUMENTS = r"'blocks\.1' must be called with the same further arguments as 'blocks\.0'"
 X = torch.ones(1, 2)
 
 
@@ -253,21 +253,24 @@ def misuse(step: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (lambda b: b[0](X) * X, ALONE),
-        (lambda b: X + b[0](X), ALONE),
-        (lambda b: F.relu(b[0](X)), ALONE),
-        (lambda b: nn.Linear(2, 2)(b[0](X)), ALONE),
-        (lambda b: b[0](X).relu(), ALONE),
-        (lambda b: b[0](X).shape, ALONE),
-        (lambda b: torch.cat([b[0](X), X]), "list's output was used in between"),
-        (lambda b: b[1](X), TURN),
-        (lambda b: b[2](b[0](X)), TURN),
-        (lambda b: b[1](b[1](b[0](X))), TURN),
-        (lambda b: b[0](X) and b[1](X), ALONE),
-        (lambda b: b[1](b[0](X), 2.0), OTHER),
-        (lambda b: b[1](b[0](X, shift=SHIFT), shift=SHIFT.clone()), OTHER),
-        (lambda b: b[1](b[0](X, 2.0), factor=2.0), OTHER),
-        (lambda b: b[1](b[0](X, factor=2.0)), OTHER),
+        (lambda b: b[0](X) * X, OTHER_USE),
+        (lambda b: X + b[0](X), OTHER_USE),
+        (lambda b: F.relu(b[0](X)), OTHER_USE),
+        (lambda b: nn.Linear(2, 2)(b[0](X)), OTHER_USE),
+        (lambda b: b[0](X).relu(), OTHER_USE),
+        (lambda b: b[0](X).shape, OTHER_USE),
+        (
+            lambda b: torch.cat([b[0](X), X]),
+            "must only be passed to the next member, got a use in cat",
+        ),
+        (lambda b: b[1](X), OUT_OF_TURN),
+        (lambda b: b[2](b[0](X)), OUT_OF_TURN),
+        (lambda b: b[1](b[1](b[0](X))), OUT_OF_TURN),
+        (lambda b: b[0](X) and b[1](X), OTHER_USE),
+        (lambda b: b[1](b[0](X), 2.0), OTHER_ARGUMENTS),
+        (lambda b: b[1](b[0](X, shift=SHIFT), shift=SHIFT.clone()), OTHER_ARGUMENTS),
+        (lambda b: b[1](b[0](X, 2.0), factor=2.0), OTHER_ARGUMENTS),
+        (lambda b: b[1](b[0](X, factor=2.0)), OTHER_ARGUMENTS),
     ],
 )
 def test_misuse_of_a_list_is_explained(step: Callable[[Any], Any], words: str) -> None:
@@ -281,7 +284,7 @@ def test_an_output_of_an_earlier_run_is_no_input() -> None:
         blocks[0](X)
         blocks[1](first)
 
-    with pytest.raises(UnsupportedStepError, match=TURN):
+    with pytest.raises(UnsupportedStepError, match=OUT_OF_TURN):
         misuse(step)
 
 
@@ -313,13 +316,13 @@ def test_a_step_may_begin_anew() -> None:
     ],
 )
 def test_operators_between_the_members_are_explained(use: Callable[[Any], Any]) -> None:
-    with pytest.raises(UnsupportedStepError, match=ALONE):
+    with pytest.raises(UnsupportedStepError, match=OTHER_USE):
         misuse(lambda blocks: use(blocks[0](X)))
 
 
 @pytest.mark.parametrize("use", [bool, lambda token: token == 1, lambda token: token != 1])
 def test_questions_between_the_members_are_explained(use: Callable[[Any], Any]) -> None:
-    with pytest.raises(UnsupportedStepError, match=ALONE):
+    with pytest.raises(UnsupportedStepError, match=OTHER_USE):
         misuse(lambda blocks: use(blocks[0](X)))
 
 

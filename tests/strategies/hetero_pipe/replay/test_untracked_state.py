@@ -20,7 +20,7 @@ from tests.support.training_cases import Case, fit
 STEPS = 0
 MEMORY: dict[str, int] = {"last": 0}
 GENERATOR = np.random.default_rng(5)
-WORD = "cannot be taken back"
+WARNING = "which cannot be undone"
 
 
 class Slots:
@@ -93,8 +93,8 @@ def test_one_line_names_what_cannot_be_taken_back(pool: RankPool) -> None:
     outcome = pool.run_expecting_errors(fit_both, 2)[0]
     assert outcome.error_type is None, outcome.error_message
     plain, _, reaches = outcome.output.partition("reaches")
-    assert WORD not in plain
-    lines = [line for line in reaches.splitlines() if WORD in line]
+    assert WARNING not in plain
+    lines = [line for line in reaches.splitlines() if WARNING in line]
     assert len(lines) == 1, outcome.output
     (line,) = lines
     names = line.partition(" changes ")[2].partition(", which cannot")[0].split(", ")

@@ -1,0 +1,217 @@
+"""Side effects of one training step: isolated in every run, collected, and applied on all ranks.
+
+A step may run several times on this rank: up to the module's call, from the call on, or once per
+micro-batch. The rules are:
+
+- Every run starts from the state of before the step, and leaves nothing behind. Metrics are the
+  exception: they add up over the runs on micro-batches, until the step is over.
+- The changes of attributes and buffers are those of the last run. The check of the loss makes sure
+  that they are the same for every run.
+- Calls of `self.log`, and of loggers, are recorded in every run.
+- Printed text is that of the first run that finishes the step.
+- `should_stop` is set if any run sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.pipeline.execute.digest import digest
+from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
+from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
+    changed_sequences,
+    fingerprints,
+    unsendable_values,
+)
+from lightning_dlres.strategies.hetero_pipe.replay.attributes import IsolatedState, UserState
+from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
+from lightning_dlres.strategies.hetero_pipe.replay.loggers import LoggerCall, isolated_loggers
+from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, isolated_log_calls
+from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
+from lightning_dlres.strategies.hetero_pipe.replay.printing import PRINTED, isolated_output
+
+
+@dataclass(frozen=True)
+class IsolatedRun:
+    """One run of the step, and the side effects that it has had so far.
+
+    Attributes:
+        state: The user's attributes, as copies.
+        logs: Calls of `self.log`.
+        logger_calls: Calls of the loggers' own methods.
+        output: Printed text.
+    """
+
+    state: IsolatedState
+    logs: list[LogRecord]
+    logger_calls: list[LoggerCall]
+    output: StringIO
+
+
+class StepEffects:
+    """The side effects of one step on this rank. Make an instance before the step's first run.
+
+    Args:
+        module: The LightningModule.
+        layers: Its pipelined layers.
+        state: The user's state, read anew for every run.
+        metrics: The metrics.
+        device: Device of this rank.
+
+    Attributes:
+        logs: Calls of `self.log` of every collected run, in the order of micro-batches.
+        logger_calls: Calls of loggers of every collected run.
+        fingerprints: For every collected run a hash of each change; see `fingerprints`.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        layers: ModelLayers,
+        state: UserState,
+        metrics: MetricStates,
+        device: torch.device,
+    ) -> None:
+        self._trainer, self._module = module.trainer, module
+        self._state, self._metrics = state, metrics
+        self._buffers = NonPipelinedBuffers(layers, device)
+        self._buffers_before = self._buffers.snapshot()
+        self._metrics_before = metrics.snapshot() if metrics.metrics else {}
+        self.logs: list[list[LogRecord]] = []
+        self.logger_calls: list[list[LoggerCall]] = []
+        self.fingerprints: list[dict[str, int]] = []
+        self._changes: Tree = {"attributes": {}, "buffers": {}, "should_stop": False}
+        self._unsendable: dict[tuple[str, Any], Any] = {}
+        # Names of changes that a step per micro-batch must not make, over all runs: a micro-batch
+        # before the last may be the only one that makes them.
+        self._once_per_batch: dict[str, set[str]] = {
+            "sequences": set(),
+            "buffers": set(),
+            "unsendable": set(),
+        }
+        self._printed = ""
+
+    @property
+    def changed_attributes(self) -> Tree:
+        """Changes of the user's state in the last collected run."""
+        return self._changes["attributes"]
+
+    @property
+    def changed_buffers(self) -> list[str]:
+        """Names of the buffers outside of the layers that the last collected run changed."""
+        return sorted(self._changes["buffers"])
+
+    @contextmanager
+    def isolated(
+        self,
+        old_layer_tensors: LayerTensors,
+        new_layer_tensors: LayerTensors | None = None,
+        shows_logging: bool = False,
+    ) -> Iterator[IsolatedRun]:
+        """Context manager for one run, after which user code has changed, logged and printed
+        nothing.
+
+        Metrics are not isolated here, since they add up over the runs on micro-batches.
+
+        Args:
+            old_layer_tensors: Tensors that layers made before the run, and that stay as they are.
+            new_layer_tensors: Tensors that layers make in this run. Attributes keep them.
+            shows_logging: Whether messages of Python's `logging` appear.
+
+        Yields:
+            The run. Call `collect` with it before the end to keep its side effects.
+        """
+        should_stop = self._trainer.should_stop
+        state = self._state.isolate(old_layer_tensors)
+        self._buffers.isolate(self._buffers_before)
+        try:
+            with (
+                isolated_loggers(self._trainer.loggers) as logger_calls,
+                isolated_output(shows_logging) as output,
+                isolated_log_calls(self._module) as logs,
+            ):
+                yield IsolatedRun(state, logs, logger_calls, output)
+        finally:
+            state.restore(new_layer_tensors)
+            self._buffers.restore(self._buffers_before)
+            self._trainer.should_stop = should_stop
+
+    @contextmanager
+    def undone(self, old_layer_tensors: LayerTensors) -> Iterator[None]:
+        """Context manager for one run that also restores the metrics."""
+        with self._metrics.isolated(), self.isolated(old_layer_tensors):
+            yield
+
+    def collect(self, run: IsolatedRun) -> None:
+        """Keep the side effects of a run; called at the end of `isolated`, before they are
+        undone."""
+        attributes = run.state.diff()
+        self._changes = {
+            "attributes": attributes,
+            "buffers": self._buffers.diff(self._buffers_before),
+            "should_stop": self._changes["should_stop"] or bool(self._trainer.should_stop),
+        }
+        self._once_per_batch["sequences"].update(changed_sequences(attributes))
+        self._once_per_batch["buffers"].update(self._changes["buffers"])
+        self._once_per_batch["unsendable"].update(unsendable_values(attributes))
+        text = run.output.getvalue()
+        self.fingerprints.append(
+            fingerprints(attributes) | ({PRINTED: digest(text)} if text else {})
+        )
+        if not self.logs:
+            self._printed = text
+        self._unsendable = run.state.unsendable
+        self.logs.append(run.logs)
+        self.logger_calls.append(run.logger_calls)
+
+    def to_tree(self, by_parts: bool) -> Tree:
+        """Return the collected side effects as plain data, for all ranks.
+
+        Args:
+            by_parts: Whether the runs were on micro-batches, so that the metrics' states are
+                partial.
+        """
+        metrics: Tree = {}
+        if self._metrics.metrics:
+            metrics = (
+                self._metrics.partial_states()
+                if by_parts
+                else self._metrics.diff(self._metrics_before)
+            )
+        return {
+            "logs": [[record.to_tree(self._metrics) for record in run] for run in self.logs],
+            "logger": [call.to_tree() for calls in self.logger_calls for call in calls],
+            "metrics": metrics,
+            **self._changes,
+            "printed": self._printed,
+            "fingerprints": self.fingerprints,
+            "once_per_batch": {kind: sorted(n) for kind, n in self._once_per_batch.items()},
+        }
+
+    def apply(self, records: Sequence[Tree]) -> None:
+        """Apply the changes of attributes, buffers and `should_stop` that the step made.
+
+        Called once on every rank, also on the ranks that ran the step: there, too, they were
+        undone.
+
+        Args:
+            records: Results of `to_tree` of the ranks that ran the step, the same on all ranks.
+        """
+        self._state.apply(records[0]["attributes"], self._unsendable)
+        self._buffers.apply(records[0]["buffers"])
+        if any(record["should_stop"] for record in records):
+            self._trainer.should_stop = True
+
+    def restore_metrics(self) -> None:
+        """Put the metrics back to their state of before the step."""
+        if self._metrics_before:
+            self._metrics.restore(self._metrics_before)

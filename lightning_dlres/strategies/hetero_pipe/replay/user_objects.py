@@ -1,0 +1,280 @@
+"""Objects that hold state of user code: their kinds, their content, and writing it back.
+
+An object of the user's is a module, a callback, a container, any object with attributes, or a
+random generator. `ObjectState` is the content of one such object at one point in time.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections import deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchmetrics import Metric, MetricCollection
+
+from lightning_dlres import _compat
+from lightning_dlres.pipeline.execute.digest import digest
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
+# A name without a value.
+ABSENT = object()
+# Kinds whose content maps names, or keys, to values.
+NAMED_KINDS = frozenset({"object", "module", "dict", "settings"})
+# Values that a run of the step may change in place, so that every run gets copies.
+COPIED_TYPES = {Tensor, np.ndarray}
+
+# Objects of these packages are not the user's state.
+_LIBRARIES = {
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy"),
+    *("lightning_dlres", "transformers", "tokenizers", "datasets", "omegaconf", "functools"),
+    *("logging", "threading", "queue", "socket", "multiprocessing", "concurrent", "asyncio"),
+    *("matplotlib", "PIL", "pandas", "wandb", "tensorboard", "weakref", "_thread", "io", "typing"),
+}
+# Classes that are not the user's state either; the same holds for subclasses that the user defines.
+_OPAQUE = (
+    type,
+    FunctionType,
+    ModuleType,
+    BaseException,
+    Trainer,
+    Logger,
+    Optimizer,
+    DataLoader,
+    Enum,
+)
+# These may hold a whole data set. Only their settings count, which are compared quickly.
+_DATA_SOURCES = (Dataset, Sampler, LightningDataModule)
+# Attributes of every module that torch manages, and the methods that this package replaces
+# temporarily in a module's `__dict__`.
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"forward", _compat.CALL, "log", "print"}
+_KINDS_WITH_ATTRIBUTES = NAMED_KINDS - {"dict"}
+# Types whose values hold no other objects with state.
+_FLAT_TYPES = {*SCALARS, Tensor, np.ndarray}
+# Immutable types that are compared quickly.
+_QUICK_TYPES = {int, str, bytes, bool, type(None), float}
+# Largest number of items of a sequence that counts as a setting, such as the learning rates of all
+# groups.
+_MAX_SETTING_ITEMS = 16
+# Largest size in bytes of a tensor that counts as a setting, such as a sampler's weights. Every run
+# of the step copies it.
+_MAX_SETTING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ObjectState:
+    """The content of one object of the user's, as it was when this state was read.
+
+    Attributes:
+        path: Name of the object, from the LightningModule or the Trainer on.
+        owner: The object itself.
+        kind: One of the names that `kind_of` returns.
+        content: The state. Named kinds have a dict, sequences a list, sets a set, and random
+            generators the state of the generator.
+        types: Types of the values in `content`.
+        names: All attribute names of an object with attributes, also of those outside of `content`.
+        values: Values of `names`, in the same order.
+    """
+
+    path: str
+    owner: Any
+    kind: str
+    content: Any
+    types: frozenset[type] = frozenset()
+    names: tuple[str, ...] = ()
+    values: tuple[Any, ...] = ()
+
+    @staticmethod
+    def read(path: str, owner: Any, kind: str) -> ObjectState:
+        """Return the state of an object now."""
+        content = read_content(owner, kind)
+        values = content.values() if kind in NAMED_KINDS else content
+        types = frozenset(() if kind in ("random", "set") else map(type, values))
+        if kind not in _KINDS_WITH_ATTRIBUTES:
+            return ObjectState(path, owner, kind, content, types)
+        namespace = namespace_of(owner)
+        return ObjectState(
+            path, owner, kind, content, types, tuple(namespace), tuple(namespace.values())
+        )
+
+    def is_surely_unchanged(self) -> bool:
+        """Return whether a quick comparison proves that the object has not changed.
+
+        False also stands for "unknown": a tensor may have changed in place.
+        """
+        if self.kind == "random" or not self.types <= _QUICK_TYPES:
+            return False
+        if self.names:
+            namespace = namespace_of(self.owner)
+            # Identity proves equality here: values of these types are immutable.
+            if tuple(namespace) == self.names and all(
+                map(operator.is_, namespace.values(), self.values)
+            ):
+                return True
+        is_container = self.kind in ("dict", "list", "set")
+        current = self.owner if is_container else read_content(self.owner, self.kind)
+        return bool(current == self.content)
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        """Yield the objects with state inside this one, with their paths."""
+        if self.types <= _FLAT_TYPES:
+            return
+        if self.kind in ("object", "module"):
+            prefix = f"{self.path}." if self.path else ""
+            named = ((prefix + name, value) for name, value in self.content.items())
+        elif self.kind == "dict":
+            named = ((f"{self.path}[{key!r}]", value) for key, value in self.content.items())
+        elif self.kind in ("list", "deque", "tuple"):
+            named = ((f"{self.path}[{i}]", value) for i, value in enumerate(self.content))
+        else:
+            return
+        yield from ((path, value) for path, value in named if kind_of(value) is not None)
+
+    def write(self, content: Any) -> None:
+        """Give the object this content. The object itself stays the same, since other objects may
+        refer to it."""
+        owner = self.owner
+        if self.kind == "settings":
+            namespace = namespace_of(owner)
+            for name in read_content(owner, "settings").keys() - content.keys():
+                del namespace[name]
+            namespace.update(content)
+        elif self.kind in ("object", "module", "dict"):
+            _write_names(owner, self.kind, content)
+        elif self.kind in ("list", "deque"):
+            if len(owner) != len(content) or not all(map(operator.is_, owner, content)):
+                owner.clear()
+                owner.extend(content)
+        elif self.kind == "set":
+            if owner != content:
+                owner.clear()
+                owner.update(content)
+        elif not same_generator_state(read_content(owner, self.kind), content):
+            if isinstance(owner, torch.Generator):
+                owner.set_state(content)
+            elif isinstance(owner, random.Random):
+                owner.setstate(content)
+            else:
+                owner.bit_generator.state = content
+
+
+def kind_of(value: Any) -> str | None:
+    """Return the kind of an object with state; None for all other values.
+
+    The kinds are "metric", "module", "settings" (data sources), "random", "object", and the
+    built-in containers "dict", "list", "deque", "set" and "tuple".
+    """
+    return _kind_of_class(cast(Hashable, type(value)))
+
+
+def is_data_source(value: Any) -> bool:
+    """Return whether an object may hold a whole data set."""
+    return isinstance(value, _DATA_SOURCES)
+
+
+def is_library_class(kind: type) -> bool:
+    """Return whether objects of a class belong to a library, so that they are not the user's
+    state."""
+    return kind.__module__.partition(".")[0] in _LIBRARIES or issubclass(kind, _OPAQUE)
+
+
+def namespace_of(owner: Any) -> dict[Any, Any]:
+    """Return the dict that holds an object's names: the object itself if it is a dict."""
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def read_content(owner: Any, kind: str) -> Any:
+    """Return an object's content now, in a container of its own; see `ObjectState.content`."""
+    if kind == "dict":
+        return dict(owner)
+    if kind in ("list", "deque"):
+        return list(owner)
+    if kind == "set":
+        return set(owner)
+    if kind == "tuple":
+        return owner
+    if kind == "module":
+        is_root = isinstance(owner, LightningModule)
+        hidden = _lightning_attributes() if is_root else _TORCH_ATTRIBUTES
+        return {name: value for name, value in vars(owner).items() if name not in hidden}
+    if kind == "object":
+        return dict(vars(owner))
+    if kind == "settings":
+        return {name: value for name, value in namespace_of(owner).items() if _is_setting(value)}
+    if isinstance(owner, torch.Generator):
+        return owner.get_state()
+    return owner.getstate() if isinstance(owner, random.Random) else owner.bit_generator.state
+
+
+def same_generator_state(a: Any, b: Any) -> bool:
+    """Return whether two states of a random generator are equal."""
+    return torch.equal(a, b) if isinstance(a, Tensor) else digest(a) == digest(b)
+
+
+def _write_names(owner: Any, kind: str, content: dict[Any, Any]) -> None:
+    namespace = owner if kind == "dict" else vars(owner)
+    # A module's namespace also has the names that are not content, so that its length says nothing.
+    if len(namespace) != len(content) or kind == "module":
+        for name in [n for n in read_content(owner, kind) if n not in content]:
+            del namespace[name]
+    for name, value in content.items():
+        if namespace.get(name, ABSENT) is not value:
+            namespace[name] = value
+    if len(namespace) != len(content) and kind != "module":
+        for name in [n for n in namespace if n not in content]:
+            del namespace[name]
+
+
+def _is_setting(value: Any) -> bool:
+    if type(value) in _QUICK_TYPES:
+        return True
+    if isinstance(value, (tuple, list)):
+        return len(value) <= _MAX_SETTING_ITEMS and all(
+            type(item) in _QUICK_TYPES for item in value
+        )
+    if type(value) is Tensor:
+        return value.layout is torch.strided and value.nbytes <= _MAX_SETTING_BYTES
+    return type(value) is np.ndarray and value.nbytes <= _MAX_SETTING_BYTES
+
+
+@cache
+def _lightning_attributes() -> frozenset[str]:
+    hooks = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+    return (
+        _TORCH_ATTRIBUTES
+        | frozenset(vars(LightningModule()))
+        | {"_hparams", "_hparams_initial", *hooks}
+    )
+
+
+@cache
+def _kind_of_class(kind: Any) -> str | None:
+    # The order counts: a metric is also a module, and a data source may also be a module.
+    if issubclass(kind, (Metric, MetricCollection)):
+        return "metric"
+    if issubclass(kind, (torch.jit.ScriptModule, *_OPAQUE)):
+        return None
+    if issubclass(kind, nn.Module):
+        return "module"
+    if issubclass(kind, _DATA_SOURCES):
+        return "settings"
+    if issubclass(kind, (torch.Generator, random.Random, np.random.Generator)):
+        return "random"
+    if is_library_class(kind):
+        return None
+    for base in (dict, list, deque, set, tuple):
+        if issubclass(kind, base):
+            return base.__name__
+    return "object" if getattr(kind, "__dictoffset__", 0) else None
