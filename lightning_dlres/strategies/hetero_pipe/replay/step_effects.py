@@ -4,12 +4,14 @@ A step may run several times on this rank: up to the module's call, from the cal
 micro-batch. The rules are:
 
 - Every run starts from the state of before the step, and leaves nothing behind. Metrics are the
-  exception: they add up over the runs on micro-batches, until the step is over.
-- The changes of attributes and buffers are those of the last run. The check of the loss makes sure
-  that they are the same for every run.
-- Calls of `self.log`, and of loggers, are recorded in every run.
+  exception: over the runs on micro-batches they add up. `restore_metrics` and `MetricStates.merge`
+  end this, after the step.
+- Changes of attributes and buffers are those of the last run, on the first replica that ran the
+  step. With `schedule="auto"`, runs that leave different values make the strategy fall back to one
+  run on the whole batch. With `schedule="1f1b"` the last run counts.
+- Calls of `self.log` and of loggers are recorded in every run.
 - Printed text is that of the first run that finishes the step.
-- `should_stop` is set if any run sets it.
+- `should_stop` is set if any run on any rank sets it.
 """
 
 from __future__ import annotations

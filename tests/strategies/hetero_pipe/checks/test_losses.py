@@ -1,5 +1,7 @@
-"""Losses that are no mean over samples: exact under GPipe, refused by name under 1F1B, and "auto"
-chooses GPipe and says so."""
+"""Losses that are not a mean over samples.
+
+GPipe is exact for them, 1F1B refuses them with a reason, and "auto" chooses GPipe and says so.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from tests.support.training_cases import QUICK
 KINDS = ["padded", "padded_later", "sum", "contrastive", "noise", "perplexity", "unmergeable"]
 
 
-class Losses(LightningModule):
-    """One network, many losses."""
+class LossByKind(LightningModule):
+    """A model with one network, and the loss that `kind` names."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Losses(LightningModule):
             z = F.normalize(out, dim=-1)
             return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
         if self.kind == "root":
-            # Its gradient is NaN where all of a micro-batch is masked; its value is not.
+            # If a whole micro-batch is masked, the gradient is NaN, but the value is not.
             return tokens.mean() + 0 * (out[:, 0] * mask).square().sum().sqrt()
         return tokens.mean()
 
@@ -65,8 +67,8 @@ class Losses(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-class WithUnmergeableMetric(Losses):
-    """Logs a metric that needs the whole batch at once."""
+class WithUnmergeableMetric(LossByKind):
+    """A model that logs a metric whose state cannot be merged from parts of a batch."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -82,7 +84,7 @@ class WithUnmergeableMetric(Losses):
 
 
 def data(kind: str) -> DataLoader[Any]:
-    """Return batches; those of "padded_later" have no padding in the first."""
+    """Return batches; for "padded_later" the first batch has no padding."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(50, 6, generator=generator)
     mask = (torch.rand(50, generator=generator) > 0.5).float()
@@ -98,9 +100,9 @@ def data(kind: str) -> DataLoader[Any]:
 def fit(
     context: RankContext | None, kind: str, schedule: str, devices: int = 2, stages: int = 2
 ) -> Any:
-    """Train, and return the schedule that was used, the logged loss and the weights."""
+    """Train, and return the schedule that was used, the logged values and the weights."""
     seed_everything(3, verbose=False)
-    model = WithUnmergeableMetric(kind) if kind == "unmergeable" else Losses(kind)
+    model = WithUnmergeableMetric(kind) if kind == "unmergeable" else LossByKind(kind)
     strategy = (
         HeteroPipeStrategy(stages, schedule=schedule, microbatches=4, profile=QUICK)  # type: ignore[arg-type]
         if context
@@ -124,9 +126,9 @@ def fit_plainly(context: RankContext, kind: str) -> Any:
     return fit(None, kind, "", 1)
 
 
-def assert_equal_to_plain(pool: RankPool, kind: str, found: list[Any]) -> None:
+def assert_equal_to_plain(pool: RankPool, kind: str, outcomes: list[Any]) -> None:
     (expected,) = pool.run(fit_plainly, 1, kind)
-    for _, metrics, weights in found:
+    for _, metrics, weights in outcomes:
         for name, value in expected[1].items():
             assert metrics[name] == pytest.approx(value, rel=1e-5)
         for name, value in expected[2].items():
@@ -139,7 +141,7 @@ def test_gpipe_is_exact(pool: RankPool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "padded"])
-def test_gpipe_is_exact_over_two_virtual_machines(pool: RankPool, kind: str) -> None:
+def test_gpipe_is_exact_over_two_replicas(pool: RankPool, kind: str) -> None:
     assert_equal_to_plain(pool, kind, pool.run(fit, 4, kind, "gpipe", 4, 2))
 
 
@@ -166,7 +168,7 @@ REFUSALS = {
 
 
 def fit_all_with_1f1b(context: RankContext) -> dict[str, str]:
-    """Return what each loss is refused with."""
+    """Return the error for each loss."""
     messages = {}
     for kind in REFUSALS:
         with pytest.raises(UnsupportedStepError) as error:
@@ -175,14 +177,14 @@ def fit_all_with_1f1b(context: RankContext) -> dict[str, str]:
     return messages
 
 
-def test_1f1b_refuses_by_name(pool: RankPool) -> None:
+def test_1f1b_refuses_with_a_reason(pool: RankPool) -> None:
     for messages in pool.run(fit_all_with_1f1b, 2):
-        for kind, named in REFUSALS.items():
-            assert named in messages[kind]
+        for kind, reason in REFUSALS.items():
+            assert reason in messages[kind]
             assert "schedule='gpipe'" in messages[kind]
 
 
-def test_auto_takes_1f1b_for_a_mean_over_samples(pool: RankPool) -> None:
-    found = pool.run(fit, 2, "mean", "auto")
-    assert [outcome[0] for outcome in found] == ["1f1b", "1f1b"]
-    assert_equal_to_plain(pool, "mean", found)
+def test_auto_chooses_1f1b_for_a_mean_over_samples(pool: RankPool) -> None:
+    outcomes = pool.run(fit, 2, "mean", "auto")
+    assert [outcome[0] for outcome in outcomes] == ["1f1b", "1f1b"]
+    assert_equal_to_plain(pool, "mean", outcomes)

@@ -1,5 +1,5 @@
-"""Buffers outside of the pipelined layers: every rank has them, and they are those of a single
-device, however often the step runs."""
+"""Buffers outside of the pipelined layers equal those of a single device on every rank, however
+often the step runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.training_cases import (
 
 
 class Norms(Classifier):
-    """Normalises before and after the pipelined module."""
+    """A model that normalises before and after the pipelined module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Norms(Classifier):
 
 
 class Centre(Classifier):
-    """Keeps a running centre that is changed in place, a queue that is replaced, and a count that
-    does not go into checkpoints; the loss depends on all of them."""
+    """A model with a running centre that it changes in place, a queue that it replaces, and a count
+    that checkpoints leave out. The loss depends on all of them."""
 
     def __init__(self, later: bool = False) -> None:
         super().__init__()
@@ -81,23 +81,23 @@ CASES = {
 }
 
 
-TWO_MACHINES = {"centre, auto": CASES["centre, auto"]}
+TWO_REPLICAS = {"centre, auto": CASES["centre, auto"]}
 
 
-def compare(context: RankContext) -> dict[str, list[str]]:
-    return differences_in(context, CASES if context.world_size == 2 else TWO_MACHINES)
+def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, CASES if context.world_size == 2 else TWO_REPLICAS)
 
 
-def test_equal_to_a_single_device_on_all_ranks(pool: RankPool) -> None:
-    assert pool.run(compare, 2) == none_in(CASES)
+def test_buffers_equal_a_single_device_on_all_ranks(pool: RankPool) -> None:
+    assert pool.run(compare_with_plain_training, 2) == none_in(CASES)
 
 
-def test_equal_to_a_single_device_over_two_virtual_machines(pool: RankPool) -> None:
-    assert pool.run(compare, 4) == none_in(TWO_MACHINES, 4)
+def test_buffers_equal_a_single_device_over_two_replicas(pool: RankPool) -> None:
+    assert pool.run(compare_with_plain_training, 4) == none_in(TWO_REPLICAS, 4)
 
 
 def fit_with_1f1b(context: RankContext) -> list[str]:
-    """Return what 1F1B refuses the models with: at once, and when a later batch shows it."""
+    """Return the errors of 1F1B: at the first check, and when a later batch changes the buffer."""
     messages = []
     for make in (Norms, Centre, lambda: Centre(later=True)):
         with pytest.raises(UnsupportedStepError) as error:
@@ -106,13 +106,13 @@ def fit_with_1f1b(context: RankContext) -> list[str]:
     return messages
 
 
-def test_1f1b_refuses_them_by_name(pool: RankPool) -> None:
+def test_1f1b_refuses_changed_buffers_by_name(pool: RankPool) -> None:
     for messages in pool.run(fit_with_1f1b, 2):
         for message, name in zip(messages, ("after.", "centre", "centre"), strict=True):
             assert f"changes the buffer '{name}" in message
 
 
-def test_what_a_run_does_to_buffers_is_undone_before_the_next() -> None:
+def test_buffers_are_restored_after_every_run() -> None:
     model: Any = Centre()
     buffers = NonPipelinedBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
     before = buffers.snapshot()
@@ -128,23 +128,23 @@ def test_what_a_run_does_to_buffers_is_undone_before_the_next() -> None:
         assert model.added is None
 
 
-def save_in_mid_run(context: RankContext, path: str) -> dict[str, Tensor]:
-    """Return the state of a plain run, and save that of a pipeline at the same step."""
-    found = {}
+def save_during_run(context: RankContext, path: str) -> dict[str, Tensor]:
+    """Return the state of a plain run, and save the state of a pipeline at the same step."""
+    plain_state = {}
     for place in (None, context):
         seed_everything(3, verbose=False)
         model = Centre()
         trainer = trainer_for(place, max_steps=3, max_epochs=1)
         trainer.fit(model, batches())
         if place is None:
-            found = {name: value.clone() for name, value in model.state_dict().items()}
+            plain_state = {name: value.clone() for name, value in model.state_dict().items()}
         else:
             trainer.save_checkpoint(path)
-    return found
+    return plain_state
 
 
-def test_a_checkpoint_has_the_values_of_a_single_device(pool: RankPool, tmp_path: Path) -> None:
-    expected = pool.run(save_in_mid_run, 2, str(tmp_path / "buffers.ckpt"))[0]
+def test_checkpoint_has_the_values_of_a_single_device(pool: RankPool, tmp_path: Path) -> None:
+    expected = pool.run(save_during_run, 2, str(tmp_path / "buffers.ckpt"))[0]
     state = torch.load(tmp_path / "buffers.ckpt", weights_only=False)["state_dict"]
     assert state.keys() == expected.keys()
     for name, value in expected.items():

@@ -1,4 +1,5 @@
-"""What was logged on one rank is logged on all, and parts of a batch add up to the batch."""
+"""Values that one rank logs are logged on all ranks, and micro-batches are merged into the
+batch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 
 
 class Module(LightningModule):
-    """A module that notes what is really logged."""
+    """A module that keeps a list of the values that are logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Module(LightningModule):
 
 
 def midrange(values: Tensor) -> Tensor:
-    """A reduce function of the user's own module."""
+    """A reduce function in the user's own Python module."""
     return (values.max() + values.min()) / 2
 
 
@@ -49,16 +50,16 @@ class Tools:
         return values[0]
 
 
-def travel(record: LogRecord, metrics: MetricStates) -> LogRecord:
+def send(record: LogRecord, metrics: MetricStates) -> LogRecord:
     structure, tensors = flatten(record.to_tree(metrics))
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(structure))
     return LogRecord.from_tree(unflatten(wire, tensors), metrics)
 
 
-# --- Taking down.
+# --- Recording.
 
 
-def test_calls_are_taken_down_and_not_carried_out() -> None:
+def test_calls_are_recorded_and_not_made() -> None:
     module = Module()
     with isolated_log_calls(module) as records:
         module.log("a", 1.0)
@@ -74,7 +75,7 @@ def test_calls_are_taken_down_and_not_carried_out() -> None:
     assert [call[0] for call in module.logged] == ["f"], "logging works again"
 
 
-def test_an_error_ends_the_recording() -> None:
+def test_error_ends_the_recording() -> None:
     module = Module()
     with pytest.raises(KeyError), isolated_log_calls(module):
         raise KeyError
@@ -92,25 +93,25 @@ def test_recordings_may_be_nested() -> None:
     assert [r.name for r in outer] == ["b"]
 
 
-def test_replaying_logs_for_real() -> None:
+def test_replay_logs_the_value() -> None:
     module = Module()
     LogRecord("a", 1.0, {"on_step": True}).replay(module)
     assert module.logged == [("a", 1.0, (), {"on_step": True})]
 
 
-# --- Travelling.
+# --- Sending.
 
 
-def test_records_travel_as_plain_data() -> None:
+def test_records_are_sent_as_plain_data() -> None:
     module = Module()
     metrics = MetricStates(module)
     value = torch.tensor(2.0, requires_grad=True) * 1
-    found = travel(LogRecord("a", value, {"prog_bar": True, "batch_size": 4}), metrics)
-    assert (found.name, found.options) == ("a", {"prog_bar": True, "batch_size": 4})
-    assert torch.equal(found.value, value)
-    assert not found.value.requires_grad
-    assert travel(LogRecord("n", np.float32(0.5), {}), metrics).value == 0.5
-    assert travel(LogRecord("m", module.metric, {}), metrics).value is module.metric
+    record = send(LogRecord("a", value, {"prog_bar": True, "batch_size": 4}), metrics)
+    assert (record.name, record.options) == ("a", {"prog_bar": True, "batch_size": 4})
+    assert torch.equal(record.value, value)
+    assert not record.value.requires_grad
+    assert send(LogRecord("n", np.float32(0.5), {}), metrics).value == 0.5
+    assert send(LogRecord("m", module.metric, {}), metrics).value is module.metric
 
 
 @pytest.mark.parametrize(
@@ -118,9 +119,9 @@ def test_records_travel_as_plain_data() -> None:
     [torch.mean, torch.max, torch.sum, max, sum, np.mean, statistics.mean, midrange, Tools.first],
     ids=lambda f: f"{f.__module__}.{f.__qualname__}",
 )
-def test_reduce_functions_travel_by_name(function: Any) -> None:
-    found = travel(LogRecord("a", 1.0, {"reduce_fx": function}), MetricStates(Module()))
-    assert found.options["reduce_fx"] is function
+def test_reduce_functions_are_sent_by_name(function: Any) -> None:
+    record = send(LogRecord("a", 1.0, {"reduce_fx": function}), MetricStates(Module()))
+    assert record.options["reduce_fx"] is function
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,12 @@ def test_reduce_functions_travel_by_name(function: Any) -> None:
     [lambda values: values[0], partial(torch.sum, dim=0), torch.ones(1).max],
     ids=["lambda", "partial", "method"],
 )
-def test_functions_without_a_name_are_refused(function: Any) -> None:
+def test_functions_without_an_import_path_are_refused(function: Any) -> None:
     with pytest.raises(UnsupportedStepError, match=r"'my_log'.*top of a module"):
         LogRecord("my_log", 1.0, {"reduce_fx": function}).to_tree(MetricStates(Module()))
 
 
-def test_a_metric_that_is_no_submodule_is_refused() -> None:
+def test_metric_that_is_no_submodule_is_refused() -> None:
     with pytest.raises(UnsupportedStepError, match=r"'hidden'.*SumMetric that is no submodule"):
         LogRecord("hidden", SumMetric(), {}).to_tree(MetricStates(Module()))
 
@@ -141,7 +142,7 @@ def test_a_metric_that_is_no_submodule_is_refused() -> None:
 @pytest.mark.parametrize(
     "path", ["no_such_module:f", "torch:no_such_function", "torch:__version__"]
 )
-def test_a_function_that_is_not_known_here_is_named(path: str) -> None:
+def test_error_names_a_function_that_this_rank_does_not_have(path: str) -> None:
     tree = ["a", ["value", 1.0], {"reduce_fx": ["function", path]}]
     with pytest.raises(UnsupportedStepError, match=path):
         LogRecord.from_tree(tree, MetricStates(Module()))
@@ -159,38 +160,38 @@ sizes_and_values = st.lists(st.tuples(st.integers(1, 9), st.floats(-1e3, 1e3)), 
 
 
 @given(sizes_and_values)
-def test_a_mean_over_parts_is_the_mean_over_samples(parts: list[tuple[int, float]]) -> None:
+def test_merged_mean_is_the_mean_over_samples(parts: list[tuple[int, float]]) -> None:
     samples = [value for size, value in parts for _ in range(size)]
     sizes, values = [size for size, _ in parts], [torch.tensor(value) for _, value in parts]
     for reduce_fx in ("mean", torch.mean):
-        found = merged(values, sizes, reduce_fx=reduce_fx).value
-        assert float(found) == pytest.approx(statistics.fmean(samples), rel=1e-5, abs=1e-3)
+        value = merged(values, sizes, reduce_fx=reduce_fx).value
+        assert float(value) == pytest.approx(statistics.fmean(samples), rel=1e-5, abs=1e-3)
     assert torch.equal(merged(values, sizes).value, merged(values, sizes, reduce_fx="mean").value)
 
 
 @given(sizes_and_values)
-def test_sums_and_extremes(parts: list[tuple[int, float]]) -> None:
+def test_merged_sums_and_extremes(parts: list[tuple[int, float]]) -> None:
     sizes, values = [size for size, _ in parts], [value for _, value in parts]
     for name, expected in (("sum", sum(values)), ("max", max(values)), ("min", min(values))):
-        found = merged(values, sizes, reduce_fx=name).value
-        assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-2)
+        value = merged(values, sizes, reduce_fx=name).value
+        assert float(value) == pytest.approx(expected, rel=1e-5, abs=1e-2)
 
 
 @pytest.mark.parametrize(
     ("function", "expected"), [(torch.max, 9.0), (torch.sum, 14.0), (max, 9.0), (midrange, 5.0)]
 )
-def test_own_functions_get_all_values_at_once(function: Any, expected: float) -> None:
+def test_reduce_functions_get_all_values_at_once(function: Any, expected: float) -> None:
     assert merged([1.0, 9.0, 4.0], [2, 1, 1], reduce_fx=function).value == expected
 
 
-def test_values_keep_dtype_and_shape() -> None:
+def test_merged_values_keep_dtype_and_shape() -> None:
     assert merged([torch.tensor(1.0).double()] * 2, [1, 1]).value.dtype == torch.float64
     assert merged([torch.tensor(1.0).half()] * 2, [1, 1]).value.dtype == torch.float16
-    assert merged([1, 2], [1, 1]).value == 1.5, "a mean of whole numbers is none"
+    assert merged([1, 2], [1, 1]).value == 1.5, "the mean of integers is not an integer"
     assert merged([torch.tensor([2.0]), torch.tensor([5.0])], [2, 1]).value.tolist() == [3.0]
 
 
-def test_options_stay_and_batch_sizes_add_up() -> None:
+def test_merged_options_stay_and_batch_sizes_add_up() -> None:
     options = {"on_step": True, "batch_size": 3}
     record = merged([1.0, 2.0], [2, 1], **options)
     assert record.options == {"on_step": True, "batch_size": 6}
@@ -198,7 +199,7 @@ def test_options_stay_and_batch_sizes_add_up() -> None:
     assert merged([1.0, 2.0], [2, 1], batch_size=None).options == {"batch_size": None}
 
 
-def test_metrics_are_merged_elsewhere() -> None:
+def test_metrics_are_not_merged_with_logs() -> None:
     metric = MeanMetric()
     assert merged([metric, metric], [1, 1]).value is metric
 
@@ -212,7 +213,7 @@ def test_names_keep_their_order_and_a_name_may_be_logged_twice() -> None:
     ]
 
 
-def test_a_name_that_some_microbatches_log_counts_there() -> None:
+def test_name_that_some_micro_batches_log_is_merged_over_them() -> None:
     parts = [
         [LogRecord("a", 1.0, {})],
         [LogRecord("a", 4.0, {}), LogRecord("b", 6.0, {})],

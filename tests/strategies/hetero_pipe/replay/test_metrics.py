@@ -1,4 +1,5 @@
-"""A metric that follows another rank, or is put together from parts, is as if it had seen all."""
+"""A metric that applies another rank's changes, or merges partial states, equals one that saw all
+batches."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
         scores,
     ),
 }
-# These cannot be put together from parts of a batch, and say so.
-WHOLE_ONLY = {"max", "min", "pearson"}
+# Kinds whose state cannot be merged from parts of a batch.
+UNMERGEABLE = {"max", "min", "pearson"}
 
 
 class Holder(nn.Module):
@@ -97,7 +98,7 @@ class Holder(nn.Module):
         return metric(*batch) if forward else metric.update(*batch)
 
 
-def travel(tree: Tree) -> Tree:
+def send(tree: Tree) -> Tree:
     structure, tensors = flatten(tree)
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(structure))
     return unflatten(wire, [t.clone() for t in tensors])
@@ -111,16 +112,16 @@ def metrics_in(holder: Holder) -> list[Metric]:
     return [metric]
 
 
-def assert_alike(found: Holder, expected: Holder) -> None:
-    """State, number of updates, last value and result."""
-    for one, other in zip(metrics_in(found), metrics_in(expected), strict=True):
+def assert_alike(actual: Holder, expected: Holder) -> None:
+    """Compare state, number of updates, last value and result."""
+    for one, other in zip(metrics_in(actual), metrics_in(expected), strict=True):
         assert one.update_count == other.update_count
         assert one.metric_state.keys() == other.metric_state.keys()
         for key, state in other.metric_state.items():
-            mine = one.metric_state[key]
+            own = one.metric_state[key]
             if isinstance(state, list):
-                mine, state = (torch.cat([torch.atleast_1d(t) for t in s]) for s in (mine, state))
-            assert torch.allclose(mine, state), key
+                own, state = (torch.cat([torch.atleast_1d(t) for t in s]) for s in (own, state))
+            assert torch.allclose(own, state), key
         last = [tensors_of(m._forward_cache) for m in (one, other)]
         assert len(last[0]) == len(last[1])
         assert all(map(torch.allclose, *last))
@@ -129,10 +130,10 @@ def assert_alike(found: Holder, expected: Holder) -> None:
 
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "update"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_rank_follows_step_by_step(kind: str, forward: bool) -> None:
+def test_another_rank_applies_the_changes_of_every_step(kind: str, forward: bool) -> None:
     make, data = KINDS[kind]
     leader, follower, direct = Holder(make()), Holder(make()), Holder(make())
-    states, following = MetricStates(leader), MetricStates(follower)
+    states, follower_states = MetricStates(leader), MetricStates(follower)
     for step in range(4):
         before = states.snapshot()
         if step == 2:
@@ -140,13 +141,13 @@ def test_another_rank_follows_step_by_step(kind: str, forward: bool) -> None:
                 holder.metric.reset()  # type: ignore[operator]
         leader.feed(data(step), forward)
         direct.feed(data(step), forward)
-        following.apply(travel(states.diff(before)))
+        follower_states.apply(send(states.diff(before)))
         assert_alike(follower, direct)
         assert_alike(leader, direct)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_new_is_nothing_to_send(kind: str) -> None:
+def test_diff_without_changes_is_empty(kind: str) -> None:
     make, data = KINDS[kind]
     holder = Holder(make())
     states = MetricStates(holder)
@@ -155,7 +156,7 @@ def test_nothing_new_is_nothing_to_send(kind: str) -> None:
     assert states.diff(states.snapshot()) == {}
 
 
-def test_of_a_growing_list_only_the_new_part_is_sent() -> None:
+def test_diff_of_a_growing_list_has_only_the_new_items() -> None:
     holder = Holder(BinaryAUROC(thresholds=None))
     states, counts = MetricStates(holder), []
     for step in range(5):
@@ -167,7 +168,7 @@ def test_of_a_growing_list_only_the_new_part_is_sent() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_undone_has_not_happened(kind: str) -> None:
+def test_isolated_restores_all_states(kind: str) -> None:
     make, data = KINDS[kind]
     holder, direct = Holder(make()), Holder(make())
     states = MetricStates(holder)
@@ -186,9 +187,9 @@ def test_what_is_undone_has_not_happened(kind: str) -> None:
 
 
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "update"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WHOLE_ONLY])
-def test_parts_make_the_whole(kind: str, forward: bool) -> None:
-    """Two ranks see two micro-batches each; a third sees none; all end as if with one batch."""
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNMERGEABLE])
+def test_partial_states_merge_into_the_batch(kind: str, forward: bool) -> None:
+    """Two ranks see two micro-batches each, and a third sees none. All end as if with one batch."""
     make, data = KINDS[kind]
     workers, idle, direct = [Holder(make()) for _ in range(2)], Holder(make()), Holder(make())
     for step in range(3):
@@ -199,7 +200,7 @@ def test_parts_make_the_whole(kind: str, forward: bool) -> None:
             states.reset()
             for start in (4 * rank, 4 * rank + 2):
                 worker.feed(tuple(t[start : start + 2] for t in batch), forward)
-            parts.append(travel(states.partial_states()))
+            parts.append(send(states.partial_states()))
             states.restore(before)
         for holder in (*workers, idle):
             MetricStates(holder).merge(parts)
@@ -208,7 +209,7 @@ def test_parts_make_the_whole(kind: str, forward: bool) -> None:
             assert_alike(holder, direct)
 
 
-def test_merging_parts_of_which_one_is_empty() -> None:
+def test_merging_with_an_empty_part() -> None:
     holder, other = Holder(MeanMetric()), Holder(MeanMetric())
     states = MetricStates(holder)
     states.merge([MetricStates(other).partial_states()])
@@ -219,12 +220,12 @@ def test_merging_parts_of_which_one_is_empty() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_put_together_is_named(kind: str) -> None:
+def test_first_unmergeable_names_the_metric(kind: str) -> None:
     name = MetricStates(Holder(KINDS[kind][0]())).first_unmergeable()
-    assert (name == "metric") if kind in WHOLE_ONLY else (name is None)
+    assert (name == "metric") if kind in UNMERGEABLE else (name is None)
 
 
-def test_names() -> None:
+def test_metrics_have_the_names_of_the_module() -> None:
     holder = Holder(MetricCollection({"a": SumMetric(), "b": MeanMetric()}))
     states = MetricStates(nn.ModuleDict({"inner": holder, "loose": MaxMetric()}))
     assert set(states.metrics) == {"inner.metric.a", "inner.metric.b", "loose"}
@@ -233,7 +234,7 @@ def test_names() -> None:
     assert states.name_of(MeanMetric()) is None
 
 
-def test_snapshots_are_copies() -> None:
+def test_snapshots_and_diffs_are_copies() -> None:
     holder = Holder(SumMetric())
     states = MetricStates(holder)
     before = states.snapshot()
@@ -249,11 +250,14 @@ def test_snapshots_are_copies() -> None:
     assert holder.metric.update_count == 0
 
 
-# --- Changes that go unnoticed.
+# --- Changes that are hard to notice.
 
 
-def followed(make: Callable[[], Metric], step: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
-    """Let a metric with one update take a step; return its result and that of its follower."""
+def results_of_leader_and_follower(
+    make: Callable[[], Metric], step: Callable[[Any], Any]
+) -> tuple[Tensor, Tensor]:
+    """Run `step` on a metric with one update; return its result and that of a follower, which
+    applies the changes."""
     leader, follower = Holder(make()), Holder(make())
     for holder in (leader, follower):
         holder.feed((torch.tensor(1.0),), False)
@@ -264,12 +268,12 @@ def followed(make: Callable[[], Metric], step: Callable[[Any], Any]) -> tuple[Te
     return leader.metric.compute(), follower.metric.compute()  # type: ignore[operator]
 
 
-def once_anew(metric: Any) -> None:
+def reset_and_update_once(metric: Any) -> None:
     metric.reset()
     metric.update(5.0)
 
 
-def twice_anew(metric: Any) -> None:
+def reset_and_update_twice(metric: Any) -> None:
     metric.reset()
     metric.update(5.0)
     metric.update(6.0)
@@ -278,18 +282,18 @@ def twice_anew(metric: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "step"),
     [
-        (MeanMetric, once_anew),
-        (CatMetric, twice_anew),
+        (MeanMetric, reset_and_update_once),
+        (CatMetric, reset_and_update_twice),
         (lambda: Running(MeanMetric(), 2), lambda metric: metric(3.0)),
     ],
     ids=["reset and as many updates", "list: reset and more updates", "running, by forward"],
 )
-def test_every_change_is_noticed(make: Callable[[], Metric], step: Callable[[Any], Any]) -> None:
-    found, expected = followed(make, step)
-    assert torch.equal(found, expected)
+def test_diff_has_every_change(make: Callable[[], Metric], step: Callable[[Any], Any]) -> None:
+    result, expected = results_of_leader_and_follower(make, step)
+    assert torch.equal(result, expected)
 
 
-def test_of_a_growing_list_in_a_collection_only_the_new_part_is_sent() -> None:
+def test_diff_of_a_growing_list_in_a_collection_has_only_the_new_items() -> None:
     holder = Holder(KINDS["collection of lists"][0]())
     states, counts = MetricStates(holder), []
     for step in range(5):

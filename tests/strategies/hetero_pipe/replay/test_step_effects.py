@@ -1,5 +1,8 @@
-"""What a training step does beside its loss happens as often as on a single device, and everywhere:
-metrics, random numbers, tensors changed in place, loggers, outputs, an end of training."""
+"""Side effects of a training step happen on every rank as often as on a single device.
+
+These are: updates of metrics, random numbers, tensors changed in place, calls of loggers, outputs,
+and the end of training.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, fit, none_in
 
 
-class Updates(Metric):
-    """Counts how often it was updated."""
+class UpdateCount(Metric):
+    """A metric that counts its updates."""
 
     full_state_update = False
 
@@ -33,8 +36,8 @@ class Updates(Metric):
         return self.updates
 
 
-class Measured(Classifier):
-    """Updates a metric once per batch, with a value of the whole batch."""
+class UpdatesMetric(Classifier):
+    """A model that updates a metric once per batch, with a value of the whole batch."""
 
     def __init__(self, metric: Metric) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class Measured(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if isinstance(self.metric, Updates):
+        if isinstance(self.metric, UpdateCount):
             self.metric.update()
         else:
             self.metric.update(loss.detach())
@@ -53,9 +56,9 @@ class Measured(Classifier):
         self.metric.reset()
 
 
-class Draws(Classifier):
-    """Draws random numbers before or after the module's call, one for every sample or for every
-    step."""
+class DrawsNumbers(Classifier):
+    """A model that draws random numbers before or after the module's call, one for every sample or
+    one for every step."""
 
     def __init__(self, before: bool, per_sample: bool) -> None:
         super().__init__()
@@ -72,7 +75,7 @@ class Draws(Classifier):
 
 
 class InPlace(Classifier):
-    """Changes tensors in place that are no buffers, one of them in a list."""
+    """A model that changes tensors in place that are not buffers; one of them is in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class InPlace(Classifier):
 
 
 class LogsWithBatchSize(Classifier):
-    """Logs with a batch size of its own: constant, or that of the batch."""
+    """A model that logs with a batch size: a constant, or that of the batch."""
 
     def __init__(self, constant: bool) -> None:
         super().__init__()
@@ -103,8 +106,9 @@ class LogsWithBatchSize(Classifier):
         return loss
 
 
-class LogsAtTimes(Classifier):
-    """Logs one name in some batches only, and one where a sample asks for it."""
+class LogsSometimes(Classifier):
+    """A model that logs a name in every second batch only, or only if the first sample has a
+    certain label."""
 
     def __init__(self, by_sample: bool) -> None:
         super().__init__()
@@ -114,12 +118,12 @@ class LogsAtTimes(Classifier):
         x, y = batch
         out = self.net(x)
         if (y[0] == 3) if self.by_sample else batch_idx % 2:
-            self.log("at_times", out.detach().mean(), on_step=True, on_epoch=True)
+            self.log("sometimes", out.detach().mean(), on_step=True, on_epoch=True)
         return F.cross_entropy(out, y)
 
 
 class ReturnsDict(Classifier):
-    """Returns a dict with the loss, and, if asked, with more."""
+    """A model whose step returns a dict with the loss, and with `more` also other values."""
 
     def __init__(self, more: bool) -> None:
         super().__init__()
@@ -137,8 +141,8 @@ class ReturnsDict(Classifier):
             self.observed.append(float(outputs["largest"]))
 
 
-class Stops(Classifier):
-    """Ends training in its second step, as only a rank with the loss can know."""
+class StopsTraining(Classifier):
+    """A model that ends training in its second step, on the rank that knows the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -148,34 +152,34 @@ class Stops(Classifier):
 
 
 CASES = {
-    "mean metric": Case(lambda: Measured(MeanMetric()), used="gpipe"),
-    "sum metric": Case(lambda: Measured(SumMetric()), used="gpipe"),
-    "count of updates": Case(lambda: Measured(Updates()), used="gpipe"),
-    "count of updates, gpipe": Case(lambda: Measured(Updates()), "gpipe"),
-    "random per sample, before": Case(lambda: Draws(True, True), used="gpipe"),
-    "random per sample, after": Case(lambda: Draws(False, True), used="gpipe"),
-    "random per step, before": Case(lambda: Draws(True, False)),
-    "random per step, after": Case(lambda: Draws(False, False)),
+    "mean metric": Case(lambda: UpdatesMetric(MeanMetric()), used="gpipe"),
+    "sum metric": Case(lambda: UpdatesMetric(SumMetric()), used="gpipe"),
+    "count of updates": Case(lambda: UpdatesMetric(UpdateCount()), used="gpipe"),
+    "count of updates, gpipe": Case(lambda: UpdatesMetric(UpdateCount()), "gpipe"),
+    "random per sample, before": Case(lambda: DrawsNumbers(True, True), used="gpipe"),
+    "random per sample, after": Case(lambda: DrawsNumbers(False, True), used="gpipe"),
+    "random per step, before": Case(lambda: DrawsNumbers(True, False)),
+    "random per step, after": Case(lambda: DrawsNumbers(False, False)),
     "in place, gpipe": Case(InPlace, "gpipe"),
     "in place": Case(InPlace, used="gpipe"),
     "constant batch size": Case(lambda: LogsWithBatchSize(True), used="gpipe"),
     "own batch size": Case(lambda: LogsWithBatchSize(False), used="1f1b"),
-    "name at times": Case(lambda: LogsAtTimes(False), used="1f1b"),
-    "name at times, gpipe": Case(lambda: LogsAtTimes(False), "gpipe"),
-    "name by sample": Case(lambda: LogsAtTimes(True), used="gpipe"),
+    "name sometimes": Case(lambda: LogsSometimes(False), used="1f1b"),
+    "name sometimes, gpipe": Case(lambda: LogsSometimes(False), "gpipe"),
+    "name by sample": Case(lambda: LogsSometimes(True), used="gpipe"),
     "dict with the loss": Case(lambda: ReturnsDict(False), used="1f1b"),
     "dict with more": Case(lambda: ReturnsDict(True), used="gpipe"),
-    "stop": Case(Stops, used="1f1b", trainer={"max_epochs": 3}),
-    "stop, gpipe": Case(Stops, "gpipe", trainer={"max_epochs": 3}),
+    "stop": Case(StopsTraining, used="1f1b", trainer={"max_epochs": 3}),
+    "stop, gpipe": Case(StopsTraining, "gpipe", trainer={"max_epochs": 3}),
 }
 
 
-def compare(context: RankContext) -> dict[str, list[str]]:
+def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
     return differences_in(context, CASES)
 
 
-def test_equal_to_a_single_device_on_all_ranks(pool: RankPool) -> None:
-    assert pool.run(compare, 2) == none_in(CASES)
+def test_side_effects_equal_a_single_device_on_all_ranks(pool: RankPool) -> None:
+    assert pool.run(compare_with_plain_training, 2) == none_in(CASES)
 
 
 REFUSED = {
@@ -197,32 +201,33 @@ def fit_with_1f1b(context: RankContext) -> dict[str, str]:
     return messages
 
 
-def test_1f1b_refuses_by_name(pool: RankPool) -> None:
+def test_1f1b_refuses_with_a_reason(pool: RankPool) -> None:
     for messages in pool.run(fit_with_1f1b, 2):
         for name, words in REFUSED.items():
             assert words in messages[name], name
             assert "schedule='gpipe'" in messages[name]
 
 
-class Notes(Logger):
-    """Keeps what it is given; writes on all ranks, so that both can be looked at."""
+class KeepsDirectCalls(Logger):
+    """A logger that keeps metrics with the name "direct". It writes on all ranks, so that the test
+    sees every rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.notes: list[tuple[int | None, dict[str, float]]] = []
+        self.calls: list[tuple[int | None, dict[str, float]]] = []
 
-    name = version = "notes"
+    name = version = "direct"
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if "direct" in metrics:
-            self.notes.append((step, {k: round(float(v), 4) for k, v in metrics.items()}))
+            self.calls.append((step, {k: round(float(v), 4) for k, v in metrics.items()}))
 
 
 class CallsLogger(Classifier):
-    """Gives a value to the logger itself, before and after the module's call."""
+    """A model that calls the logger directly, before and after the module's call."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         assert self.logger is not None
@@ -232,18 +237,18 @@ class CallsLogger(Classifier):
         return loss
 
 
-def notes_of(context: RankContext) -> list[list[Any]]:
-    """Return what the logger got in a plain run, under GPipe and with the schedule chosen."""
-    found = []
+def calls_of_all_runs(context: RankContext) -> list[list[Any]]:
+    """Return the logger's calls in a plain run, under GPipe, and with the schedule chosen."""
+    calls = []
     for place, schedule in ((None, "auto"), (context, "gpipe"), (context, "auto")):
-        logger = Notes()
+        logger = KeepsDirectCalls()
         fit(place, Case(CallsLogger, schedule, trainer={"logger": logger, "max_epochs": 1}))
-        found.append(logger.notes)
-    return found
+        calls.append(logger.calls)
+    return calls
 
 
-def test_what_a_logger_gets_itself_is_written_once(pool: RankPool) -> None:
-    for plain, gpipe, auto in pool.run(notes_of, 2):
+def test_direct_calls_of_a_logger_are_made_once(pool: RankPool) -> None:
+    for plain, gpipe, auto in pool.run(calls_of_all_runs, 2):
         assert len(plain) == 8
         assert gpipe == plain
         assert auto == plain

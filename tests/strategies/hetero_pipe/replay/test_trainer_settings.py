@@ -1,5 +1,5 @@
 """A training step that changes learning rates, schedulers, loops, data sets or data modules leaves
-what it leaves on a single device, on all ranks."""
+the values of a single device on all ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, none_in
 
 
-class Scaled(Samples):
-    """Samples that user code scales."""
+class ScaledSamples(Samples):
+    """A data set whose samples user code scales."""
 
     scale = 1.0
 
@@ -28,8 +28,8 @@ class Scaled(Samples):
         return x * self.scale, y
 
 
-class Weighted(Sampler[int]):
-    """Draws indices, one at a time, by weights that user code changes."""
+class WeightedSampler(Sampler[int]):
+    """A sampler that draws indices, one at a time, by weights that user code changes."""
 
     def __init__(self, samples: int) -> None:
         self.weights, self.counts = torch.ones(samples), np.zeros(samples)
@@ -43,20 +43,20 @@ class Weighted(Sampler[int]):
             yield int(torch.multinomial(weights, 1))
 
 
-class Data(LightningDataModule):
-    """Counts steps; the loader of an epoch depends on the number."""
+class CountsSteps(LightningDataModule):
+    """A data module that counts steps; the loader of an epoch depends on their number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps = 0
 
     def train_dataloader(self) -> DataLoader[Any]:
-        data = Scaled(False, 32 - self.steps)
-        return DataLoader(data, batch_size=8, sampler=Weighted(len(data)))
+        data = ScaledSamples(False, 32 - self.steps)
+        return DataLoader(data, batch_size=8, sampler=WeightedSampler(len(data)))
 
 
-class Sets(Classifier):
-    """Changes everything by the loss, after the module's call."""
+class ChangesSettings(Classifier):
+    """A model that changes all these settings by the loss, after the module's call."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -83,10 +83,14 @@ class Sets(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
-def compare(context: RankContext) -> dict[str, list[str]]:
+def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
     options = {"reload_dataloaders_every_n_epochs": 1}
     return differences_in(
-        context, {name: Case(Sets, name, data=Data, trainer=options) for name in SCHEDULES}
+        context,
+        {
+            name: Case(ChangesSettings, name, data=CountsSteps, trainer=options)
+            for name in SCHEDULES
+        },
     )
 
 
@@ -94,5 +98,5 @@ SCHEDULES = ("gpipe", "auto")
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_equal_to_a_single_device(pool: RankPool, ranks: int) -> None:
-    assert pool.run(compare, ranks) == none_in(dict.fromkeys(SCHEDULES), ranks)  # type: ignore[arg-type]
+def test_settings_equal_a_single_device(pool: RankPool, ranks: int) -> None:
+    assert pool.run(compare_with_plain_training, ranks) == none_in(dict.fromkeys(SCHEDULES), ranks)  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
-"""What a training step changes, and no run of it can take back, is named in one line at the start;
-what is taken back is not."""
+"""Untracked state that a training step changes is named in one line at the start.
+
+State that every run restores is not named.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.strategies.hetero_pipe.replay.test_user_state import Lively, Watched
+from tests.strategies.hetero_pipe.replay.test_user_state import (
+    CounterCallback,
+    ManyStates,
+)
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, fit
 
@@ -24,7 +29,7 @@ WARNING = "which cannot be undone"
 
 
 class Slots:
-    """State without a `__dict__`."""
+    """An object with state and without a `__dict__`."""
 
     __slots__ = ("calls",)
 
@@ -48,8 +53,8 @@ def counter() -> Callable[[], int]:
     return call
 
 
-class Reaches(Lively):
-    """Changes what is out of reach, beside all that is not."""
+class ChangesUntracked(ManyStates):
+    """A model that changes untracked state, beside all kinds of tracked state."""
 
     total = 0
 
@@ -74,27 +79,34 @@ class Reaches(Lively):
 
 
 NAMES = {
-    *("STEPS", "MEMORY['last']", "GENERATOR", "Reaches.total", "self.file", "self.slots.calls"),
+    *(
+        "STEPS",
+        "MEMORY['last']",
+        "GENERATOR",
+        "ChangesUntracked.total",
+        "self.file",
+        "self.slots.calls",
+    ),
     *("self.call.calls", "self.numbers", "self.count", "self.cycle", "self.large.tensors[0]"),
 }
 
 
 def fit_both(context: RankContext) -> list[str]:
-    """Train one model whose state is taken back, and one whose state is not."""
-    options = {"callbacks": [Watched()], "max_epochs": 1}
-    print("plain", flush=True)
-    fit(context, Case(lambda: Lively(False), trainer=options))
-    print("reaches", flush=True)
-    fit(context, Case(Reaches, trainer=options))
+    """Train one model with tracked state only, and one with untracked state."""
+    options = {"callbacks": [CounterCallback()], "max_epochs": 1}
+    print("tracked", flush=True)
+    fit(context, Case(lambda: ManyStates(False), trainer=options))
+    print("untracked", flush=True)
+    fit(context, Case(ChangesUntracked, trainer=options))
     return []
 
 
-def test_one_line_names_what_cannot_be_taken_back(pool: RankPool) -> None:
+def test_one_line_names_untracked_state_that_changes(pool: RankPool) -> None:
     outcome = pool.run_expecting_errors(fit_both, 2)[0]
     assert outcome.error_type is None, outcome.error_message
-    plain, _, reaches = outcome.output.partition("reaches")
-    assert WARNING not in plain
-    lines = [line for line in reaches.splitlines() if WARNING in line]
+    tracked, _, untracked = outcome.output.partition("untracked")
+    assert WARNING not in tracked
+    lines = [line for line in untracked.splitlines() if WARNING in line]
     assert len(lines) == 1, outcome.output
     (line,) = lines
     names = line.partition(" changes ")[2].partition(", which cannot")[0].split(", ")

@@ -1,5 +1,7 @@
-"""What user code changes in a training step, wherever it keeps it, changes once per step and on
-every rank, with profile and check of the loss before."""
+"""State of user code changes once per step and on every rank, wherever user code keeps it.
+
+A profile and a check of the loss run the step before.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.support.training_cases import Classifier, batches, trainer_for
 
 @dataclass
 class Annealer:
-    """Counts its calls, and remembers scales in a nested dict."""
+    """An object that counts its calls, and keeps scales in a nested dict."""
 
     calls: int = 0
     memory: dict[str, Any] = field(default_factory=lambda: {"deep": {"scales": {}}})
@@ -54,21 +56,21 @@ class Criterion(nn.Module):
         return F.cross_entropy(out * (1 + 1 / self.calls) * (1 + self.warmth / 9), target)
 
 
-class Watched(Callback):
-    """The step writes on it."""
+class CounterCallback(Callback):
+    """A callback with a counter that the step changes."""
 
     def __init__(self) -> None:
         self.seen = 0
 
 
-class Notes(Logger):
-    """Keeps calls; only those of rank 0 are looked at."""
+class CallLogger(Logger):
+    """A logger that keeps its calls. The test compares only those of rank 0."""
 
-    name = version = "notes"
+    name = version = "calls"
 
     def __init__(self) -> None:
         super().__init__()
-        self.notes: list[str] = []
+        self.calls: list[str] = []
 
     @property
     def experiment(self) -> Any:
@@ -79,14 +81,14 @@ class Notes(Logger):
     def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
 
     def log_text(self, key: str, texts: list[str]) -> None:
-        self.notes.append(f"{key} {texts}")
+        self.calls.append(f"{key} {texts}")
 
     def add_scalar(self, tag: str, value: Any) -> None:
-        self.notes.append(f"{tag} {float(value):.4f}")
+        self.calls.append(f"{tag} {float(value):.4f}")
 
 
-class Lively(Classifier):
-    """Keeps state in many kinds of places; every kind counts in the loss."""
+class ManyStates(Classifier):
+    """A model that keeps state in many kinds of places; the loss depends on every kind."""
 
     calls = 0
 
@@ -113,7 +115,7 @@ class Lively(Classifier):
         noise += float(self.rng.random())
         out = self.net(batch[0])
         loss = self.criterion(out, batch[1]) * self.annealer.scale() + self.loose[0](out, batch[1])
-        watched = next(c for c in self.trainer.callbacks if isinstance(c, Watched))  # type: ignore[attr-defined]
+        watched = next(c for c in self.trainer.callbacks if isinstance(c, CounterCallback))  # type: ignore[attr-defined]
         watched.seen += 1
         if self.trainer.is_global_zero and self.trainer.world_size == 1:
             self.by_kind["zero"] += 1
@@ -124,7 +126,7 @@ class Lively(Classifier):
             self.annealer.memory["losses"] = [float(loss)]
             print(f"step {self._steps}: {float(loss):.4f}")
             self.print(f"printed {self._steps}")
-            logging.getLogger("lively").warning("step %d", self._steps)
+            logging.getLogger("many_states").warning("step %d", self._steps)
             assert self.logger is not None
             self.logger.log_text("step", [str(self._steps)])  # type: ignore[attr-defined]
             self.logger.experiment.add_scalar("loss", loss)  # type: ignore[attr-defined]
@@ -132,7 +134,7 @@ class Lively(Classifier):
         return loss * (1 + noise)
 
     def on_train_batch_end(self, *args: Any) -> None:
-        watched = next(c for c in self.trainer.callbacks if isinstance(c, Watched))  # type: ignore[attr-defined]
+        watched = next(c for c in self.trainer.callbacks if isinstance(c, CounterCallback))  # type: ignore[attr-defined]
         self.observed += [
             *(self._steps, self.annealer.calls, self.criterion.calls, float(self.criterion.warmth)),
             *(self.loose[0].calls, float(self.loose[0].warmth), self.table["sizes"]["last"]),
@@ -147,69 +149,73 @@ class Lively(Classifier):
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """The results of a run."""
 
     schedule: str
     observed: list[float]
     weights: list[float]
     printed: list[str]
-    notes: list[str]
-    logged: int
+    logger_calls: list[str]
+    num_messages: int
 
 
 def fit(context: RankContext | None, growing: bool, schedule: str) -> Outcome:
     seed_everything(3, verbose=False)
-    model, logger, lines = Lively(growing), Notes(), []
+    model, logger, lines = ManyStates(growing), CallLogger(), []
     options: dict[str, Any] = {"plan": None, "stages": context.world_size} if context else {}
     trainer = trainer_for(
-        context, callbacks=[Watched()], logger=logger, schedule=schedule, **options
+        context, callbacks=[CounterCallback()], logger=logger, schedule=schedule, **options
     )
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lively").addHandler(handler)
+    logging.getLogger("many_states").addHandler(handler)
     try:
         with contextlib.redirect_stdout(io.StringIO()) as text:
             trainer.fit(model, batches())
     finally:
-        logging.getLogger("lively").removeHandler(handler)
+        logging.getLogger("many_states").removeHandler(handler)
     return Outcome(
         str(getattr(trainer.strategy, "schedule", "")),
         model.observed,
         [float(p.detach().double().sum()) for p in model.parameters() if not p.is_meta],
         [line for line in text.getvalue().splitlines() if line.startswith(("step", "printed"))],
-        logger.notes,
+        logger.calls,
         len(lines),
     )
 
 
-def compare(context: RankContext) -> dict[str, tuple[Outcome, Outcome]]:
+def outcomes_of_all_runs(context: RankContext) -> dict[str, tuple[Outcome, Outcome]]:
     cases = [(False, "auto"), (False, "gpipe"), (True, "auto"), (True, "gpipe")]
     plain = {growing: fit(None, growing, "auto") for growing in (False, True)}
     return {f"{g} {schedule}": (plain[g], fit(context, g, schedule)) for g, schedule in cases}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_as_often_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
-    everywhere = pool.run(compare, ranks)
-    for rank, outcomes in enumerate(everywhere):
-        for name, (plain, found) in outcomes.items():
-            assert found.observed == pytest.approx(plain.observed, rel=1e-4), name
-            assert found.weights == pytest.approx(plain.weights, rel=1e-4, abs=1e-5), name
-            assert found.printed == (plain.printed if rank == 0 else []), name
-            # On whichever rank the planner has made the last stage.
-            assert sum(of[name][1].logged for of in everywhere) == plain.logged, name
+def test_state_changes_as_often_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
+    by_rank = pool.run(outcomes_of_all_runs, ranks)
+    for rank, outcomes in enumerate(by_rank):
+        for name, (plain, outcome) in outcomes.items():
+            assert outcome.observed == pytest.approx(plain.observed, rel=1e-4), name
+            assert outcome.weights == pytest.approx(plain.weights, rel=1e-4, abs=1e-5), name
+            assert outcome.printed == (plain.printed if rank == 0 else []), name
+            # The messages appear on the last stage, which the planner may place on any rank.
+            assert (
+                sum(outcomes_of_rank[name][1].num_messages for outcomes_of_rank in by_rank)
+                == plain.num_messages
+            ), name
             if rank == 0:
-                assert found.notes == plain.notes, name
+                assert outcome.logger_calls == plain.logger_calls, name
             if schedule_of(name) == "auto":
-                assert found.schedule == ("gpipe" if "True" in name else "1f1b")
+                assert outcome.schedule == ("gpipe" if "True" in name else "1f1b")
 
 
 def schedule_of(name: str) -> str:
     return name.partition(" ")[2]
 
 
-class Prints(Classifier):
-    """Prints before and after the module's call: what it sees of the batch, or its number only."""
+class PrintsText(Classifier):
+    """A model that prints before and after the module's call: the loss, or only the batch's
+    number."""
 
     def __init__(self, values: bool) -> None:
         super().__init__()
@@ -227,12 +233,12 @@ class Prints(Classifier):
 def printed_by(context: RankContext | None, values: bool, **options: Any) -> tuple[str, list[str]]:
     trainer = trainer_for(context, **options)
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        trainer.fit(Prints(values), batches())
+        trainer.fit(PrintsText(values), batches())
     lines = [line for line in text.getvalue().splitlines() if line.startswith("step")]
     return str(getattr(trainer.strategy, "schedule", "")), lines
 
 
-def print_all(context: RankContext) -> list[Any]:
+def printed_by_all_runs(context: RankContext) -> list[Any]:
     replicas = {"stages": 1, "plan": PipelinePlan(replicas=((0,), (1,)), split=(5,))}
     return [
         (printed_by(None, values)[1], printed_by(context, values, **options))
@@ -241,9 +247,9 @@ def print_all(context: RankContext) -> list[Any]:
     ]
 
 
-def test_a_step_prints_what_it_prints_on_a_single_device(pool: RankPool) -> None:
-    for rank, outcomes in enumerate(pool.run(print_all, 2)):
-        for plain, (_, found) in outcomes:
-            assert found == (plain if rank == 0 else [])
+def test_step_prints_the_text_of_a_single_device_once(pool: RankPool) -> None:
+    for rank, outcomes in enumerate(pool.run(printed_by_all_runs, 2)):
+        for plain, (_, lines) in outcomes:
+            assert lines == (plain if rank == 0 else [])
         schedules = [schedule for _, (schedule, _) in outcomes]
         assert schedules == ["gpipe", "gpipe", "gpipe", "1f1b", "1f1b", "gpipe"]

@@ -1,5 +1,8 @@
-"""Tensors that reach the loss past the module's output, by forward hooks or attributes of layers:
-refused by the layer's name before the first step, under every plan."""
+"""Tensors of layers that reach the loss other than as the module's output.
+
+Forward hooks take them, or layers keep them as attributes. They are refused before the first step,
+under every plan, with an error that names the layer.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, none_in, trainer_for
 
 
-class Keeps(nn.Linear):
-    """A layer with an auxiliary loss as an attribute."""
+class KeepsAuxiliaryLoss(nn.Linear):
+    """A layer that keeps an auxiliary loss as an attribute."""
 
     aux: Tensor | None = None
 
@@ -29,7 +32,7 @@ class Keeps(nn.Linear):
 
 
 class Checkpointed(nn.Linear):
-    """A layer whose output is made by a custom autograd function."""
+    """A layer whose output comes from a custom autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = checkpoint(super().forward, x, use_reentrant=True)
@@ -37,13 +40,13 @@ class Checkpointed(nn.Linear):
         return out
 
 
-class Hooked(Classifier):
-    """Takes the output of a layer, and uses it in a way."""
+class UsesLayerOutput(Classifier):
+    """Takes the output of a layer in a forward hook, and uses it in the way that `use` names."""
 
     def __init__(self, use: str, layer: int) -> None:
         super().__init__()
         torch.manual_seed(1)
-        kind = {"attribute": Keeps, "checkpoint": Checkpointed}.get(use, nn.Linear)
+        kind = {"attribute": KeepsAuxiliaryLoss, "checkpoint": Checkpointed}.get(use, nn.Linear)
         self.net = nn.Sequential(*[kind(16, 16) for _ in range(4)], nn.Linear(16, 5))
         self.use, self.layer = use, layer
         self._taken: dict[str, Any] = {"list": []}
@@ -72,7 +75,7 @@ class Hooked(Classifier):
             assert taken is not None
             self.log("norm", taken.data.norm())
             return loss
-        # As code does that runs without hooks, too.
+        # Code that also runs without hooks looks like this.
         return loss if taken is None else loss + 0.1 * taken.square().mean()
 
 
@@ -97,12 +100,12 @@ PLANS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def fit_refused(context: RankContext) -> list[str]:
-    """Return what each case is refused with; the first plan with all cases, others with a few."""
+def fit_refused_cases(context: RankContext) -> list[str]:
+    """Return the error of each case: all cases with the first plan, a few with the others."""
     messages = []
     for index, options in enumerate(PLANS[context.world_size]):
         for use, layer in REFUSED if index == 0 else REFUSED[:1] + REFUSED[-2:]:
-            model, trainer = Hooked(use, layer), trainer_for(context, **options)
+            model, trainer = UsesLayerOutput(use, layer), trainer_for(context, **options)
             with pytest.raises(UnsupportedStepError) as error:
                 trainer.fit(model, _data())
             assert trainer.global_step == 0
@@ -116,27 +119,27 @@ def _data() -> Any:
 
 
 @pytest.mark.parametrize("ranks", sorted(PLANS))
-def test_a_layers_tensor_in_the_loss_is_refused_before_the_first_step(
+def test_tensor_of_a_layer_in_the_loss_is_refused_before_the_first_step(
     pool: RankPool, ranks: int
 ) -> None:
-    first, *others = pool.run(fit_refused, ranks)
+    first, *others = pool.run(fit_refused_cases, ranks)
     assert all(other == first for other in others)
     assert all("training_step uses a tensor that layer" in message for message in first)
 
 
-# The output of the whole module is the step's own.
-EXACT = {use: Case(lambda u=use: Hooked(u, 1), "gpipe") for use in ("unused", "container")}
+# A hook on the whole module gets the module's output, which the step may use.
+EXACT = {use: Case(lambda u=use: UsesLayerOutput(u, 1), "gpipe") for use in ("unused", "container")}
 
 
-def compare(context: RankContext) -> tuple[dict[str, list[str]], str]:
+def run_unused_and_later_use(context: RankContext) -> tuple[dict[str, list[str]], str]:
     exact = differences_in(context, EXACT)
     trainer = trainer_for(context, plan=None)
     with pytest.raises(DlresError) as error:
-        trainer.fit(Hooked("later", 0), _data())
+        trainer.fit(UsesLayerOutput("later", 0), _data())
     return exact, str(error.value)
 
 
-def test_what_is_taken_and_not_used_changes_nothing_and_is_never_used_stale(pool: RankPool) -> None:
-    results = pool.run(compare, 2)
+def test_unused_layer_tensor_changes_nothing_and_a_later_use_is_refused(pool: RankPool) -> None:
+    results = pool.run(run_unused_and_later_use, 2)
     assert [exact for exact, _ in results] == none_in(EXACT)
     assert "layer 'net.0' made" in results[1][1]

@@ -1,4 +1,4 @@
-"""On one device nothing is cut: training is plain training, to the bit."""
+"""On one device nothing is cut, and training equals plain training bitwise."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, batches, trainer_for
 
 
-class Random(Classifier):
-    """Everything that differs with the number of micro-batches, and steps that a pipeline
+class DependsOnMicrobatches(Classifier):
+    """A model whose results depend on the number of micro-batches, with steps that a pipeline
     refuses."""
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Random(Classifier):
         self.log("val", self.net(batch[0]).square().mean())
 
 
-def trained(context: RankContext | None) -> dict[str, Tensor]:
+def train(context: RankContext | None) -> dict[str, Tensor]:
     seed_everything(3, verbose=False)
-    model = Random()
+    model = DependsOnMicrobatches()
     options: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-    # With several stages this callback is refused.
+    # A pipeline of several stages does not allow this callback.
     options["callbacks"] = [EMAWeightAveraging(decay=0.8)]
     if context is not None:
         options |= {"stages": "auto", "microbatches": "auto", "plan": None}
@@ -51,35 +51,35 @@ def trained(context: RankContext | None) -> dict[str, Tensor]:
     trainer.fit(model, batches(), batches())
     if context is not None:
         assert trainer.strategy.schedule == "gpipe"
-        found = measure(((0,),), {0: trainer.strategy.tracer.spans()})
-        assert found is not None
-        assert 0 < found.bubble < 1
+        timeline = measure(((0,),), {0: trainer.strategy.tracer.spans()})
+        assert timeline is not None
+        assert 0 < timeline.bubble < 1
     logged = {name: torch.as_tensor(value) for name, value in trainer.callback_metrics.items()}
     drawn = {"drawn": torch.rand(1), "steps": torch.tensor(model.steps)}
     return {**model.state_dict(), **logged, **drawn}
 
 
-def unlike_plain_training(context: RankContext) -> list[str]:
-    expected, found = trained(None), trained(context)
-    assert found.keys() == expected.keys()
-    return [name for name in expected if not torch.equal(expected[name], found[name])]
+def differences_from_plain_training(context: RankContext) -> list[str]:
+    expected, actual = train(None), train(context)
+    assert actual.keys() == expected.keys()
+    return [name for name in expected if not torch.equal(expected[name], actual[name])]
 
 
-def is_plain(context: RankContext, options: dict[str, Any]) -> bool:
+def uses_plain_steps(context: RankContext, options: dict[str, Any]) -> bool:
     defaults: dict[str, Any] = {"stages": "auto", "microbatches": "auto", "plan": None}
     kinds = []
 
-    class Looks(Classifier):
+    class RecordsRunner(Classifier):
         def on_train_start(self) -> None:
             kinds.append(isinstance(self.trainer.strategy._runner, PlainSteps))
 
-    model: LightningModule = Looks()
+    model: LightningModule = RecordsRunner()
     trainer_for(context, **{**defaults, **options}, max_steps=1).fit(model, batches())
     return kinds == [True]
 
 
-def test_equal_to_plain_training(pool: RankPool) -> None:
-    assert pool.run(unlike_plain_training, 1) == [[]]
+def test_training_on_one_device_equals_plain_training(pool: RankPool) -> None:
+    assert pool.run(differences_from_plain_training, 1) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,7 @@ def test_equal_to_plain_training(pool: RankPool) -> None:
     ],
     ids=str,
 )
-def test_what_is_asked_for_is_done(pool: RankPool, options: dict[str, Any], plain: bool) -> None:
-    assert pool.run(is_plain, 1, options) == [plain]
+def test_options_that_need_a_pipeline_use_one(
+    pool: RankPool, options: dict[str, Any], plain: bool
+) -> None:
+    assert pool.run(uses_plain_steps, 1, options) == [plain]

@@ -1,4 +1,4 @@
-"""The module to pipeline is found or asked for, and misuse of its stand-in is explained."""
+"""The module to pipeline: finding it, intercepting calls of it, and errors for misuse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sequential(count: int = 2) -> nn.Sequential:
 
 
 class Root(nn.Module):
-    """A module of given children."""
+    """A module with the given children."""
 
     def __init__(self, **children: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Root(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A block with further arguments."""
+    """A block that takes arguments beside its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Scaled(nn.Module):
         return y if shift is None else y + shift
 
 
-# --- Finding.
+# --- Finding the module.
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ class Scaled(nn.Module):
     ],
     ids=["sequential", "list", "deep", "nested", "without parameters", "lone child", "prefix"],
 )
-def test_the_only_candidate_is_found(root: Root, path: str, layers: list[str]) -> None:
-    found = find_pipelined_module(root, None)
-    assert found.path == path
-    assert found.module is root.get_submodule(path)
-    assert list(found.layers.names) == layers
-    assert [root.get_submodule(name) for name in layers] == list(found.layers.modules)
+def test_only_candidate_is_found(root: Root, path: str, layers: list[str]) -> None:
+    pipelined = find_pipelined_module(root, None)
+    assert pipelined.path == path
+    assert pipelined.module is root.get_submodule(path)
+    assert list(pipelined.layers.names) == layers
+    assert [root.get_submodule(name) for name in layers] == list(pipelined.layers.modules)
 
 
-def test_names_of_layers_are_those_of_the_user() -> None:
+def test_layers_keep_the_names_of_the_user() -> None:
     named = nn.Sequential()
     named.add_module("first", linear())
     named.add_module("last", linear())
@@ -100,7 +100,7 @@ def test_names_of_layers_are_those_of_the_user() -> None:
         (Root(net=nn.Sequential()), "Root has no module with parameters"),
     ],
 )
-def test_several_candidates_or_none_are_named(root: Root, words: str) -> None:
+def test_error_names_several_candidates_or_says_that_there_is_none(root: Root, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
         find_pipelined_module(root, None)
     assert ("before the named module runs on the first stage" in str(error.value)) == (
@@ -108,7 +108,7 @@ def test_several_candidates_or_none_are_named(root: Root, words: str) -> None:
     )
 
 
-def test_a_given_name_decides() -> None:
+def test_given_name_selects_the_module() -> None:
     root = Root(left=sequential(), right=nn.ModuleList([Scaled()]), head=linear())
     assert find_pipelined_module(root, "left").module is root.left
     assert find_pipelined_module(root, "right.0").layers.names == ("right.0",)
@@ -116,34 +116,34 @@ def test_a_given_name_decides() -> None:
 
 
 @pytest.mark.parametrize("path", ["nothing", "left.7", "left.0.weight", "left."])
-def test_a_bad_name_is_an_error_with_good_ones(path: str) -> None:
+def test_error_for_a_bad_name_lists_good_names(path: str) -> None:
     with pytest.raises(ConfigError, match=rf"got '{path}'.*\['left', 'right'\]"):
         find_pipelined_module(Root(left=sequential(), right=sequential()), path)
 
 
-def test_an_empty_container_is_an_error() -> None:
+def test_empty_container_is_an_error() -> None:
     with pytest.raises(ConfigError, match="got 'net', which is empty"):
         find_pipelined_module(Root(net=nn.Sequential()), "net")
 
 
-def test_a_layer_that_is_used_twice_is_two_layers() -> None:
+def test_layer_that_is_used_twice_counts_as_two_layers() -> None:
     shared = linear()
-    found = find_pipelined_module(Root(net=nn.Sequential(shared, nn.ReLU(), shared)), None)
-    assert found.layers.names == ("net.0", "net.1", "net.2")
-    assert found.layers.modules[0] is found.layers.modules[2]
+    pipelined = find_pipelined_module(Root(net=nn.Sequential(shared, nn.ReLU(), shared)), None)
+    assert pipelined.layers.names == ("net.0", "net.1", "net.2")
+    assert pipelined.layers.modules[0] is pipelined.layers.modules[2]
 
 
-# --- Stepping in.
+# --- Intercepting calls.
 
 
-def through_layers(found: PipelinedModule, tree: Tree) -> Tree:
-    """What the pipeline does with the inputs: one layer after the other."""
-    for index, module in enumerate(found.layers.modules):
-        tree = found.bind(index, module)(tree)
+def run_layers(pipelined: PipelinedModule, tree: Tree) -> Tree:
+    """Return the output of the layers, run one after the other as the pipeline does."""
+    for index, module in enumerate(pipelined.layers.modules):
+        tree = pipelined.bind(index, module)(tree)
     return tree
 
 
-def in_list(blocks: Any, x: Tensor, **options: Any) -> Tensor:
+def call_in_order(blocks: Any, x: Tensor, **options: Any) -> Tensor:
     for block in blocks:
         x = block(x, **options)
     return x
@@ -153,10 +153,10 @@ def in_list(blocks: Any, x: Tensor, **options: Any) -> Tensor:
     ("module", "call"),
     [
         (sequential(3), lambda net, x: net(x)),
-        (nn.ModuleList([linear(), linear()]), in_list),
+        (nn.ModuleList([linear(), linear()]), call_in_order),
         (
             nn.ModuleList([Scaled(), Scaled()]),
-            lambda net, x: in_list(net, x, factor=2.0, shift=SHIFT),
+            lambda net, x: call_in_order(net, x, factor=2.0, shift=SHIFT),
         ),
         (
             nn.ModuleList([Scaled(), Scaled()]),
@@ -176,29 +176,29 @@ def in_list(blocks: Any, x: Tensor, **options: Any) -> Tensor:
         "any, names",
     ],
 )
-def test_a_call_goes_to_the_handler(module: nn.Module, call: Callable[..., Tensor]) -> None:
-    found, x = find_pipelined_module(Root(net=module), "net"), torch.randn(3, 2)
+def test_call_goes_to_the_handler(module: nn.Module, call: Callable[..., Tensor]) -> None:
+    pipelined, x = find_pipelined_module(Root(net=module), "net"), torch.randn(3, 2)
     expected, inputs = call(module, x), []
 
     def handler(tree: Tree) -> Tree:
         inputs.append(tree)
-        return through_layers(found, tree)
+        return run_layers(pipelined, tree)
 
-    with found.intercepted(handler):
+    with pipelined.intercepted(handler):
         assert torch.equal(call(module, x), expected)
-        assert torch.equal(call(module, x), expected), "in the next step again"
+        assert torch.equal(call(module, x), expected), "the next step is intercepted, too"
     assert len(inputs) == 2
     assert torch.equal(call(module, x), expected)
-    assert len(inputs) == 2, "not outside of the step"
+    assert len(inputs) == 2, "calls outside of the step are not intercepted"
 
 
 SHIFT = torch.ones(2)
 
 
-def test_the_module_is_itself_again_however_the_step_ends() -> None:
+def test_forward_is_restored_however_the_step_ends() -> None:
     module = sequential()
     own = module.__dict__["forward"] = lambda x: x * 0
-    found = find_pipelined_module(Root(net=module), None)
+    pipelined = find_pipelined_module(Root(net=module), None)
 
     class Stop(BaseException):
         pass
@@ -206,33 +206,33 @@ def test_the_module_is_itself_again_however_the_step_ends() -> None:
     def stop(tree: Tree) -> Tree:
         raise Stop
 
-    with pytest.raises(Stop), found.intercepted(stop):
+    with pytest.raises(Stop), pipelined.intercepted(stop):
         module(torch.ones(1, 2))
     assert module.__dict__["forward"] is own
-    with found.intercepted(lambda tree: tree):
+    with pipelined.intercepted(lambda tree: tree):
         assert module.__dict__["forward"] is not own
     assert module.__dict__["forward"] is own
 
 
-def test_hooks_of_the_user_fire() -> None:
+def test_user_hooks_fire() -> None:
     module, calls = sequential(), []
     module.register_forward_pre_hook(lambda m, args: calls.append("before"))
     module.register_forward_hook(lambda m, args, output: calls.append(f"after {output.shape[0]}"))
     module[1].register_forward_hook(lambda m, args, output: calls.append("layer"))
-    found = find_pipelined_module(Root(net=module), None)
-    with found.intercepted(lambda tree: through_layers(found, tree)):
+    pipelined = find_pipelined_module(Root(net=module), None)
+    with pipelined.intercepted(lambda tree: run_layers(pipelined, tree)):
         module(torch.ones(3, 2))
     assert calls == ["before", "layer", "after 3"]
 
 
 @pytest.mark.parametrize("arguments", [(), (1, 2)])
-def test_a_sequential_takes_one_argument(arguments: tuple[int, ...]) -> None:
-    found = find_pipelined_module(Root(net=sequential()), None)
-    with found.intercepted(lambda tree: tree):
+def test_sequential_takes_one_argument(arguments: tuple[int, ...]) -> None:
+    pipelined = find_pipelined_module(Root(net=sequential()), None)
+    with pipelined.intercepted(lambda tree: tree):
         with pytest.raises(UnsupportedStepError, match=rf"{len(arguments)} positional and 0"):
-            found.module(*arguments)
+            pipelined.module(*arguments)
         with pytest.raises(UnsupportedStepError, match="1 positional and 1 keyword"):
-            found.module(1, input=2)
+            pipelined.module(1, input=2)
 
 
 # --- Misuse of a list.
@@ -243,10 +243,10 @@ OTHER_ARGUMENTS = r"'blocks\.1' must be called with the same further arguments a
 X = torch.ones(1, 2)
 
 
-def misuse(step: Callable[[Any], Any]) -> None:
+def run_refused(step: Callable[[Any], Any]) -> None:
     root = Root(blocks=nn.ModuleList([Scaled() for _ in range(3)]))
-    found = find_pipelined_module(root, None)
-    with found.intercepted(lambda tree: pytest.fail("the handler was called")):
+    pipelined = find_pipelined_module(root, None)
+    with pipelined.intercepted(lambda tree: pytest.fail("the handler was called")):
         step(root.blocks)
 
 
@@ -273,25 +273,25 @@ def misuse(step: Callable[[Any], Any]) -> None:
         (lambda b: b[1](b[0](X, factor=2.0)), OTHER_ARGUMENTS),
     ],
 )
-def test_misuse_of_a_list_is_explained(step: Callable[[Any], Any], words: str) -> None:
+def test_error_explains_misuse_of_a_list(step: Callable[[Any], Any], words: str) -> None:
     with pytest.raises(UnsupportedStepError, match=words):
-        misuse(step)
+        run_refused(step)
 
 
-def test_an_output_of_an_earlier_run_is_no_input() -> None:
+def test_output_of_an_earlier_series_is_refused_as_input() -> None:
     def step(blocks: Any) -> None:
         first = blocks[0](X)
         blocks[0](X)
         blocks[1](first)
 
     with pytest.raises(UnsupportedStepError, match=OUT_OF_TURN):
-        misuse(step)
+        run_refused(step)
 
 
-def test_a_step_may_begin_anew() -> None:
+def test_series_of_calls_may_start_again() -> None:
     root = Root(blocks=nn.ModuleList([Scaled(), Scaled()]))
-    found, calls = find_pipelined_module(root, None), []
-    with found.intercepted(lambda tree: calls.append(tree)):
+    pipelined, calls = find_pipelined_module(root, None), []
+    with pipelined.intercepted(lambda tree: calls.append(tree)):
         root.blocks[0](X)
         root.blocks[1](root.blocks[0](SHIFT))
     ((first, args, kwargs),) = calls
@@ -299,7 +299,7 @@ def test_a_step_may_begin_anew() -> None:
     assert (args, kwargs) == ((), {})
 
 
-# --- Misuse that is not explained yet.
+# --- More uses of a list.
 
 
 @pytest.mark.parametrize(
@@ -315,61 +315,61 @@ def test_a_step_may_begin_anew() -> None:
         lambda token: token > 0,
     ],
 )
-def test_operators_between_the_members_are_explained(use: Callable[[Any], Any]) -> None:
+def test_error_explains_operators_between_the_members(use: Callable[[Any], Any]) -> None:
     with pytest.raises(UnsupportedStepError, match=OTHER_USE):
-        misuse(lambda blocks: use(blocks[0](X)))
+        run_refused(lambda blocks: use(blocks[0](X)))
 
 
 @pytest.mark.parametrize("use", [bool, lambda token: token == 1, lambda token: token != 1])
-def test_questions_between_the_members_are_explained(use: Callable[[Any], Any]) -> None:
+def test_error_explains_comparisons_between_the_members(use: Callable[[Any], Any]) -> None:
     with pytest.raises(UnsupportedStepError, match=OTHER_USE):
-        misuse(lambda blocks: use(blocks[0](X)))
+        run_refused(lambda blocks: use(blocks[0](X)))
 
 
-def test_the_first_argument_by_name() -> None:
+def test_first_argument_by_name_works_or_is_refused() -> None:
     root = Root(blocks=nn.ModuleList([Scaled(), Scaled()]))
-    found = find_pipelined_module(root, None)
-    with found.intercepted(lambda tree: through_layers(found, tree)):
+    pipelined = find_pipelined_module(root, None)
+    with pipelined.intercepted(lambda tree: run_layers(pipelined, tree)):
         try:
             root.blocks[1](x=root.blocks[0](x=X))
         except UnsupportedStepError:
             return
 
 
-def test_hooks_of_the_members_of_a_list_see_tensors() -> None:
+def test_hooks_on_list_members_see_tensors() -> None:
     root, seen = Root(blocks=nn.ModuleList([linear(), linear()])), []
     for block in root.blocks:
         block.register_forward_hook(lambda module, args, output: seen.append(type(output)))
-    found = find_pipelined_module(root, None)
-    with found.intercepted(lambda tree: through_layers(found, tree)):
-        in_list(root.blocks, X)
+    pipelined = find_pipelined_module(root, None)
+    with pipelined.intercepted(lambda tree: run_layers(pipelined, tree)):
+        call_in_order(root.blocks, X)
     assert set(seen) == {Tensor}
 
 
-def test_an_empty_name_is_no_module() -> None:
+def test_empty_name_is_an_error() -> None:
     with pytest.raises(ConfigError):
         find_pipelined_module(Root(net=sequential()), "")
 
 
-def test_further_arguments_are_the_same_for_all_micro_batches() -> None:
+def test_all_micro_batches_get_the_same_further_arguments() -> None:
     root, x = Root(blocks=nn.ModuleList([Scaled(), Scaled()])), torch.randn(2, 2)
-    found = find_pipelined_module(root, None)
+    pipelined = find_pipelined_module(root, None)
 
     def step() -> Tensor:
         return root.blocks[1](root.blocks[0](x, 2.0, None), 2.0, None)
 
     def in_parts(tree: Tree) -> Tree:
-        return torch.cat([through_layers(found, part) for part in cut(tree, [1, 1])])
+        return torch.cat([run_layers(pipelined, part) for part in cut(tree, [1, 1])])
 
     expected = step()
-    with found.intercepted(in_parts):
+    with pipelined.intercepted(in_parts):
         assert torch.allclose(step(), expected)
 
 
-# --- Use of the layers outside of the call.
+# --- Use of a layer outside of the module's call.
 
 
-class Outside(LightningModule):
+class UsesLayerWeight(LightningModule):
     """Uses a layer's weight after the pipelined module."""
 
     def __init__(self, second_name: bool) -> None:
@@ -391,8 +391,8 @@ class Outside(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train_outside(context: RankContext, second_name: bool) -> list[float]:
-    model, world = Outside(second_name), context.world_size
+def train_with_layer_weight(context: RankContext, second_name: bool) -> list[float]:
+    model, world = UsesLayerWeight(second_name), context.world_size
     options = HeteroPipeStrategy(module="net", schedule="gpipe", microbatches=2, profile=QUICK)
     trainer = Trainer(
         accelerator="cpu",
@@ -408,11 +408,11 @@ def train_outside(context: RankContext, second_name: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("second_name", [False, True])
-def test_use_of_a_weight_of_another_stage_is_exact_or_refused(
+def test_use_of_another_stages_weight_is_exact_or_refused(
     pool: RankPool, second_name: bool
 ) -> None:
-    (expected,) = pool.run(train_outside, 1, second_name)
-    outcomes = pool.run_expecting_errors(train_outside, 2, second_name, keep=True)
+    (expected,) = pool.run(train_with_layer_weight, 1, second_name)
+    outcomes = pool.run_expecting_errors(train_with_layer_weight, 2, second_name, keep=True)
     refused = {"UnsupportedStepError", "ConfigError"} & {o.error_type for o in outcomes}
     if not refused:
         for outcome in outcomes:

@@ -1,5 +1,5 @@
-"""Layers that do not treat micro-batches as they would treat the batch, and gradients of one stage:
-named on rank 0, once."""
+"""Warnings on rank 0: layers whose result depends on the cut into micro-batches, and code that
+reads the gradients of one stage."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.training_cases import Case, Classifier, fit
 
 
 class MeanOfBatch(nn.Module):
-    """Its outputs depend on all samples."""
+    """A layer whose output for a sample depends on all samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x.std(0, keepdim=True)
 
 
 class Averaged(nn.Module):
-    """Keeps an average in a buffer."""
+    """A layer that keeps an average in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Averaged(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Changes a frozen parameter in forward."""
+    """A layer that changes a frozen parameter in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Codebook(nn.Module):
 
 
 class Counter(nn.Module):
-    """Counts its calls in an attribute."""
+    """A layer that counts its calls in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ class Counter(nn.Module):
 
 
 class Cached(nn.Module):
-    """Makes a table once, and draws random numbers; each sample counts by itself."""
+    """A layer that makes a table once and draws random numbers, but treats each sample by
+    itself."""
 
     table: Tensor | None = None
 
@@ -86,8 +87,8 @@ KINDS: dict[str, tuple[Any, str]] = {
 HARMLESS = {"cached": Cached, "norm": lambda: nn.LayerNorm(12), "dropout": lambda: nn.Dropout(0.5)}
 
 
-class With(Classifier):
-    """Has these layers between others."""
+class WithLayers(Classifier):
+    """A classifier with the given layers between others."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -95,37 +96,40 @@ class With(Classifier):
         self.net = nn.Sequential(nn.Linear(16, 12), *layers, nn.Linear(12, 5))
 
 
-class Looks(Callback):
-    """Compares the state before the first step with that before the fit."""
+class ComparesState(Callback):
+    """A callback that compares the state before the first step with the state before the fit."""
 
     def __init__(self, model: nn.Module) -> None:
         self.before = {name: value.clone() for name, value in model.state_dict().items()}
-        self.same = False
+        self.is_same = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        held = {n: value for n, value in module.state_dict().items() if not value.is_meta}
-        self.same = all(torch.equal(value, self.before[n]) for n, value in held.items())
-        self.same &= all(not m._calls for m in module.modules() if isinstance(m, Counter))
+        present = {n: value for n, value in module.state_dict().items() if not value.is_meta}
+        self.is_same = all(torch.equal(value, self.before[n]) for n, value in present.items())
+        self.is_same &= all(not m._calls for m in module.modules() if isinstance(m, Counter))
 
 
 def fit_kinds(context: RankContext, split: tuple[int, ...]) -> list[bool]:
-    """Fit a model with all kinds of layers, and one with harmless ones; return whether each was the
-    same before its first step as before the fit."""
+    """Fit a model with all kinds of layers, and one with harmless layers.
+
+    Returns:
+        For each model, whether its state before the first step is that of before the fit.
+    """
     plan = PipelinePlan(replicas=(tuple(range(len(split))),), split=split)
     torch.manual_seed(1)
     same = []
     for layers in ([make() for make, _ in KINDS.values()], [make() for make in HARMLESS.values()]):
         layers += [nn.Identity() for _ in range(sum(split) - 2 - len(layers))]
-        model = With(*layers)
-        looks = Looks(model)
-        trainer = {"callbacks": [looks], "max_epochs": 1}
+        model = WithLayers(*layers)
+        comparison = ComparesState(model)
+        trainer = {"callbacks": [comparison], "max_epochs": 1}
         fit(context, Case(lambda m=model: m, trainer=trainer, options={"plan": plan}))
-        same.append(looks.same)
+        same.append(comparison.is_same)
     return same
 
 
 @pytest.mark.parametrize("split", [(1, 7), (6, 2), (3, 3, 2)])
-def test_layers_that_see_micro_batches_are_named_under_every_plan(
+def test_warning_names_layers_that_depend_on_micro_batches_under_every_plan(
     pool: RankPool, split: tuple[int, ...]
 ) -> None:
     outcomes = pool.run_expecting_errors(fit_kinds, len(split), split)
@@ -140,8 +144,8 @@ def test_layers_that_see_micro_batches_are_named_under_every_plan(
     assert all(outcome.value == [True, True] for outcome in outcomes)
 
 
-class Reads(Callback):
-    """Reads gradients in a hook in one way."""
+class ReadsGradients(Callback):
+    """A callback that reads gradients in a hook, in the way that `way` names."""
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -154,15 +158,17 @@ class Reads(Callback):
             module.log("norm", math.sqrt(float(torch.stack(squares).sum())))
 
 
-def fit_reading(context: RankContext, way: str) -> None:
-    case = Case(Classifier, trainer={"callbacks": [Reads(way)], "gradient_clip_val": 0.5})
+def fit_that_reads_gradients(context: RankContext, way: str) -> None:
+    case = Case(Classifier, trainer={"callbacks": [ReadsGradients(way)], "gradient_clip_val": 0.5})
     fit(context, case)
 
 
 @pytest.mark.parametrize("way", ["clips", "norms", "nothing"])
-def test_gradients_of_other_stages_are_missed_by_name(pool: RankPool, way: str) -> None:
-    outcomes = pool.run_expecting_errors(fit_reading, 2, way)
+def test_warning_names_the_place_that_reads_other_stages_gradients(
+    pool: RankPool, way: str
+) -> None:
+    outcomes = pool.run_expecting_errors(fit_that_reads_gradients, 2, way)
     assert [outcome.error_type for outcome in outcomes] == [None, None]
-    warned = outcomes[0].output.count("reads gradients of parameters that other stages hold")
-    assert warned == (0 if way == "nothing" else 1)
-    assert way == "nothing" or "test_layers_of_batches.py:" in outcomes[0].output
+    num_warnings = outcomes[0].output.count("reads gradients of parameters that other stages hold")
+    assert num_warnings == (0 if way == "nothing" else 1)
+    assert way == "nothing" or "test_batch_dependent_layers.py:" in outcomes[0].output

@@ -1,5 +1,8 @@
-"""A batch between two checks of the loss whose micro-batches cannot be weighted by samples: it is
-checked itself before its gradients are used, and trained as on a single device."""
+"""A batch between two checks of the loss, whose micro-batches cannot be weighted by samples.
+
+Signs in the step make the batch suspicious. It is checked before its gradients are used, and
+trained as on a single device.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from lightning_dlres.strategies.hetero_pipe.step.normalisers import (
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, differences_in, fit, none_in
 
-# Steps 0, 1, 2, 4 and 8 are checked in any case.
-SPECIAL = 3
+# Number of the step with the special batch. Steps 0, 1, 2, 4 and 8 are always checked.
+SPECIAL_STEP = 3
 
 
-class Adds(nn.Module):
-    """A layer with a buffer that a step run twice would change twice."""
+class AddsToBuffer(nn.Module):
+    """A layer that adds to a buffer: a step that runs twice would add twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +39,14 @@ class Adds(nn.Module):
         return x
 
 
-class Kinds(Classifier):
-    """Losses that are means over samples in every batch but one."""
+class LossByKind(Classifier):
+    """A model with a loss that is a mean over samples in every batch but one."""
 
     def __init__(self, kind: str, adds: bool = True) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.kind = kind
-        second = Adds() if adds else nn.Identity()
+        second = AddsToBuffer() if adds else nn.Identity()
         self.net = nn.Sequential(
             nn.Linear(16, 12), second, nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 5)
         )
@@ -68,13 +71,13 @@ class Kinds(Classifier):
         if self.kind == "product":
             return (tokens * mask).sum() * mask.sum().reciprocal()
         if self.kind == "gradient":
-            # Its gradient is NaN where all of a micro-batch is masked; its value is not.
+            # If a whole micro-batch is masked, the gradient is NaN, but the value is not.
             return tokens.mean() + 0 * (out[:, 0] * mask).square().sum().sqrt()
         if self.kind == "list" and bool((mask == 0).any()):
             self.observed.append(float(tokens.detach().sum()))
         if self.kind == "harmless":
             return tokens.mean() * mask.sum() / mask.sum()
-        late = self.global_step >= SPECIAL
+        late = self.global_step >= SPECIAL_STEP
         if self.kind == "factor":
             return tokens.mean() + float(late) * out.mean(0).square().sum()
         if self.kind == "term" and late:
@@ -88,12 +91,14 @@ class Kinds(Classifier):
 
 
 def data(kind: str) -> DataLoader[Any]:
-    """Return batches of eight; the special one has no label for its first samples."""
+    """Return batches of eight samples; the special batch has no label for its first samples."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(56, 16, generator=generator)
     labels = torch.randint(5, (56,), generator=generator)
     mask = torch.ones(56)
-    hidden = slice(8 * SPECIAL, 8 * SPECIAL + (1 if kind in ("unequal", "harmless") else 3))
+    hidden = slice(
+        8 * SPECIAL_STEP, 8 * SPECIAL_STEP + (1 if kind in ("unequal", "harmless") else 3)
+    )
     labels[hidden], mask[hidden] = -100, 0.0
     return DataLoader(TensorDataset(x, labels, mask), batch_size=8)
 
@@ -108,7 +113,7 @@ THREE_STAGES = PipelinePlan(replicas=((0, 1, 2),), split=(1, 3, 1))
 
 def case(kind: str, used: str, adds: bool = True, **options: Any) -> Case:
     return Case(
-        lambda: Kinds(kind, adds),
+        lambda: LossByKind(kind, adds),
         used=used,
         data=lambda: data(kind),
         options=options,
@@ -126,24 +131,25 @@ TWO_RANKS = {
     ),
 }
 THREE_RANKS = {"three stages": case("unlabelled", "gpipe", plan=THREE_STAGES)}
-# Buffers are those of the first replica, which sees half of the samples.
+# No layer with a buffer here: buffers are those of the first replica, which sees half of the
+# samples.
 FOUR_RANKS = {kind: case(kind, "gpipe", adds=False) for kind in ("unlabelled", "list")}
 BY_RANKS = {2: TWO_RANKS, 3: THREE_RANKS, 4: FOUR_RANKS}
 
 
-def compare(context: RankContext) -> dict[str, list[str]]:
+def compare_with_plain_training(context: RankContext) -> dict[str, list[str]]:
     return differences_in(context, BY_RANKS[context.world_size])
 
 
 @pytest.mark.parametrize("ranks", sorted(BY_RANKS))
-def test_a_doubtful_batch_is_trained_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
-    assert pool.run(compare, ranks) == none_in(BY_RANKS[ranks], ranks)
+def test_suspicious_batch_is_trained_as_on_a_single_device(pool: RankPool, ranks: int) -> None:
+    assert pool.run(compare_with_plain_training, ranks) == none_in(BY_RANKS[ranks], ranks)
 
 
 def fit_1f1b(context: RankContext) -> dict[str, str]:
     messages = {}
     for kind in FALL_BACK:
-        model = Kinds(kind)
+        model = LossByKind(kind)
         with pytest.raises(UnsupportedStepError) as error:
             fit(context, Case(lambda m=model: m, "1f1b", data=lambda k=kind: data(k)))
         assert all(bool(p.isfinite().all()) for p in model.parameters() if not p.is_meta)

@@ -1,5 +1,8 @@
-"""Metrics that are no submodules of the LightningModule give the values of a single device, in a
-callback, in a dict, in a list, or made in the middle of the run; so do new submodules."""
+"""Metrics that are not submodules of the LightningModule give the values of a single device.
+
+They are in a callback, a dict, a list or an object, or are made during the run. New submodules give
+these values, too.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, batches, trainer_for
 
 
-class Watches(Callback):
-    """Has metrics of its own, one of them made when the first batch ends."""
+class HasMetrics(Callback):
+    """A callback with metrics of its own; it makes one of them when the first batch ends."""
 
     def __init__(self) -> None:
         self.samples, self.late = SumMetric(), dict[str, Metric]()
-        self.found: list[float] = []
+        self.values: list[float] = []
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -33,24 +36,24 @@ class Watches(Callback):
         self.late.setdefault("sum", SumMetric()).update(outputs["loss"])
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.found += [float(self.samples.compute()), float(self.late["sum"].compute())]
+        self.values += [float(self.samples.compute()), float(self.late["sum"].compute())]
         self.late["sum"].reset()
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         # After the strategy's teardown.
         self.samples._computed = None
-        self.found += [float(self.samples.compute())]
+        self.values += [float(self.samples.compute())]
 
 
 class Box:
-    """An object of the user's."""
+    """An object of the user's with a metric."""
 
     def __init__(self) -> None:
         self.accuracy = MulticlassAccuracy(num_classes=5)
 
 
-class Measures(Classifier):
-    """Has metrics in containers and objects, and updates them in every step."""
+class UpdatesMetrics(Classifier):
+    """A model with metrics in containers and objects, which it updates in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,23 +97,23 @@ class Measures(Classifier):
 
 def values_of(context: RankContext | None, schedule: str = "auto") -> list[float]:
     seed_everything(3, verbose=False)
-    model, callback, options = Measures(), Watches(), {"schedule": schedule}
+    model, callback, options = UpdatesMetrics(), HasMetrics(), {"schedule": schedule}
     if context is not None and context.world_size == 3:
         options |= {"plan": PipelinePlan(replicas=((0, 1, 2),), split=(2, 2, 1)), "stages": 3}  # type: ignore[dict-item]
     trainer = trainer_for(context, callbacks=[callback], **options)
     trainer.fit(model, batches(), batches())
-    return callback.found + model.observed + model._values() + [float(callback.samples.compute())]
+    return callback.values + model.observed + model._values() + [float(callback.samples.compute())]
 
 
-def compare(context: RankContext) -> list[list[float]]:
+def values_of_all_runs(context: RankContext) -> list[list[float]]:
     return [values_of(None), values_of(context), values_of(context, "gpipe")]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_values_of_a_single_device(pool: RankPool, ranks: int) -> None:
-    for plain, *others in pool.run(compare, ranks):
-        for found in others:
-            assert found == pytest.approx(plain, rel=1e-5)
+def test_metrics_have_the_values_of_a_single_device(pool: RankPool, ranks: int) -> None:
+    for plain, *others in pool.run(values_of_all_runs, ranks):
+        for values in others:
+            assert values == pytest.approx(plain, rel=1e-5)
 
 
 def summed(context: RankContext) -> SumMetric:
@@ -127,13 +130,13 @@ def fit_then_sum(context: RankContext) -> list[float]:
 def fail_then_sum(context: RankContext) -> list[float]:
     plan = PipelinePlan(replicas=((0, 1),), split=(99, 1))
     with pytest.raises(ConfigError, match="99"):
-        trainer_for(context, plan=plan).fit(Measures(), batches())
+        trainer_for(context, plan=plan).fit(UpdatesMetrics(), batches())
     return [float(summed(context).compute())]
 
 
-def test_other_metrics_gather_as_usual_after_a_run_that_did_not_begin(pool: RankPool) -> None:
+def test_metrics_gather_as_usual_after_a_run_that_failed_to_start(pool: RankPool) -> None:
     assert pool.run(fail_then_sum, 2) == [[3.0], [3.0]]
 
 
-def test_other_metrics_gather_as_usual_after_the_run(pool: RankPool) -> None:
+def test_metrics_of_the_script_gather_as_usual_after_the_run(pool: RankPool) -> None:
     assert pool.run(fit_then_sum, 2) == [[3.0], [3.0]]
