@@ -1,9 +1,9 @@
 """Check that the loss of a step is a mean over samples.
 
-Schedules such as 1F1B compute the loss per micro-batch, and weight the results by samples. This is exact only for a
-mean over samples: not for padded-token means, sums or contrastive losses. Therefore the loss of a
-real batch, its gradient, and the step's side effects are computed both ways and compared. A
-difference is named in the reason that the functions here return.
+Schedules such as 1F1B compute the loss per micro-batch, and weight the results by samples. This is
+exact only for a mean over samples: not for padded-token means, sums or contrastive losses.
+Therefore the loss of a real batch, its gradient, and the step's side effects are computed both ways
+and compared. A difference is named in the reason that the functions here return.
 """
 
 from __future__ import annotations
@@ -250,6 +250,7 @@ class _GradientComparison:
         for gradient, squared_error in zip(self._whole, self._squared_errors, strict=True):
             if gradient is None:
                 continue
+            # Rounding adds up in backward: ten times the tolerance of the loss.
             limit = 10 * max(tolerance, _TOLERANCE.get(gradient.dtype, _COARSE_TOLERANCE))
             norm = float(torch.linalg.vector_norm(gradient))
             # A gradient of the batch that is not finite, as of a loss scaled too far, proves

@@ -155,7 +155,8 @@ class IsolatedState:
     def __init__(self, states: Sequence[ObjectState], layer_tensors: LayerTensors) -> None:
         self._states, self._layer_tensors = states, layer_tensors
         self._paths = {id(state.owner): state.path for state in states}
-        # id of the original -> copy. A tensor that two objects refer to stays one tensor.
+        # id of the original -> copy. A tensor that two objects refer to stays one tensor. `states`
+        # holds the originals, so that their ids stay valid.
         self._copies: dict[int, Any] = {}
         # id of the copy -> copy, original, version counter of the copy. Holding the copy keeps
         # Python from giving its id to another object.
@@ -166,9 +167,9 @@ class IsolatedState:
                 state.write(self._copied_content(state))
 
     def diff(self) -> Tree:
-        """Return what the run changed, by path. Only a copy that was written to counts as changed.
+        """Return the changes of the run, by path; see `replay.attribute_changes` for their form.
 
-        `replay.attribute_changes` describes the form of a change.
+        A copy that no operation wrote to counts as unchanged.
         """
         changes = {}
         for state in self._states:

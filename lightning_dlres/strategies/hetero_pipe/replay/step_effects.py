@@ -8,7 +8,7 @@ micro-batch. The rules are:
   end this, after the step.
 - Changes of attributes and buffers are those of the last run, on the first replica that ran the
   step. With `schedule="auto"`, runs that leave different values make the strategy fall back to one
-  run on the whole batch. With `schedule="1f1b"` the last run counts.
+  run on the whole batch. With a schedule that the user chose, the last run counts.
 - Calls of `self.log` and of loggers are recorded in every run.
 - Printed text is that of the first run that finishes the step.
 - `should_stop` is set if any run on any rank sets it.

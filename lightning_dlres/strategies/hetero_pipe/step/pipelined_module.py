@@ -253,8 +253,8 @@ def _only_candidate(root: nn.Module) -> str:
         f"{rule}, and {type(root).__name__} has {len(names)} modules that could be the pipeline "
         f"({', '.join(names)}). Name the one with most of the computation, such as "
         f"HeteroPipeStrategy(module={names[0]!r}). All others are not cut: every rank holds them "
-        "whole. What training_step calls before the named module "
-        "runs on the first stage, and what it calls after it runs on the last."
+        "whole. In training_step, code before the named module runs on the first stage, and code "
+        "after it runs on the last."
     )
 
 

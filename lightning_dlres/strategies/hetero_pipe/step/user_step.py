@@ -1,6 +1,6 @@
 """One training step of an unchanged LightningModule, run in two places.
 
-The first stage runs `training_step` up to the call of the pipelined module, which gives the
+The first stage runs `training_step` up to the call of the pipelined module. This gives the
 module's inputs. The last stage runs it with a call that returns the pipeline's output, and goes on
 to the loss. Every run is isolated: it leaves nothing on the rank. What the step changes, logs and
 prints is collected on the last stage, and applied once on every rank.
@@ -120,9 +120,15 @@ class StepContext:
 class LightningStep:
     """One training step on this rank; a `pipeline.execute.training.UserStep`.
 
-    Every rank makes an instance for every step. The first stage calls `module_inputs` once. The
-    last stage calls `finish` once for the batch, or once per micro-batch, and then `record`. The
-    records are sent to all ranks, and every rank calls `apply` once.
+    Every rank makes one instance for every step. The order is:
+
+    1. The first stage of every replica calls `module_inputs` once. The run is undone.
+    2. The last stage of every replica calls `finish`: once for the whole batch, or once for each
+       micro-batch of the replica. Every run starts from the same state, is undone, and has its
+       side effects collected. A replica without a micro-batch does not run the step.
+    3. These last stages call `record`. All ranks get the same records: that of the first replica
+       after a run on the whole batch, else one of each replica that ran.
+    4. Every rank calls `apply` once, those that ran the step included.
 
     Attributes:
         context: Objects that all steps share.
