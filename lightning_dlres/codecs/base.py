@@ -84,6 +84,37 @@ class Codec(ABC):
             ProtocolError: the data cannot be what this codec has made.
         """
 
+    def is_worthwhile(self, tensor: Tensor) -> bool:
+        """Return whether `encode` is likely to make a tensor small enough to be worth its time.
+
+        The estimate may read a sample of the tensor. On a GPU the host waits for it.
+        """
+        return True
+
+    def can_encode_within(self, tensor: Tensor) -> bool:
+        """Return whether `encode_within` supports a tensor."""
+        return False
+
+    def encode_within(self, tensor: Tensor, out: Tensor) -> Encoded:
+        """Encode a tensor into memory of limited size, without waiting for the GPU.
+
+        The encoding has failed if `used` of the result is more than the bytes of `out`.
+
+        Args:
+            tensor: Tensor to encode.
+            out: uint8[n], which the result keeps.
+
+        Raises:
+            ConfigError: If the codec does not support it; see `can_encode_within`.
+        """
+        raise ConfigError(
+            f"codec must be one that can encode within a limit, got {self.name!r}. Use `encode`."
+        )
+
+    def runs_on_gpus(self) -> bool:
+        """Return whether the codec can encode tensors on a GPU in this process."""
+        return True
+
     def merge(self, parts: Sequence[Encoded]) -> Encoded:
         """Return the sum of tensors, encoded; they may be of several codecs.
 

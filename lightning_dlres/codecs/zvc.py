@@ -66,6 +66,19 @@ class ZeroValue(Codec):
             return copied(tensor, source, stride, out)
         return Encoded(self.name, tensor.dtype, tensor.shape, stride, data, used)
 
+    def is_worthwhile(self, tensor: Tensor) -> bool:
+        """See `Codec.is_worthwhile`. The density of a sample decides."""
+        width = tensor.element_size()
+        return width in zvc.WIDTHS and pays(
+            float(zvc.density(dense_bytes(tensor)[0], width)), width
+        )
+
+    def runs_on_gpus(self) -> bool:
+        return zvc.runs_on_gpus()
+
+    def can_encode_within(self, tensor: Tensor) -> bool:
+        return tensor.element_size() in zvc.WIDTHS
+
     def encode_within(self, tensor: Tensor, out: Tensor) -> Encoded:
         """Encode a tensor of elements of 1, 2 or 4 bytes, whether that pays or not. Nothing is
         waited for. Where it uses more bytes than `out` has, it has failed.
