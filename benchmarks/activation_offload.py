@@ -31,9 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.support.command import flags
 from benchmarks.support.report import Check, at_most, conclude, table
 from benchmarks.zvc import versions
+from lightning_dlres.memory.config import ACTIONS, MemoryConfig
 from lightning_dlres.memory.offloader import Offloader
-from lightning_dlres.memory.options import ACTIONS, MemoryOptions
-from lightning_dlres.memory.profile.meter import AllocatedBytes, ProfiledBytes
+from lightning_dlres.memory.profile.meter import AllocatorMeter, ProfilerMeter
 
 BUDGETS = (0.75, 0.5, 0.3)
 PICTURE = Path("build/activation_offload.png")
@@ -119,7 +119,7 @@ class Way:
     @property
     def follows(self) -> bool:
         """Return whether its steps follow a plan by now, if there is to be one."""
-        return self.offloader is None or self.offloader.measured.steps > 0
+        return self.offloader is None or self.offloader.measurements.steps > 0
 
     def step(self, x: Tensor) -> None:
         torch.manual_seed(0)
@@ -222,10 +222,10 @@ def ours(
     possible."""
     disk = None if device.type == "cuda" else directory
     if isinstance(budget, str):
-        options = MemoryOptions(budget, disk=disk, actions=ACTIONS)
+        options = MemoryConfig(budget=budget, disk=disk, actions=ACTIONS)
     else:
-        options = MemoryOptions("1PiB", saved_budget=budget, disk=disk, actions=ACTIONS)
-    offloader = Offloader(network, options.on(device), device)
+        options = MemoryConfig(budget="1PiB", saved_budget=budget, disk=disk, actions=ACTIONS)
+    offloader = Offloader(network, options.for_device(device), device)
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -251,7 +251,7 @@ def require_same(ways: Sequence[Way]) -> None:
 
 def peak_of(way: Way, x: Tensor, device: torch.device) -> int:
     """Return the most bytes on the device in one step."""
-    meter = AllocatedBytes(device) if device.type == "cuda" else ProfiledBytes()
+    meter = AllocatorMeter(device) if device.type == "cuda" else ProfilerMeter()
     way.gradients = []
     with meter.running(lambda: [x, *way.network.parameters()]):
         first = meter.mark(ours=False)

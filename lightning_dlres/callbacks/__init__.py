@@ -1,4 +1,4 @@
-"""Callbacks for any Trainer: one line each, and training does the same with and without them."""
+"""Callbacks for any Trainer. Training computes the same results with and without them."""
 
 from lightning_dlres.callbacks.activation_offload import ActivationOffload
 from lightning_dlres.callbacks.resource_report import ResourceReport

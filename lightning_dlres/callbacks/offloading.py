@@ -1,10 +1,11 @@
-"""What a callback and a precision plugin share: a Trainer's training steps under an offloader."""
+"""Offloading in a Trainer: the part that `ActivationOffload` and `MemoryPrecision` share."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -15,132 +16,238 @@ from torch import Tensor, nn
 from lightning_dlres._compat import is_compiled
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes, format_seconds
+from lightning_dlres.memory.config import DEFAULT_ACTIONS, MemoryConfig
 from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.side_effects import tensors_in
 from lightning_dlres.memory.offloader import Offloader
-from lightning_dlres.memory.options import MemoryOptions
+from lightning_dlres.memory.plan.plan import MemoryPlan
+from lightning_dlres.memory.profile.step_profile import StepProfile
 from lightning_dlres.memory.report.report import draw_memory
 
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy)
 
 
-class TrainingSteps:
-    """The training steps of one `fit`.
+class MemoryBudget:
+    """Base class of `ActivationOffload` and `MemoryPrecision`: their arguments and their plan.
 
-    Args:
-        options: the limits.
-        what: whose they are, for messages.
-
-    Raises:
-        ConfigError: the strategy or the device cannot work with it.
+    Attributes:
+        training_steps: Offloaded training steps of the present `fit`; None outside of it.
     """
 
-    def __init__(self, options: MemoryOptions, trainer: Trainer, what: str) -> None:
-        refuse(trainer.strategy, what)
-        holders = [type(holder).__name__ for holder in _holders(trainer)]
-        if len(holders) > 1:
+    def __init__(
+        self,
+        *,
+        budget: int | float | str = 0.9,
+        saved_budget: int | float | str | None = None,
+        host_budget: int | str | None = None,
+        disk: str | Path | None = None,
+        disk_budget: int | str | None = None,
+        min_size: int | str = "64KiB",
+        actions: Sequence[str] = DEFAULT_ACTIONS,
+        profile_steps: int = 2,
+        exact: bool = True,
+        on_over_budget: Literal["error", "warn"] = "error",
+        plan: MemoryPlan | str | Path | None = None,
+    ) -> None:
+        """Check and keep the arguments.
+
+        Args:
+            budget: Memory that the device may hold in a step: bytes ("8GiB"), a share of the
+                device's memory (0.9 or "90%"; on the CPU: of the available memory), or "min" for as
+                little as possible.
+            saved_budget: Memory that saved tensors alone may take on the device: bytes, or a share
+                of what plain training saves. None: no separate limit.
+            host_budget: Bytes of pinned host memory for tensors that leave a GPU. None: four fifths
+                of the available memory.
+            disk: Directory on a fast local disk, for tensors that do not fit the host budget. On
+                the CPU all offloaded tensors go there; None then means the system's directory for
+                temporary files.
+            disk_budget: Bytes on that disk. None: no limit.
+            min_size: Size below which tensors stay, in bytes.
+            actions: Some of "compress", "offload", "reuse" and "recompute". "reuse" lets layers
+                write their input's gradient into their input's memory, if nothing else reads it.
+                "recompute" lets modules run again in backward. It is off by default: it is exact
+                only for a forward that depends on nothing but its inputs, its weights and torch's
+                random state. Modules with visible side effects are never recomputed, but effects
+                outside of the module cannot be seen.
+            profile_steps: Steps that are measured per batch shape. The first one measures memory,
+                the others measure time.
+            exact: Whether modules are patched (by "reuse" and "recompute") only if they compute the
+                same bits in one more step. False: rounding may differ.
+            on_over_budget: Behaviour where no plan meets the budget, such as for a larger batch
+                that comes late. "error" ends training; "warn" continues with the smallest peak.
+            plan: Plan of an earlier run, or the path of the JSON that its `to_json` wrote. Steps
+                that match it follow it from the first one on. All other steps are measured.
+
+        Raises:
+            ConfigError: If an argument has a bad value.
+        """
+        super().__init__()
+        self._config = MemoryConfig(
+            budget=budget,
+            saved_budget=saved_budget,
+            host_budget=host_budget,
+            disk=disk,
+            disk_budget=disk_budget,
+            min_size=min_size,
+            actions=actions,
+            profile_steps=profile_steps,
+            exact=exact,
+            on_over_budget=on_over_budget,
+            plan=plan,
+        )
+        self.training_steps: TrainingSteps | None = None
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """Return the latest plan; None before the measured steps are over."""
+        offloader = self._offloader
+        return offloader.plan if offloader is not None else None
+
+    @property
+    def profile(self) -> StepProfile | None:
+        """Return the profile that the latest plan was made from."""
+        offloader = self._offloader
+        return offloader.profile if offloader is not None else None
+
+    @property
+    def _offloader(self) -> Offloader | None:
+        return self.training_steps.offloader if self.training_steps is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The state of a run cannot be pickled, and must not reach another process.
+        return {**self.__dict__, "training_steps": None}
+
+
+class TrainingSteps:
+    """Offloaded training steps of one `fit`.
+
+    Args:
+        config: Arguments of the user.
+        trainer: Trainer.
+        name: Class name of the callback or plugin, for messages.
+
+    Raises:
+        ConfigError: If the strategy or the device is not supported.
+    """
+
+    def __init__(self, config: MemoryConfig, trainer: Trainer, name: str) -> None:
+        require_supported(trainer.strategy, name)
+        users = [type(user).__name__ for user in _users(trainer)]
+        if len(users) > 1:
             raise ConfigError(
-                f"{what}: got {' and '.join(holders)} in one Trainer, expected one of them, as "
-                "each would move what the other has saved. Leave the others out."
+                f"{name} must be the only part of a Trainer that offloads, got "
+                f"{' and '.join(users)} in one Trainer. Remove all but one: each would move what "
+                "the other has saved."
             )
-        self._options, self._trainer, self._what = options, trainer, what
-        # The directory is looked at now, not when the first step is over.
-        settings = options.on(trainer.strategy.root_device, self._ranks_on_host())
-        if "compress" in options.actions and MemoryAction.COMPRESS not in settings.actions:
+        self._config, self._trainer, self._name = config, trainer, name
+        # Check the directory now, and not after the first step.
+        offloader_config = config.for_device(trainer.strategy.root_device, self._ranks_on_host())
+        if "compress" in config.actions and MemoryAction.COMPRESS not in offloader_config.actions:
             rank_zero_info(
-                f"{what}: without numba-cuda nothing is compressed on a GPU. Install it: "
+                f"{name}: without numba-cuda nothing is compressed on a GPU. Install it: "
                 "pip install 'lightning-dlres[cuda]'."
             )
         self.offloader: Offloader | None = None
-        self._open: ExitStack | None = None
+        # Context of the step that has begun and not ended.
+        self._open_step: ExitStack | None = None
 
     def begin(self, module: LightningModule, batch: Any, is_stepping: bool = True) -> None:
-        """A training step begins; what was left open by one that did not end is given up."""
+        """Begin a training step. A step that was left open is abandoned.
+
+        Args:
+            module: LightningModule.
+            batch: Batch on the device.
+            is_stepping: Whether the optimizer steps after this batch.
+        """
         self.abandon()
         if self.offloader is None:
-            self.offloader = self._made(module)
+            self.offloader = self._make_offloader(module)
         optimizers = self._trainer.optimizers
         entries = sum(len(optimizer.state) for optimizer in optimizers)
+        # Steps with equal keys should save the same tensors, and have the same memory beside them.
         shape = (_shape_of(batch), is_stepping, entries, module.training)
         if self.offloader.is_idle(shape):
             return
-        stays = list(tensors_in([*module.parameters(), *module.buffers()]))
+        exempt = list(tensors_in([*module.parameters(), *module.buffers()]))
 
-        def held() -> list[Tensor]:
-            return [*stays, *self._held(module), *tensors_in(batch)]
+        def resident_tensors() -> list[Tensor]:
+            return [*exempt, *self._gradients_and_states(module), *tensors_in(batch)]
 
         stack = ExitStack()
-        stack.enter_context(self.offloader.step(shape, stays, held))
-        self._open = stack
+        stack.enter_context(self.offloader.step(shape, exempt, resident_tensors))
+        self._open_step = stack
 
     def end(self) -> None:
-        """The training step is over.
+        """End the training step.
 
         Raises:
-            ConfigError: it was measured, and no plan meets the limits.
+            ConfigError: If the step was measured, and no plan meets the limits.
         """
-        stack, self._open = self._open, None
+        stack, self._open_step = self._open_step, None
         if stack is not None:
             stack.close()
 
     def abandon(self) -> None:
-        """What has begun did not end as it should."""
-        stack, self._open = self._open, None
+        """Close a step that did not end as it should, such as after an exception."""
+        stack, self._open_step = self._open_step, None
         if stack is not None:
-            error = _Abandoned()
-            stack.__exit__(_Abandoned, error, None)
+            error = _AbandonedStep()
+            stack.__exit__(_AbandonedStep, error, None)
 
     def close(self) -> None:
-        """Give up the memory that was taken."""
+        """Release the memory of the tiers."""
         self.abandon()
         if self.offloader is not None:
             self.offloader.close()
 
     def summary(self) -> str | None:
-        """Return one line: predicted beside measured; None where nothing was planned."""
+        """Return one line with predictions beside measurements; None without a plan."""
         offloader = self.offloader
         if offloader is None or offloader.plan is None:
             return None
-        plan, measured = offloader.plan, offloader.measured
+        plan, measured = offloader.plan, offloader.measurements
         if not measured.seconds and plan.changes_nothing:
             return f"dlres memory: everything was kept, planned {plan.prediction()}."
         if not measured.seconds:
             return f"dlres memory: planned {plan.prediction()}; no step followed the plan."
-        took = sorted(measured.seconds)[len(measured.seconds) // 2]
+        median = sorted(measured.seconds)[len(measured.seconds) // 2]
         line = (
-            f"dlres memory: saved data at most {format_bytes(plan.saved_peak)} planned, "
-            f"{format_bytes(measured.saved_peak)} measured (all kept: "
+            f"dlres memory: saved tensors at most {format_bytes(plan.saved_peak)} planned, "
+            f"{format_bytes(measured.saved_peak)} measured (plain training: "
             f"{format_bytes(plan.plain_saved_peak)}); step {format_seconds(plan.seconds)} "
-            f"planned, {format_seconds(took)} measured"
+            f"planned, {format_seconds(median)} measured"
         )
         if measured.device_peak is not None:
             line += (
                 f"; device at most {format_bytes(plan.peak)} planned, "
                 f"{format_bytes(measured.device_peak)} measured"
             )
-        if measured.unlike:
-            line += f"; {len(measured.unlike)} steps unlike the planned one ({measured.unlike[-1]})"
+        if measured.mismatches:
+            count = len(measured.mismatches)
+            line += f"; {count} steps did not match the plan (latest: {measured.mismatches[-1]})"
         return line + "."
 
-    def _made(self, module: LightningModule) -> Offloader:
+    def _make_offloader(self, module: LightningModule) -> Offloader:
         strategy = self._trainer.strategy
+        profiler = self._trainer.profiler  # type: ignore[attr-defined]
         return Offloader(
             module,
-            self._options.on(strategy.root_device, self._ranks_on_host()),
+            self._config.for_device(strategy.root_device, self._ranks_on_host()),
             strategy.root_device,
-            self._history,
-            is_compiled(module),
-            rank_zero_info,
-            not isinstance(self._trainer.profiler, PyTorchProfiler),  # type: ignore[attr-defined]
+            optimizer_bytes=self._optimizer_bytes,
+            is_compiled=is_compiled(module),
+            log=rank_zero_info,
             warn=rank_zero_warn,
-            given=self._options.given(),
+            may_profile=not isinstance(profiler, PyTorchProfiler),
+            given_plan=self._config.load_plan(),
         )
 
     def _ranks_on_host(self) -> int:
         trainer = self._trainer
         return max(1, trainer.world_size // max(1, trainer.num_nodes))
 
-    def _history(self, parameter: nn.Parameter) -> int:
+    def _optimizer_bytes(self, parameter: nn.Parameter) -> int:
         return sum(
             tensor.nbytes
             for optimizer in self._trainer.optimizers
@@ -148,7 +255,7 @@ class TrainingSteps:
             for tensor in tensors_in(optimizer.state[parameter])
         )
 
-    def _held(self, module: LightningModule) -> Iterator[Tensor]:
+    def _gradients_and_states(self, module: LightningModule) -> Iterator[Tensor]:
         for parameter in module.parameters():
             yield from tensors_in(parameter.grad)
         for optimizer in self._trainer.optimizers:
@@ -156,49 +263,52 @@ class TrainingSteps:
                 yield from tensors_in(state)
 
 
-def memory_of(trainer: Trainer) -> tuple[str, str, bytes] | None:
-    """Return, of the Trainer's callback or precision plugin that has a memory plan, the line, the
-    plan as text, and the picture; None if there is none."""
-    for holder in _holders(trainer):
-        steps = holder.training_steps
+def memory_report(trainer: Trainer) -> tuple[str, str, bytes] | None:
+    """Return (summary, plan text, PNG) of the active memory plan, or None."""
+    for user in _users(trainer):
+        steps = user.training_steps
         if steps is None or steps.offloader is None:
             continue
         plan, profile = steps.offloader.plan, steps.offloader.profile
         line = steps.summary()
         if plan is not None and profile is not None and line is not None:
-            picture = draw_memory(plan, profile, steps.offloader.measured.curve)
+            picture = draw_memory(plan, profile, steps.offloader.measurements.curve)
             text = f"```\n{plan.table()}\n```\n\n```\n{profile.table()}\n```"
             return line, text, picture
     return None
 
 
-def _holders(trainer: Trainer) -> list[Any]:
-    """Return the Trainer's callbacks and precision plugin that have training steps."""
+def _users(trainer: Trainer) -> list[MemoryBudget]:
+    """Return the Trainer's callbacks and precision plugin that offload."""
     parts = [*trainer.callbacks, trainer.precision_plugin]  # type: ignore[attr-defined]
-    return [part for part in parts if hasattr(part, "training_steps")]
+    return [part for part in parts if isinstance(part, MemoryBudget)]
 
 
-class _Abandoned(BaseException):
-    """Closes a step without its end."""
+class _AbandonedStep(BaseException):
+    """Exception that closes the context of a step without its regular end."""
 
 
-def refuse(strategy: Strategy, what: str) -> None:
-    """Raise where saved data are not the strategy's own device's.
+def require_supported(strategy: Strategy, name: str) -> None:
+    """Check that a strategy keeps the whole model on one supported device.
+
+    Args:
+        strategy: Strategy of the Trainer.
+        name: Class name of the callback or plugin, for messages.
 
     Raises:
-        ConfigError: the strategy shards or streams the model itself, or its device has no tiers.
+        ConfigError: If the strategy shards or streams the model, or its device is not supported.
     """
     if not isinstance(strategy, _SUPPORTED):
         raise ConfigError(
-            f"{what}: got the strategy {type(strategy).__name__}, expected a model that is whole "
-            "on its device: a single device, or DDP. Strategies that shard a model have options of "
-            "their own for activations (FSDP: cpu_offload and activation_checkpointing_policy)."
+            f"the strategy must keep the whole model on its device for {name} (a single device, or "
+            f"DDP), got {type(strategy).__name__}. Use the strategy's own options for activations "
+            "(FSDP: cpu_offload and activation_checkpointing_policy)."
         )
     device = strategy.root_device
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"{what}: got the device {device}, expected a CUDA device or the CPU. Try "
-            'Trainer(accelerator="gpu") or "cpu".'
+            f"the device must be a CUDA device or the CPU for {name}, got {device}. Use "
+            'Trainer(accelerator="gpu") or Trainer(accelerator="cpu").'
         )
 
 

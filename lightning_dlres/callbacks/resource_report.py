@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_dlres.callbacks.gathering import GatheredSpans, gather, last_steps
-from lightning_dlres.callbacks.offloading import memory_of
+from lightning_dlres.callbacks.offloading import memory_report
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Span, write_chrome_trace
 from lightning_dlres.core.units import format_seconds
@@ -155,7 +155,7 @@ class ResourceReport(Callback):
 
     def _report(self, trainer: Trainer) -> None:
         strategy, spans = trainer.strategy, self._spans
-        self._memory = memory_of(trainer)
+        self._memory = memory_report(trainer)
         sections = None
         if isinstance(strategy, ReportsRun):
             run = MeasuredRun(

@@ -1,1 +1,1 @@
-"""Device memory (Method A): what autograd saves for backward, and where it stays meanwhile."""
+"""Memory: offloading, compression, reuse and recomputation of the tensors that autograd saves."""

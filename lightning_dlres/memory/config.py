@@ -1,4 +1,4 @@
-"""What a user says about memory, checked at construction, and what it means on a device."""
+"""Configuration of offloading: the user's arguments, and their meaning on one device."""
 
 from __future__ import annotations
 
@@ -14,23 +14,85 @@ import torch
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import parse_bytes
-from lightning_dlres.kernels import zvc
 from lightning_dlres.memory.execute.actions import MemoryAction
+from lightning_dlres.memory.execute.compression import storage_codec
 from lightning_dlres.memory.plan.plan import MemoryPlan
-from lightning_dlres.memory.settings import Settings, TierSettings
 
 ACTIONS = ("compress", "offload", "reuse", "recompute")
-# To run a module again is exact only if its forward depends on its inputs alone.
+# Without "recompute": a second run is exact only if a forward depends on its inputs alone.
 DEFAULT_ACTIONS = ("compress", "offload", "reuse")
+# Bytes, a share, or the word "min".
 Budget = int | float | str
 
+# Share of the host's available memory for offloaded storages, if the user gives no host_budget.
+_HOST_SHARE = 0.8
 
-@dataclass(frozen=True)
-class MemoryOptions:
-    """The arguments of `ActivationOffload` and `MemoryPrecision`; see there.
+
+@dataclass(frozen=True, kw_only=True)
+class TierConfig:
+    """Configuration of a tier that storages may be offloaded to.
+
+    Attributes:
+        name: "host" or "disk".
+        limit: Bytes that it may hold; infinite: no limit.
+        directory: Directory of the mapped file; None: the host's memory.
+    """
+
+    name: str
+    limit: float = inf
+    directory: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloaderConfig:
+    """Configuration of an offloader on one device.
+
+    Attributes:
+        device_limit: Bytes that the device may hold in a step; "min": as few as possible.
+        saved_limit: Bytes of saved storages on the device; up to 1: a share of what plain training
+            saves.
+        min_bytes: Storages with fewer bytes are not managed.
+        tiers: Tiers for offloaded storages, the preferred one first.
+        actions: Actions that a plan may use.
+        recompute: Whether a plan may run modules again in backward.
+        reuse: Whether a plan may let modules reuse their inputs' memory.
+        profile_steps: Steps that are measured for a plan.
+        exact: Whether modules are patched only if they compute the same bits in one more step.
+        on_over_budget: "error", or "warn" to use the smallest possible peak where no plan meets the
+            limits.
+    """
+
+    device_limit: float | str = inf
+    saved_limit: float = inf
+    min_bytes: int = 1 << 16
+    tiers: tuple[TierConfig, ...] = (TierConfig(name="host"),)
+    actions: tuple[MemoryAction, ...] = tuple(MemoryAction)
+    recompute: bool = True
+    reuse: bool = True
+    profile_steps: int = 2
+    exact: bool = True
+    on_over_budget: str = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Arguments of `ActivationOffload` and `MemoryPrecision`, checked at construction.
+
+    Attributes:
+        budget: Bytes on the device, a share of its memory, or "min".
+        saved_budget: Bytes of saved tensors on the device, or a share of those of plain training.
+        host_budget: Bytes of host memory for offloaded tensors.
+        disk: Local directory for offloaded tensors.
+        disk_budget: Bytes on that disk.
+        min_size: Bytes below which tensors stay.
+        actions: Some of `ACTIONS`.
+        profile_steps: Steps that are measured for a plan.
+        exact: Whether modules are patched only if they compute the same bits.
+        on_over_budget: "error" or "warn".
+        plan: Plan of an earlier run, or the path of its JSON.
 
     Raises:
-        ConfigError: an argument is of no use; the message says what was expected.
+        ConfigError: If an argument has a bad value.
     """
 
     budget: Budget = 0.9
@@ -46,14 +108,14 @@ class MemoryOptions:
     plan: MemoryPlan | str | Path | None = None
 
     def __post_init__(self) -> None:
-        _amount("budget", self.budget, '"8GiB", "90%" or "min"', also=("min",))
+        _require_budget("budget", self.budget, '"8GiB", "90%" or "min"', words=("min",))
         if self.saved_budget is not None:
-            _amount("saved_budget", self.saved_budget, '"2GiB" or "50%"')
+            _require_budget("saved_budget", self.saved_budget, '"2GiB" or "50%"')
         for name in ("host_budget", "disk_budget"):
             value = getattr(self, name)
             if value is not None:
-                _whole(name, value, '"16GiB"')
-        _whole("min_size", self.min_size, '"64KiB"')
+                _require_bytes(name, value, '"16GiB"')
+        _require_bytes("min_size", self.min_size, '"64KiB"')
         if not isinstance(self.actions, (list, tuple, set, frozenset)) or any(
             action not in ACTIONS for action in self.actions
         ):
@@ -69,7 +131,7 @@ class MemoryOptions:
             raise ConfigError(
                 got_expected("on_over_budget", self.on_over_budget, expected, "'warn'")
             )
-        self.given()
+        self.load_plan()
         if self.disk is not None and (
             not isinstance(self.disk, (str, Path)) or not str(self.disk) or "://" in str(self.disk)
         ):
@@ -77,11 +139,11 @@ class MemoryOptions:
                 got_expected("disk", self.disk, "a local directory", "'/local/scratch'")
             )
 
-    def given(self) -> MemoryPlan | None:
-        """Return the plan that was given, if one was.
+    def load_plan(self) -> MemoryPlan | None:
+        """Return the plan of the `plan` argument; None without one.
 
         Raises:
-            ConfigError: it is none, or cannot be read.
+            ConfigError: If it is no plan, or cannot be read.
         """
         if self.plan is None or isinstance(self.plan, MemoryPlan):
             return self.plan
@@ -92,19 +154,20 @@ class MemoryOptions:
             return MemoryPlan.from_json(Path(self.plan).read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"plan must be the path of a file that MemoryPlan.to_json wrote, got "
-                f"{str(self.plan)!r}: {error}"
+                "plan must be the path of a file that MemoryPlan.to_json wrote, got "
+                f"{str(self.plan)!r} ({error}). Write the file with callback.plan.to_json()."
             ) from error
 
-    def on(self, device: torch.device, ranks_on_host: int = 1) -> Settings:
-        """Return what this means on a device.
+    def for_device(self, device: torch.device, ranks_on_host: int = 1) -> OffloaderConfig:
+        """Return the configuration of an offloader on a device.
 
         Args:
-            device: where the model is.
-            ranks_on_host: which share the host's memory, and the device if that is the CPU.
+            device: Device of the model.
+            ranks_on_host: Number of ranks that share the host's memory.
 
         Raises:
-            ConfigError: the directory is not there, or the GPU cannot compress.
+            ConfigError: If the directory does not exist, the GPU cannot compress, or the given plan
+                uses a tier that is not available.
         """
         names = self._actions_on(device)
         actions = [MemoryAction.KEEP]
@@ -116,9 +179,9 @@ class MemoryOptions:
             actions.append(MemoryAction.OFFLOAD)
             if "compress" in names:
                 actions.append(MemoryAction.BOTH)
-        return Settings(
+        return OffloaderConfig(
             device_limit=self._device_limit(device, ranks_on_host),
-            saved_limit=inf if self.saved_budget is None else _number(self.saved_budget),
+            saved_limit=inf if self.saved_budget is None else _bytes_or_share(self.saved_budget),
             min_bytes=parse_bytes(self.min_size),
             tiers=tiers,
             actions=tuple(actions),
@@ -129,34 +192,31 @@ class MemoryOptions:
             on_over_budget=self.on_over_budget,
         )
 
-    def _require_tiers(self, tiers: tuple[TierSettings, ...]) -> None:
-        plan, known = self.given(), {tier.name for tier in tiers}
-        wanted = (
-            {d.tier for d in plan.decisions if d.tier is not None} if plan is not None else set()
-        )
-        if not wanted <= known:
+    def _require_tiers(self, tiers: tuple[TierConfig, ...]) -> None:
+        plan, available = self.load_plan(), {tier.name for tier in tiers}
+        used = {d.tier for d in plan.decisions if d.tier is not None} if plan is not None else set()
+        if not used <= available:
             raise ConfigError(
-                f"plan must move data only where they may go here ({', '.join(known) or 'nowhere'})"
-                f", got one that moves them to {', '.join(sorted(wanted))}. Leave it out, so that "
-                "one is made."
+                f"plan must use only the tiers available here ({', '.join(available) or 'none'}), "
+                f"got one that uses {', '.join(sorted(used))}. Omit plan to make a new one."
             )
 
     def _actions_on(self, device: torch.device) -> set[str]:
         names = set(self.actions)
-        if device.type != "cuda" or "compress" not in names or zvc.runs_on_gpus():
+        if device.type != "cuda" or "compress" not in names or storage_codec().runs_on_gpus():
             return names
         if names != set(DEFAULT_ACTIONS):
             raise ConfigError(
-                "actions must be without 'compress' on a GPU without numba-cuda, got "
+                "actions must not contain 'compress' on a GPU without numba-cuda, got "
                 f"{list(self.actions)}. Install it: pip install 'lightning-dlres[cuda]'."
             )
-        # Nobody has asked for it.
+        # The default includes "compress", so the user has not asked for it.
         return names - {"compress"}
 
     def _device_limit(self, device: torch.device, ranks_on_host: int) -> float | str:
         if self.budget == "min":
             return "min"
-        limit = _number(self.budget)
+        limit = _bytes_or_share(self.budget)
         if limit > 1:
             return limit
         if device.type == "cuda":
@@ -164,48 +224,48 @@ class MemoryOptions:
         available = available_bytes()
         return inf if available is None else limit * available / ranks_on_host
 
-    def _tiers(self, device: torch.device, ranks_on_host: int) -> tuple[TierSettings, ...]:
-        found = []
+    def _tiers(self, device: torch.device, ranks_on_host: int) -> tuple[TierConfig, ...]:
+        tiers = []
         if device.type != "cpu":
-            host = inf if self.host_budget is None else float(parse_bytes(self.host_budget))
+            limit = inf if self.host_budget is None else float(parse_bytes(self.host_budget))
             available = available_bytes()
             if self.host_budget is None and available is not None:
-                host = 0.8 * available / ranks_on_host
-            found.append(TierSettings("host", host))
-        # On the CPU, what is on the host is on the device: only a file is somewhere else.
+                limit = _HOST_SHARE * available / ranks_on_host
+            tiers.append(TierConfig(name="host", limit=limit))
+        # On the CPU the host's memory is the device's memory, so only a file is another tier.
         if self.disk is not None or device.type == "cpu":
             directory = Path(self.disk if self.disk is not None else tempfile.gettempdir())
             if not directory.is_dir():
                 raise ConfigError(
-                    f"disk: got {str(directory)!r}, expected a directory that is there. Make it, "
-                    "or name another one."
+                    f"disk must be an existing directory, got {str(directory)!r}. Create it, or "
+                    "name another one."
                 )
             limit = inf if self.disk_budget is None else float(parse_bytes(self.disk_budget))
-            found.append(TierSettings("disk", limit, directory))
-        return tuple(found)
+            tiers.append(TierConfig(name="disk", limit=limit, directory=directory))
+        return tuple(tiers)
 
 
-def _amount(name: str, value: Budget, try_: str, also: tuple[str, ...] = ()) -> None:
-    if value in also:
+def _require_budget(name: str, value: Budget, example: str, words: tuple[str, ...] = ()) -> None:
+    if value in words:
         return
-    expected = "bytes, or a share up to 1.0 or 100%" + "".join(f", or {word!r}" for word in also)
+    expected = "bytes, or a share up to 1.0 or 100%" + "".join(f", or {word!r}" for word in words)
     try:
-        number = _number(value)
+        number = _bytes_or_share(value)
     except ConfigError:
         number = 0.0
     if isinstance(value, bool) or not number > 0:
-        raise ConfigError(got_expected(name, value, expected, try_))
+        raise ConfigError(got_expected(name, value, expected, example))
 
 
-def _whole(name: str, value: int | str, try_: str) -> None:
-    """Refuse what is no number of bytes; a share would be one of 0 or 1."""
+def _require_bytes(name: str, value: int | str, example: str) -> None:
+    """Refuse a value that is no number of bytes, such as a share."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ConfigError(got_expected(name, value, "a number of bytes", try_))
+        raise ConfigError(got_expected(name, value, "a number of bytes", example))
     parse_bytes(value, name)
 
 
-def _number(value: Budget) -> float:
-    """Return bytes, or a share if that is at most 1; 0 for a percentage that is none."""
+def _bytes_or_share(value: Budget) -> float:
+    """Return bytes (more than 1), or a share (at most 1); 0 for a bad percentage."""
     if isinstance(value, str) and value.strip().endswith("%"):
         with contextlib.suppress(ValueError):
             share = float(value.strip()[:-1]) / 100
@@ -215,5 +275,5 @@ def _number(value: Budget) -> float:
             value = float(value) if "." in value else int(value)
     if isinstance(value, float) and 0 < value <= 1:
         return value
-    # One byte is no share.
+    # The integer 1 means one byte, and must not be taken for a share of 1.0.
     return max(float(parse_bytes(value, "budget")), 1.5) if value else 0.0

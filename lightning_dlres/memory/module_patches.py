@@ -1,4 +1,4 @@
-"""Which modules are not as they were while a plan is followed."""
+"""Patches of modules that a plan needs: recomputation, and reuse of memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import msgspec
 from torch import nn
 
-from lightning_dlres.memory.execute.bitwise_check import Audit
-from lightning_dlres.memory.execute.calling import Calls
+from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
+from lightning_dlres.memory.execute.call_tracker import CallTracker
 from lightning_dlres.memory.execute.recompute import patch_recompute
-from lightning_dlres.memory.execute.reuse.function import Owner
+from lightning_dlres.memory.execute.reuse.function import MemoryOwner
 from lightning_dlres.memory.execute.reuse.install import patch_reuse
 from lightning_dlres.memory.profile.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
 class ModulePatches:
-    """Names of modules.
+    """Names of the patched modules.
 
     Attributes:
-        recompute: they run again in backward.
-        reuse: they reuse their inputs' memory, or save signs.
+        recompute: Modules that run again in backward.
+        reuse: Modules that reuse their inputs' memory, or that save signs.
     """
 
     recompute: tuple[str, ...] = ()
@@ -35,31 +35,33 @@ class ModulePatches:
         return {*self.recompute, *self.reuse}
 
     @contextmanager
-    def applied(self, root: nn.Module, owner: Owner, audit: Audit | None) -> Iterator[None]:
-        """Inside of it, the modules below a root are changed.
+    def applied(
+        self, root: nn.Module, owner: MemoryOwner, bitwise_check: BitwiseCheck | None
+    ) -> Iterator[None]:
+        """Context manager that patches the modules below a root.
 
         Args:
-            root: the model.
-            owner: knows who reads what is saved.
-            audit: looks at what they compute; None: nobody does.
+            root: Model.
+            owner: Owner of the memory that autograd saves.
+            bitwise_check: Receives the comparison with unpatched modules; None: no comparison.
         """
         if not self.names:
             yield
             return
-        calls = Calls()
+        tracker = CallTracker()
         with (
-            calls.followed(),
-            patch_recompute(root, self.recompute, calls, audit),
-            patch_reuse(root, self.reuse, owner, calls, audit),
+            tracker.tracking(),
+            patch_recompute(root, self.recompute, tracker, bitwise_check),
+            patch_reuse(root, self.reuse, owner, tracker, bitwise_check),
         ):
             yield
 
 
-UNCHANGED = ModulePatches()
+NO_PATCHES = ModulePatches()
 
 
-def without(profile: StepProfile, names: set[str]) -> StepProfile:
-    """Return a profile that knows of no changes of these modules."""
+def without_patches_of(profile: StepProfile, names: set[str]) -> StepProfile:
+    """Return a profile that offers no patches of these modules to the planner."""
     return msgspec.structs.replace(
         profile,
         regions=tuple(region for region in profile.regions if region.layer not in names),

@@ -1,39 +1,64 @@
-"""Training steps of one batch shape: what was measured of them, and the plans that they follow.
+"""Training steps of one batch shape: their phase, their measurements, and the plans they follow.
 
-Steps that save the same, saved_storage by saved_storage, are one course. Steps of one shape may take turns between
-several courses, with a plan each.
+Steps with the same signature save the same storages: equal bytes and dtypes in the same order.
+Steps of one shape may alternate between several signatures, with a plan for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import msgspec
 
-from lightning_dlres.memory.execute.bitwise_check import Audit
-from lightning_dlres.memory.module_patches import UNCHANGED, ModulePatches
+from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
+from lightning_dlres.memory.module_patches import NO_PATCHES, ModulePatches
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.memory.plan.plan_policy import PlanPolicy
 from lightning_dlres.memory.profile.step_profile import StepProfile
 
-# So many steps are measured for one more plan before nothing more is measured.
-_MOST_MEASURED = 16
-# So many plans a shape may have.
-_MOST_COURSES = 8
-# After so many planned steps in a row, other courses are not waited for any more.
-_SETTLED = 4
+# Steps that are measured without a new plan before measuring stops.
+_MAX_MEASURED = 16
+# Plans that one shape may have.
+_MAX_PLANS = 8
+# Followed steps in a row after which no other signature is expected.
+_SETTLED_STEPS = 4
 
-Course = tuple[tuple[int, str], ...]
+# Bytes and dtype of every storage that a step saves, in the order of saving.
+Signature = tuple[tuple[int, str], ...]
+
+
+class Phase(Enum):
+    """Phase of the steps of one shape.
+
+    PROFILE -> PLAN -> FOLLOW is the usual course. A plan with module patches takes
+    PROFILE -> PLAN -> VERIFY -> PROFILE -> PLAN -> FOLLOW: the patched modules are verified, and
+    the patched steps are measured before they are planned. A followed step with an unplanned
+    signature leads back to PROFILE.
+    """
+
+    PROFILE = "the next step is measured"
+    PLAN = "enough steps were measured for a plan"
+    VERIFY = "the next step compares patched modules with unpatched ones"
+    FOLLOW = "the next step follows the plans"
+
+
+@dataclass(frozen=True)
+class ProfiledPlan:
+    """Plan with the profile that it was made from."""
+
+    plan: MemoryPlan
+    profile: StepProfile
 
 
 @dataclass
-class _CourseProfiles:
-    """Profiles of steps that saved the same.
+class _SignatureProfiles:
+    """Profiles of steps with the same signature.
 
     Attributes:
-        memory: of a step whose memory was counted.
-        times: of the others.
+        memory: Profile of the step whose memory was metered, which slows a step down.
+        times: Profiles of steps that were only timed.
     """
 
     memory: StepProfile | None = None
@@ -42,151 +67,171 @@ class _CourseProfiles:
 
 @dataclass
 class ShapeSteps:
-    """The steps of one shape.
+    """Steps of one batch shape.
 
     Attributes:
-        profile_steps: steps that are measured for a plan.
-        is_measuring: whether the step to come is measured.
-        has_given_up: whether steps that no plan knows are not measured any more.
-        is_fixed: whether modules stay as they are: with steps that take turns, what changed modules
-            save could not be told from another course.
-        changes: modules that are not as they were.
-        first: plan and profile of the steps before that.
-        audit: looks at the changes in the step to come.
-        exact: changed modules that were found exact.
-        plans: one for each course.
-        given: a plan that the user has given, and whose changes are looked at.
-        follower: carries the plans out.
+        profile_steps: Steps that are measured for a plan.
+        phase: Phase of the next step.
+        has_stopped_measuring: Whether steps with unplanned signatures are no longer measured.
+        may_patch: Whether a plan may patch modules. False for alternating steps: a patch changes
+            the signature, and could not be told from another kind of step.
+        patches: Patches of the next step.
+        unpatched: Plan and profile of the steps before these patches; None without patches.
+        bitwise_check: Comparison of the patched modules; None except in phase VERIFY.
+        exact: Names of the patched modules that were found exact.
+        plans: One plan for each signature.
+        given_plan: Plan of the user that these steps follow.
+        policy: Policy that follows the plans; None before there is a plan.
     """
 
     profile_steps: int
-    is_measuring: bool = True
-    has_given_up: bool = False
-    is_fixed: bool = False
-    changes: ModulePatches = UNCHANGED
-    first: tuple[MemoryPlan, StepProfile] | None = None
-    audit: Audit | None = None
+    phase: Phase = Phase.PROFILE
+    has_stopped_measuring: bool = False
+    may_patch: bool = True
+    patches: ModulePatches = NO_PATCHES
+    unpatched: ProfiledPlan | None = None
+    bitwise_check: BitwiseCheck | None = None
     exact: set[str] = field(default_factory=set)
     plans: list[MemoryPlan] = field(default_factory=list)
-    given: MemoryPlan | None = None
-    follower: PlanPolicy | None = None
-    _profiles: dict[Course, _CourseProfiles] = field(default_factory=dict)
+    given_plan: MemoryPlan | None = None
+    policy: PlanPolicy | None = None
+    _profiles: dict[Signature, _SignatureProfiles] = field(default_factory=dict)
     _measured: int = 0
-    _alike: int = 0
-    _changed_unlike: int = 0
+    _matched_in_a_row: int = 0
+    _patched_mismatches: int = 0
 
     @property
     def is_idle(self) -> bool:
-        """Return whether all plans keep everything, and steps were alike for long enough not to be
-        watched any more."""
+        """Return whether steps run without the engine.
+
+        All plans keep everything, and enough steps matched them.
+        """
         return (
-            not self.is_measuring
-            and self._alike >= _SETTLED
+            self.phase is Phase.FOLLOW
+            and self._matched_in_a_row >= _SETTLED_STEPS
             and all(plan.changes_nothing for plan in self.plans)
         )
 
     @property
-    def lacks_memory(self) -> bool:
-        """Return whether memory is to be counted in the step to come."""
-        found = self._profiles.values()
-        return not found or any(profiles.memory is None for profiles in found)
+    def lacks_memory_profile(self) -> bool:
+        """Return whether the next step must be metered, and not only timed."""
+        profiles = self._profiles.values()
+        return not profiles or any(known.memory is None for known in profiles)
 
-    def forget(self) -> None:
-        """Begin anew."""
+    @property
+    def is_endless(self) -> bool:
+        """Return whether so much was measured that measuring should stop."""
+        return self._measured >= _MAX_MEASURED or len(self.plans) >= _MAX_PLANS
+
+    def reset(self) -> None:
+        """Drop all plans and measurements, and profile again."""
         self._profiles.clear()
         self.plans.clear()
-        self.changes, self.first, self.follower = UNCHANGED, None, None
-        self.audit = self.given = None
-        self.is_measuring, self.has_given_up = True, False
-        self._measured = self._alike = 0
-        # By now other modules may have these names.
+        self.patches, self.unpatched, self.policy = NO_PATCHES, None, None
+        self.bitwise_check = self.given_plan = None
+        self.phase, self.has_stopped_measuring = Phase.PROFILE, False
+        self._measured = self._matched_in_a_row = 0
+        # Other modules may have these names by now.
         self.exact.clear()
 
     def add(self, profile: StepProfile, has_memory: bool) -> StepProfile | None:
-        """Note a measured step.
+        """Add the profile of a measured step.
+
+        Args:
+            profile: Profile of the step.
+            has_memory: Whether its memory was metered.
 
         Returns:
-            What a plan can be made from, once enough steps of one course were measured.
+            The profile to plan with, in phase PLAN, once enough steps of one signature were
+            measured; else None.
         """
         self._measured += 1
-        course = tuple(
-            (saved_storage.nbytes, saved_storage.dtype) for saved_storage in profile.data
-        )
-        if any(course == course_of(plan) for plan in self.plans):
+        signature = tuple((storage.nbytes, storage.dtype) for storage in profile.storages)
+        if any(signature == signature_of(plan) for plan in self.plans):
             return None
-        known = self._profiles.setdefault(course, _CourseProfiles())
+        known = self._profiles.setdefault(signature, _SignatureProfiles())
         if has_memory:
             known.memory = known.memory or profile
         else:
             known.times.append(profile)
-        if self.first is not None and len(self._profiles) > 1:
-            self.is_fixed = True
-            self.forget()
+        if self.unpatched is not None and len(self._profiles) > 1:
+            self.may_patch = False
+            self.reset()
             return None
         if known.memory is None or 1 + len(known.times) < self.profile_steps:
             return None
-        del self._profiles[course]
-        return _timed(known.memory, known.times)
+        del self._profiles[signature]
+        self.phase = Phase.PLAN
+        return _with_least_times(known.memory, known.times)
 
-    @property
-    def is_endless(self) -> bool:
-        """Return whether enough was measured without a plan."""
-        return self._measured >= _MOST_MEASURED or len(self.plans) >= _MOST_COURSES
+    def profile_patched(self, planned: ProfiledPlan, patches: ModulePatches) -> None:
+        """Measure steps with patched modules; `planned` has the steps without the patches."""
+        self.patches, self.unpatched = patches, planned
+        self.phase, self._measured = Phase.PROFILE, 0
 
-    def restart(self) -> None:
-        """Modules were changed, or put back: steps are measured as they are now."""
-        self._measured = 0
+    def verify(self) -> None:
+        """Compare the patched modules with unpatched ones in the next step."""
+        self.phase, self.bitwise_check = Phase.VERIFY, BitwiseCheck()
 
-    def plan_for(self, plan: MemoryPlan) -> None:
-        """Note one more plan, and follow all."""
+    def end_verification(self) -> None:
+        """End the comparison; the patched steps are measured next."""
+        self.phase, self.bitwise_check = Phase.PROFILE, None
+
+    def follow(self, plan: MemoryPlan) -> None:
+        """Add a plan, and follow all plans."""
         self.plans.append(plan)
-        self.is_measuring, self._measured, self._alike = False, 0, 0
+        self.phase, self._measured, self._matched_in_a_row = Phase.FOLLOW, 0, 0
 
-    def end_step(self, unlike: bool) -> None:
-        """A step that followed the plans is over."""
-        if not unlike:
-            self._alike += 1
-            if self._alike >= _SETTLED:
+    def end_step(self, is_mismatch: bool) -> None:
+        """End a step in phase FOLLOW.
+
+        Args:
+            is_mismatch: Whether its signature was not planned.
+        """
+        if not is_mismatch:
+            self._matched_in_a_row += 1
+            if self._matched_in_a_row >= _SETTLED_STEPS:
                 self._profiles.clear()
             return
-        self._alike = 0
-        if self.changes != UNCHANGED:
-            # The next plans leave modules alone, if this happens again.
-            self._changed_unlike += 1
-            self.is_fixed |= self._changed_unlike > 1
-            self.forget()
-        elif self.given is not None:
-            self.forget()
-        else:
-            self.is_measuring = not self.has_given_up
+        self._matched_in_a_row = 0
+        if self.patches != NO_PATCHES:
+            # From the second time on the plans leave modules unpatched.
+            self._patched_mismatches += 1
+            self.may_patch &= self._patched_mismatches <= 1
+            self.reset()
+        elif self.given_plan is not None:
+            self.reset()
+        elif not self.has_stopped_measuring:
+            self.phase = Phase.PROFILE
 
     def stop_measuring(self) -> None:
-        """Measure nothing more."""
-        self.has_given_up, self.is_measuring = True, False
-        self.changes, self.first, self.audit = UNCHANGED, None, None
+        """Follow the plans from now on, whatever steps save."""
+        self.has_stopped_measuring, self.phase = True, Phase.FOLLOW
+        self.patches, self.unpatched, self.bitwise_check = NO_PATCHES, None, None
         self._profiles.clear()
 
 
-def course_of(plan: MemoryPlan) -> Course:
-    """Return what the steps of a plan save."""
+def signature_of(plan: MemoryPlan) -> Signature:
+    """Return the signature of the steps that a plan was made for."""
     return tuple((decision.nbytes, decision.dtype) for decision in plan.decisions)
 
 
-def _timed(first: StepProfile, others: Sequence[StepProfile]) -> StepProfile:
-    """Return the first profile, with the least time that every interval took in the others."""
-    alike = [profile for profile in others if _events(profile) == _events(first)]
+def _with_least_times(profile: StepProfile, others: Sequence[StepProfile]) -> StepProfile:
+    """Return a profile with the least duration of every interval in other profiles.
+
+    Only profiles with the same events count. The durations of regions are scaled alike.
+    """
+    alike = [other for other in others if _events(other) == _events(profile)]
     if not alike:
-        return first
-    seconds = tuple(min(times) for times in zip(*(p.seconds for p in alike), strict=True))
-    faster = sum(seconds) / max(sum(first.seconds), 1e-9)
+        return profile
+    seconds = tuple(min(times) for times in zip(*(other.seconds for other in alike), strict=True))
+    ratio = sum(seconds) / max(sum(profile.seconds), 1e-9)
     regions = tuple(
-        msgspec.structs.replace(region, seconds=region.seconds * faster) for region in first.regions
+        msgspec.structs.replace(region, seconds=region.seconds * ratio)
+        for region in profile.regions
     )
-    return msgspec.structs.replace(first, seconds=seconds, regions=regions)
+    return msgspec.structs.replace(profile, seconds=seconds, regions=regions)
 
 
 def _events(profile: StepProfile) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [
-        (saved_storage.nbytes, saved_storage.saved, saved_storage.uses)
-        for saved_storage in profile.data
-    ]
+    return [(storage.nbytes, storage.saved, storage.uses) for storage in profile.storages]

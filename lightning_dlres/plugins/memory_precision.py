@@ -1,11 +1,9 @@
-"""`MemoryPrecision(precision=..., budget=...)`: what `ActivationOffload` does, for those who would
-rather give the Trainer a plugin than a callback."""
+"""Precision plugin that trains within a budget of device memory, like `ActivationOffload`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,84 +14,48 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dlres.callbacks.offloading import TrainingSteps
+from lightning_dlres.callbacks.offloading import MemoryBudget, TrainingSteps
 from lightning_dlres.core.errors import ConfigError, got_expected
-from lightning_dlres.memory.options import DEFAULT_ACTIONS, MemoryOptions
-from lightning_dlres.memory.plan.plan import MemoryPlan
 
-Kind = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
 
-class MemoryPrecision(Precision):
-    """A precision plugin that keeps device memory within a budget; see `ActivationOffload`.
+class MemoryPrecision(MemoryBudget, Precision):
+    """Precision plugin that keeps device memory within a budget; see `ActivationOffload`.
 
-    `Trainer(plugins=dlres.MemoryPrecision("bf16-mixed", budget="8GiB"))` computes what
-    `Trainer(precision="bf16-mixed")` does, bit for bit: every hook goes to Lightning's own plugin
-    for that precision. Checkpoints can be read with and without it; the state of a gradient scaler
-    has its usual name there.
+    `Trainer(plugins=dlres.MemoryPrecision("bf16-mixed", budget="8GiB"))` computes the same bits as
+    `Trainer(precision="bf16-mixed")`: every hook is passed on to Lightning's own plugin for that
+    precision. Checkpoints can be read with and without this plugin. The state of a gradient scaler
+    has its usual name in them.
 
     Args:
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
-        budget, saved_budget, host_budget, disk, disk_budget, min_size, actions, profile_steps,
-            exact, on_over_budget, plan: see `ActivationOffload`.
+        **arguments: Arguments of `MemoryBudget.__init__`, which `ActivationOffload` takes, too.
 
     Raises:
-        ConfigError: an argument is of no use; when `fit` starts, the strategy or device cannot
-            work with it.
+        ConfigError: If an argument has a bad value; when `fit` starts, if the strategy or device is
+            not supported; after the measured steps, if no plan meets the budget.
     """
 
-    def __init__(
-        self,
-        precision: Kind = "32-true",
-        budget: int | float | str = 0.9,
-        saved_budget: int | float | str | None = None,
-        host_budget: int | str | None = None,
-        disk: str | Path | None = None,
-        disk_budget: int | str | None = None,
-        min_size: int | str = "64KiB",
-        actions: Sequence[str] = DEFAULT_ACTIONS,
-        profile_steps: int = 2,
-        exact: bool = True,
-        on_over_budget: Literal["error", "warn"] = "error",
-        plan: MemoryPlan | str | Path | None = None,
-    ) -> None:
-        self._options = MemoryOptions(
-            budget,
-            saved_budget,
-            host_budget,
-            disk,
-            disk_budget,
-            min_size,
-            actions,
-            profile_steps,
-            exact,
-            on_over_budget,
-            plan,
-        )
-        if precision not in get_args(Kind):
-            expected = f"one of {', '.join(map(repr, get_args(Kind)))}"
+    def __init__(self, precision: PrecisionName = "32-true", **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if precision not in get_args(PrecisionName):
+            expected = f"one of {', '.join(map(repr, get_args(PrecisionName)))}"
             raise ConfigError(got_expected("precision", precision, expected, "'bf16-mixed'"))
         self.precision: Any = precision
-        self.inner = _lightnings(precision)
+        self.inner = _lightning_plugin(precision)
         self._module: LightningModule | None = None
-        self.training_steps: TrainingSteps | None = None
         self._batch: Any = None
+        # Whether the optimizer steps after the present batch.
         self._is_stepping = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to a run stays with it.
-        return {**self.__dict__, "training_steps": None, "_module": None, "_batch": None}
+        return {**super().__getstate__(), "_module": None, "_batch": None}
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """Return the gradient scaler of "16-mixed"."""
         return getattr(self.inner, "scaler", None)
-
-    @property
-    def plan(self) -> MemoryPlan | None:
-        """Return the latest plan; None before the measured steps are over."""
-        offloader = self.training_steps.offloader if self.training_steps is not None else None
-        return offloader.plan if offloader is not None else None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -101,10 +63,10 @@ class MemoryPrecision(Precision):
             self._module = module
             strategy = module.trainer.strategy
             if isinstance(self.inner, MixedPrecision):
-                _move(self.inner, strategy.root_device.type)
+                _set_autocast_device(self.inner, strategy.root_device.type)
             if module.trainer.training:
                 self.training_steps = TrainingSteps(
-                    self._options, module.trainer, type(self).__name__
+                    self._config, module.trainer, type(self).__name__
                 )
         return self.inner.convert_module(module)
 
@@ -133,7 +95,7 @@ class MemoryPrecision(Precision):
         self, tensor: Tensor, module: LightningModule
     ) -> Tensor:
         loss = self.inner.post_backward(tensor, module)
-        # Else the step ends with the optimizer's.
+        # The step of a batch after which the optimizer steps ends in `optimizer_step`.
         if (
             self.training_steps is not None
             and module.automatic_optimization
@@ -167,7 +129,7 @@ class MemoryPrecision(Precision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Where Lightning looks for it if the plugin is not there.
+        # Under the name of Lightning's own plugin, which can then restore it without this one.
         state = self.inner.state_dict()
         if state:
             checkpoint[type(self.inner).__qualname__] = state
@@ -247,8 +209,8 @@ class MemoryPrecision(Precision):
         self.inner.clip_grad_by_norm(optimizer, clip_val)
 
 
-def _lightnings(precision: Kind) -> Precision:
-    """Return Lightning's own plugin."""
+def _lightning_plugin(precision: PrecisionName) -> Precision:
+    """Return Lightning's own plugin for a precision."""
     if precision in ("bf16-true", "16-true"):
         return HalfPrecision(precision)
     if precision in ("bf16-mixed", "16-mixed"):
@@ -256,8 +218,8 @@ def _lightnings(precision: Kind) -> Precision:
     return Precision()
 
 
-def _move(inner: MixedPrecision, device: str) -> None:
-    """Have autocast on the device that the Trainer was given."""
+def _set_autocast_device(inner: MixedPrecision, device: str) -> None:
+    """Move autocast, and the gradient scaler, to the type of device that the Trainer uses."""
     if inner.device != device:
         inner.device = device
         if inner.scaler is not None:

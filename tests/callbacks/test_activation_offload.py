@@ -1,4 +1,4 @@
-"""With the callback, training ends in the same weights, bit for bit, and within the budget."""
+"""ActivationOffload: training stays within the budget, with bitwise equal weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_dlres as dlres
-from lightning_dlres.callbacks.offloading import refuse
+from lightning_dlres.callbacks.offloading import require_supported
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.memory.execute.actions import MemoryAction
 from tests.support.networks import CASES
@@ -45,7 +45,7 @@ def ours(way: str = "all", **options: Any) -> dlres.ActivationOffload:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_weights_are_those_of_plain_training(name: str, way: str) -> None:
+def test_weights_equal_those_of_plain_training(name: str, way: str) -> None:
     plain = fit(Regression(name), batches(name))
     callback = ours(way)
     require_same(plain, fit(Regression(name), batches(name), callback))
@@ -53,17 +53,17 @@ def test_weights_are_those_of_plain_training(name: str, way: str) -> None:
     assert callback.training_steps is not None
     offloader = callback.training_steps.offloader
     assert offloader is not None
-    assert offloader.measured.steps > 0 or callback.plan.changes_nothing
-    assert offloader.measured.unlike == []
-    # Data may be denser than they were when they were measured, and then take more.
+    assert offloader.measurements.steps > 0 or callback.plan.changes_nothing
+    assert offloader.measurements.mismatches == []
+    # Storages may be denser than in the measured step, and then take more when compressed.
     fixed = way != "compress"
     limit = callback.plan.saved_peak if fixed else callback.plan.plain_saved_peak
-    assert offloader.measured.saved_peak <= limit
+    assert offloader.measurements.saved_peak <= limit
     gc.collect()
-    assert offloader._engine.ledger.now == 0
+    assert offloader._engine.byte_counter.now == 0
 
 
-def test_a_plan_uses_what_it_may() -> None:
+def test_a_plan_uses_the_allowed_actions() -> None:
     seen = {}
     for way in ("offload", "recompute", "all"):
         callback = ours(way)
@@ -72,7 +72,7 @@ def test_a_plan_uses_what_it_may() -> None:
         seen[way] = callback.plan
     assert any(d.action is MemoryAction.OFFLOAD for d in seen["offload"].decisions)
     assert seen["recompute"].recompute
-    # Memory that is measured again differs by a little.
+    # Measured memory varies a little between runs.
     assert seen["all"].peak <= 1.05 * min(seen["offload"].peak, seen["recompute"].peak)
     assert seen["all"].peak < seen["all"].plain_peak
 
@@ -86,8 +86,8 @@ def test_a_budget_that_holds_everything_changes_nothing() -> None:
     assert callback.plan.changes_nothing
 
 
-def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
-    with pytest.raises(ConfigError, match=r"budget: got 1000 B .* expected at least"):
+def test_a_budget_that_cannot_be_met_raises_an_error_with_the_smallest() -> None:
+    with pytest.raises(ConfigError, match=r"budget must be at least .* got 1000 B"):
         fit(Regression("cnn"), batches("cnn"), ours(budget=1000))
 
 
@@ -123,12 +123,12 @@ def test_changing_sequence_lengths_get_a_plan_each() -> None:
     assert callback.training_steps is not None
     offloader = callback.training_steps.offloader
     assert offloader is not None
-    assert offloader.measured.steps > 0
-    assert offloader.measured.unlike == []
+    assert offloader.measurements.steps > 0
+    assert offloader.measurements.mismatches == []
 
 
 class Unseen(Regression):
-    """Changes what it saves although the batch has one shape."""
+    """Task that saves different tensors for batches of one shape."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         wide = batch if batch_idx % 3 else torch.cat([batch, batch[:2].flip(0)])
@@ -136,7 +136,7 @@ class Unseen(Regression):
 
 
 @pytest.mark.parametrize("way", ["all", "offload", "compress"])
-def test_steps_unlike_the_plan_are_right_too(way: str) -> None:
+def test_steps_that_mismatch_the_plan_are_exact(way: str) -> None:
     callback = ours(way)
     options = {"max_epochs": 2}
     require_same(
@@ -145,12 +145,12 @@ def test_steps_unlike_the_plan_are_right_too(way: str) -> None:
     )
     assert callback.training_steps is not None
     assert callback.training_steps.offloader is not None
-    assert callback.training_steps.offloader.measured.unlike
-    assert "unlike" in (callback.training_steps.summary() or "")
+    assert callback.training_steps.offloader.measurements.mismatches
+    assert "did not match the plan" in (callback.training_steps.summary() or "")
 
 
 class Checkpointed(Regression):
-    """Recomputes a part by itself."""
+    """Task with checkpointing of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         middle = len(self.net) // 2
@@ -159,7 +159,7 @@ class Checkpointed(Regression):
 
 
 @pytest.mark.parametrize("way", ["all", "recompute"])
-def test_a_model_that_recomputes_by_itself(way: str) -> None:
+def test_a_model_with_its_own_checkpointing(way: str) -> None:
     require_same(
         fit(Checkpointed("mlp"), batches("mlp")),
         fit(Checkpointed("mlp"), batches("mlp"), ours(way)),
@@ -176,7 +176,7 @@ def test_a_compiled_model() -> None:
 
 
 class FailsOnce(Regression):
-    """Raises in a forward."""
+    """Task that raises in one forward."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -238,7 +238,7 @@ def test_training_resumes_with_and_without_the_callback(tmp_path: Path) -> None:
 
 
 class CopiesModel(Callback):
-    """Copies and pickles the model in the middle of a step."""
+    """Callback that copies and pickles the model in the middle of a step."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, _: Any) -> None:
         assert isinstance(pl_module, Regression)
@@ -259,7 +259,7 @@ def test_a_copy_of_the_model_runs_its_own_layers() -> None:
 
 
 class Nested(LightningModule):
-    """Batches in a structure, tied weights, a buffer that changes, data saved by views."""
+    """Task with nested batches, tied weights, a changing buffer and saved views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,8 +314,8 @@ def test_two_processes_with_ddp(pool: RankPool, name: str) -> None:
 
 def test_strategies_that_shard_the_model_are_refused() -> None:
     for strategy in (FSDPStrategy(), dlres.HeteroPipeStrategy()):
-        with pytest.raises(ConfigError, match="expected a model that is whole on its device"):
-            refuse(strategy, "ActivationOffload")
+        with pytest.raises(ConfigError, match="must keep the whole model on its device"):
+            require_supported(strategy, "ActivationOffload")
 
 
 @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
         dlres.ActivationOffload(**options)
 
 
-def test_a_directory_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a directory that is there"):
+def test_a_missing_directory_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be an existing directory"):
         fit(Regression("mlp"), batches("mlp"), ours(disk=tmp_path / "absent"))
     assert list(tmp_path.iterdir()) == []
 
@@ -372,12 +372,12 @@ def test_the_report_shows_the_memory_of_a_step(tmp_path: Path, as_plugin: bool) 
     assert "![memory](memory.png)" in text
     assert "Memory plan: peak" in text
     assert "One step:" in text
-    # The next report has none, and leaves none.
+    # The next run has no plan, so its report has no picture.
     fit(Regression("gpt"), batches("gpt"), dlres.ResourceReport(tmp_path))
     assert not (tmp_path / "memory.png").exists()
 
 
-def test_the_profile_knows_every_layer() -> None:
+def test_the_profile_has_every_layer() -> None:
     callback = ours("offload")
     fit(Regression("cnn"), batches("cnn"), callback)
     assert callback.profile is not None
@@ -386,9 +386,9 @@ def test_the_profile_knows_every_layer() -> None:
     assert first.kind == "Conv2d"
     assert first.parameters == first.gradients == 4 * (8 * 3 * 9 + 8)
     # AdamW's two averages, and the number of steps of each parameter.
-    assert first.history == 2 * first.parameters + 2 * 4
-    assert first.maps == 4 * 4 * 3 * 8 * 8
-    assert first.map_gradients == 4 * 4 * 8 * 8 * 8
+    assert first.optimizer_state == 2 * first.parameters + 2 * 4
+    assert first.feature_maps == 4 * 4 * 3 * 8 * 8
+    assert first.feature_map_gradients == 4 * 4 * 8 * 8 * 8
     assert "input" in first.needs
     assert norm.after == ("net.2",)
     assert layers["net.1"].needs == ("output",)
@@ -397,7 +397,7 @@ def test_the_profile_knows_every_layer() -> None:
 
 
 class Remembers(nn.Module):
-    """A block whose forward can be seen from outside, in one of several ways."""
+    """Block whose forward has a side effect, of one of several kinds."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -425,7 +425,7 @@ class Remembers(nn.Module):
     "how",
     ["counter", "list", "buffer", "python's random state", "NumPy's random state", "nothing"],
 )
-def test_what_leaves_traces_does_not_run_again(how: str) -> None:
+def test_modules_with_side_effects_are_not_recomputed(how: str) -> None:
     def train(*callbacks: Callback) -> dict[str, Tensor]:
         random.seed(0)
         np.random.seed(0)
@@ -451,18 +451,18 @@ def test_what_leaves_traces_does_not_run_again(how: str) -> None:
 
 
 @pytest.mark.parametrize("text", [True, False], ids=["text", "number"])
-def test_shares_are_shares(text: bool) -> None:
+def test_budgets_can_be_shares(text: bool) -> None:
     for share in (1.0, 0.6):
         callback = ours("offload", budget="1TiB", saved_budget=str(share) if text else share)
         fit(Regression("gpt"), batches("gpt"), callback)
         assert callback.plan is not None
         assert callback.plan.saved_limit == int(share * callback.plan.plain_saved_peak)
-    with pytest.raises(ConfigError, match="budget: got 1 B"):
+    with pytest.raises(ConfigError, match=r"budget must be at least .* got 1 B"):
         fit(Regression("gpt"), batches("gpt"), ours(budget=1))
 
 
 class Given(torch.autograd.Function):
-    """A loss that computes its gradient in forward."""
+    """Loss that computes its gradient in forward."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]
@@ -475,7 +475,7 @@ class Given(torch.autograd.Function):
 
 
 class SavedGradient(LightningModule):
-    """The gradient of its weight is a tensor that was saved, or a sum of two."""
+    """Task whose weight gradient is a saved tensor, or a sum of two."""
 
     def __init__(self, size: int, saved: str = "a sum") -> None:
         super().__init__()
@@ -497,7 +497,7 @@ class SavedGradient(LightningModule):
 # Of half of it, nothing could be kept: both losses need the same data.
 @pytest.mark.parametrize("way", [None, *(way for way in WAYS if way != "half")])
 @pytest.mark.parametrize("size", [4, 256])
-def test_what_is_saved_is_no_gradient_to_write_to(size: int, way: str | None) -> None:
+def test_saved_tensors_do_not_become_gradients(size: int, way: str | None) -> None:
     callback = ours(way) if way else dlres.ActivationOffload()
     tasks = [SavedGradient(size), SavedGradient(size)]
     plain = fit(tasks[0], batches("mlp"), gradient_clip_val=1.0)
@@ -514,7 +514,7 @@ def test_a_saved_tensor_that_is_a_gradient_is_not_written_to(saved: str) -> None
 
 
 class ChangesInput(nn.Module):
-    """Blocks whose input is changed after they have used it."""
+    """Blocks whose input is changed after their use."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -545,7 +545,7 @@ class InputBlock(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["by position", "by keyword", "in a list"])
-def test_inputs_that_are_changed_afterwards(how: str) -> None:
+def test_modules_whose_inputs_change_later_are_not_recomputed(how: str) -> None:
     def task() -> Regression:
         found = Regression("mlp")
         torch.manual_seed(1)
@@ -564,14 +564,14 @@ def test_inputs_that_are_changed_afterwards(how: str) -> None:
 
 
 class Profiles(Regression):
-    """Uses torch's profiler in a step."""
+    """Task that uses torch's profiler in a step."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with torch.profiler.profile():
             return super().training_step(batch, batch_idx)
 
 
-def test_profilers_of_others(tmp_path: Path) -> None:
+def test_other_profilers_keep_working(tmp_path: Path) -> None:
     plain = fit(Regression("mlp"), batches("mlp"))
     require_same(plain, fit(Profiles("mlp"), batches("mlp"), ours("offload")))
     require_same(
@@ -585,7 +585,7 @@ def test_profilers_of_others(tmp_path: Path) -> None:
     )
 
 
-def test_two_that_would_move_the_same_are_refused() -> None:
+def test_two_offloading_parts_are_refused() -> None:
     with pytest.raises(ConfigError, match="ActivationOffload and ActivationOffload in one Train"):
         fit(Regression("mlp"), batches("mlp"), ours(), ours())
     with pytest.raises(ConfigError, match="ActivationOffload and MemoryPrecision in one Trainer"):
@@ -593,7 +593,7 @@ def test_two_that_would_move_the_same_are_refused() -> None:
 
 
 class Words(LightningModule):
-    """Sparse gradients, and a module that is lazy before the first step."""
+    """Task with sparse gradients, and a module that is lazy before the first step."""
 
     def __init__(self) -> None:
         super().__init__()

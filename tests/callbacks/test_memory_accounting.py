@@ -46,7 +46,7 @@ class WideUNet(UNet):
 
 
 class Checkpointed(nn.Module):
-    """Runs its blocks again by itself."""
+    """Network with checkpointing of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 class Wide(Regression):
-    """One of the cases."""
+    """Task with one of the networks."""
 
     def __init__(self, name: str) -> None:
         super().__init__("mlp")
@@ -76,12 +76,12 @@ class Wide(Regression):
         self.net = CASES[name][0]()
 
     def configure_optimizers(self) -> Any:
-        # Zeros must not become more or fewer: compressed data would change in size.
+        # The number of zeros must not change: it determines the size of compressed storages.
         return torch.optim.AdamW(self.parameters(), lr=1e-6)
 
 
 class AllocatorPeak(Callback):
-    """Counts what torch's allocator gives and takes back in one step."""
+    """Callback that counts allocations and frees of torch's allocator in one step."""
 
     def __init__(self, step: int) -> None:
         self.step, self.peak = step, 0
@@ -119,7 +119,7 @@ class AllocatorPeak(Callback):
             self.count(sorted((e for e in events if "ts" in e), key=lambda e: float(e["ts"])))
 
     def count(self, events: list[Any]) -> None:
-        # What is given back and was not taken was there before.
+        # Memory that is freed without an allocation existed before the step.
         there = set(self.known)
         for event in events:
             if event["name"] == "[memory]":
@@ -127,7 +127,7 @@ class AllocatorPeak(Callback):
                 if change < 0 and address not in there:
                     self.before -= change
                 (there.add if change > 0 else there.discard)(address)
-        # The profiler does not always tell of memory from before that is given back.
+        # The profiler does not always report that memory from before the step is freed.
         now, given_back = self.before, set()
         for event in events:
             if event["name"] == "gradients go" and event.get("cat") == "user_annotation":
@@ -180,7 +180,7 @@ COUNTED += [("checkpointed", "keep"), ("checkpointed", "offload")]
 
 
 @pytest.mark.parametrize(("name", "way"), COUNTED)
-def test_the_predicted_peak_is_what_the_allocator_counts(name: str, way: str) -> None:
+def test_the_predicted_peak_equals_the_allocators(name: str, way: str) -> None:
     callback, counter = dlres.ActivationOffload(**WAYS[way]), AllocatorPeak(6)
     fit(Wide(name), loader(name, 7), callback, counter)
     assert callback.plan is not None
@@ -204,7 +204,7 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 class Listening(nn.Module):
-    """A network of which somebody keeps what goes into one layer."""
+    """Network with a hook that keeps the input of one layer."""
 
     def __init__(self, net: nn.Module, name: str) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_memory_is_reused_and_the_peak_drops_by_what_the_plan_says(
 ) -> None:
     monkeypatch.setitem(CASES, name, PAIRS[name])
     plain, ours = AllocatorPeak(6), AllocatorPeak(6)
-    callback = dlres.ActivationOffload("min", actions=["reuse"])
+    callback = dlres.ActivationOffload(budget="min", actions=["reuse"])
     weights = [fit(Wide(name), loader(name, 7), plain)]
     weights.append(fit(Wide(name), loader(name, 7), ours, callback))
     for key, value in weights[0].items():
@@ -239,13 +239,13 @@ def test_memory_is_reused_and_the_peak_drops_by_what_the_plan_says(
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_memory_that_somebody_reads_is_not_reused(
+def test_memory_with_other_holders_is_not_reused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, batch = PAIRS[name]
     monkeypatch.setitem(CASES, name, (lambda: Listening(make(), "2"), batch))
     ours = AllocatorPeak(6)
-    callback = dlres.ActivationOffload("min", actions=["reuse"])
+    callback = dlres.ActivationOffload(budget="min", actions=["reuse"])
     fit(Wide(name), loader(name, 7), ours, callback)
     assert callback.plan is not None
     assert "net.net.2" not in callback.plan.reuse

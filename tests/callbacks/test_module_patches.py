@@ -1,4 +1,4 @@
-"""Modules are changed only if they compute the same bits, unless the user does not mind."""
+"""Module patches: only modules that compute the same bits are patched, unless exact=False."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.utils.data import DataLoader
 
 import lightning_dlres as dlres
 from lightning_dlres.core._compat import is_in_backward
-from lightning_dlres.memory.execute.bitwise_check import Audit, are_same
-from lightning_dlres.memory.execute.reuse.dense import Linear
-from lightning_dlres.memory.execute.reuse.formula import Backward
-from lightning_dlres.memory.module_patches import without
+from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck, are_same
+from lightning_dlres.memory.execute.reuse.dense import LinearFormula
+from lightning_dlres.memory.execute.reuse.formula import BackwardCall
+from lightning_dlres.memory.module_patches import without_patches_of
 from lightning_dlres.memory.profile.step_profile import Region, Reuse
 from tests.support.memory_profiles import stack
 from tests.support.offload_tasks import Regression, fit, require_same
 
 
 class Other(nn.Module):
-    """Computes something else in backward than in forward."""
+    """Module that computes something else in backward than in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Other(nn.Module):
 
 
 class Noisy(Other):
-    """Draws random numbers, which a second run must draw again."""
+    """Module that draws random numbers, which a second run must repeat."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x).sigmoid().tanh().exp()
@@ -61,61 +61,61 @@ def require_parity(
     make: Callable[[], Regression], rows: int, **options: Any
 ) -> dlres.ActivationOffload:
     """Train plainly and with the callback, compare, and return the callback."""
-    callback = dlres.ActivationOffload("min", min_size=1, **options)
+    callback = dlres.ActivationOffload(budget="min", min_size=1, **options)
     require_same(fit(make(), loader(rows)), fit(make(), loader(rows), callback))
     assert callback.plan is not None
     return callback
 
 
-def test_a_module_that_is_another_one_in_backward_never_runs_again() -> None:
+def test_a_module_that_computes_differently_in_backward_is_not_recomputed() -> None:
     callback = require_parity(lambda: task(Other(), Noisy()), 512, actions=["recompute"])
     assert callback.plan is not None
     assert "net.1" not in callback.plan.recompute
-    loose = dlres.ActivationOffload("min", min_size=1, actions=["recompute"], exact=False)
+    loose = dlres.ActivationOffload(budget="min", min_size=1, actions=["recompute"], exact=False)
     fit(task(Other(), Noisy()), loader(512), loose)
     assert loose.plan is not None
     assert loose.plan.recompute == ("net.1",)
 
 
-def test_a_module_with_random_numbers_runs_again() -> None:
+def test_a_module_with_random_numbers_is_recomputed() -> None:
     callback = require_parity(lambda: task(Noisy(), Noisy()), 512, actions=["recompute"])
     assert callback.plan is not None
     assert callback.plan.recompute == ("net.1",)
 
 
-def off_by_one_bit(self: Linear, call: Backward) -> tuple[Tensor | None, ...]:
+def off_by_one_bit(self: LinearFormula, call: BackwardCall) -> tuple[Tensor | None, ...]:
     found = _BACKWARD(self, call)
-    if call.into is not None:
-        call.into.view(torch.int32)[..., 0] ^= 1
+    if call.out is not None:
+        call.out.view(torch.int32)[..., 0] ^= 1
     return found
 
 
-_BACKWARD = Linear.backward
+_BACKWARD = LinearFormula.backward
 
 
-def test_a_layer_that_adds_up_otherwise_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Linear, "backward", off_by_one_bit)
+def test_a_layer_with_different_rounding_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearFormula, "backward", off_by_one_bit)
     callback = require_parity(lambda: task(nn.GELU()), 2048, actions=["reuse"])
     assert callback.plan is not None
     assert "net.2" not in callback.plan.reuse
-    loose = dlres.ActivationOffload("min", min_size=1, actions=["reuse"], exact=False)
+    loose = dlres.ActivationOffload(budget="min", min_size=1, actions=["reuse"], exact=False)
     fit(task(nn.GELU()), loader(2048), loose)
     assert loose.plan is not None
     assert "net.2" in loose.plan.reuse
 
 
-def test_layers_that_add_up_alike_are_taken() -> None:
+def test_layers_with_equal_rounding_are_patched() -> None:
     callback = require_parity(lambda: task(nn.LayerNorm(64), nn.GELU()), 2048, actions=["reuse"])
     assert callback.plan is not None
     assert callback.plan.reuse == ("net.2", "net.3")
 
 
-def test_what_an_audit_finds() -> None:
-    audit = Audit()
+def test_a_bitwise_check_tells_differing_and_unchecked_modules() -> None:
+    bitwise_check = BitwiseCheck()
     for name, is_same in (("a", True), ("b", False), ("b", True), ("c", True), ("c", False)):
-        audit.note(name, is_same)
-    assert audit.unlike({"a", "b", "c", "never"}) == {"b", "c"}
-    assert audit.unseen({"a", "b", "c", "never"}) == {"never"}
+        bitwise_check.record(name, is_same)
+    assert bitwise_check.differing({"a", "b", "c", "never"}) == {"b", "c"}
+    assert bitwise_check.unchecked({"a", "b", "c", "never"}) == {"never"}
     nan = torch.tensor([float("nan"), 0.0])
     assert are_same([nan, None], [nan.clone(), None])
     assert not are_same([torch.tensor(0.0)], [torch.tensor(-0.0)])
@@ -124,34 +124,34 @@ def test_what_an_audit_finds() -> None:
     assert not are_same([torch.zeros(2)], [torch.zeros(2, dtype=torch.int32)])
 
 
-def test_a_profile_without_some_changes() -> None:
+def test_a_profile_without_the_patches_of_some_modules() -> None:
     import msgspec
 
     profile = msgspec.structs.replace(
         stack([1, 2]),
         regions=(
-            Region(layer="a", data=(0,), seconds=0.0, entry=0),
-            Region(layer="b", data=(1,), seconds=0.0, entry=1),
+            Region(layer="a", storages=(0,), seconds=0.0, entry=0),
+            Region(layer="b", storages=(1,), seconds=0.0, entry=1),
         ),
         reuses=(
-            Reuse(layers=("a", "c"), saved_storage=0, at=3, nbytes=1),
-            Reuse(layers=("d",), saved_storage=1, at=2, nbytes=1),
+            Reuse(layers=("a", "c"), storage=0, overwritten_at=3, nbytes=1),
+            Reuse(layers=("d",), storage=1, overwritten_at=2, nbytes=1),
         ),
     )
-    found = without(profile, {"c", "b"})
+    found = without_patches_of(profile, {"c", "b"})
     assert [region.layer for region in found.regions] == ["a"]
     assert [reuse.layers for reuse in found.reuses] == [("d",)]
 
 
 class Skips(Regression):
-    """Has no loss in the first steps of a plan."""
+    """Task without a loss in the first steps of a plan."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx in (3, 4) else loss
 
 
-def test_a_layer_is_looked_at_when_it_is_there() -> None:
+def test_a_layer_is_verified_in_a_step_that_runs_it() -> None:
     def make() -> Regression:
         found = Skips("mlp")
         found.net = task(nn.GELU()).net
@@ -163,7 +163,7 @@ def test_a_layer_is_looked_at_when_it_is_there() -> None:
 
 
 class Copying(Regression):
-    """Makes a copy of itself in the first step, and uses vmap."""
+    """Task that copies itself in the first step, and uses vmap."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 0:
@@ -172,14 +172,14 @@ class Copying(Regression):
         return super().training_step(batch, batch_idx) + several.mean()
 
 
-def test_copies_from_a_measured_step_are_left_alone() -> None:
+def test_copies_of_a_patched_model_run_their_own_forward() -> None:
     def make() -> Copying:
         found = Copying("mlp")
         found.net = task(nn.GELU()).net
         return found
 
     plain, ours = make(), make()
-    callback = dlres.ActivationOffload("min", min_size=1)
+    callback = dlres.ActivationOffload(budget="min", min_size=1)
     require_same(fit(plain, loader(64)), fit(ours, loader(64), callback))
     for one in ours.copies:
         torch.testing.assert_close(one(torch.ones(2, 64)), ours.copies[0](torch.ones(2, 64)))

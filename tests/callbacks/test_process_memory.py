@@ -1,4 +1,4 @@
-"""What the process itself holds, as the kernel counts it, and what data take at every hook."""
+"""Memory of the process by the kernel's count, and bytes of saved tensors at every hook."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.offload_tasks import Regression, fit
 
 
 def anonymous_bytes() -> int:
-    """Return what this process holds that is no file's."""
+    """Return the bytes of anonymous memory of this process."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
@@ -28,7 +28,7 @@ def anonymous_bytes() -> int:
 
 
 class AtTurn(Callback):
-    """Looks at what the process's memory has grown by between forward and backward."""
+    """Callback that records the growth of the process between forward and backward."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -42,8 +42,8 @@ class AtTurn(Callback):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
-def test_with_the_disk_the_process_itself_gets_smaller(tmp_path: Path) -> None:
-    # 33 MiB each: up to 32, glibc may take them from memory that earlier tests have freed.
+def test_offloading_to_disk_shrinks_the_process(tmp_path: Path) -> None:
+    # 33 MiB each: up to 32 MiB, glibc may reuse memory that earlier tests have freed.
     CASES["large"] = (large_mlp, lambda: torch.randn(135168, 64))
     try:
         plain, ours = AtTurn(), AtTurn()
@@ -61,7 +61,7 @@ def test_with_the_disk_the_process_itself_gets_smaller(tmp_path: Path) -> None:
 
 
 class Resident(Callback):
-    """Notes what the process holds after every hundred steps."""
+    """Callback that records the memory of the process after every hundred steps."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
@@ -82,9 +82,9 @@ class Resident(Callback):
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 @pytest.mark.parametrize("steps", [400, pytest.param(2000, marks=pytest.mark.exhaustive)])
-def test_nothing_grows_in_many_steps(steps: int) -> None:
+def test_memory_does_not_grow_over_many_steps(steps: int) -> None:
     watcher = Resident()
-    watcher.offload = dlres.ActivationOffload("1TiB", saved_budget=0.5, min_size=1)
+    watcher.offload = dlres.ActivationOffload(budget="1TiB", saved_budget=0.5, min_size=1)
     data = [torch.randn(3, 10 - (number % 20 == 0), 16) for number in range(steps)]
     task = Regression("mlp")
     task.net = nn.Sequential(Block(16, 0.1))
@@ -96,12 +96,12 @@ def test_nothing_grows_in_many_steps(steps: int) -> None:
 
 @pytest.mark.parametrize("actions", [["offload"], ["offload", "compress", "recompute"]], ids=str)
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
-def test_saved_data_never_take_more_than_half(name: str, actions: list[str]) -> None:
-    callback = dlres.ActivationOffload("1TiB", saved_budget=0.5, actions=actions)
+def test_saved_tensors_never_exceed_half(name: str, actions: list[str]) -> None:
+    callback = dlres.ActivationOffload(budget="1TiB", saved_budget=0.5, actions=actions)
     fit(Wide(name), loader(name, 10), callback)
     steps = callback.training_steps
     assert callback.plan is not None
     assert steps is not None
     assert steps.offloader is not None
-    # Counted whenever a tensor is saved or asked for.
-    assert 0 < steps.offloader.measured.saved_peak <= 0.5 * callback.plan.plain_saved_peak
+    # Counted whenever a tensor is saved or unpacked.
+    assert 0 < steps.offloader.measurements.saved_peak <= 0.5 * callback.plan.plain_saved_peak

@@ -1,4 +1,4 @@
-"""One thread computes: several workers with several threads each wait for each other."""
+"""Fixtures: one thread computes, as the threads of several test workers block each other."""
 
 from __future__ import annotations
 

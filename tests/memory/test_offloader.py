@@ -1,4 +1,4 @@
-"""Which steps are measured, which follow a plan, and what a person is told about it."""
+"""Offloader: measured and planned steps, and the messages to the user."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.memory.config import MemoryConfig
 from lightning_dlres.memory.offloader import Offloader
-from lightning_dlres.memory.options import MemoryOptions
 from lightning_dlres.memory.plan.plan import MemoryPlan
-from lightning_dlres.memory.profile.meter import ProfiledBytes
+from lightning_dlres.memory.profile.meter import ProfilerMeter
 
 CPU = torch.device("cpu")
 Loss = Callable[[nn.Module, int], Tensor]
@@ -33,16 +33,16 @@ class Run:
         self.net = nn.Sequential(
             *(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4))
         )
-        self.loss, self.said, self.warned = loss, [], []
+        self.loss, self.logged, self.warned = loss, [], []
         given = {"budget": "1PiB", "saved_budget": 0.75, "actions": ["offload"], "min_size": 1}
-        self.options = MemoryOptions(**{**given, **options})
+        self.options = MemoryConfig(**{**given, **options})
         self.offloader = Offloader(
             self.net,
-            self.options.on(CPU),
+            self.options.for_device(CPU),
             CPU,
-            say=self.said.append,
+            log=self.logged.append,
             warn=self.warned.append,
-            given=self.options.given(),
+            given_plan=self.options.load_plan(),
         )
 
     def gradients(self, number: int) -> list[Tensor]:
@@ -67,11 +67,11 @@ class Run:
 
     @property
     def followed(self) -> int:
-        return self.offloader.measured.steps
+        return self.offloader.measurements.steps
 
     @property
-    def unlike(self) -> list[str]:
-        return self.offloader.measured.unlike
+    def mismatches(self) -> list[str]:
+        return self.offloader.measurements.mismatches
 
     @property
     def plan(self) -> MemoryPlan:
@@ -97,7 +97,7 @@ def with_gradient_penalty(net: nn.Module, number: int) -> Tensor:
 
 
 def with_inner_steps(net: nn.Module, number: int) -> Tensor:
-    """As in MAML."""
+    """Train inner steps as in MAML (Finn et al., 2017)."""
     weights = dict(net.named_parameters())
     x, y = torch.randn(2, 8, 16)
     for _ in range(2):
@@ -108,7 +108,7 @@ def with_inner_steps(net: nn.Module, number: int) -> Tensor:
 
 
 def of_a_part(net: nn.Module, number: int) -> Tensor:
-    """A small part of a large tensor moves alone; what is made of it is saved again."""
+    """Save a small part of a large tensor, which moves alone, and tensors made from it."""
     x = torch.randn(40, 16, requires_grad=True)
     part = x.exp()[3:9]
     (slope,) = torch.autograd.grad(part.sin().sum(), x, create_graph=True)
@@ -116,7 +116,7 @@ def of_a_part(net: nn.Module, number: int) -> Tensor:
 
 
 class Wide(nn.Module):
-    """A module that saves more than it takes."""
+    """Module that saves more than its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def with_pushed_forward(net: Wide, x: Tensor) -> Tensor:
     "way",
     [of_rows, of_closures, of_weights, with_forward_derivatives, with_pushed_forward],
 )
-def test_modules_run_as_they_are_in_transforms(way: Callable[[Any, Tensor], Tensor]) -> None:
+def test_modules_are_not_patched_inside_transforms(way: Callable[[Any, Tensor], Tensor]) -> None:
     wide = Wide()
     options: dict[str, Any] = {"actions": ["reuse", "recompute"], "budget": "min"}
     run = Run(
@@ -174,9 +174,9 @@ def test_modules_run_as_they_are_in_transforms(way: Callable[[Any, Tensor], Tens
     "loss",
     [plainly, with_reentrant_checkpoints, with_gradient_penalty, with_inner_steps, of_a_part],
 )
-def test_a_plan_stays(loss: Loss, actions: list[str]) -> None:
+def test_steps_match_their_plan(loss: Loss, actions: list[str]) -> None:
     run = Run(loss, actions=actions).steps(9)
-    assert run.unlike == []
+    assert run.mismatches == []
     assert run.followed >= 4
     assert any(decision.tier for decision in run.plan.decisions)
 
@@ -191,41 +191,41 @@ def alike_at_first(net: nn.Module, number: int) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [in_turns, alike_at_first])
-def test_steps_that_take_turns_get_a_plan_each(loss: Loss) -> None:
+def test_alternating_steps_get_a_plan_each(loss: Loss) -> None:
     run = Run(loss).steps(12)
-    followed, unlike = run.followed, len(run.unlike)
+    followed, unlike = run.followed, len(run.mismatches)
     for number in range(12, 18):
         run.step(number)
     assert run.followed == followed + 6
-    assert len(run.unlike) == unlike <= 2
+    assert len(run.mismatches) == unlike <= 2
     assert run.warned == []
 
 
-def test_a_first_step_unlike_all_others() -> None:
+def test_a_different_first_step_is_no_mismatch() -> None:
     run = Run(lambda net, n: net(torch.randn(8 + 4 * (n == 0), 16)).square().sum()).steps(10)
-    assert run.unlike == []
+    assert run.mismatches == []
     assert run.followed == 7
 
 
-def test_steps_that_are_never_alike_are_told_and_not_measured_for_ever() -> None:
+def test_ever_changing_steps_stop_the_measuring_with_a_warning() -> None:
     run = Run(lambda net, n: net(torch.randn(4 + n, 16)).square().sum()).steps(20)
     followed = run.followed
     assert followed > 0
     (warning,) = run.warned
-    assert "go on saving something else" in warning
+    assert "keep saving different tensors" in warning
     for number in range(20, 24):
         run.step(number)
     assert run.followed == followed + 4
     assert len(run.warned) == 1
 
 
-def test_batches_of_ever_new_shapes_are_told() -> None:
+def test_ever_new_batch_shapes_give_a_warning() -> None:
     run = Run(plainly)
     for number in range(60):
         run.step(0, shape=number)
     (warning,) = run.warned
     assert "50 of the latest 50 steps were measured" in warning
-    assert "pad them" in warning
+    assert "pad the batches" in warning
 
 
 @contextmanager
@@ -250,29 +250,29 @@ def test_a_plan_that_keeps_everything_installs_nothing(monkeypatch: pytest.Monke
         assert seen == []
         run.step(0, "another")
         assert len(seen) == 1
-    measuring, nothing = run.said
-    assert "are measured" in measuring
-    assert "nothing is installed from now on" in nothing
+    measuring, nothing = run.logged
+    assert "measuring the first" in measuring
+    assert "nothing is moved or installed from now on" in nothing
     assert "\n" not in nothing
 
 
-def test_steps_that_take_turns_are_watched_until_all_are_known() -> None:
+def test_alternating_steps_become_idle_when_all_are_planned() -> None:
     run = Run(in_turns, saved_budget=None)
     for number in range(20):
         run.step(number)
     assert run.offloader.is_idle("one")
 
 
-def test_the_first_measured_step_is_told_once() -> None:
+def test_measuring_is_logged_once() -> None:
     run = Run(plainly)
     run.step(0)
     run.step(0, "another")
-    assert len(run.said) == 1
-    assert "slower than those that follow" in run.said[0]
+    assert len(run.logged) == 1
+    assert "slower than later steps" in run.logged[0]
 
 
 @pytest.mark.parametrize("as_file", [False, True])
-def test_a_plan_is_given_back(as_file: bool, tmp_path: Path) -> None:
+def test_a_given_plan_is_followed(as_file: bool, tmp_path: Path) -> None:
     first = Run(plainly).steps(5).plan
     plan: Any = first
     if as_file:
@@ -280,30 +280,30 @@ def test_a_plan_is_given_back(as_file: bool, tmp_path: Path) -> None:
         plan.write_text(first.to_json())
     run = Run(plainly, plan=plan).steps(4)
     assert run.followed == 4
-    assert run.unlike == []
-    assert run.said == []
+    assert run.mismatches == []
+    assert run.logged == []
     assert run.plan == first
 
 
-def test_a_plan_with_changed_modules_is_given_back() -> None:
+def test_a_given_plan_with_patches_is_verified_and_followed() -> None:
     options = {"actions": ["recompute"]}
     first = Run(plainly, **options).steps(9).plan
     assert first.recompute or first.reuse
     run = Run(plainly, plan=first, **options).steps(4)
     # One step looks whether the modules compute the same bits.
     assert run.followed == 3
-    assert run.unlike == []
+    assert run.mismatches == []
 
 
-def test_a_plan_of_something_else_is_not_followed() -> None:
+def test_a_given_plan_of_other_steps_is_dropped() -> None:
     other = Run(with_gradient_penalty).steps(5).plan
     run = Run(plainly, plan=other).steps(6)
-    assert len(run.unlike) == 1
+    assert len(run.mismatches) == 1
     assert run.followed == 4
     assert run.plan != other
 
 
-def test_a_plan_that_keeps_everything_is_looked_at_before_it_is_trusted() -> None:
+def test_a_given_plan_that_keeps_everything_is_checked_first() -> None:
     first = Run(plainly, saved_budget=None).steps(3).plan
     run = Run(plainly, saved_budget=None, plan=first)
     run.steps(3)
@@ -313,21 +313,21 @@ def test_a_plan_that_keeps_everything_is_looked_at_before_it_is_trusted() -> Non
 
 
 @pytest.mark.parametrize("limit", [{"budget": 20_000}, {"saved_budget": 100}], ids=str)
-def test_over_budget_is_an_error_or_a_warning(limit: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="expected at least"):
+def test_an_exceeded_budget_is_an_error_or_a_warning(limit: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must be at least"):
         Run(plainly, actions=["compress"], **limit).steps(3)
     run = Run(plainly, actions=["compress"], on_over_budget="warn", **limit).steps(5)
     (warning,) = run.warned
-    assert "expected at least" in warning
-    assert "Training goes on with the smallest that can be met." in warning
+    assert "must be at least" in warning
+    assert "Training continues with the smallest peak that can be met." in warning
 
 
 def test_shares_in_percent() -> None:
     for budget in ("50%", " 50 % ", 0.5, "0.5"):
-        assert MemoryOptions(saved_budget=budget).on(CPU).saved_limit == 0.5
+        assert MemoryConfig(saved_budget=budget).for_device(CPU).saved_limit == 0.5
     for bad in ("0%", "101%", "-5%", "%", "nan%"):
         with pytest.raises(ConfigError, match=r"budget must be bytes, or a share"):
-            MemoryOptions(budget=bad)
+            MemoryConfig(budget=bad)
 
 
 @pytest.mark.parametrize(
@@ -341,18 +341,18 @@ def test_shares_in_percent() -> None:
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MemoryOptions(**options)
+        MemoryConfig(**options)
 
 
-def test_a_plan_for_another_place_is_refused() -> None:
+def test_a_plan_with_unavailable_tiers_is_refused() -> None:
     plan = Run(plainly).steps(5).plan
-    with pytest.raises(ConfigError, match="plan must move data only where they may go here"):
-        MemoryOptions(actions=["compress"], plan=plan).on(CPU)
+    with pytest.raises(ConfigError, match="plan must use only the tiers available here"):
+        MemoryConfig(actions=["compress"], plan=plan).for_device(CPU)
 
 
-def test_one_thread_at_a_time_counts_memory() -> None:
-    """A second profiler of torch would end the process."""
-    one, other = ProfiledBytes(), ProfiledBytes()
+def test_one_thread_at_a_time_profiles_memory() -> None:
+    """Torch ends the process when a second profiler starts."""
+    one, other = ProfilerMeter(), ProfilerMeter()
 
     def count() -> None:
         with other.running(list):
@@ -362,6 +362,6 @@ def test_one_thread_at_a_time_counts_memory() -> None:
         thread = threading.Thread(target=count)
         thread.start()
         thread.join()
-    assert (one.was_taken, other.was_taken) == (False, True)
+    assert (one.was_busy, other.was_busy) == (False, True)
     count()
-    assert not other.was_taken
+    assert not other.was_busy

@@ -25,7 +25,7 @@ KINDS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
 
 def plain_options(kind: str) -> dict[str, Any]:
-    # Lightning itself replaces "16-mixed" on the CPU, where torch has it by now.
+    # Lightning replaces "16-mixed" by bf16 on the CPU, although torch supports it by now.
     if kind == "16-mixed":
         return {"plugins": MixedPrecision("16-mixed", "cpu")}
     return {"precision": kind}
@@ -37,7 +37,7 @@ def plugin(kind: str = "32-true", **options: Any) -> dlres.MemoryPrecision:
 
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_of_plain_training(kind: str, name: str) -> None:
+def test_weights_equal_those_of_plain_training(kind: str, name: str) -> None:
     options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
     ours = plugin(kind)
     require_same(
@@ -47,11 +47,11 @@ def test_weights_are_those_of_plain_training(kind: str, name: str) -> None:
     assert ours.plan is not None
     assert ours.training_steps is not None
     assert ours.training_steps.offloader is not None
-    assert ours.training_steps.offloader.measured.unlike == []
+    assert ours.training_steps.offloader.measurements.mismatches == []
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_half_of_what_is_saved(name: str) -> None:
+def test_a_saved_budget_of_one_half_is_met(name: str) -> None:
     ours = plugin(budget="1TiB", saved_budget=0.6)
     require_same(
         fit(Regression(name), batches(name)), fit(Regression(name), batches(name), plugins=ours)
@@ -67,7 +67,7 @@ def test_two_optimizers_by_hand() -> None:
 
 
 class Overflows(Regression):
-    """A loss that is too large at times: the scaler skips these steps and grows in between."""
+    """Task whose loss overflows at times: the scaler skips these steps, and grows in between."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -132,7 +132,7 @@ class SkipsSome(Regression):
         return None if batch_idx in (1, 5) else loss
 
 
-def test_steps_without_a_loss() -> None:
+def test_steps_without_a_loss_are_skipped() -> None:
     require_same(
         fit(SkipsSome("mlp"), batches("mlp"), max_epochs=2),
         fit(SkipsSome("mlp"), batches("mlp"), max_epochs=2, plugins=plugin()),
@@ -166,7 +166,7 @@ def test_every_hook_of_a_precision_plugin_is_delegated() -> None:
         for name, member in inspect.getmembers(Precision, inspect.isfunction)
         if not name.startswith("_")
     }
-    # What a checkpoint holds is written under Lightning's own name instead.
+    # The plugin's state is written under the name of Lightning's own plugin instead.
     assert names - {"state_dict", "load_state_dict"} <= vars(dlres.MemoryPrecision).keys()
 
 

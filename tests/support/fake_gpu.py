@@ -29,17 +29,17 @@ POISON = 0xDB
 
 
 def latest(count: int) -> int:
-    """Choose that nothing runs before it must."""
+    """Choose to run nothing before it must."""
     return 0
 
 
 def soonest(count: int) -> int:
-    """Choose that everything runs as soon as it may."""
+    """Choose to run everything as soon as it may."""
     return count
 
 
 class FakeEvent:
-    """The point behind the first `position` pieces of a stream's work."""
+    """Event behind the first `position` pieces of a stream's work."""
 
     def __init__(self, stream: FakeStream, position: int, milliseconds: float) -> None:
         self.stream, self.position, self._milliseconds = stream, position, milliseconds
@@ -62,7 +62,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A queue of work: functions, and events that are waited for.
+    """Queue of work: functions, and events to wait for.
 
     Attributes:
         finished, issued: how many pieces of work were done, and were ever put in.
@@ -104,7 +104,7 @@ class FakeStream:
 
 
 class FakeGpu:
-    """See the module; has what `lightning_dlres.memory.execute.gpu.Gpu` asks for.
+    """See the module; has what `lightning_dlres.memory.execute.transfer.gpu.Gpu` asks for.
 
     Args:
         choose: is given a number of pieces of work that might run, and returns how many of them do.
@@ -130,7 +130,7 @@ class FakeGpu:
         self.waits = self.reads = self.resets = self.unready = self.most = 0
         self._time = 0
         self._is_running = False
-        # Address of every locked region, and its bytes.
+        # Bytes of every pinned region, by address.
         self._pinned: dict[int, int] = {}
         self._recorded: weakref.WeakKeyDictionary[Any, list[FakeStream]] = (
             weakref.WeakKeyDictionary()
@@ -138,7 +138,7 @@ class FakeGpu:
         # Blocks of each stream that it may use again at once.
         self._free: dict[tuple[FakeStream, int], list[np.ndarray[Any, Any]]] = {}
 
-    # What `Gpu` asks for.
+    # Methods of the protocol `Gpu`.
 
     def new_stream(self) -> FakeStream:
         self.streams.append(FakeStream(self))
@@ -164,7 +164,7 @@ class FakeGpu:
         tensor = torch.frombuffer(block.data, dtype=torch.uint8)
         storage = tensor.untyped_storage()
         recorded = self._recorded.setdefault(storage, [])
-        weakref.finalize(storage, self._given_back, home, block, recorded).atexit = False
+        weakref.finalize(storage, self._on_free, home, block, recorded).atexit = False
         return tensor
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -188,7 +188,7 @@ class FakeGpu:
     def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
         self._recorded.setdefault(tensor.untyped_storage(), []).append(stream)
 
-    def read_later(self, number: Tensor | int) -> Callable[[], int]:
+    def read_async(self, number: Tensor | int) -> Callable[[], int]:
         event = self._current.record_event()
 
         def read() -> int:
@@ -198,7 +198,7 @@ class FakeGpu:
 
         return read
 
-    def instant(self) -> FakeEvent:
+    def timed_event(self) -> FakeEvent:
         return self._current.record_event()
 
     def synchronize(self) -> None:
@@ -208,13 +208,13 @@ class FakeGpu:
     def allocated(self) -> int:
         return 0
 
-    def most_allocated(self) -> int:
+    def peak_allocated(self) -> int:
         return self.most
 
-    def forget_most(self) -> None:
+    def reset_peak(self) -> None:
         self.resets += 1
 
-    # What tests do.
+    # Methods for tests.
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Put a kernel into the current stream. It must hold addresses, and no tensors."""
@@ -266,7 +266,7 @@ class FakeGpu:
         start = tensor.data_ptr()
         return any(at <= start < at + size for at, size in self._pinned.items())
 
-    def _given_back(
+    def _on_free(
         self, home: FakeStream, block: np.ndarray[Any, Any], recorded: list[FakeStream]
     ) -> None:
         """The allocator gets memory back: its next owner writes to it, at the earliest behind what
@@ -301,7 +301,7 @@ class _End:
         self.reader: FakeStream | None = None
         storage = tensor.untyped_storage()
         self._recorded = gpu._recorded.setdefault(storage, [])
-        # The model's own blocks outlive their tensors: what happens to them is `_given_back`.
+        # The model's own blocks outlive their tensors: `_on_free` overwrites them with poison.
         self._is_block = not gpu.in_step and not self._is_tier
         self.is_gone = False
         self._last: bytes | None = None

@@ -1,4 +1,4 @@
-"""Profiles of steps, small enough to try everything."""
+"""Step profiles that are small enough for brute force."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MIB = 1 << 20
 
 
 def stack(sizes: list[int], seconds: float = 0.01, **link: object) -> StepProfile:
-    """Return a network whose layers save one saved_storage each, used in the reverse order."""
+    """Return the profile of a network whose layers save one storage each, used in reverse order."""
     count = len(sizes)
     data = tuple(
         SavedStorageProfile(
             nbytes=size * MIB,
             layer=f"layer{number}",
             saved=number,
-            gone=number + 1,
+            shared_until=number + 1,
             uses=(2 * count - 1 - number,),
             end=2 * count - 1 - number,
         )
@@ -39,19 +39,19 @@ def stack(sizes: list[int], seconds: float = 0.01, **link: object) -> StepProfil
     return StepProfile(
         seconds=(seconds,) * (2 * count + 1),
         base=(0,) * (2 * count + 1),
-        data=data,
+        storages=data,
         links=(TierLink(**{**facts, **link}),),  # type: ignore[arg-type]
     )
 
 
 @st.composite
 def profiles(draw: st.DrawFn, most: int = 5) -> StepProfile:
-    """Return any small step."""
+    """Draw a small step profile."""
     return any_profile(random.Random(draw(st.integers(0, 1 << 30))), most)
 
 
 def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
-    """Return a step with forward and backward, perhaps twice, and data that are used later."""
+    """Return a random step with one or two passes, and storages that are used later."""
     count = rng.randint(1, most)
     events: list[tuple[int, bool]] = []
     for group in _groups(rng, list(range(count))):
@@ -75,7 +75,9 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
                 nbytes=nbytes,
                 layer=f"layer{number}",
                 saved=saved,
-                gone=len(events) if held else min(saved + rng.choice([1, 1, 1, 2]), len(events)),
+                shared_until=len(events)
+                if held
+                else min(saved + rng.choice([1, 1, 1, 2]), len(events)),
                 uses=uses,
                 end=uses[-1],
                 packed=int(nbytes * rng.uniform(0.2, 0.85)) if packs else None,
@@ -97,16 +99,16 @@ def any_profile(rng: random.Random, most: int = 5) -> StepProfile:
     base = tuple(rng.randint(0, 10) * MIB for _ in range(len(events) + 1))
     regions = tuple(_regions(rng, data))
     reuses = tuple(_reuses(rng, data))
-    # Where memory is reused, there is a gradient that needs it.
+    # A reuse saves the memory of a gradient, so the base must contain that gradient.
     room = [0] * len(base)
     for reuse in reuses:
-        if reuse.at is not None:
-            for place in range(reuse.at + 1, data[reuse.saved_storage].end + 2):
-                room[place] += data[reuse.saved_storage].nbytes
+        if reuse.overwritten_at is not None:
+            for place in range(reuse.overwritten_at + 1, data[reuse.storage].end + 2):
+                room[place] += data[reuse.storage].nbytes
     return StepProfile(
         seconds=seconds,
         base=tuple(b + r for b, r in zip(base, room, strict=True)),
-        data=tuple(data),
+        storages=tuple(data),
         links=tuple(links),
         regions=regions,
         reuses=reuses,
@@ -128,7 +130,7 @@ def _regions(rng: random.Random, data: list[SavedStorageProfile]) -> list[Region
             found.append(
                 Region(
                     layer=f"block{first}-{stop}",
-                    data=tuple(range(first, stop)),
+                    storages=tuple(range(first, stop)),
                     seconds=rng.uniform(0.0, 0.02),
                     entry=inside[0].saved,
                     inputs=rng.choice([0, 3 * MIB]),
@@ -140,22 +142,22 @@ def _regions(rng: random.Random, data: list[SavedStorageProfile]) -> list[Region
 
 def _reuses(rng: random.Random, data: list[SavedStorageProfile]) -> list[Reuse]:
     found = []
-    for number, saved_storage in enumerate(data):
+    for number, storage in enumerate(data):
         if rng.random() > 0.3:
             continue
-        at = rng.choice(saved_storage.uses)
-        signs = rng.choice([0, saved_storage.nbytes // 32])
-        if saved_storage.gone < saved_storage.uses[0] and signs and rng.random() < 0.5:
+        at = rng.choice(storage.uses)
+        signs = rng.choice([0, storage.nbytes // 32])
+        if storage.shared_until < storage.uses[0] and signs and rng.random() < 0.5:
             at_or_never, nbytes = None, 0
-        elif saved_storage.gone <= at:
-            at_or_never, nbytes = at, rng.randint(1, saved_storage.nbytes)
+        elif storage.shared_until <= at:
+            at_or_never, nbytes = at, rng.randint(1, storage.nbytes)
         else:
             continue
         found.append(
             Reuse(
                 layers=(f"block{number}-{number + 1}.inner",),
-                saved_storage=number,
-                at=at_or_never,
+                storage=number,
+                overwritten_at=at_or_never,
                 nbytes=nbytes,
                 signs=signs,
                 seconds=rng.choice([0.0, rng.uniform(0, 0.005)]),
@@ -170,7 +172,7 @@ Combination = tuple[tuple[StorageChoice, ...], tuple[int, ...], tuple[int, ...]]
 def all_selections(
     profile: StepProfile, actions: tuple[MemoryAction, ...] = tuple(MemoryAction)
 ) -> Iterator[Combination]:
-    """Yield all that a planner could choose, by brute force: what happens to every saved_storage, which
+    """Yield all that a planner could choose, by brute force: what happens to every storage, which
     regions run again, and which reuses there are."""
     for regions in _subsets(len(profile.regions)):
         for reuses in _subsets(len(profile.reuses)):
@@ -189,28 +191,25 @@ def _with(
     actions: tuple[MemoryAction, ...],
 ) -> Iterator[Combination]:
     again = [profile.regions[index] for index in regions]
-    inside = [n for region in again for n in region.data]
+    inside = [n for region in again for n in region.storages]
     used = [profile.reuses[index] for index in reuses]
     names = {region.layer for region in again}
     if len(inside) != len(set(inside)):
         return
     for reuse in used:
-        if reuse.saved_storage in inside or any(n.partition(".")[0] in names for n in reuse.layers):
+        if reuse.storage in inside or any(n.partition(".")[0] in names for n in reuse.layers):
             return
-    without = {reuse.saved_storage for reuse in used if reuse.at is None}
+    without = {reuse.storage for reuse in used if reuse.overwritten_at is None}
     options = []
-    for number, saved_storage in enumerate(profile.data):
+    for number, storage in enumerate(profile.storages):
         own = [KEEP]
         if (
             number not in inside
             and number not in without
-            and saved_storage.gone < saved_storage.uses[0]
+            and storage.shared_until < storage.uses[0]
         ):
             for action in actions:
-                if (
-                    action in (MemoryAction.COMPRESS, MemoryAction.BOTH)
-                    and saved_storage.packed is None
-                ):
+                if action in (MemoryAction.COMPRESS, MemoryAction.BOTH) and storage.packed is None:
                     continue
                 if action is MemoryAction.COMPRESS:
                     own.append(StorageChoice(action))

@@ -1,4 +1,4 @@
-"""Small networks whose backward needs data of every kind."""
+"""Small networks whose backward needs saved tensors of every kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.models import VOCABULARY, gpt, mlp
 
 
 class UNet(nn.Module):
-    """Two steps down and up, with skips: what the first layers save is used last."""
+    """U-Net with two levels: storages of the first layers are used last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class UNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM classifier."""
+    """LSTM classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Recurrent(nn.Module):
 
 
 def relu_cnn() -> nn.Module:
-    """Convolutions and ReLUs, one of them in place, and dropout."""
+    """Return a network of convolutions and ReLUs, one of them in place, and dropout."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
         nn.ReLU(),
@@ -62,7 +62,7 @@ def relu_cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """A network, and how a batch for it is made."""
+    """Network with a function that makes its batches."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Tensor]

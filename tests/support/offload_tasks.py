@@ -1,4 +1,4 @@
-"""LightningModules over the networks of the memory tests, and how they are trained."""
+"""LightningModules for the memory tests, and their training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.networks import CASES
 
 
 class Regression(LightningModule):
-    """Any network, with a loss that needs no labels."""
+    """Task with one of the networks, and a loss without labels."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Regression(LightningModule):
 
 
 class Gan(LightningModule):
-    """Two optimizers, by hand."""
+    """GAN with two optimizers in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ def fit(
 
 
 def require_same(plain: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
-    """Compare weights bit for bit."""
+    """Check that weights agree bit for bit."""
     assert plain.keys() == ours.keys()
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name
 
 
 def checkpoint_of(directory: Path) -> Path:
-    """Return the only checkpoint there."""
+    """Return the only checkpoint in a directory."""
     (found,) = directory.rglob("*.ckpt")
     return found

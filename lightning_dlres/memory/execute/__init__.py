@@ -1,1 +1,1 @@
-"""Execute: the engine that moves, compresses and recomputes saved tensors."""
+"""Execute: the engine that moves saved tensors as a policy decides."""

@@ -1,4 +1,4 @@
-"""What can happen to memory that autograd has saved."""
+"""Actions that the engine can apply to a storage that autograd saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class MemoryAction(Enum):
-    """What happens to a saved_storage between its forward and its backward."""
+    """Treatment of a saved storage between its forward and its backward."""
 
     KEEP = "keep"
     COMPRESS = "compress"

@@ -1,5 +1,7 @@
-"""Whether modules that were changed compute what they would compute unchanged, bit for bit: looked
-at in one step before the change is taken for good."""
+"""Bitwise comparison of patched modules with unpatched ones, before a patch is used for training.
+
+For one step the original result is used, and the patched result is only compared with it.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +11,32 @@ import torch
 from torch import Tensor
 
 
-class Audit:
-    """What was seen.
+class BitwiseCheck:
+    """Results of the comparison, by module name.
 
     Attributes:
-        steps: how many were looked at.
+        steps: Number of steps that were compared.
     """
 
     def __init__(self) -> None:
-        self._same: dict[str, bool] = {}
+        self._is_exact: dict[str, bool] = {}
         self.steps = 0
 
-    def note(self, name: str, is_same: bool) -> None:
-        """Note what a module's call was like."""
-        self._same[name] = self._same.get(name, True) and is_same
+    def record(self, name: str, is_exact: bool) -> None:
+        """Record the comparison of one call of a module. One inexact call is enough to fail."""
+        self._is_exact[name] = self._is_exact.get(name, True) and is_exact
 
-    def unlike(self, names: set[str]) -> set[str]:
-        """Return those modules that have computed something else."""
-        return {name for name in names if not self._same.get(name, True)}
+    def differing(self, names: set[str]) -> set[str]:
+        """Return the modules that computed different bits."""
+        return {name for name in names if not self._is_exact.get(name, True)}
 
-    def unseen(self, names: set[str]) -> set[str]:
-        """Return those modules of which nothing was seen."""
-        return names - self._same.keys()
+    def unchecked(self, names: set[str]) -> set[str]:
+        """Return the modules that no step has compared."""
+        return names - self._is_exact.keys()
 
 
 def are_same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
-    """Return whether tensors are the same bit for bit, in the same layout."""
+    """Return whether two sequences of tensors agree bit for bit, and in memory layout."""
     return len(some) == len(others) and all(
         one is other or (one is not None and other is not None and _is_same(one, other))
         for one, other in zip(some, others, strict=True)
@@ -42,7 +44,7 @@ def are_same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> 
 
 
 def layout_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides that matter."""
+    """Return the strides of the dimensions with more than one element; others have no effect."""
     return tuple(
         stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
     )
@@ -55,5 +57,5 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # Not the values: what is not a number is unlike itself.
+    # Bytes, not values: NaN does not equal itself, and -0.0 equals 0.0.
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,5 +1,8 @@
-"""Which module is called: a shallow copy of a module shares the forward that was put there, and
-must compute with its own weights nevertheless."""
+"""Tracker of the module that is being called.
+
+`copy.copy` of a patched module shares the patched forward, which holds the original module. The
+tracker lets the forward find the copy, so that the copy computes with its own weights.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,31 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 
-class Calls:
-    """Knows which module was called last, in every thread."""
+class CallTracker:
+    """Last module that was called, per thread."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Inside of it, calls are followed."""
-        handle = register_module_forward_pre_hook(self._note)
+    def tracking(self) -> Iterator[None]:
+        """Context manager that tracks module calls."""
+        handle = register_module_forward_pre_hook(self._record)
         try:
             yield
         finally:
             handle.remove()
 
-    def _note(self, module: nn.Module, args: Any) -> None:
-        self._local.last = module
+    def _record(self, module: nn.Module, args: Any) -> None:
+        self._local.last_module = module
 
     def copy_of(self, module: nn.Module, forward: Any) -> nn.Module | None:
-        """Return the module that was called, if it is not this one but has the same forward."""
-        last: nn.Module | None = getattr(self._local, "last", None)
-        if last is None or last is module or vars(last).get("forward") is not forward:
+        """Return the called module if it is a copy of `module` with its forward; else None."""
+        called: nn.Module | None = getattr(self._local, "last_module", None)
+        if called is None or called is module or vars(called).get("forward") is not forward:
             return None
-        return last
+        return called
 
-    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
-        return Calls, ()
+    def __reduce__(self) -> tuple[type[CallTracker], tuple[()]]:
+        # Thread-local state cannot be pickled; an unpickled module starts with a new tracker.
+        return CallTracker, ()

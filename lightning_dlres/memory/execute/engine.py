@@ -1,8 +1,9 @@
-"""Moves what autograd saves, as it is told, and brings it back for backward (Method A, A4, A5).
+"""Engine that moves the tensors that autograd saves, and restores them for backward.
 
-`torch.autograd.graph.saved_tensors_hooks` shows every saved tensor. Storages are known by identity,
-never by address, as freed memory is used again: what several nodes save of one storage moves once,
-and every view is made anew as it was.
+`torch.autograd.graph.saved_tensors_hooks` passes every saved tensor to the engine. The engine asks
+a policy where each storage goes. It knows storages by identity, never by address, since freed
+memory is allocated again. A storage that several operations save moves once, and each saved tensor
+is rebuilt as a view of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,89 +21,59 @@ from lightning_dlres.core._compat import (
     storage_key,
     version_of,
 )
-from lightning_dlres.memory.execute.saved import (
-    ByteCounter,
-    Placement,
-    SavedStorage,
-    SavedTensor,
-    Untouched,
-)
-from lightning_dlres.memory.execute.spans import ByteSpan, span_of
-from lightning_dlres.memory.execute.storages import SeenStorage, SeenStorages, has_storage
+from lightning_dlres.memory.execute.byte_counter import ByteCounter
+from lightning_dlres.memory.execute.policy import OffloadPolicy
+from lightning_dlres.memory.execute.saved_storage import SavedStorage
+from lightning_dlres.memory.execute.saved_tensor import SavedTensor, UnmanagedTensor
+from lightning_dlres.memory.execute.seen_storages import SeenStorage, SeenStorages, has_storage
+from lightning_dlres.memory.execute.spans import span_of
 
-
-class OffloadPolicy(Protocol):
-    """Says what happens, and is told what has happened."""
-
-    def start(self) -> None:
-        """A step begins."""
-
-    def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
-        """A saved_storage is new; return what is to happen to it.
-
-        Args:
-            tensor: what is saved.
-            span: which bytes of its storage.
-            number: how many data were saved before it in this step.
-        """
-
-    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
-        """It has happened, or was not possible."""
-
-    def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
-        """Another tensor over the same data is saved."""
-
-    def begin_use(self, saved_storage: SavedStorage) -> None:
-        """Backward asks for a saved_storage."""
-
-    def end_use(self, saved_storage: SavedStorage) -> None:
-        """It is there."""
-
-    def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
-        """Its memory is no saved_storage any more, but what a tensor over it is used for."""
+# One restored tensor: storage key of its memory, its handle, and the policy that placed it.
+Unpacked = tuple[int, SavedTensor, OffloadPolicy]
 
 
 class SavedTensors:
-    """What autograd has saved under `hooks`.
+    """Saved tensors of the steps that run under `hooks`.
 
     Args:
-        min_bytes: tensors with less stay as they are.
-        device: tensors elsewhere stay as they are; None: none do.
+        min_bytes: Storages with fewer bytes are not managed.
+        device: Device whose tensors are managed; None: tensors of all devices.
 
     Attributes:
-        ledger: the bytes of data on the device.
+        byte_counter: Bytes of saved storages on the device.
     """
 
     def __init__(self, min_bytes: int = 1 << 20, device: torch.device | None = None) -> None:
         self._min_bytes, self._device = max(min_bytes, 1), device
-        self.ledger = ByteCounter()
+        self.byte_counter = ByteCounter()
         self._count = 0
         self._storages = SeenStorages()
-        # Tensors that backward got over memory that others hold, too, by storage. Without this
-        # second reference autograd could take one for a gradient that it may write to.
+        # Tensors that backward got over memory with other holders, by storage key. Without this
+        # second reference autograd could take such a tensor for a gradient, and write to it.
         self._shared: dict[int, Tensor] = {}
+        # Autograd runs backward of several devices in several threads.
         self._lock = threading.RLock()
-        self._asked = threading.local()
+        self._thread = threading.local()
 
     @contextmanager
-    def hooks(self, conductor: OffloadPolicy, stays: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Inside of it, a conductor decides about what autograd saves; around one step.
+    def hooks(self, policy: OffloadPolicy, exempt: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Context manager that manages the tensors saved in one step.
 
         Args:
-            conductor: is asked about data that are saved here, also after the step.
-            stays: tensors that never move, nor views of them: parameters and buffers.
+            policy: Policy for the storages that are saved inside, also when the context has ended.
+            exempt: Tensors that never move, nor views of them: parameters and buffers.
         """
         self._count = 0
         self._shared.clear()
-        staying = list(stays)
-        self._storages.start(staying)
-        conductor.start()
+        exempt_tensors = list(exempt)
+        self._storages.start(exempt_tensors)
+        policy.start()
 
         def pack(tensor: Tensor) -> _Packed:
             with self._lock:
-                return self._pack(tensor, conductor)
+                return self._pack(tensor, policy)
 
-        leaves = (tensor for tensor in staying if tensor.requires_grad and tensor.is_leaf)
+        leaves = (tensor for tensor in exempt_tensors if tensor.requires_grad and tensor.is_leaf)
         handles = [leaf.register_hook(self._own_gradient) for leaf in leaves]
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
@@ -113,122 +83,128 @@ class SavedTensors:
                 handle.remove()
             self._shared.clear()
 
-    def _pack(self, tensor: Tensor, conductor: OffloadPolicy) -> _Packed:
+    def _pack(self, tensor: Tensor, policy: OffloadPolicy) -> _Packed:
         storage = self._storage_of(tensor)
-        if storage is None or storage.stays:
-            return _Packed(Untouched(tensor), None)
+        if storage is None or storage.is_exempt:
+            return _Packed(UnmanagedTensor(tensor), None)
         nbytes = storage.nbytes(tensor)
         if nbytes < self._min_bytes:
-            return _Packed(Untouched(tensor), None)
+            return _Packed(UnmanagedTensor(tensor), None)
         span = span_of(tensor, nbytes, storage.shift)
         saved_storage = storage.find(tensor, span)
         if saved_storage is not None:
-            conductor.save_again(saved_storage, tensor)
+            policy.save_again(saved_storage, tensor)
         else:
             number = self._count
             self._count += 1
-            order = conductor.begin_save(tensor, span, number)
-            saved_storage = SavedStorage(tensor, storage, span, number, self.ledger)
-            done = saved_storage.place(order)
+            placement = policy.begin_save(tensor, span, number)
+            saved_storage = SavedStorage(tensor, storage, span, number, self.byte_counter)
+            done = saved_storage.place(placement)
             storage.add(span, saved_storage)
-            conductor.end_save(saved_storage, done)
-        return _Packed(saved_storage.read_by(tensor, storage), conductor)
+            policy.end_save(saved_storage, done)
+        return _Packed(saved_storage.add_reader(tensor, storage), policy)
 
     def _storage_of(self, tensor: Tensor) -> SeenStorage | None:
-        """Return the storage of a tensor that may move; None: its kind never does."""
+        """Return the storage of a tensor; None for kinds of tensors that are never managed."""
         if type(tensor) not in (Tensor, nn.Parameter) or not has_storage(tensor):
             return None
-        if not self._is_here(tensor.device):
+        if not self._is_on_device(tensor.device):
             return None
         return None if tensor.is_conj() or tensor.is_neg() else self._storages.of(tensor)
 
-    def _is_here(self, device: torch.device) -> bool:
+    def _is_on_device(self, device: torch.device) -> bool:
         own = self._device
         if own is None or device == own:
             return True
-        # A GPU without a number is the one that computes.
+        # torch.device("cuda") without an index stands for the GPU that computes.
         return own.index is None and device.type == own.type
 
     def _unpack(self, packed: _Packed) -> Tensor:
-        saved, conductor = packed.saved, packed.conductor
-        if isinstance(saved, Untouched) or conductor is None:
-            assert isinstance(saved, Untouched)
+        saved, policy = packed.saved, packed.policy
+        if isinstance(saved, UnmanagedTensor) or policy is None:
+            assert isinstance(saved, UnmanagedTensor)
             _require_unchanged(saved.alias, saved.version)
             self._share(saved.alias, 1)
             return saved.alias
         with self._lock:
             saved_storage = saved.saved_storage
             _require_unchanged(saved_storage.witness, saved.version)
-            conductor.begin_use(saved_storage)
+            policy.begin_use(saved_storage)
             tensor = saved_storage.tensor_for(saved)
-            conductor.end_use(saved_storage)
-            asked = getattr(self._asked, "found", None)
-            if asked is not None:
-                asked.append((storage_key(tensor), saved, conductor))
+            policy.end_use(saved_storage)
+            recorded = getattr(self._thread, "unpacked", None)
+            if recorded is not None:
+                recorded.append((storage_key(tensor), saved, policy))
             if saved_storage.is_original:
-                self._share(tensor, saved_storage.owners(tensor))
+                self._share(tensor, saved_storage.owner_count(tensor))
             elif saved.view is not None:
                 offset = int(tensor.storage_offset()) * tensor.element_size()
                 self._storages.add_copy(tensor, saved_storage.storage, saved.view.start - offset)
             return tensor
 
     @contextmanager
-    def asking(self) -> Iterator[list[Asked]]:
-        """Inside of it, what this thread asks for is noted (Method A, A6)."""
-        before = getattr(self._asked, "found", None)
-        found: list[Asked] = []
-        self._asked.found = found
+    def recording_unpacked(self) -> Iterator[list[Unpacked]]:
+        """Context manager that records the tensors that this thread unpacks."""
+        outer = getattr(self._thread, "unpacked", None)
+        unpacked: list[Unpacked] = []
+        self._thread.unpacked = unpacked
         try:
-            yield found
+            yield unpacked
         finally:
-            self._asked.found = before
+            self._thread.unpacked = outer
 
-    def take_ownership(self, tensor: Tensor, asked: list[Asked]) -> bool:
-        """Return whether a tensor's memory is the caller's from now on, to write to: it was saved
-        under `hooks`, and by count nobody else can read it any more.
+    def take_ownership(self, tensor: Tensor, unpacked: list[Unpacked]) -> bool:
+        """Hand the memory of an unpacked tensor over to the caller, if nothing else can read it.
+
+        Reference counts decide. A graph that is kept for a second backward prevents it.
 
         Args:
-            tensor: that was asked for, and that only the caller holds.
-            asked: what was noted meanwhile.
+            tensor: Unpacked tensor, which only the caller holds.
+            unpacked: Record of `recording_unpacked`.
+
+        Returns:
+            Whether the caller owns the memory now, and may overwrite it.
         """
         if graph_is_kept():
             return False
         memory = storage_key(tensor)
         with self._lock:
-            for key, saved, conductor in asked:
+            for key, saved, policy in unpacked:
                 if key == memory and saved.saved_storage.take_ownership(tensor, saved):
-                    conductor.take_ownership(saved.saved_storage, tensor)
+                    policy.take_ownership(saved.saved_storage, tensor)
                     return True
         return False
 
-    def _share(self, tensor: Tensor, ours: int) -> None:
-        if has_storage(tensor) and owners_of_memory(tensor) > ours:
+    def _share(self, tensor: Tensor, known_owners: int) -> None:
+        if has_storage(tensor) and owners_of_memory(tensor) > known_owners:
             self._shared.setdefault(storage_key(tensor), tensor)
 
     def _own_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """Give a parameter a gradient of its own where a custom function returns a tensor that it
-        has saved. Under hooks autograd takes that for a new tensor, and would make it `.grad`:
-        clipping, the optimizer or DDP would then write to the saved tensor, even to a weight."""
+        """Clone a parameter's gradient if it shares memory with a saved tensor.
+
+        A custom function may return a tensor that it has saved. Under hooks autograd takes it for a
+        new tensor, and makes it `.grad`. Clipping, the optimizer or DDP would then write to the
+        saved tensor, even to a weight.
+        """
         if gradient is None or not self._shared or not has_storage(gradient):
             return None
         return gradient.clone() if storage_key(gradient) in self._shared else None
 
 
-# The memory that somebody got, for what, and who decides about that.
-Asked = tuple[int, SavedTensor, OffloadPolicy]
-
-
 class _Packed:
-    """What autograd holds: a saved tensor, and who decides about it."""
+    """Object that autograd holds: the handle of a saved tensor, and the policy that placed it."""
 
-    __slots__ = ("conductor", "saved")
+    __slots__ = ("policy", "saved")
 
-    def __init__(self, saved: SavedTensor | Untouched, conductor: OffloadPolicy | None) -> None:
-        self.saved, self.conductor = saved, conductor
+    def __init__(self, saved: SavedTensor | UnmanagedTensor, policy: OffloadPolicy | None) -> None:
+        self.saved, self.policy = saved, policy
 
 
 def _require_unchanged(tensor: Tensor, version: int) -> None:
-    """Raise autograd's own error, which it leaves out where hooks take what it saves."""
+    """Raise autograd's own error for a tensor that was changed in place since it was saved.
+
+    Autograd does not check versions itself where hooks replace saved tensors.
+    """
     now = version_of(tensor)
     if now != version:
         raise RuntimeError(

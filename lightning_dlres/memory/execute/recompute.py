@@ -1,7 +1,7 @@
-"""Modules that run again in backward, in the place of what they would save.
+"""Recomputation: modules that run again in backward instead of saving their intermediate tensors.
 
-torch's checkpoint does it; here it is put around a module's forward and taken off again, so that
-its class, its state dict's keys and its hooks stay.
+`torch.utils.checkpoint` does the work. This module patches it around a module's forward and removes
+it again, so that the module's class, state dict keys and hooks stay the same.
 """
 
 from __future__ import annotations
@@ -17,63 +17,73 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from lightning_dlres.core._compat import is_transforming, version_of
-from lightning_dlres.memory.execute.bitwise_check import Audit
-from lightning_dlres.memory.execute.calling import Calls
+from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
+from lightning_dlres.memory.execute.call_tracker import CallTracker
 from lightning_dlres.memory.execute.side_effects import PLAIN, checksum, tensors_in
 
+# Receives whether a recomputed output has the same bits as the first one.
 Report = Callable[[bool], None]
-# The tensors that a forward computes with, and how often each was changed in place.
+# Parameters and buffers of a module, each with its version: the number of in-place changes.
 Weights = list[tuple[Tensor, int]]
 
-# Arguments that nothing can change.
-_PLAIN = (*PLAIN, torch.dtype, torch.device, torch.Size)
+# Types of arguments that cannot be changed.
+_IMMUTABLE = (*PLAIN, torch.dtype, torch.device, torch.Size)
 
 
-def comes_back(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a module that runs again gets the same arguments again.
+def has_repeatable_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a module that runs again can be given the same arguments.
 
-    Tensors do by position only. Their values come back, but neither a subclass of `Tensor` nor
-    attributes of one. Other objects may have changed by then.
+    Checkpoint restores the values of positional tensors, but neither subclasses of `Tensor` nor
+    attributes of a tensor. Other mutable objects may have changed by then.
     """
-    return all(isinstance(value, _PLAIN) for value in kwargs.values()) and all(
-        not vars(value) if type(value) is Tensor else isinstance(value, _PLAIN) for value in args
+    return all(isinstance(value, _IMMUTABLE) for value in kwargs.values()) and all(
+        not vars(value) if type(value) is Tensor else isinstance(value, _IMMUTABLE)
+        for value in args
     )
 
 
-class Again:
-    """The forward of a module that may run again. A copy of the module, or an unpickled one, has
-    one of its own.
+class RecomputingForward:
+    """Forward of a module that runs again in backward.
+
+    A copy of the module, or an unpickled one, gets a forward of its own, without `report`.
 
     Args:
-        module: whose forward it is.
-        calls: knows which module is called.
-        report: is told whether a run again yields what the first one did; None: nobody looks.
+        module: Module whose forward it replaces.
+        tracker: Tracker of the module that is being called.
+        report: Receives whether the second run gives the same bits. The first output is then used,
+            and no memory is saved. None: recompute without a check.
     """
 
-    def __init__(self, module: nn.Module, calls: Calls, report: Report | None = None) -> None:
-        self.module, self.calls, self.report = module, calls, report
-        # A forward that somebody else has put there before.
-        self.before = module.__dict__.get("forward")
-        # Inside of functional_call the module has others, and in backward these again.
+    def __init__(
+        self, module: nn.Module, tracker: CallTracker, report: Report | None = None
+    ) -> None:
+        self.module, self.tracker, self.report = module, tracker, report
+        # A forward that other code has patched in before.
+        self.previous_forward = module.__dict__.get("forward")
+        # `functional_call` swaps other weights in, and backward would run with these ones again.
         self._weights = [id(tensor) for tensor, _ in _weights_of(module)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.calls.copy_of(self.module, self) or self.module
-        forward = self.before or partial(type(module).forward, module)
-        # By the time of backward a transform is over, and its tensors are of no use.
-        if not torch.is_grad_enabled() or is_transforming() or not comes_back(args, kwargs):
+        module = self.tracker.copy_of(self.module, self) or self.module
+        forward = self.previous_forward or partial(type(module).forward, module)
+        # A transform (vmap, grad) has ended by the time of backward, and its tensors are invalid.
+        if (
+            not torch.is_grad_enabled()
+            or is_transforming()
+            or not has_repeatable_arguments(args, kwargs)
+        ):
             return forward(*args, **kwargs)
         weights = _weights_of(module)
         if module is self.module and [id(tensor) for tensor, _ in weights] != self._weights:
             return forward(*args, **kwargs)
-        distinct, places = _distinct(args)
+        distinct, indices = _distinct(args)
 
         def run(*tensors: Any) -> Any:
             _require_unchanged(module, weights)
-            return forward(*(tensors[place] for place in places), **kwargs)
+            return forward(*(tensors[index] for index in indices), **kwargs)
 
         if self.report is not None:
-            return _watched(run, distinct, self.report)
+            return _run_checked(run, distinct, self.report)
         return checkpoint(run, *distinct, use_reentrant=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,10 +96,10 @@ def _weights_of(module: nn.Module) -> Weights:
 
 
 def _require_unchanged(module: nn.Module, weights: Weights) -> None:
-    """Raise where a module would run again with other weights than in forward.
+    """Check that a module runs again with the weights of its forward.
 
     Raises:
-        RuntimeError: A parameter or buffer was replaced, or changed in place.
+        RuntimeError: If a parameter or buffer was replaced, or changed in place.
     """
     now = _weights_of(module)
     if len(now) == len(weights) and all(
@@ -98,79 +108,78 @@ def _require_unchanged(module: nn.Module, weights: Weights) -> None:
     ):
         return
     raise RuntimeError(
-        f"{type(module).__name__} runs again in backward, but its parameters or buffers were "
-        "changed after forward. Run backward before the optimizer's step, or leave 'recompute' out "
-        "of the actions."
+        f"the parameters and buffers of {type(module).__name__} must not change between forward "
+        "and backward, as it is recomputed in backward. Run backward before the optimizer step, or "
+        "remove 'recompute' from actions."
     )
 
 
 def _distinct(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Return arguments without repetition, and the place of each argument among them.
+    """Return the arguments without repetition, and the index of each argument among them.
 
-    Each saved tensor comes back as a tensor of its own, but a module may ask whether two inputs are
-    one tensor: `nn.MultiheadAttention` computes self-attention otherwise.
+    Checkpoint restores each saved tensor as a tensor of its own. A module may depend on two inputs
+    being one tensor: `nn.MultiheadAttention` computes self-attention in another way.
     """
-    found: dict[int, int] = {}
+    index_of: dict[int, int] = {}
     distinct: list[Any] = []
     for argument in args:
-        if id(argument) not in found:
-            found[id(argument)] = len(distinct)
+        if id(argument) not in index_of:
+            index_of[id(argument)] = len(distinct)
             distinct.append(argument)
-    return distinct, [found[id(argument)] for argument in args]
+    return distinct, [index_of[id(argument)] for argument in args]
 
 
-def _watched(run: Callable[..., Any], args: Sequence[Any], report: Report) -> Any:
-    """Return what a function returns, and report, when backward comes to it, whether it would
-    return the same once more."""
-    surroundings = _Surroundings(args)
-    # As checkpoint keeps them: another tensor comes back.
-    inputs = _KeptInputs(args)
+def _run_checked(run: Callable[..., Any], args: Sequence[Any], report: Report) -> Any:
+    """Return a function's output, and report in backward whether a second run gives the same."""
+    global_state = _GlobalState(args)
+    # Arguments must come back as checkpoint restores them: as other tensor objects.
+    inputs = _SavedArguments(args)
     output = run(*args)
-    first, reported = _checksums(output), False
+    expected, is_reported = _checksums(output), False
 
-    def look(gradient: Tensor) -> None:
-        nonlocal reported
-        if not reported:
-            reported = True
+    def compare(gradient: Tensor) -> None:
+        nonlocal is_reported
+        if not is_reported:
+            is_reported = True
             for handle in handles:
                 handle.remove()
-            with surroundings.restored():
+            with global_state.restored():
                 try:
-                    again = _checksums(run(*inputs.take()))
+                    recomputed = _checksums(run(*inputs.take()))
                 except Exception:
-                    # Its inputs are gone by now: the module must not run again.
-                    again = None
-            report(again == first)
+                    # The inputs no longer exist: the module cannot be recomputed.
+                    recomputed = None
+            report(recomputed == expected)
 
-    # Not on leaves: they live longer than the step.
+    # No hooks on leaves: these outlive the step.
     inner = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    handles = [tensor.register_hook(look) for tensor in inner]
+    handles = [tensor.register_hook(compare) for tensor in inner]
     return output
 
 
-class _KeptInputs:
-    """Arguments, of which autograd saves the tensors until they are taken."""
+class _SavedArguments:
+    """Arguments of a forward, whose tensors autograd saves until they are taken."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self._args = [None if isinstance(value, Tensor) else value for value in args]
-        self._places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
-        tensors = [args[place] for place in self._places]
+        self._indices = [index for index, value in enumerate(args) if isinstance(value, Tensor)]
+        tensors = [args[index] for index in self._indices]
         leaf = torch.empty(0, requires_grad=True)
-        # Here, not where the plan says: nothing is measured in this step.
-        with saved_tensors_hooks(Tensor.detach, _itself):
+        # These hooks hide the tensors from the engine: this step is compared, not measured.
+        with saved_tensors_hooks(Tensor.detach, _identity):
             saved = _Save.apply(leaf, *tensors)  # type: ignore[no-untyped-call]
         self._node: Any = saved.grad_fn
 
     def take(self) -> list[Any]:
-        """Return the arguments, once."""
+        """Return the arguments, and release them. Can be called once."""
         args, node, self._node = list(self._args), self._node, None
-        for place, tensor in zip(self._places, node.saved_tensors, strict=True):
-            args[place] = tensor
+        for index, tensor in zip(self._indices, node.saved_tensors, strict=True):
+            args[index] = tensor
         return args
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors, and computes nothing."""
+    """Autograd function that saves tensors and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, one: Tensor, *tensors: Tensor) -> Tensor:
@@ -182,16 +191,16 @@ def _checksums(output: Any) -> list[Any]:
     return [checksum(tensor) for tensor in tensors_in(output)]
 
 
-class _Surroundings:
-    """What checkpoint restores for a second run: random states, and autocast."""
+class _GlobalState:
+    """Global state that checkpoint restores for a second run: random generators and autocast."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self._random = torch.get_rng_state()
         self._devices, self._states = get_device_states(*args)
-        kinds = {"cpu", *(tensor.device.type for tensor in tensors_in(args))}
+        device_types = {"cpu", *(tensor.device.type for tensor in tensors_in(args))}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in sorted(kinds)
+            for kind in sorted(device_types)
         ]
 
     @contextmanager
@@ -200,16 +209,16 @@ class _Surroundings:
             stack.enter_context(torch.random.fork_rng(self._devices))
             torch.set_rng_state(self._random)
             set_device_states(self._devices, self._states)
-            for kind, dtype, is_on in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, is_on))
+            for kind, dtype, is_enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, is_enabled))
             stack.enter_context(torch.enable_grad())
-            # The engine must not see what this run saves. An alias is saved, as an operation that
-            # saves its own output would hold itself, and never be freed.
-            stack.enter_context(saved_tensors_hooks(Tensor.detach, _itself))
+            # These hooks hide this run from the engine. They save aliases: an operation that saves
+            # its own output would hold itself, and never be freed.
+            stack.enter_context(saved_tensors_hooks(Tensor.detach, _identity))
             yield
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -217,31 +226,31 @@ def _itself(tensor: Tensor) -> Tensor:
 def patch_recompute(
     root: nn.Module,
     names: Iterable[str],
-    calls: Calls | None = None,
-    audit: Audit | None = None,
+    tracker: CallTracker | None = None,
+    bitwise_check: BitwiseCheck | None = None,
 ) -> Iterator[None]:
-    """Inside of it, the named modules below a root run again in backward.
+    """Context manager that makes modules run again in backward.
 
     Args:
-        root: the model.
-        names: which modules.
-        calls: knows which module is called.
-        audit: is told whether they yield the same; None: nobody looks.
+        root: Model.
+        names: Paths of the modules below the root.
+        tracker: Tracker of the module that is being called.
+        bitwise_check: Receives the comparison of both runs; None: no comparison.
     """
-    installed = []
+    patched = []
     for name in names:
         module = root.get_submodule(name)
-        again = Again(
-            module, calls or Calls(), None if audit is None else partial(audit.note, name)
-        )
-        module.forward = again
-        installed.append((module, again))
+        report = None if bitwise_check is None else partial(bitwise_check.record, name)
+        forward = RecomputingForward(module, tracker or CallTracker(), report)
+        module.forward = forward
+        patched.append((module, forward))
     try:
         yield
     finally:
-        for module, again in reversed(installed):
-            if module.__dict__.get("forward") is again:
-                if again.before is None:
+        for module, forward in reversed(patched):
+            # Leave a forward alone that other code has put in the place of this one.
+            if module.__dict__.get("forward") is forward:
+                if forward.previous_forward is None:
                     del module.forward
                 else:
-                    module.forward = again.before
+                    module.forward = forward.previous_forward

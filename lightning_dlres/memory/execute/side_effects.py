@@ -1,4 +1,4 @@
-"""Whether a module's forward changes what a second run of it would find."""
+"""Detection of side effects of a module's forward, which a second run would repeat or find."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import is_wrapped
 
-# How deep containers in attributes are looked into.
-_DEPTH = 4
+# Nesting depth to which containers in attributes are compared by content.
+_MAX_DEPTH = 4
+# Types of immutable values, which are compared by value.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class Traces:
-    """Whether a module's forward leaves traces outside of what it returns: in parameters, buffers,
-    attributes or generators, which a second run would find unlike the first did. What lies outside
-    of the module is not seen."""
+class SideEffectProbe:
+    """Snapshot of a module's state before a forward, to be compared with the state after it.
+
+    The state is made of parameters, buffers, attributes and random generators other than torch's
+    global ones. State outside of the module is not covered.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = _state(module)
 
-    def are_left(self) -> bool:
-        """Return whether there are any since."""
+    def has_side_effects(self) -> bool:
+        """Return whether the state has changed since construction."""
         return not _is_same(self._before, _state(self._module))
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Return what a forward could change."""
-    state: Any = np.random.get_state(legacy=True)
-    found: list[Any] = [random.getstate(), state[1].tobytes(), *state[2:]]
+    """Return the state that a forward could change."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    state: list[Any] = [random.getstate(), numpy_state[1].tobytes(), *numpy_state[2:]]
     for inner in module.modules():
-        found += [_content(value, 0) for value in vars(inner).values()]
-    return found
+        state += [_content(value, 0) for value in vars(inner).values()]
+    return state
 
 
 def _content(value: Any, depth: int) -> Any:
-    """Return what tells a value from what it was: contents where they can be read, itself
-    otherwise."""
+    """Return a value's content in a comparable form; the value itself if it cannot be read."""
     if isinstance(value, Tensor):
         with torch.no_grad():
             return value, checksum(value)
@@ -57,7 +59,7 @@ def _content(value: Any, depth: int) -> Any:
         return repr(value.bit_generator.state)
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
-    if depth < _DEPTH:
+    if depth < _MAX_DEPTH:
         if isinstance(value, Mapping):
             return [(key, _content(inner, depth + 1)) for key, inner in value.items()]
         if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -66,15 +68,17 @@ def _content(value: Any, depth: int) -> Any:
 
 
 def checksum(tensor: Tensor) -> Any:
-    """Return the sum of a tensor's bits as whole numbers: it differs if an element does, but for
-    rare accidents."""
+    """Return the sum of a tensor's bits as integers; None for a tensor without plain memory.
+
+    The sum differs if an element differs, except by rare accident.
+    """
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
         return None
     if not tensor.numel() or tensor.is_nested or tensor.is_quantized or is_wrapped(tensor):
         return None
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    kind = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    return int(flat.view(kind).sum(dtype=torch.int64))
+    dtype = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
+    return int(flat.view(dtype).sum(dtype=torch.int64))
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -82,12 +86,13 @@ def _is_same(one: Any, other: Any) -> bool:
         same = (_is_same(a, b) for a, b in zip(one, other, strict=False))
         return len(one) == len(other) and all(same)
     if isinstance(one, (*PLAIN, np.ndarray)) and type(one) is type(other):
+        # NaN differs from itself, and counts as the same here.
         return bool(one == other) or one != one
     return one is other
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors with memory in nested containers."""
+    """Yield the tensors with memory of their own in nested containers and dataclasses."""
     if isinstance(value, Tensor):
         if is_lazy(value) or value.layout is not torch.strided or value.is_nested:
             return

@@ -1,1 +1,1 @@
-"""Plan: where saved tensors go, and the policy that follows the plan."""
+"""Plan: the action for every saved storage, as a pure function of the step's profile."""

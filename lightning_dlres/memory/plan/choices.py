@@ -1,5 +1,8 @@
-"""What can be chosen for a step, under which limits, and what every choice holds on the device
-while the device waits for every copy: what the integer program and the simulator agree on."""
+"""Choices for a saved storage, limits, and the bytes that each choice holds on the device.
+
+The integer program and the simulator share these definitions. They describe a device that waits for
+every copy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightning_dlres.memory.profile.step_profile import Reuse, SavedStorageProfi
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """What happens to a saved_storage, and where it goes."""
+    """Action for a saved storage, and the tier that it is offloaded to."""
 
     action: MemoryAction = MemoryAction.KEEP
     tier: str | None = None
@@ -27,19 +30,19 @@ class StorageChoice:
 
 KEEP = StorageChoice()
 
-# Compressed data have so much more room than they took in the profile; what does not fit goes
-# where what no plan knows goes.
-SPARE = 1.1
+# Factor between the capacity reserved for a compressed storage and its compressed size in the
+# profile. A storage that takes more goes to the fallback tier.
+PACKED_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """How much there may be.
+    """Limits of a plan.
 
     Attributes:
-        device: bytes on the device, of all kinds.
-        saved: bytes of data on the device.
-        tiers: bytes in each tier; a tier that is missing has no limit.
+        device: Bytes of all kinds on the device.
+        saved: Bytes of saved storages on the device.
+        tiers: Bytes in each tier, by name; a tier without an entry has no limit.
     """
 
     device: float = inf
@@ -47,57 +50,57 @@ class MemoryLimits:
     tiers: dict[str, float] = field(default_factory=dict)
 
     def of(self, tier: str) -> float:
+        """Return the limit of a tier in bytes."""
         return self.tiers.get(tier, inf)
 
 
 NO_LIMITS = MemoryLimits()
 
 
-def away_bytes(saved_storage: SavedStorageProfile, choice: StorageChoice) -> int:
-    """Return what a saved_storage takes in its tier."""
+def tier_bytes(storage: SavedStorageProfile, choice: StorageChoice) -> int:
+    """Return the bytes of a storage in its tier."""
     if not choice.leaves:
         return 0
     return (
-        saved_storage.packed or saved_storage.nbytes
-        if choice.action is MemoryAction.BOTH
-        else saved_storage.nbytes
+        storage.packed or storage.nbytes if choice.action is MemoryAction.BOTH else storage.nbytes
     )
 
 
-def room_for(saved_storage: SavedStorageProfile, choice: StorageChoice) -> int:
-    """Return the room that is kept for a saved_storage in its tier."""
+def tier_capacity(storage: SavedStorageProfile, choice: StorageChoice) -> int:
+    """Return the bytes that are reserved for a storage in its tier."""
     if choice.action is MemoryAction.BOTH:
-        return aligned(packed_room(saved_storage))
-    return aligned(away_bytes(saved_storage, choice))
+        return aligned(packed_capacity(storage))
+    return aligned(tier_bytes(storage, choice))
 
 
-def packed_room(saved_storage: SavedStorageProfile, spare: float = SPARE) -> int:
-    """Return the room that is kept for a saved_storage when it is compressed."""
-    return min(int((saved_storage.packed or saved_storage.nbytes) * spare), saved_storage.nbytes)
+def packed_capacity(storage: SavedStorageProfile, margin: float = PACKED_MARGIN) -> int:
+    """Return the bytes that are reserved for a storage that is compressed."""
+    return min(int((storage.packed or storage.nbytes) * margin), storage.nbytes)
 
 
-def holding(
-    saved_storage: SavedStorageProfile, choice: StorageChoice, spare: float = SPARE
+def held_bytes(
+    storage: SavedStorageProfile, choice: StorageChoice, margin: float = PACKED_MARGIN
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the intervals, first to last, in which so many bytes of a saved_storage are on the device, if
-    the device waits for every copy. Events are those of the intervals before them."""
+    """Yield (first interval, last interval, bytes) of a storage on the device.
+
+    The device is assumed to wait for every copy. An event counts with the interval before it.
+    """
     if choice.action is MemoryAction.KEEP:
-        yield saved_storage.saved + 1, saved_storage.end + 1, saved_storage.nbytes
+        yield storage.saved + 1, storage.end + 1, storage.nbytes
         return
-    yield saved_storage.saved + 1, saved_storage.gone, saved_storage.nbytes
-    yield saved_storage.uses[0] + 1, saved_storage.end + 1, saved_storage.nbytes
+    yield storage.saved + 1, storage.shared_until, storage.nbytes
+    yield storage.uses[0] + 1, storage.end + 1, storage.nbytes
     if choice.action is MemoryAction.COMPRESS:
-        yield saved_storage.saved + 1, saved_storage.end + 1, packed_room(saved_storage, spare)
+        yield storage.saved + 1, storage.end + 1, packed_capacity(storage, margin)
 
 
-def relief(saved_storage: SavedStorageProfile, reuse: Reuse) -> Iterator[tuple[int, int, int]]:
-    """Yield the intervals, first to last, in which a reuse changes what is on the device, by so
-    many bytes."""
+def reuse_changes(storage: SavedStorageProfile, reuse: Reuse) -> Iterator[tuple[int, int, int]]:
+    """Yield (first interval, last interval, change in bytes) of a reuse on the device."""
     if reuse.signs:
-        yield saved_storage.saved + 1, saved_storage.end + 1, reuse.signs
-    if reuse.at is None:
-        yield saved_storage.gone + 1, saved_storage.end + 1, -saved_storage.nbytes
+        yield storage.saved + 1, storage.end + 1, reuse.signs
+    if reuse.overwritten_at is None:
+        yield storage.shared_until + 1, storage.end + 1, -storage.nbytes
         return
-    # The gradient needs no memory of its own, and when the last reader is done, the saved_storage is it.
-    yield reuse.at + 1, reuse.at + 1, -reuse.nbytes
-    yield reuse.at + 2, saved_storage.end + 1, -saved_storage.nbytes
+    # The gradient needs no memory of its own. It overwrites the storage after its last reader.
+    yield reuse.overwritten_at + 1, reuse.overwritten_at + 1, -reuse.nbytes
+    yield reuse.overwritten_at + 2, storage.end + 1, -storage.nbytes

@@ -1,8 +1,10 @@
-"""Which data leave, as an integer program: exact where the device waits for every copy, and
-otherwise the choice that can be carried out at all, by waiting where it must.
+"""Integer program that chooses the action of every saved storage.
 
-Limits hold in every interval, but few of them matter: those that a solution misses are added until
-none does.
+It is exact for a device that waits for every copy. Where copies overlap with the computation, it
+finds a choice that can be carried out, by waiting where necessary.
+
+The limits hold in every interval, but few intervals are binding. The program starts without limit
+rows, and adds those that a solution violates until it violates none.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from lightning_dlres.memory.plan.choices import (
     KEEP,
     MemoryLimits,
     StorageChoice,
-    away_bytes,
-    holding,
-    relief,
-    room_for,
+    held_bytes,
+    reuse_changes,
+    tier_bytes,
+    tier_capacity,
 )
 from lightning_dlres.memory.profile.step_profile import (
     Region,
@@ -33,32 +35,44 @@ from lightning_dlres.memory.profile.step_profile import (
     StepProfile,
 )
 
-# Rows that are added at a time.
-_MOST_NEW_ROWS = 8
+# Violated limits that become rows in one round.
+_MAX_NEW_ROWS = 8
+# Relative gap to the optimum at which the solver stops.
 _GAP = 1e-6
+# Time limit of the solver in seconds, per round.
 _SECONDS = 5.0
+# Unit of all bytes in the program: HiGHS is most accurate with numbers near 1.
+_UNIT = float(1 << 20)
 
 Curve = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One column: a choice for a saved_storage, a region that runs again, or a reuse."""
+    """Column of the program: a choice for a storage, a recomputed region, or a reuse.
+
+    Attributes:
+        seconds: Cost in seconds of a step.
+        storage: Index of the storage.
+        choice: Choice for that storage.
+        region: Index of the region.
+        reuse: Index of the reuse.
+    """
 
     seconds: float
-    saved_storage: int | None = None
+    storage: int | None = None
     choice: StorageChoice = KEEP
     region: int | None = None
     reuse: int | None = None
 
 
 def choices_of(
-    profile: StepProfile, saved_storage: SavedStorageProfile, actions: Sequence[MemoryAction]
+    profile: StepProfile, storage: SavedStorageProfile, actions: Sequence[MemoryAction]
 ) -> Iterator[StorageChoice]:
-    """Yield what can happen to a saved_storage, but for keeping it."""
-    if not saved_storage.can_leave:
+    """Yield the choices for a storage, except for keeping it."""
+    if not storage.can_leave:
         return
-    packs = saved_storage.packed is not None and saved_storage.packed < saved_storage.nbytes
+    packs = storage.packed is not None and storage.packed < storage.nbytes
     if packs and MemoryAction.COMPRESS in actions:
         yield StorageChoice(MemoryAction.COMPRESS)
     for link in profile.links:
@@ -69,50 +83,58 @@ def choices_of(
 
 
 def seconds_of(
-    profile: StepProfile, saved_storage: SavedStorageProfile, choice: StorageChoice, shown: float
+    profile: StepProfile, storage: SavedStorageProfile, choice: StorageChoice, counted_share: float
 ) -> float:
-    """Return what a choice costs.
+    """Return the cost of a choice in seconds of a step.
 
     Args:
-        shown: the share of a copy's time that counts where the device computes meanwhile.
+        profile: Profile of the step.
+        storage: Storage.
+        choice: Choice for the storage.
+        counted_share: Share of a copy's time that counts where copies overlap with the computation.
     """
     seconds = 0.0
     if choice.action in (MemoryAction.COMPRESS, MemoryAction.BOTH):
-        seconds += saved_storage.encode_seconds + saved_storage.decode_seconds
+        seconds += storage.encode_seconds + storage.decode_seconds
     if choice.leaves:
         link = next(link for link in profile.links if link.tier == choice.tier)
-        size = away_bytes(saved_storage, choice)
+        size = tier_bytes(storage, choice)
         both = link.out_seconds(size) + link.in_seconds(size)
-        seconds += both * shown if link.overlaps else both
+        seconds += both * counted_share if link.overlaps else both
     return seconds
 
 
 def is_inside(region: Region, reuse: Reuse) -> bool:
-    """Return whether a reuse is about what a region that runs again saves, or about its modules."""
-    return reuse.saved_storage in region.data or any(
+    """Return whether a recomputed region excludes a reuse: of its storages, or of its modules."""
+    return reuse.storage in region.storages or any(
         name == region.layer or name.startswith(f"{region.layer}.") for name in reuse.layers
     )
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A solution: what happens to every saved_storage, which regions run again, and which reuses there
-    are."""
+    """Solution of the program.
+
+    Attributes:
+        choices: Choice for every storage.
+        regions: Indices of the regions that run again in backward.
+        reuses: Indices of the reuses that are applied.
+    """
 
     choices: tuple[StorageChoice, ...]
     regions: tuple[int, ...] = ()
     reuses: tuple[int, ...] = ()
 
 
-class Program:
-    """The choices for one step.
+class OffloadProgram:
+    """Integer program for one step.
 
     Args:
-        profile: the step.
-        actions: those that may be chosen.
-        recompute: whether regions may run again.
-        shown: see `seconds_of`.
-        reuse: whether modules may do with less memory.
+        profile: Profile of the step.
+        actions: Actions that may be chosen.
+        recompute: Whether regions may run again in backward.
+        counted_share: See `seconds_of`.
+        reuse: Whether modules may reuse memory.
     """
 
     def __init__(
@@ -120,14 +142,14 @@ class Program:
         profile: StepProfile,
         actions: Sequence[MemoryAction],
         recompute: bool = True,
-        shown: float = 1.0,
+        counted_share: float = 1.0,
         reuse: bool = True,
     ) -> None:
         self._profile = profile
         options = [
-            _Option(seconds_of(profile, saved_storage, choice, shown), number, choice)
-            for number, saved_storage in enumerate(profile.data)
-            for choice in choices_of(profile, saved_storage, actions)
+            _Option(seconds_of(profile, storage, choice, counted_share), number, choice)
+            for number, storage in enumerate(profile.storages)
+            for choice in choices_of(profile, storage, actions)
         ]
         if recompute:
             options += [
@@ -136,71 +158,76 @@ class Program:
             ]
         if reuse:
             options += [
-                _Option(found.seconds, reuse=index) for index, found in enumerate(profile.reuses)
+                _Option(known.seconds, reuse=index) for index, known in enumerate(profile.reuses)
             ]
         self._options = options
         self._events = len(profile.seconds) - 1
-        self._kept = _Load(profile, [(saved_storage, KEEP) for saved_storage in profile.data])
+        self._kept = _Load(profile, [(storage, KEEP) for storage in profile.storages])
         self._loads = [self._difference(option) for option in options]
 
     def _difference(self, option: _Option) -> _Load:
-        """Return by how much an option changes what is held if all is kept."""
+        """Return the change of the load by an option, against keeping every storage."""
         profile = self._profile
-        if option.saved_storage is not None:
-            saved_storage = profile.data[option.saved_storage]
-            return _Load(profile, [(saved_storage, option.choice)], [(saved_storage, KEEP)])
+        if option.storage is not None:
+            storage = profile.storages[option.storage]
+            return _Load(profile, [(storage, option.choice)], [(storage, KEEP)])
         if option.reuse is not None:
-            return self._relief(profile.reuses[option.reuse])
+            return self._reuse_load(profile.reuses[option.reuse])
         assert option.region is not None
         region = profile.regions[option.region]
-        data = [profile.data[number] for number in region.data]
-        first = min(saved_storage.uses[0] for saved_storage in data)
-        load = _Load(profile, [], [(saved_storage, KEEP) for saved_storage in data])
-        for saved_storage in data:
-            load.add(first + 1, saved_storage.end + 1, saved_storage.nbytes)
+        storages = [profile.storages[number] for number in region.storages]
+        first = min(storage.uses[0] for storage in storages)
+        load = _Load(profile, [], [(storage, KEEP) for storage in storages])
+        # All storages of a region come back at the first use of any of them.
+        for storage in storages:
+            load.add(first + 1, storage.end + 1, storage.nbytes)
         load.held[region.entry : first + 2] += region.inputs
         load.resident[region.entry : first + 1] += region.inputs
         load.held[first + 1] += region.workspace
         return load
 
-    def _relief(self, reuse: Reuse) -> _Load:
-        saved_storage = self._profile.data[reuse.saved_storage]
+    def _reuse_load(self, reuse: Reuse) -> _Load:
+        storage = self._profile.storages[reuse.storage]
         load = _Load(self._profile, [])
-        for first, last, nbytes in relief(saved_storage, reuse):
-            if nbytes > 0 or reuse.at is None:
+        for first, last, nbytes in reuse_changes(storage, reuse):
+            if nbytes > 0 or reuse.overwritten_at is None:
                 load.add(first, last, nbytes)
             else:
-                # Up to the event after the interval in which the saved_storage is given up it counts.
+                # At the event after `overwritten_at` the storage still counts.
                 load.held[first : last + 1] += nbytes
-                load.resident[first:last] += nbytes if first > reuse.at + 1 else 0
+                load.resident[first:last] += nbytes if first > reuse.overwritten_at + 1 else 0
         return load
 
     def select(self, limits: MemoryLimits) -> Selection | None:
-        """Return the choices that take the least time; None where no choices meet the limits."""
+        """Return the fastest choices; None if no choices meet the limits."""
         solved = self._solve(limits, None)
         return self._selection(solved[1]) if solved is not None else None
 
-    def smallest(self, limits: MemoryLimits, what: str) -> int | None:
-        """Return the least limit of "device" or "saved" with which the other limits can be met;
-        None if there is none."""
-        solved = self._solve(limits, what)
+    def smallest(self, limits: MemoryLimits, limit_name: str) -> int | None:
+        """Return the smallest limit that can be met with the others; None if there is none.
+
+        Args:
+            limits: Limits of a plan.
+            limit_name: "device" or "saved", the limit to minimise.
+        """
+        solved = self._solve(limits, limit_name)
         if solved is None:
             return None
-        # The solver's own value may be a byte too small, within its tolerance.
-        (curve,) = [curve for curve in self._curves(limits) if curve.what == what]
+        # Recomputed from the choices: the solver's value may be a byte too small.
+        (curve,) = [curve for curve in self._curves(limits) if curve.name == limit_name]
         load = curve.kept + sum(
             curve.options[index] for index in np.flatnonzero(solved[1]).tolist()
         )
         return int(np.ceil(load.max(initial=0.0) - 1e-3))
 
     def _selection(self, chosen: NDArray[np.bool_]) -> Selection:
-        choices = [KEEP] * len(self._profile.data)
+        choices = [KEEP] * len(self._profile.storages)
         regions, reuses = [], []
         for option, is_chosen in zip(self._options, chosen, strict=True):
             if not is_chosen:
                 continue
-            if option.saved_storage is not None:
-                choices[option.saved_storage] = option.choice
+            if option.storage is not None:
+                choices[option.storage] = option.choice
             elif option.region is not None:
                 regions.append(option.region)
             elif option.reuse is not None:
@@ -210,7 +237,12 @@ class Program:
     def _solve(
         self, limits: MemoryLimits, smallest: str | None
     ) -> tuple[float, NDArray[np.bool_]] | None:
-        """Return the choices, and the least of the limit that is to be made smallest."""
+        """Return the minimised limit in bytes, and which options are chosen; None if infeasible.
+
+        Args:
+            limits: Limits of a plan.
+            smallest: Name of the limit to minimise; None: minimise the time.
+        """
         count = len(self._options)
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
@@ -238,7 +270,7 @@ class Program:
         chosen = np.zeros(count, dtype=bool)
         value = 0.0
         while True:
-            new = self._missed(curves, chosen, known, smallest, value)
+            new = self._violations(curves, chosen, known, smallest, value)
             if not new:
                 return value, chosen
             for which, place in new:
@@ -254,8 +286,7 @@ class Program:
             chosen, value = solution[:count] > 0.5, float(solution[-1]) * _UNIT
 
     def _curves(self, limits: MemoryLimits) -> list[_Curve]:
-        """Return what is limited over time, as it is if all is kept and as every option changes
-        it."""
+        """Return the limited loads over time."""
         events = self._events
         base = np.array(self._profile.base, dtype=float)
         held = self._kept.held[: events + 1] + base
@@ -265,7 +296,7 @@ class Program:
             _Curve("saved", resident, [x.resident[:events] for x in self._loads], limits.saved),
         ]
 
-    def _missed(
+    def _violations(
         self,
         curves: Sequence[_Curve],
         chosen: NDArray[np.bool_],
@@ -273,41 +304,41 @@ class Program:
         smallest: str | None,
         value: float,
     ) -> list[tuple[int, int]]:
-        """Return the worst moments at which limits are missed: which curve, and where."""
-        found: list[tuple[float, int, int]] = []
+        """Return the worst violations as (index of the curve, interval or event)."""
+        violations: list[tuple[float, int, int]] = []
         for which, curve in enumerate(curves):
-            limit = value if curve.what == smallest else curve.limit
+            limit = value if curve.name == smallest else curve.limit
             load = curve.kept.copy()
             for index in np.flatnonzero(chosen).tolist():
                 load += curve.options[index]
             for place in np.flatnonzero(load > limit + max(1.0, 1e-7 * value)).tolist():
                 if (which, place) not in known:
-                    found.append((limit - load[place], which, place))
-        return [(which, place) for _, which, place in sorted(found)[:_MOST_NEW_ROWS]]
+                    violations.append((limit - load[place], which, place))
+        return [(which, place) for _, which, place in sorted(violations)[:_MAX_NEW_ROWS]]
 
     def _add_row(
         self, highs: highspy.Highs, curve: _Curve, place: int, smallest: str | None
     ) -> None:
         values = np.array([option[place] for option in curve.options] + [0.0]) / _UNIT
         limit = curve.limit
-        if curve.what == smallest:
+        if curve.name == smallest:
             values[-1], limit = -1.0, 0.0
         used = np.flatnonzero(values).astype(np.int32)
         highest = (limit - curve.kept[place]) / _UNIT
         highs.addRow(-highspy.kHighsInf, highest, len(used), used, values[used])
 
     def _add_exclusions(self, highs: highspy.Highs) -> None:
-        """One choice for a saved_storage; a region that runs again decides about all of its own, and what
-        runs inside of it reuses nothing."""
-        of: dict[int, list[int]] = {}
+        """Add the rows that allow one choice per storage.
+
+        A recomputed region decides about all of its storages, and excludes reuses inside of it.
+        """
+        by_storage: dict[int, list[int]] = {}
         for index, option in enumerate(self._options):
-            data = (
-                [option.saved_storage] if option.saved_storage is not None else self._inside(option)
-            )
-            for number in data:
-                of.setdefault(number, []).append(index)
-        groups = {tuple(found) for found in of.values() if len(found) > 1}
-        groups |= set(self._pairs())
+            own = [option.storage] if option.storage is not None else self._replaced(option)
+            for number in own:
+                by_storage.setdefault(number, []).append(index)
+        groups = {tuple(indices) for indices in by_storage.values() if len(indices) > 1}
+        groups |= set(self._exclusive_pairs())
         for indices in groups:
             highs.addRow(
                 -highspy.kHighsInf,
@@ -317,8 +348,8 @@ class Program:
                 np.ones(len(indices)),
             )
 
-    def _pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield a region and a reuse inside of it."""
+    def _exclusive_pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield the options of a region and of a reuse that exclude each other."""
         for one, option in enumerate(self._options):
             for other, within in enumerate(self._options):
                 if option.region is not None and within.reuse is not None:
@@ -326,28 +357,31 @@ class Program:
                     if is_inside(region, self._profile.reuses[within.reuse]):
                         yield one, other
 
-    def _inside(self, option: _Option) -> tuple[int, ...]:
+    def _replaced(self, option: _Option) -> tuple[int, ...]:
+        """Return the storages that are no longer saved with an option."""
         if option.reuse is not None:
             reuse = self._profile.reuses[option.reuse]
-            return (reuse.saved_storage,) if reuse.at is None else ()
+            return (reuse.storage,) if reuse.overwritten_at is None else ()
         assert option.region is not None
-        return self._profile.regions[option.region].data
+        return self._profile.regions[option.region].storages
 
     def _add_tiers(self, highs: highspy.Highs, limits: MemoryLimits) -> None:
+        """Add the limits of the tiers."""
         for tier in {link.tier for link in self._profile.links}:
             if limits.of(tier) == inf:
                 continue
+            # The load of a tier grows only where a storage is saved. Rows with the same options are
+            # equal, as an option takes the same bytes in all of them.
             rows: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
-            moments = sorted({saved_storage.saved for saved_storage in self._profile.data})
-            for moment in moments:
+            for event in sorted({storage.saved for storage in self._profile.storages}):
                 used, sizes = [], []
                 for index, option in enumerate(self._options):
-                    if option.saved_storage is None or option.choice.tier != tier:
+                    if option.storage is None or option.choice.tier != tier:
                         continue
-                    saved_storage = self._profile.data[option.saved_storage]
-                    if saved_storage.saved <= moment <= saved_storage.end:
+                    storage = self._profile.storages[option.storage]
+                    if storage.saved <= event <= storage.end:
                         used.append(index)
-                        sizes.append(room_for(saved_storage, option.choice) / _UNIT)
+                        sizes.append(tier_capacity(storage, option.choice) / _UNIT)
                 if used:
                     rows[tuple(used)] = (used, sizes)
             for used, sizes in rows.values():
@@ -360,38 +394,46 @@ class Program:
                 )
 
 
-# HiGHS likes numbers near 1.
-_UNIT = float(1 << 20)
-
-
 @dataclass(frozen=True)
 class _Curve:
-    """What is limited, at every moment: if all is kept, and how every option changes it."""
+    """Limited load over time.
 
-    what: str
+    Attributes:
+        name: "device" or "saved".
+        kept: Bytes at every interval or event, if every storage is kept.
+        options: Change of `kept` by every option.
+        limit: Limit in bytes.
+    """
+
+    name: str
     kept: Curve
     options: Sequence[Curve]
     limit: float
 
 
 class _Load:
-    """Bytes on the device: `held` in every interval, `resident` at every event."""
+    """Bytes of storages on the device.
+
+    Attributes:
+        held: Bytes in every interval.
+        resident: Bytes at every event.
+    """
 
     def __init__(
         self,
         profile: StepProfile,
-        there: Sequence[tuple[SavedStorageProfile, StorageChoice]],
-        instead_of: Sequence[tuple[SavedStorageProfile, StorageChoice]] = (),
+        added: Sequence[tuple[SavedStorageProfile, StorageChoice]],
+        removed: Sequence[tuple[SavedStorageProfile, StorageChoice]] = (),
     ) -> None:
         places = len(profile.seconds) + 1
         self.held, self.resident = np.zeros(places), np.zeros(places)
-        for sign, data in ((1, there), (-1, instead_of)):
-            for saved_storage, choice in data:
-                for first, last, nbytes in holding(saved_storage, choice):
+        for sign, pairs in ((1, added), (-1, removed)):
+            for storage, choice in pairs:
+                for first, last, nbytes in held_bytes(storage, choice):
                     self.add(first, last, sign * nbytes)
 
     def add(self, first: int, last: int, nbytes: int) -> None:
-        """Note so many bytes in intervals `first` to `last`."""
+        """Add bytes in intervals `first` to `last`, both included."""
         self.held[first : last + 1] += nbytes
-        # At the event before an interval they are there, at the one after it no more.
+        # They are resident at the event before an interval, but not at the one after it.
         self.resident[first - 1 : last] += nbytes

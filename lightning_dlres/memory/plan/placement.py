@@ -1,8 +1,8 @@
-"""Where data lie in one slab: data whose lifetimes do not overlap share memory (Method A, A3).
+"""Placement of storages in one slab: storages with disjoint lifetimes share memory.
 
-Largest first, each in the lowest gap that holds it among those that live with it: within a few
-percent of the least possible on the networks that were tried, and checked by `overlap`, which does
-not know how the places were found.
+The largest storage is placed first, and each one takes the lowest gap that fits among those with an
+overlapping lifetime. This was within a few percent of the least possible size on the networks that
+were tried. `overlap` verifies the result independently.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lightning_dlres.core.host.slab import aligned
 
 @dataclass(frozen=True)
 class Lifetime:
-    """So many bytes, needed from event `start` to event `stop`, both included."""
+    """Bytes that are needed from event `start` to event `stop`, both included."""
 
     nbytes: int
     start: int
     stop: int
 
     def meets(self, other: Lifetime) -> bool:
-        """Return whether both are needed at some time."""
+        """Return whether both are needed at the same event."""
         return self.start <= other.stop and other.start <= self.stop
 
 
 def place(lives: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """Return an offset for each, and the size of the slab."""
+    """Return the offset of each storage in bytes, and the size of the slab."""
     offsets, size = [0] * len(lives), 0
     placed: list[int] = []
     for index in sorted(range(len(lives)), key=lambda i: (-lives[i].nbytes, lives[i].start)):
@@ -43,12 +43,15 @@ def place(lives: Sequence[Lifetime]) -> tuple[list[int], int]:
 
 
 def overlap(lives: Sequence[Lifetime], offsets: Sequence[int]) -> tuple[int, int] | None:
-    """Return two data that would be in each other's memory; None is the proof that there are none.
+    """Return the indices of two storages that would share bytes; None proves that there are none.
 
-    Sweeps over time: what lives at one moment must be apart when sorted by offset."""
-    for moment in sorted({life.start for life in lives}):
-        living = [i for i, life in enumerate(lives) if life.start <= moment <= life.stop]
+    The check sweeps over time: the storages that live at one event must be disjoint when they are
+    sorted by offset.
+    """
+    for event in sorted({life.start for life in lives}):
+        living = [i for i, life in enumerate(lives) if life.start <= event <= life.stop]
         living.sort(key=lambda i: (offsets[i], lives[i].nbytes))
+        # End of the bytes taken so far, and the storage that ends there.
         above = 0
         holder = -1
         for index in living:
@@ -60,9 +63,9 @@ def overlap(lives: Sequence[Lifetime], offsets: Sequence[int]) -> tuple[int, int
 
 
 def least_size(lives: Sequence[Lifetime]) -> int:
-    """Return the bytes that live at the busiest moment: no slab is smaller."""
-    moments = {life.start for life in lives}
+    """Return the most bytes that live at one event, a lower bound of the slab's size."""
+    events = {life.start for life in lives}
     return max(
-        (sum(x.nbytes for x in lives if x.start <= moment <= x.stop) for moment in moments),
+        (sum(x.nbytes for x in lives if x.start <= event <= x.stop) for event in events),
         default=0,
     )

@@ -1,5 +1,7 @@
-"""What happens to everything that autograd saves in a step, and what that costs: the plan, which
-prints as a table, round-trips through JSON, and predicts its own outcome (Method A, A3)."""
+"""Memory plan: the action for every storage that a step saves, and the predicted cost.
+
+A plan prints as a table, round-trips through JSON, and predicts its own outcome.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,25 @@ from lightning_dlres.memory.execute.actions import MemoryAction
 
 
 class StorageDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to one saved_storage.
+    """Decision about one saved storage.
+
+    Events are numbered over the step: the saving or the use of a storage. The policy identifies a
+    storage by its index in the step, its bytes and its dtype.
 
     Attributes:
-        nbytes, dtype, layer: the saved_storage, by which the engine knows it again.
-        action: what happens.
-        tier: where it goes; None if it stays.
-        offset, room: its place in the tier, and the bytes that are there for it; if it is
-            compressed and stays, the bytes that it may take.
-        left_by: event before whose next interval it must have left the device.
-        fetch_at: event at which it may be brought back; None: when it is asked for.
-        first_use: event at which it is asked for.
-        saved: event at which it is saved.
+        nbytes: Size in bytes.
+        dtype: Dtype of the tensor that is saved first, such as "float32".
+        layer: Name of the module that saves it; "" outside of all modules.
+        action: Action to apply.
+        saved: Event at which it is saved.
+        tier: Tier that it is offloaded to; None: it stays.
+        offset: Byte offset in the tier.
+        capacity: Bytes that are reserved for it in the tier, or on the device for a storage that is
+            compressed and stays.
+        offloaded_by: Event after which it must have left the device.
+        prefetch_at: Event at which its prefetch starts; None: it is fetched at its first use.
+        first_use: Event at which backward first asks for it.
+        uses: Events at which backward asks for it.
     """
 
     nbytes: int
@@ -34,32 +43,38 @@ class StorageDecision(msgspec.Struct, frozen=True, kw_only=True):
     saved: int
     tier: str | None = None
     offset: int = 0
-    room: int = 0
-    left_by: int | None = None
-    fetch_at: int | None = None
+    capacity: int = 0
+    offloaded_by: int | None = None
+    prefetch_at: int | None = None
     first_use: int | None = None
     uses: tuple[int, ...] = ()
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step under limits.
+    """Plan of one step under limits.
+
+    Interval `i` is the time before event `i`; the last interval follows the last event.
 
     Attributes:
-        decisions: for every saved_storage, in the order in which they are saved.
-        recompute: names of the modules that run again in backward.
-        reuse: names of the modules that write their input's gradient into their input's memory,
-            and of ReLUs that save signs in the place of their output (Method A, A6).
-        seconds, plain_seconds: predicted for the step, with the plan and if all is kept.
-        peak, plain_peak: predicted most bytes on the device.
-        saved_peak, plain_saved_peak: predicted most bytes of data on the device.
-        device_limit, saved_limit: bytes; None: no limit.
-        tiers: bytes of the slab in every tier.
-        held: bytes of data on the device, for every interval.
-        base: bytes of all else.
-        stalls: seconds for which the device waits at every event.
-        interval_seconds: seconds of computing of every interval.
-        moved: bytes over the links.
-        notes: what a person should know.
+        decisions: Decision for every saved storage, in the order of saving.
+        recompute: Names of the modules that run again in backward.
+        reuse: Names of the modules that write their input's gradient into their input's memory, and
+            of ReLUs that save signs instead of their output.
+        seconds: Predicted duration of the step.
+        plain_seconds: Duration of plain training, which keeps everything.
+        peak: Predicted most bytes on the device.
+        plain_peak: Most bytes on the device in plain training.
+        saved_peak: Predicted most bytes of saved storages on the device.
+        plain_saved_peak: Most bytes of saved storages in plain training.
+        device_limit: Limit of the device in bytes; None: no limit.
+        saved_limit: Limit of saved storages on the device in bytes; None: no limit.
+        tiers: Bytes of the slab in every tier, by name.
+        held: Bytes of saved storages on the device, for every interval.
+        base: Bytes of everything else on the device, for every interval.
+        stalls: Seconds for which the device waits, for every event.
+        interval_seconds: Seconds of computation, for every interval.
+        moved: Bytes that are copied over the links.
+        notes: Remarks for the user.
     """
 
     decisions: tuple[StorageDecision, ...]
@@ -83,16 +98,16 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes_nothing(self) -> bool:
-        """Return whether everything stays as it is."""
+        """Return whether the plan keeps every storage and patches no module."""
         installs = self.recompute or self.reuse
         return not installs and all(d.action is MemoryAction.KEEP for d in self.decisions)
 
     def bytes_of(self, action: MemoryAction) -> int:
-        """Return the bytes of the data to which this happens."""
+        """Return the bytes of the storages with this action."""
         return sum(d.nbytes for d in self.decisions if d.action is action)
 
     def prediction(self) -> str:
-        """Return the outcome in one line."""
+        """Return the predicted outcome in one line."""
         slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         return (
             f"peak {format_bytes(self.peak)} instead of {format_bytes(self.plain_peak)}, saved "
@@ -102,7 +117,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def table(self) -> str:
-        """Return the plan for people: what happens in every layer."""
+        """Return the plan as a table of actions by layer."""
         rows: dict[tuple[str, str, str], list[int]] = {}
         for d in self.decisions:
             key = (d.layer or "(no module)", d.action.value, d.tier or "-")
@@ -118,12 +133,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.reuse:
             shown.append([name, "reuse", "-", None, "-"])
         title = f"Memory plan: {self.prediction()}"
-        lines = [render(title, ["layer", "action", "to", "data", "bytes"], shown)]
+        lines = [render(title, ["layer", "action", "to", "storages", "bytes"], shown)]
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return the plan as text."""
+        """Return the plan as JSON text."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     @staticmethod
@@ -131,12 +146,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Return the plan that `to_json` wrote.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: If the text is no plan.
         """
         try:
             return from_json(text, MemoryPlan)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"memory plan: cannot be read: {error}. Expected the JSON that "
-                "MemoryPlan.to_json wrote."
+                f"memory plan must be JSON that MemoryPlan.to_json wrote, got an error: {error}. "
+                "Write it again."
             ) from error

@@ -1,5 +1,8 @@
-"""Carries out plans, event by event (Method A, A4, A5): what leaves when it is saved, what must
-have left by when, and what is brought back ahead of its use."""
+"""Policy that follows memory plans, event by event.
+
+An event is the saving or the use of a saved storage. The plan says which storages are offloaded
+when they are saved, by which event they must have left, and at which event they are prefetched.
+"""
 
 from __future__ import annotations
 
@@ -12,220 +15,229 @@ from math import inf
 from torch import Tensor
 
 from lightning_dlres.memory.execute.actions import MemoryAction
-from lightning_dlres.memory.execute.copies import Copies, DirectCopies
-from lightning_dlres.memory.execute.gpu import Gpu
-from lightning_dlres.memory.execute.saved import ByteCounter, Placement, SavedStorage
+from lightning_dlres.memory.execute.byte_counter import ByteCounter
+from lightning_dlres.memory.execute.policy import Placement
+from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.spans import ByteSpan, dtype_name
-from lightning_dlres.memory.execute.tiers import Tier
+from lightning_dlres.memory.execute.transfer.copiers import Copier, DirectCopier
+from lightning_dlres.memory.execute.transfer.gpu import Gpu
+from lightning_dlres.memory.execute.transfer.tiers import Tier
 from lightning_dlres.memory.plan.plan import MemoryPlan, StorageDecision
 
-_DIRECT = DirectCopies()
+_DIRECT = DirectCopier()
 _KEEP = Placement(MemoryAction.KEEP)
 
 
 class PlanPolicy:
-    """A policy that follows that one of several plans whose data are saved.
+    """Policy that follows the one of several plans whose storages a step saves.
 
     Args:
-        plans: for steps like those to come; none: nothing is known of them.
-        tiers, copies: of every tier that the plans use.
-        fallback: where data go that no plan knows; None: they stay.
-        ledger: the bytes of data on the device.
-        gpu: the device, if it is a GPU.
+        plans: Plans for the steps to come; empty: nothing is planned.
+        tiers: Tiers that the plans use, by name.
+        copiers: Copiers of these tiers, by name.
+        fallback: Tier for storages that no plan knows; None: they stay.
+        byte_counter: Bytes of saved storages on the device.
+        gpu: GPU, if the device is one.
 
     Attributes:
-        plan: the one that is followed.
-        unlike: what was unlike all plans in the latest step, if anything was.
-        without_room: how many data stayed since their tier had no room for them.
-        seen: of the latest step, when something happened and the bytes of data there were then.
+        mismatch: Difference of the latest step from all plans; None: it matched one.
+        overflow_count: Number of storages that stayed, as their tier was full.
+        curve: Bytes of saved storages over the latest step, with `time.perf_counter` times.
     """
 
     def __init__(
         self,
         plans: Sequence[MemoryPlan],
         tiers: Mapping[str, Tier],
-        copies: Mapping[str, Copies],
+        copiers: Mapping[str, Copier],
         fallback: Tier | None = None,
-        ledger: ByteCounter | None = None,
+        byte_counter: ByteCounter | None = None,
         gpu: Gpu | None = None,
     ) -> None:
-        self._tiers, self._copies, self._fallback = tiers, copies, fallback
-        self._courses = [_Course(plan) for plan in plans] or [_Course(None)]
-        self._course = self._before = self._courses[0]
-        # The course that followed on each one the last time: steps may take turns.
-        self._next: dict[int, _Course] = {}
-        self.unlike: str | None = None
-        self.without_room = 0
-        self._data: dict[int, weakref.ref[SavedStorage]] = {}
+        self._tiers, self._copiers, self._fallback = tiers, copiers, fallback
+        self._alternatives = [_PlannedStep(plan) for plan in plans] or [_PlannedStep(None)]
+        self._current = self._previous = self._alternatives[0]
+        # Steps may alternate: the planned step that followed each one the last time, by `id`.
+        self._successors: dict[int, _PlannedStep] = {}
+        self.mismatch: str | None = None
+        self.overflow_count = 0
+        self._storages: dict[int, weakref.ref[SavedStorage]] = {}
+        # Storages on their way to a tier, each with the event by which it must have left.
         self._leaving: deque[tuple[int, SavedStorage]] = deque()
-        # A GPU compresses them; the originals are planned to go behind the next event.
-        self._packing: deque[tuple[int, SavedStorage]] = deque()
-        self._wanted: deque[int] = deque()
-        self._saved: list[tuple[int, str]] = []
-        self._ledger, self._gpu = ledger, gpu
-        self.seen: list[tuple[float, int]] = []
+        # Storages that a GPU compresses. Their originals are freed behind the next event.
+        self._compressing: deque[tuple[int, SavedStorage]] = deque()
+        self._to_prefetch: deque[int] = deque()
+        self._signature: list[tuple[int, str]] = []
+        self._byte_counter, self._gpu = byte_counter, gpu
+        self.curve: list[tuple[float, int]] = []
 
     @property
     def plan(self) -> MemoryPlan | None:
         """Return the plan of the latest step."""
-        return self._course.plan
+        return self._current.plan
 
     def start(self) -> None:
         """See `OffloadPolicy`."""
         self._wait_offloaded(inf)
-        self._data.clear()
-        self._saved.clear()
-        self.unlike, self.seen = None, []
-        self._follow(self._next.get(id(self._before), self._before))
+        self._storages.clear()
+        self._signature.clear()
+        self.mismatch, self.curve = None, []
+        self._switch_to(self._successors.get(id(self._previous), self._previous))
 
-    def _follow(self, course: _Course) -> None:
-        self._course = course
-        self._wanted = deque(course.order)
+    def _switch_to(self, planned: _PlannedStep) -> None:
+        self._current = planned
+        self._to_prefetch = deque(planned.prefetch_order)
 
     def finish(self) -> None:
-        """The step is over."""
+        """Finish a step."""
         self._wait_offloaded(inf)
-        if self.unlike is None and len(self._saved) != len(self._course.signature):
-            exact = [c for c in self._courses if c.signature == self._saved]
+        if self.mismatch is None and len(self._signature) != len(self._current.signature):
+            exact = [p for p in self._alternatives if p.signature == self._signature]
             if exact:
-                self._course = exact[0]
+                self._current = exact[0]
             else:
-                planned = len(self._course.signature)
-                self.unlike = f"{len(self._saved)} data were saved, {planned} were planned"
-        if self.unlike is None:
-            self._next[id(self._before)] = self._course
-            self._before = self._course
+                planned = len(self._current.signature)
+                self.mismatch = f"{len(self._signature)} storages were saved, {planned} planned"
+        if self.mismatch is None:
+            self._successors[id(self._previous)] = self._current
+            self._previous = self._current
 
     def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
         """See `OffloadPolicy`."""
-        decision = self._known(number, (span.stop - span.start, dtype_name(tensor.dtype)))
+        decision = self._decision(number, (span.stop - span.start, dtype_name(tensor.dtype)))
         if decision is None:
             if self._fallback is None:
                 return _KEEP
             return Placement(MemoryAction.OFFLOAD, self._fallback, None, _DIRECT)
-        self._free_packed(decision.saved)
+        self._free_compressed(decision.saved)
         if decision.action is MemoryAction.KEEP:
             return _KEEP
         if decision.action is MemoryAction.COMPRESS:
-            return Placement(decision.action, self._fallback, room=decision.room, gpu=self._gpu)
+            return Placement(
+                decision.action, self._fallback, capacity=decision.capacity, gpu=self._gpu
+            )
         assert decision.tier is not None
         return Placement(
             decision.action,
             self._tiers[decision.tier],
             decision.offset,
-            self._copies[decision.tier],
-            decision.room,
+            self._copiers[decision.tier],
+            decision.capacity,
             self._gpu,
         )
 
-    def _known(self, number: int, found: tuple[int, str]) -> StorageDecision | None:
-        """Return what is planned for a saved_storage; None where no plan knows it."""
-        self._saved.append(found)
-        if self.unlike is not None:
+    def _decision(self, number: int, storage: tuple[int, str]) -> StorageDecision | None:
+        """Return the decision about a storage, given as bytes and dtype; None if no plan fits."""
+        self._signature.append(storage)
+        if self.mismatch is not None:
             return None
-        course = self._course
-        if number < len(course.signature) and course.signature[number] == found:
-            return course.decisions[number]
-        for other in self._courses:
-            if other.signature[: number + 1] == self._saved:
-                self._follow(other)
+        current = self._current
+        if number < len(current.signature) and current.signature[number] == storage:
+            return current.decisions[number]
+        for other in self._alternatives:
+            if other.signature[: number + 1] == self._signature:
+                self._switch_to(other)
                 return other.decisions[number]
-        text = _named(found)
-        if number >= len(course.signature):
-            self.unlike = f"saved_storage {number} ({text}) was not planned"
+        text = _named(storage)
+        if number >= len(current.signature):
+            self.mismatch = f"storage {number} ({text}) was not planned"
         else:
-            planned = _named(course.signature[number])
-            self.unlike = f"saved_storage {number}: {text} were saved, {planned} were planned"
+            planned = _named(current.signature[number])
+            self.mismatch = f"storage {number}: {text} were saved, {planned} planned"
         return None
 
     def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
         """See `OffloadPolicy`."""
         if not done:
-            self.without_room += 1
-        if self.unlike is not None:
+            self.overflow_count += 1
+        if self.mismatch is not None:
             return
-        decision = self._course.decisions[saved_storage.number]
-        self._data[saved_storage.number] = weakref.ref(saved_storage)
-        if decision.left_by is not None:
-            self._leaving.append((decision.left_by, saved_storage))
+        decision = self._current.decisions[saved_storage.number]
+        self._storages[saved_storage.number] = weakref.ref(saved_storage)
+        if decision.offloaded_by is not None:
+            self._leaving.append((decision.offloaded_by, saved_storage))
         elif decision.action is MemoryAction.COMPRESS:
-            self._packing.append((decision.saved + 1, saved_storage))
+            self._compressing.append((decision.saved + 1, saved_storage))
         self._wait_offloaded(decision.saved)
-        self._fetch(decision.saved)
-        self._note()
+        self._prefetch(decision.saved)
+        self._record_bytes()
 
     def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
 
     def begin_use(self, saved_storage: SavedStorage) -> None:
         """See `OffloadPolicy`."""
-        if self._packing:
-            uses = self._uses_of(saved_storage)
+        if self._compressing:
+            uses = self._planned_uses(saved_storage)
             if uses:
-                self._free_packed(uses[min(saved_storage.uses + 1, len(uses)) - 1])
+                self._free_compressed(uses[min(saved_storage.uses + 1, len(uses)) - 1])
 
     def end_use(self, saved_storage: SavedStorage) -> None:
         """See `OffloadPolicy`."""
-        uses = self._uses_of(saved_storage)
+        uses = self._planned_uses(saved_storage)
         if not uses:
             return
-        place = uses[min(saved_storage.uses, len(uses)) - 1]
-        self._wait_offloaded(place)
-        self._fetch(place)
-        self._note()
+        event = uses[min(saved_storage.uses, len(uses)) - 1]
+        self._wait_offloaded(event)
+        self._prefetch(event)
+        self._record_bytes()
 
-    def _uses_of(self, saved_storage: SavedStorage) -> tuple[int, ...]:
-        """Return when a saved_storage was planned to be used; nothing for one of an earlier step."""
-        known, decisions = self._data.get(saved_storage.number), self._course.decisions
+    def _planned_uses(self, saved_storage: SavedStorage) -> tuple[int, ...]:
+        """Return the planned uses of a storage, as events; none for one of an earlier step."""
+        known = self._storages.get(saved_storage.number)
+        decisions = self._current.decisions
         if known is None or known() is not saved_storage or saved_storage.number >= len(decisions):
             return ()
         return decisions[saved_storage.number].uses
 
     def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
-        self._note()
+        self._record_bytes()
 
-    def _note(self) -> None:
-        if self._ledger is not None:
-            self.seen.append((time.perf_counter(), self._ledger.now))
+    def _record_bytes(self) -> None:
+        if self._byte_counter is not None:
+            self.curve.append((time.perf_counter(), self._byte_counter.now))
 
-    def _wait_offloaded(self, place: float) -> None:
-        """Free what must have left by this event."""
-        self._free_packed(place)
-        while self._leaving and self._leaving[0][0] <= place:
+    def _wait_offloaded(self, event: float) -> None:
+        """Free the storages that must have left by this event."""
+        self._free_compressed(event)
+        while self._leaving and self._leaving[0][0] <= event:
             self._leaving.popleft()[1].wait_offloaded()
 
-    def _free_packed(self, place: float) -> None:
-        """Free the originals of what was compressed before this event, ahead of what it brings."""
-        while self._packing and self._packing[0][0] <= place:
-            self._packing.popleft()[1].wait_offloaded()
+    def _free_compressed(self, event: float) -> None:
+        """Free the originals of storages that were compressed before this event.
 
-    def _fetch(self, place: int) -> None:
-        """Begin to bring back what may come by now."""
-        while self._wanted:
-            number = self._wanted[0]
-            when = self._course.decisions[number].fetch_at
-            if when is None or when > place:
+        This must happen before the event allocates its own memory, as planned.
+        """
+        while self._compressing and self._compressing[0][0] <= event:
+            self._compressing.popleft()[1].wait_offloaded()
+
+    def _prefetch(self, event: int) -> None:
+        """Start to bring back the storages that are planned for this event or earlier."""
+        while self._to_prefetch:
+            number = self._to_prefetch[0]
+            planned = self._current.decisions[number].prefetch_at
+            if planned is None or planned > event:
                 return
-            self._wanted.popleft()
-            reference = self._data.get(number)
+            self._to_prefetch.popleft()
+            reference = self._storages.get(number)
             saved_storage = reference() if reference is not None else None
             if saved_storage is not None and not saved_storage.uses:
-                saved_storage.fetch()
+                saved_storage.prefetch()
 
 
-class _Course:
-    """A plan, and what its steps save."""
+class _PlannedStep:
+    """Plan of one kind of step, with its signature: bytes and dtype of each storage in order."""
 
     def __init__(self, plan: MemoryPlan | None) -> None:
         self.plan = plan
         self.decisions: tuple[StorageDecision, ...] = plan.decisions if plan is not None else ()
         self.signature = [(d.nbytes, d.dtype) for d in self.decisions]
-        self.order = sorted(
-            (number for number, d in enumerate(self.decisions) if d.fetch_at is not None),
+        self.prefetch_order = sorted(
+            (number for number, d in enumerate(self.decisions) if d.prefetch_at is not None),
             key=lambda number: self.decisions[number].first_use or 0,
         )
 
 
-def _named(found: tuple[int, str]) -> str:
-    return f"{found[0]} bytes of torch.{found[1]}"
+def _named(storage: tuple[int, str]) -> str:
+    return f"{storage[0]} bytes of torch.{storage[1]}"

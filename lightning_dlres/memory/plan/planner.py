@@ -1,9 +1,11 @@
-"""The planner (Method A, A3): for every saved_storage keep, compress, offload or both, and which modules
-run again, so that the limits hold and the step takes the least time.
+"""Planner: the fastest plan of a step that meets the limits.
 
-A pure function of the profile. An integer program finds choices that can be carried out; where
-copies run beside the computing, what they cost depends on each other, so several programs make
-starts, and single choices are changed while the simulator finds that faster.
+For every saved storage it decides to keep, compress, offload, or both. It also decides which
+modules run again in backward, and which reuse memory. The plan is a pure function of the profile.
+
+An integer program finds choices that can be carried out. Where copies overlap with the computation,
+the cost of one choice depends on the others. The planner then starts from several programs, and
+changes single choices while the simulator finds the step faster.
 """
 
 from __future__ import annotations
@@ -20,27 +22,31 @@ from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.plan.choices import (
     KEEP,
     NO_LIMITS,
-    SPARE,
+    PACKED_MARGIN,
     MemoryLimits,
     StorageChoice,
-    packed_room,
-    room_for,
+    packed_capacity,
+    tier_capacity,
 )
-from lightning_dlres.memory.plan.milp import Program, Selection, choices_of
+from lightning_dlres.memory.plan.milp import OffloadProgram, Selection, choices_of
 from lightning_dlres.memory.plan.placement import Lifetime, overlap, place
 from lightning_dlres.memory.plan.plan import MemoryPlan, StorageDecision
 from lightning_dlres.memory.plan.simulator import Outcome, simulate
 from lightning_dlres.memory.profile.step_profile import SavedStorageProfile, StepProfile
 
-# How much of a copy's time is taken to show where the device computes meanwhile.
-_SHOWN = (1.0, 0.3, 0.02)
-# A trial simulates every event: so many in all for one start.
-_MOST_EVENTS = 400_000
-# Faster than this share over plain training is not looked for.
-_GOOD = 1e-4
-# A plan that is not better than this is no help.
-_HELP = 0.02
-_MOST_PLACEMENTS = 6
+# Shares of a copy's time that the programs count where copies overlap with the computation. Each
+# share gives one start for the improvement.
+_COUNTED_SHARES = (1.0, 0.3, 0.02)
+# Limit on the events that are simulated for one start; a trial simulates every event of the step.
+_MAX_EVENTS = 400_000
+# Overhead over plain training below which the planner stops searching.
+_GOOD_OVERHEAD = 1e-4
+# Share of the peak below which a reduction does not count as helpful.
+_MIN_HELP = 0.02
+# Share of the step that the device may wait before a note tells the user.
+_NOTED_WAIT = 0.05
+# Attempts to fit the slabs into the tiers, each with smaller limits than the one before.
+_MAX_PLACEMENTS = 6
 
 
 def plan_memory(
@@ -53,28 +59,29 @@ def plan_memory(
     """Return the fastest plan that meets the limits.
 
     Args:
-        profile: one step.
-        limits: what the device, the data on it, and the tiers may hold.
-        actions: those that may be used.
-        recompute: whether modules may run again.
-        reuse: whether modules may do with less memory.
+        profile: Profile of the step.
+        limits: Limits of the device, of saved storages on it, and of the tiers.
+        actions: Actions that may be used.
+        recompute: Whether modules may run again in backward.
+        reuse: Whether modules may reuse memory.
 
     Raises:
-        ConfigError: no plan meets the limits; the message has the smallest that can be met.
+        ConfigError: If no plan meets the limits. The message has the smallest limit that can be
+            met.
     """
-    everything = tuple(KEEP for _ in profile.data)
-    plain = simulate(profile, everything)
-    selection = Selection(everything)
+    keep_all = tuple(KEEP for _ in profile.storages)
+    plain = simulate(profile, keep_all)
+    selection = Selection(keep_all)
     if _fits(profile, selection, limits):
-        return _written(profile, selection, limits, plain)
-    asked, tiers = limits, dict(limits.tiers)
-    for _ in range(_MOST_PLACEMENTS):
+        return _build_plan(profile, selection, limits, plain)
+    tiers = dict(limits.tiers)
+    for _ in range(_MAX_PLACEMENTS):
         best = _fastest(profile, replace(limits, tiers=tiers), actions, recompute, reuse)
-        plan = _written(profile, best, limits, plain)
-        over = {tier: size - asked.of(tier) for tier, size in plan.tiers.items()}
+        plan = _build_plan(profile, best, limits, plain)
+        over = {tier: size - limits.of(tier) for tier, size in plan.tiers.items()}
         if all(extra <= 0 for extra in over.values()):
             return plan
-        # What data take in a slab may be more than they sum up to, as gaps are left between them.
+        # Gaps between storages make a slab larger than the sum of its storages.
         tiers = {tier: tiers.get(tier, inf) - max(over.get(tier, 0), 0) for tier in tiers}
     raise ConfigError(_refusal(profile, replace(limits, tiers=tiers), actions, recompute, reuse))
 
@@ -88,17 +95,17 @@ def _fastest(
 ) -> Selection:
     best: tuple[float, Selection] | None = None
     overlaps = any(link.overlaps for link in profile.links)
-    good = sum(profile.seconds) * (1 + _GOOD)
-    for shown in _SHOWN if overlaps else (1.0,):
-        found = Program(profile, actions, recompute, shown, reuse).select(limits)
-        if found is None:
+    good = sum(profile.seconds) * (1 + _GOOD_OVERHEAD)
+    for counted_share in _COUNTED_SHARES if overlaps else (1.0,):
+        selection = OffloadProgram(profile, actions, recompute, counted_share, reuse).select(limits)
+        if selection is None:
             raise ConfigError(_refusal(profile, limits, actions, recompute, reuse))
-        seconds = _outcome(profile, found, limits).seconds
+        seconds = _outcome(profile, selection, limits).seconds
         if overlaps and seconds > good:
-            found = _improved(profile, found, limits, actions)
-            seconds = _outcome(profile, found, limits).seconds
+            selection = _improved(profile, selection, limits, actions)
+            seconds = _outcome(profile, selection, limits).seconds
         if best is None or seconds < best[0]:
-            best = seconds, found
+            best = seconds, selection
         if seconds <= good:
             break
     assert best is not None
@@ -112,16 +119,16 @@ def smallest_budget(
     recompute: bool = True,
     reuse: bool = True,
 ) -> int:
-    """Return the least bytes that the device can do with, within the other limits.
+    """Return the smallest device limit in bytes that can be met together with the other limits.
 
     Raises:
-        ConfigError: no budget meets the other limits.
+        ConfigError: If no budget meets the other limits.
     """
-    without = replace(limits, device=inf)
-    found = Program(profile, actions, recompute, reuse=reuse).smallest(without, "device")
-    if found is None:
-        raise ConfigError(_refusal(profile, without, actions, recompute, reuse))
-    return found
+    others = replace(limits, device=inf)
+    budget = OffloadProgram(profile, actions, recompute, reuse=reuse).smallest(others, "device")
+    if budget is None:
+        raise ConfigError(_refusal(profile, others, actions, recompute, reuse))
+    return budget
 
 
 def _fits(profile: StepProfile, selection: Selection, limits: MemoryLimits) -> bool:
@@ -129,9 +136,9 @@ def _fits(profile: StepProfile, selection: Selection, limits: MemoryLimits) -> b
 
 
 def _outcome(
-    profile: StepProfile, selection: Selection, limits: MemoryLimits, spare: float = SPARE
+    profile: StepProfile, selection: Selection, limits: MemoryLimits, margin: float = PACKED_MARGIN
 ) -> Outcome:
-    return simulate(profile, selection.choices, limits, selection.regions, spare, selection.reuses)
+    return simulate(profile, selection.choices, limits, selection.regions, margin, selection.reuses)
 
 
 def _refusal(
@@ -141,38 +148,41 @@ def _refusal(
     recompute: bool,
     reuse: bool,
 ) -> str:
-    program = Program(profile, actions, recompute, reuse=reuse)
+    """Return the message of an error about limits that no plan meets."""
+    program = OffloadProgram(profile, actions, recompute, reuse=reuse)
     if limits.saved < inf:
         saved = program.smallest(replace(limits, device=inf), "saved")
         if saved is None or saved > limits.saved:
-            return _too_small("saved_budget", limits.saved, saved, "data saved for backward")
+            return _too_small("saved_budget", limits.saved, saved, "the tensors saved for backward")
     device = program.smallest(limits, "device")
-    return _too_small("budget", limits.device, device, "all that the device holds in one step")
+    return _too_small("budget", limits.device, device, "everything on the device in one step")
 
 
-def _too_small(what: str, got: float, smallest: int | None, of: str) -> str:
+def _too_small(argument: str, limit: float, smallest: int | None, content: str) -> str:
     if smallest is None:
-        return f"{what}: the limits of host and disk leave no room for any plan. Try larger ones."
+        return (
+            f"{argument} must leave a plan that meets the limits of host and disk, but none does. "
+            "Raise host_budget or disk_budget."
+        )
     return (
-        f"{what}: got {format_bytes(int(got))} for {of}, expected at least "
-        f"{format_bytes(smallest)} ({smallest} bytes), the smallest that can be met here. Try "
-        "that, a smaller batch, or more actions."
+        f"{argument} must be at least {format_bytes(smallest)} ({smallest} bytes) for {content}, "
+        f"got {format_bytes(int(limit))}. Raise it, use smaller batches, or allow more actions."
     )
 
 
 def _improved(
     profile: StepProfile, start: Selection, limits: MemoryLimits, actions: Sequence[MemoryAction]
 ) -> Selection:
-    """Change single choices, or those of two data, while that makes the step faster."""
-    inside = _decided(profile, start)
+    """Change the choices of one or two storages at a time, while that makes the step faster."""
+    not_saved = _not_saved(profile, start)
     options = {
-        number: [KEEP, *choices_of(profile, saved_storage, actions)]
-        for number, saved_storage in enumerate(profile.data)
-        if number not in inside and saved_storage.can_leave
+        number: [KEEP, *choices_of(profile, storage, actions)]
+        for number, storage in enumerate(profile.storages)
+        if number not in not_saved and storage.can_leave
     }
     trials = _Trials(profile, start, limits)
     better = True
-    while better and not trials.are_over:
+    while better and not trials.is_exhausted:
         better = False
         for number, own in options.items():
             for choice in own:
@@ -185,25 +195,25 @@ def _improved(
 
 
 class _Trials:
-    """The best choices so far, and how many more may be tried."""
+    """Best choices so far, and the number of trials that are left."""
 
     def __init__(self, profile: StepProfile, start: Selection, limits: MemoryLimits) -> None:
         self._profile, self._start, self._limits = profile, start, limits
         self.choices = list(start.choices)
-        self._left = _MOST_EVENTS // len(profile.seconds)
+        self._left = _MAX_EVENTS // len(profile.seconds)
         self._least = self._seconds(self.choices)
 
     @property
-    def are_over(self) -> bool:
-        """Return whether nothing more may be tried."""
+    def is_exhausted(self) -> bool:
+        """Return whether no trials are left."""
         return self._left <= 0
 
     def change(self, changes: dict[int, StorageChoice]) -> bool:
-        """Change these choices if the step is faster then; return whether it is."""
+        """Adopt these changes if they make the step faster; return whether they do."""
         changed = list(self.choices)
         for number, choice in changes.items():
             changed[number] = choice
-        if changed == self.choices or self.are_over:
+        if changed == self.choices or self.is_exhausted:
             return False
         seconds = self._seconds(changed)
         if seconds >= self._least * (1 - 1e-9):
@@ -215,18 +225,19 @@ class _Trials:
         self._left -= 1
         selection = replace(self._start, choices=tuple(choices))
         outcome = _outcome(self._profile, selection, self._limits)
-        # What the program thinks possible may be missed by rounding.
+        # The program's choices may miss a limit by rounding.
         return inf if outcome.excess > 0 else outcome.seconds
 
 
-def _decided(profile: StepProfile, selection: Selection) -> set[int]:
-    """Return the data that are not saved any more."""
-    found = {n for index in selection.regions for n in profile.regions[index].data}
+def _not_saved(profile: StepProfile, selection: Selection) -> set[int]:
+    """Return the indices of the storages that autograd no longer saves under a selection."""
+    recomputed = {n for index in selection.regions for n in profile.regions[index].storages}
     reuses = [profile.reuses[index] for index in selection.reuses]
-    return found | {reuse.saved_storage for reuse in reuses if reuse.at is None}
+    return recomputed | {reuse.storage for reuse in reuses if reuse.overwritten_at is None}
 
 
 def _neighbours(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of storages that are saved at nearly the same time."""
     for index, number in enumerate(numbers):
         for other in numbers[max(0, index - 3) : index + 4]:
             yield number, other
@@ -234,34 +245,36 @@ def _neighbours(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Place:
+    """Offset and reserved bytes of a storage in its tier."""
+
     offset: int = 0
-    room: int = 0
+    capacity: int = 0
 
 
-def _written(
+def _build_plan(
     profile: StepProfile, selection: Selection, limits: MemoryLimits, plain: Outcome
 ) -> MemoryPlan:
-    outcome = _outcome(profile, selection, limits, spare=1.0)
+    outcome = _outcome(profile, selection, limits, margin=1.0)
     places, tiers = _places(profile, selection.choices)
-    inside = _decided(profile, selection)
+    not_saved = _not_saved(profile, selection)
     reuses = [profile.reuses[index] for index in selection.reuses]
     decisions = tuple(
         StorageDecision(
-            nbytes=saved_storage.nbytes,
-            dtype=saved_storage.dtype,
-            layer=saved_storage.layer,
+            nbytes=storage.nbytes,
+            dtype=storage.dtype,
+            layer=storage.layer,
             action=selection.choices[number].action,
-            saved=saved_storage.saved,
+            saved=storage.saved,
             tier=selection.choices[number].tier,
             offset=places[number].offset,
-            room=_room(saved_storage, selection.choices[number], places[number]),
-            left_by=outcome.left_by[number],
-            fetch_at=outcome.fetch_at[number],
-            first_use=saved_storage.uses[0] if saved_storage.uses else None,
-            uses=saved_storage.uses,
+            capacity=_capacity(storage, selection.choices[number], places[number]),
+            offloaded_by=outcome.offloaded_by[number],
+            prefetch_at=outcome.prefetch_at[number],
+            first_use=storage.uses[0] if storage.uses else None,
+            uses=storage.uses,
         )
-        for number, saved_storage in enumerate(profile.data)
-        if number not in inside
+        for number, storage in enumerate(profile.storages)
+        if number not in not_saved
     )
     plan = MemoryPlan(
         decisions=decisions,
@@ -285,25 +298,25 @@ def _written(
     return msgspec.structs.replace(plan, notes=tuple(_notes(plan, profile)))
 
 
-def _room(saved_storage: SavedStorageProfile, choice: StorageChoice, place: _Place) -> int:
-    return packed_room(saved_storage) if choice.action is MemoryAction.COMPRESS else place.room
+def _capacity(storage: SavedStorageProfile, choice: StorageChoice, place: _Place) -> int:
+    return packed_capacity(storage) if choice.action is MemoryAction.COMPRESS else place.capacity
 
 
 def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
     notes = []
     base = max(profile.base, default=0)
-    movable = sum(saved_storage.nbytes for saved_storage in profile.data if saved_storage.can_leave)
-    if plan.plain_peak - base <= _HELP * plan.plain_peak or not movable:
+    movable = sum(storage.nbytes for storage in profile.storages if storage.can_leave)
+    if plan.plain_peak - base <= _MIN_HELP * plan.plain_peak or not movable:
         notes.append(
-            "offload would not help here: at its peak the device holds "
-            f"{format_bytes(base)} of parameters, gradients, optimizer state and workspace, "
-            f"and {format_bytes(movable)} that could leave it"
+            "offloading cannot lower the peak much: the device then holds "
+            f"{format_bytes(base)} of parameters, gradients, optimizer state and workspace, and "
+            f"{format_bytes(movable)} of storages that could leave it"
         )
     waits = sum(plan.stalls)
-    if plan.seconds and waits > 0.05 * plan.seconds:
+    if plan.seconds and waits > _NOTED_WAIT * plan.seconds:
         notes.append(
-            f"the device waits for {format_seconds(waits)} of {format_seconds(plan.seconds)}: "
-            "copies that no computing hides"
+            f"the device waits {format_seconds(waits)} of {format_seconds(plan.seconds)} for "
+            "copies that do not overlap with the computation"
         )
     return notes
 
@@ -311,20 +324,20 @@ def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
 def _places(
     profile: StepProfile, choices: Sequence[StorageChoice]
 ) -> tuple[list[_Place], dict[str, int]]:
-    """Return where every saved_storage lies in its tier, and the size of each tier's slab."""
-    places, sizes = [_Place() for _ in choices], {}
+    """Return the place of every storage in its tier, and the size of each tier's slab."""
+    places, slab_sizes = [_Place() for _ in choices], {}
     for link in profile.links:
-        mine = [n for n, choice in enumerate(choices) if choice.tier == link.tier]
-        rooms = [room_for(profile.data[n], choices[n]) for n in mine]
+        numbers = [n for n, choice in enumerate(choices) if choice.tier == link.tier]
+        capacities = [tier_capacity(profile.storages[n], choices[n]) for n in numbers]
         lives = [
-            Lifetime(room, profile.data[n].saved, profile.data[n].end)
-            for n, room in zip(mine, rooms, strict=True)
+            Lifetime(capacity, profile.storages[n].saved, profile.storages[n].end)
+            for n, capacity in zip(numbers, capacities, strict=True)
         ]
         offsets, size = place(lives)
         clash = overlap(lives, offsets)
         assert clash is None, f"places overlap: {clash}"
-        for n, offset, room in zip(mine, offsets, rooms, strict=True):
-            places[n] = _Place(offset, room)
-        if mine:
-            sizes[link.tier] = size
-    return places, sizes
+        for n, offset, capacity in zip(numbers, offsets, capacities, strict=True):
+            places[n] = _Place(offset, capacity)
+        if numbers:
+            slab_sizes[link.tier] = size
+    return places, slab_sizes

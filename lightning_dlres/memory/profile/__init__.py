@@ -1,1 +1,1 @@
-"""Profile: what a training step saves for backward, and when it uses it."""
+"""Profile: measurement of one training step, and the result that plans are made from."""

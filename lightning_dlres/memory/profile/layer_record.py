@@ -1,5 +1,7 @@
-"""Which module runs, what goes into it and comes out of it, and what its forward takes: the part of
-a profile that needs modules (Method A, A1)."""
+"""Record of the modules in one step: their calls, inputs, outputs, memory and side effects.
+
+This is the part of a profile that needs modules, and not only saved storages.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,27 @@ from lightning_dlres.core._compat import (
     is_transforming,
     storage_reference,
 )
-from lightning_dlres.memory.execute.recompute import comes_back
-from lightning_dlres.memory.execute.side_effects import Traces, tensors_in
+from lightning_dlres.memory.execute.recompute import has_repeatable_arguments
+from lightning_dlres.memory.execute.side_effects import SideEffectProbe, tensors_in
 from lightning_dlres.memory.profile.meter import MemoryTrace
-from lightning_dlres.memory.profile.readers import Readers
-from lightning_dlres.memory.profile.step_profile import Layer, Region, Reuse, SavedStorageProfile
+from lightning_dlres.memory.profile.reuse_candidates import ReuseCandidates
+from lightning_dlres.memory.profile.step_profile import (
+    LayerMemory,
+    Region,
+    Reuse,
+    SavedStorageProfile,
+)
 
-# So many steps of autograd's graph lie at most between a module's input and who made it.
-_MOST_NODES = 64
+# Limit on the autograd nodes that are searched between a module's input and the module that made
+# it.
+_MAX_NODES = 64
 
 
-class LayerClock(Protocol):
-    """What a recorder tells."""
+class StepClock(Protocol):
+    """Clock of a step, in seconds, events and marks; see `ProfilingPolicy`."""
 
     @property
-    def place(self) -> int: ...
+    def next_event(self) -> int: ...
 
     @property
     def mark(self) -> int: ...
@@ -45,40 +53,55 @@ class LayerClock(Protocol):
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module's forward."""
+    """One call of a module's forward.
+
+    Attributes:
+        entry: Event before which it starts.
+        first_mark: Save mark at its start; `last_mark` at its end.
+        start: Clock at its start, in seconds.
+        memory_mark: Memory mark at its start; `last_memory_mark` at its end.
+        inputs: Storage and bytes of each input tensor.
+        after: Names of the layers that made its inputs.
+        probe: Probe for side effects; None: they were not looked for.
+        versions: Versions of the input tensors.
+        is_repeatable: Whether a second run can be given the same arguments.
+        saved: Index, storage and role of each storage that it saves.
+    """
 
     name: str
     module: nn.Module
     entry: int
     first_mark: int
-    began: float
+    start: float
     memory_mark: int
     inputs: list[tuple[Any, int]]
     after: tuple[str, ...]
-    before: Traces | None
+    probe: SideEffectProbe | None
     versions: list[Version]
-    takes_plain_arguments: bool
+    is_repeatable: bool
     last_memory_mark: int = 0
     last_mark: int = 0
     seconds: float = 0.0
     output_bytes: int = 0
-    leaves_traces: bool = False
+    has_side_effects: bool = False
     saved: list[tuple[int, Any, str]] = field(default_factory=list)
     is_done: bool = False
 
     def peak(self, trace: MemoryTrace) -> int:
-        """Return the most bytes on the device meanwhile."""
+        """Return the most bytes on the device during the call."""
         return trace.peak(self.memory_mark, max(self.memory_mark, self.last_memory_mark))
 
     def workspace(self, trace: MemoryTrace) -> int:
-        """Return the bytes that it takes and gives back."""
+        """Return the temporary bytes of the call."""
         after = trace.at(max(self.memory_mark, self.last_memory_mark))
         return self.peak(trace) - max(trace.at(self.memory_mark), after)
 
 
 class _Hook:
-    """A hook that stays with its module: a copy of that, or an unpickled one, has one that does
-    nothing."""
+    """Hook that is active on its own module only.
+
+    A copy of the module, or an unpickled one, gets a hook that does nothing.
+    """
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -87,56 +110,59 @@ class _Hook:
         self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _nothing
+        return _do_nothing
 
     def __reduce__(self) -> Any:
-        return _inert, ()
+        return _inactive_hook, ()
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _inert() -> Callable[..., None]:
-    return _nothing
+def _inactive_hook() -> Callable[..., None]:
+    return _do_nothing
 
 
 class LayerRecord:
-    """Follows the modules below a root through one step.
+    """Record of the modules below a root in one step.
 
     Args:
-        root: the model.
-        history: returns the bytes that the optimizer keeps for a parameter.
-        min_bytes: smaller inputs cost nothing to keep.
-        finds_regions: whether modules that can run again are looked for, which takes time.
-        finds_reuses: whether modules that can do with less memory are looked for.
+        root: Model.
+        optimizer_bytes: Returns the bytes of optimizer state of a parameter.
+        min_bytes: Inputs with fewer bytes cost nothing to keep.
+        finds_regions: Whether to look for modules that can run again, which takes time.
+        finds_reuses: Whether to look for modules that can reuse memory.
     """
 
     def __init__(
         self,
         root: nn.Module,
-        history: Callable[[nn.Parameter], int] = lambda parameter: 0,
+        optimizer_bytes: Callable[[nn.Parameter], int] = lambda parameter: 0,
         min_bytes: int = 0,
         finds_regions: bool = True,
         finds_reuses: bool = True,
     ) -> None:
-        self._root, self._history, self._min_bytes = root, history, min_bytes
+        self._root, self._optimizer_bytes, self._min_bytes = root, optimizer_bytes, min_bytes
         self._finds_regions = finds_regions
-        self._readers = Readers() if finds_reuses else None
+        self._candidates = ReuseCandidates() if finds_reuses else None
+        # Calls that have not returned, the innermost last.
         self._open: list[_Call] = []
         self._calls: dict[str, list[_Call]] = {}
         self._roles: dict[int, str] = {}
-        self._known: dict[Any, int] = {}
+        # Index of the saved storage, by storage.
+        self._numbers: dict[Any, int] = {}
+        # Name of the layer that made a tensor, by its autograd node and by its storage.
         self._makers: dict[Any, str] = {}
         self._storage_makers: dict[Any, str] = {}
-        self._clock: LayerClock | None = None
+        self._clock: StepClock | None = None
         self._hooked: set[str] = set()
 
     @contextmanager
-    def watching(self, clock: LayerClock) -> Iterator[None]:
-        """Inside of it, modules are followed."""
+    def watching(self, clock: StepClock) -> Iterator[None]:
+        """Context manager that records module calls."""
         self._clock, handles = clock, []
-        # What hooks do would be done again.
+        # A second run would call the forward hooks of these modules again.
         self._hooked = {
             name
             for name, module in self._root.named_modules()
@@ -144,7 +170,7 @@ class LayerRecord:
         }
         for name, module in self._root.named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):
-                before, after = _Hook(self._entering(name)), _Hook(self._leaving(name))
+                before, after = _Hook(self._enter_hook(name)), _Hook(self._leave_hook(name))
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(
                     module.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -158,11 +184,11 @@ class LayerRecord:
             self._makers.clear()
             self._storage_makers.clear()
 
-    def saving(self, tensor: Tensor, number: int) -> tuple[str, str]:
-        """Note a saved_storage; return the module that saves it, and what it is to that."""
+    def record_save(self, tensor: Tensor, number: int) -> tuple[str, str]:
+        """Record a new saved storage; return the module that saves it, and its role there."""
         reference = storage_reference(tensor)
-        self._known[reference] = number
-        self.saving_again(tensor, number)
+        self._numbers[reference] = number
+        self.record_save_again(tensor, number)
         if not self._open:
             return "", "internal"
         call = self._open[-1]
@@ -170,61 +196,64 @@ class LayerRecord:
         call.saved.append((number, reference, role))
         return call.name, role
 
-    def saving_again(self, tensor: Tensor, number: int) -> None:
-        """Note that another tensor over the same saved_storage is saved."""
-        if self._readers is not None:
-            self._readers.note(self._open[-1].name if self._open else "", tensor, number)
+    def record_save_again(self, tensor: Tensor, number: int) -> None:
+        """Record that another tensor over the same storage is saved."""
+        if self._candidates is not None:
+            self._candidates.record(self._open[-1].name if self._open else "", tensor, number)
 
-    def with_roles(self, data: Sequence[SavedStorageProfile]) -> tuple[SavedStorageProfile, ...]:
-        """Return the data with what is known only once their module has returned."""
+    def with_roles(
+        self, storages: Sequence[SavedStorageProfile]
+    ) -> tuple[SavedStorageProfile, ...]:
+        """Return the storages with the roles that are known only when their module has returned."""
         return tuple(
-            msgspec.structs.replace(saved_storage, role=self._roles.get(number, saved_storage.role))
-            for number, saved_storage in enumerate(data)
+            msgspec.structs.replace(storage, role=self._roles.get(number, storage.role))
+            for number, storage in enumerate(storages)
         )
 
-    def _entering(self, name: str) -> Callable[..., None]:
+    def _enter_hook(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             assert self._clock is not None
             if not torch.is_grad_enabled() or is_in_backward():
-                # Nothing is saved, or a checkpoint runs again: what it makes must not be held.
+                # Nothing is saved, or a checkpoint recomputes in backward. A record would keep its
+                # tensors alive.
                 return
             tensors = list(tensors_in((args, kwargs)))
-            # Under a transform nothing can run again, nor can all parameters be read.
-            finds_traces = self._finds_regions and not is_transforming()
+            # Under a transform no module can run again, and parameters may be unreadable.
+            finds_side_effects = self._finds_regions and not is_transforming()
             call = _Call(
                 name=name,
                 module=module,
-                entry=self._clock.place,
+                entry=self._clock.next_event,
                 first_mark=self._clock.mark,
-                began=self._clock.clock(),
+                start=self._clock.clock(),
                 memory_mark=self._clock.mark_memory(),
                 inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
                 after=self._makers_of(tensors),
-                before=Traces(module) if finds_traces else None,
+                probe=SideEffectProbe(module) if finds_side_effects else None,
                 versions=[Version(tensor) for tensor in tensors],
-                takes_plain_arguments=comes_back(args, kwargs),
+                is_repeatable=has_repeatable_arguments(args, kwargs),
             )
             self._calls.setdefault(name, []).append(call)
             self._open.append(call)
-            if self._readers is not None:
-                self._readers.enter(name, module, args, kwargs)
+            if self._candidates is not None:
+                self._candidates.enter(name, module, args, kwargs)
 
         return before
 
-    def _leaving(self, name: str) -> Callable[..., None]:
+    def _leave_hook(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             assert self._clock is not None
             if not any(call.name == name for call in self._open) or is_in_backward():
                 return
-            # Those above it have ended in an exception that somebody has caught.
+            # Calls above it on the stack ended in an exception that user code has caught.
             while self._open:
                 call = self._open.pop()
                 if call.name == name:
                     break
-            call.seconds = self._clock.clock() - call.began
+            call.seconds = self._clock.clock() - call.start
             call.last_mark = self._clock.mark
             call.last_memory_mark = self._clock.mark_memory()
-            call.leaves_traces = call.before is None or call.before.are_left()
+            call.has_side_effects = call.probe is None or call.probe.has_side_effects()
             call.is_done = output is not None
             outputs = list(tensors_in(output))
             references = [storage_reference(t) for t in outputs]
@@ -233,120 +262,124 @@ class LayerRecord:
                     self._roles[number] = "output"
             call.output_bytes = sum(t.nbytes for t in outputs if t.requires_grad)
             if not any(True for _ in module.children()):
-                self._note_maker(outputs, references, name)
+                self._record_maker(outputs, references, name)
 
         return after
 
-    def _note_maker(self, outputs: list[Tensor], references: list[Any], name: str) -> None:
+    def _record_maker(self, outputs: list[Tensor], references: list[Any], name: str) -> None:
         for tensor, reference in zip(outputs, references, strict=True):
             self._storage_makers[reference] = name
             if tensor.grad_fn is not None:
                 self._makers[tensor.grad_fn] = name
 
     def _makers_of(self, tensors: list[Tensor]) -> tuple[str, ...]:
-        """Return the modules without children from which tensors come, through operations that
-        belong to none."""
-        found: dict[str, None] = {}
+        """Return the layers that made tensors, directly or through operations of no layer."""
+        # A dict keeps the order, and drops repetitions.
+        makers: dict[str, None] = {}
         for tensor in tensors:
             maker = self._storage_makers.get(storage_reference(tensor))
             if maker is not None:
-                found[maker] = None
+                makers[maker] = None
                 continue
-            nodes, seen = [tensor.grad_fn], 0
-            while nodes and seen < _MOST_NODES:
+            nodes, visited = [tensor.grad_fn], 0
+            while nodes and visited < _MAX_NODES:
                 node = nodes.pop()
-                seen += 1
+                visited += 1
                 if node in self._makers:
-                    found[self._makers[node]] = None
+                    makers[self._makers[node]] = None
                 elif node is not None:
                     nodes += [above for above, _ in node.next_functions]
-        return tuple(found)
+        return tuple(makers)
 
     def regions(
         self,
-        data: Sequence[SavedStorageProfile],
+        storages: Sequence[SavedStorageProfile],
         marks: Sequence[tuple[int, int]],
         trace: MemoryTrace,
     ) -> tuple[Region, ...]:
-        """Return the modules that can run again.
+        """Return the modules that can run again in backward.
 
         Args:
-            data: of the step.
-            marks: when each was saved first and last.
-            trace: the device's memory.
+            storages: Storages of the step.
+            marks: Save marks of the first and the latest saving of each storage.
+            trace: Trace of the device's memory.
         """
-        found: dict[tuple[int, ...], Region] = {}
+        by_storages: dict[tuple[int, ...], Region] = {}
         for calls in self._calls.values():
             call = calls[0]
-            if len(calls) != 1 or not call.is_done or call.leaves_traces:
+            if len(calls) != 1 or not call.is_done or call.has_side_effects:
                 continue
-            # torch's checkpoint sees a change of positional tensors only, and calls it an error.
+            # Torch's checkpoint notices changes of positional tensors only, and raises an error
+            # then.
             changed = any(v.now != v.saved for v in call.versions)
-            if changed or not call.takes_plain_arguments or call.name in self._hooked:
+            if changed or not call.is_repeatable or call.name in self._hooked:
                 continue
             inputs = {reference for reference, _ in call.inputs}
-            given = {self._known[r] for r in inputs if r in self._known}
+            given = {self._numbers[r] for r in inputs if r in self._numbers}
             inside = tuple(
                 number
                 for number, (first, last) in enumerate(marks)
                 if call.first_mark < first
                 and last <= call.last_mark
                 and number not in given
-                and data[number].uses
-                and data[number].saved >= call.entry
+                and storages[number].uses
+                and storages[number].saved >= call.entry
             )
             if not inside:
                 continue
-            last_saved = max(data[number].saved for number in inside)
-            if min(data[number].uses[0] for number in inside) < last_saved:
+            last_saved = max(storages[number].saved for number in inside)
+            if min(storages[number].uses[0] for number in inside) < last_saved:
                 continue
-            unknown = [size for r, size in call.inputs if r not in self._known]
+            unknown = [size for r, size in call.inputs if r not in self._numbers]
             region = Region(
                 layer=call.name,
-                data=inside,
+                storages=inside,
                 seconds=call.seconds,
                 entry=call.entry,
                 inputs=sum(size for size in unknown if size >= self._min_bytes),
                 workspace=call.peak(trace) - trace.at(call.memory_mark),
             )
-            # Of modules that save the same, the innermost is the least work.
-            if inside not in found or region.seconds <= found[inside].seconds:
-                found[inside] = region
-        return tuple(found.values())
+            # Of nested modules that save the same storages, the innermost is the fastest.
+            known = by_storages.get(inside)
+            if known is None or region.seconds <= known.seconds:
+                by_storages[inside] = region
+        return tuple(by_storages.values())
 
-    def reuses(self, data: Sequence[SavedStorageProfile], rate: float) -> tuple[Reuse, ...]:
-        """Return the modules that can do with less memory.
+    def reuses(self, storages: Sequence[SavedStorageProfile], rate: float) -> tuple[Reuse, ...]:
+        """Return the possible reuses.
 
         Args:
-            data: of the step.
-            rate: bytes a second that the device copies.
+            storages: Storages of the step.
+            rate: Bytes per second that the device copies within its memory.
         """
-        return () if self._readers is None else tuple(self._readers.reuses(data, rate))
+        return () if self._candidates is None else tuple(self._candidates.reuses(storages, rate))
 
-    def layers(self, data: Sequence[SavedStorageProfile], trace: MemoryTrace) -> tuple[Layer, ...]:
+    def layers(
+        self, storages: Sequence[SavedStorageProfile], trace: MemoryTrace
+    ) -> tuple[LayerMemory, ...]:
         """Return the modules without children, in the order in which they ran."""
-        found = []
+        layers = []
         for name, calls in self._calls.items():
             module = calls[0].module
             if any(True for _ in module.children()):
                 continue
-            own = [saved_storage for saved_storage in data if saved_storage.layer == name]
+            own = [storage for storage in storages if storage.layer == name]
             parameters = list(module.parameters(recurse=False))
             sizes = [p.numel() * p.element_size() for p in parameters]
             trained = [s for p, s in zip(parameters, sizes, strict=True) if p.requires_grad]
-            roles = {saved_storage.role for saved_storage in own if saved_storage.uses}
-            found.append(
-                Layer(
+            roles = {storage.role for storage in own if storage.uses}
+            layers.append(
+                LayerMemory(
                     name=name,
                     kind=type(module).__name__,
                     parameters=sum(sizes),
                     gradients=sum(trained),
-                    history=sum(self._history(p) for p in parameters),
-                    maps=sum(saved_storage.nbytes for saved_storage in own),
-                    map_gradients=sum(call.output_bytes for call in calls),
+                    optimizer_state=sum(self._optimizer_bytes(p) for p in parameters),
+                    feature_maps=sum(storage.nbytes for storage in own),
+                    feature_map_gradients=sum(call.output_bytes for call in calls),
                     workspace=max(call.workspace(trace) for call in calls),
                     needs=tuple(sorted(roles)),
                     after=tuple(dict.fromkeys(n for call in calls for n in call.after)),
                 )
             )
-        return tuple(found)
+        return tuple(layers)

@@ -1,5 +1,7 @@
-"""How many bytes the device holds in the course of a step, whoever has asked for them: as torch's
-allocators count them, with the workspace that operators take and give back."""
+"""Meters of the bytes on the device in the course of a step.
+
+They count all memory of torch's allocators, with the workspace that operators take and give back.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_dlres.core._compat import profiler_is_on
 from lightning_dlres.core.wire.decoding import from_json
-from lightning_dlres.memory.execute.gpu import Gpu
+from lightning_dlres.memory.execute.transfer.gpu import Gpu
 
-Held = Callable[[], Iterable[Tensor]]
+# Returns the tensors that are on the device before a step.
+ResidentTensors = Callable[[], Iterable[Tensor]]
 
+# Prefix of the names that mark points of time in the profiler's trace.
 _MARK = "lightning_dlres.memory "
-# A process has one profiler: a second one, started in another thread, would end the process.
+# Torch has one profiler per process. Starting a second one in another thread ends the process.
 _PROFILER = threading.Lock()
 
 
@@ -33,121 +37,124 @@ class MemoryTrace:
     """Bytes on the device, from mark to mark.
 
     Args:
-        there: bytes at every mark.
-        peaks: most bytes since the mark before.
-        ours: whether what follows a mark is this package's own work, which does not count.
+        current: Bytes at every mark.
+        peaks: Most bytes since the mark before, for every mark.
+        is_own_work: Whether the package's own work follows a mark. Its memory does not count.
     """
 
-    def __init__(self, there: list[int], peaks: list[int], ours: list[bool]) -> None:
-        self._there, self._peaks, self._ours = there, peaks, ours
+    def __init__(self, current: list[int], peaks: list[int], is_own_work: list[bool]) -> None:
+        self._current, self._peaks, self._is_own_work = current, peaks, is_own_work
 
     def at(self, mark: int) -> int:
         """Return the bytes at a mark."""
-        return self._there[mark]
+        return self._current[mark]
 
     def peak(self, first: int, last: int) -> int:
         """Return the most bytes between two marks."""
-        found = [self._there[first]]
-        found += [self._peaks[m + 1] for m in range(first, last) if not self._ours[m]]
-        return max(found)
+        peaks = [self._current[first]]
+        peaks += [self._peaks[m + 1] for m in range(first, last) if not self._is_own_work[m]]
+        return max(peaks)
 
 
-class Meter(Protocol):
-    """Watches the device's memory.
+class MemoryMeter(Protocol):
+    """Meter of the device's memory over one step.
 
     Attributes:
-        counts_fetched: whether what this package has made counts afterwards, too.
-        was_taken: whether another step was counted meanwhile, and this one was not.
+        counts_restored: Whether storages that the engine has restored count, too.
+        was_busy: Whether another thread used the meter, so that this step was not counted.
     """
 
-    counts_fetched: bool
-    was_taken: bool
+    counts_restored: bool
+    was_busy: bool
 
     @contextmanager
-    def running(self, held: Held) -> Iterator[None]:
-        """Around a step.
+    def running(self, resident_tensors: ResidentTensors) -> Iterator[None]:
+        """Context manager that meters a step.
 
         Args:
-            held: returns what is on the device before it; asked once, and not kept: gradients are
-                given back in the step.
+            resident_tensors: Returns the tensors on the device before the step. It is called once,
+                and its result is not kept: gradients are freed in the step.
         """
 
-    def mark(self, ours: bool) -> int:
-        """Note this moment; return its number.
+    def mark(self, is_own_work: bool) -> int:
+        """Mark the present point of time; return the index of the mark.
 
         Args:
-            ours: whether what follows is this package's own work.
+            is_own_work: Whether the package's own work follows.
         """
 
     def hand_over(self, mark: int, address: int) -> None:
-        """Note that from a mark on, memory that is this package's own work is others'."""
+        """Count memory of the package's own work as the user's, from a mark on."""
 
     def trace(self) -> MemoryTrace:
-        """Return what was seen, after the step."""
+        """Return the trace, after the step."""
 
 
-class AllocatedBytes:
-    """On a GPU, as torch's allocator counts them. Its most bytes begin anew at every mark, for the
-    user, too: it is used in one step of every shape.
+class AllocatorMeter:
+    """Meter of a GPU, by the counters of torch's allocator.
+
+    It resets the allocator's peak at every mark, which the user can see. It is therefore used in
+    one step of every batch shape only.
 
     Args:
-        gpu: the GPU.
+        gpu: GPU.
     """
 
-    counts_fetched = True
-    was_taken = False
+    counts_restored = True
+    was_busy = False
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._there: list[int] = []
+        self._current: list[int] = []
         self._peaks: list[int] = []
-        self._ours: list[bool] = []
+        self._is_own_work: list[bool] = []
 
     @contextmanager
-    def running(self, held: Held) -> Iterator[None]:
-        self._gpu.forget_most()
+    def running(self, resident_tensors: ResidentTensors) -> Iterator[None]:
+        self._gpu.reset_peak()
         yield
 
-    def mark(self, ours: bool) -> int:
-        self._peaks.append(self._gpu.most_allocated())
-        self._there.append(self._gpu.allocated())
-        self._ours.append(ours)
-        self._gpu.forget_most()
-        return len(self._ours) - 1
+    def mark(self, is_own_work: bool) -> int:
+        self._peaks.append(self._gpu.peak_allocated())
+        self._current.append(self._gpu.allocated())
+        self._is_own_work.append(is_own_work)
+        self._gpu.reset_peak()
+        return len(self._is_own_work) - 1
 
     def hand_over(self, mark: int, address: int) -> None:
         pass
 
     def trace(self) -> MemoryTrace:
-        return MemoryTrace(self._there, self._peaks, self._ours)
+        return MemoryTrace(self._current, self._peaks, self._is_own_work)
 
 
-class ProfiledBytes:
-    """On the CPU, where nobody counts but torch's profiler.
+class ProfilerMeter:
+    """Meter of the CPU, by torch's profiler: the CPU allocator has no counters.
 
-    If that is running already, what is there before the step is all that is known.
+    If another profiler runs already, only the bytes before the step are known.
 
     Args:
-        is_free: whether nobody else will use the profiler meanwhile.
+        is_free: Whether no other code will use the profiler during the step.
     """
 
-    counts_fetched = False
+    counts_restored = False
 
     def __init__(self, is_free: bool = True) -> None:
-        self._is_free, self._is_over, self.was_taken = is_free, False, False
-        self._ours: list[bool] = []
+        self._is_free, self._is_over, self.was_busy = is_free, False, False
+        self._is_own_work: list[bool] = []
         self._before = 0
         self._events: list[_Event] = []
-        # Of memory from before, the profiler does not always say that it is given back.
+        # Addresses from before the step. The profiler does not always report that they are freed,
+        # so `_deaths` records it: bytes that were freed, by mark.
         self._known: set[int] = set()
         self._deaths: dict[int, int] = {}
         self._handed_over: dict[int, int] = {}
 
     @contextmanager
-    def running(self, held: Held) -> Iterator[None]:
-        self._include_all(held)
-        self.was_taken = self._is_free and not _PROFILER.acquire(blocking=False)
-        if self.was_taken or not self._is_free:
+    def running(self, resident_tensors: ResidentTensors) -> Iterator[None]:
+        self._include_all(resident_tensors)
+        self.was_busy = self._is_free and not _PROFILER.acquire(blocking=False)
+        if self.was_busy or not self._is_free:
             yield
             return
         try:
@@ -168,15 +175,15 @@ class ProfiledBytes:
             yield
         finally:
             self._is_over = True
-            # Another one that was started meanwhile has ended ours.
-            is_ours = profiler_is_on()
-            if is_ours:
+            # A profiler that other code started in the step has ended this one.
+            is_running = profiler_is_on()
+            if is_running:
                 profiler.__exit__(None, None, None)
-        if is_ours:
+        if is_running:
             self._events = _memory_events(profiler)
 
-    def _include_all(self, held: Held) -> None:
-        for tensor in held():
+    def _include_all(self, resident_tensors: ResidentTensors) -> None:
+        for tensor in resident_tensors():
             self._include(tensor.untyped_storage())
 
     def _include(self, storage: torch.UntypedStorage) -> None:
@@ -184,15 +191,15 @@ class ProfiledBytes:
         if address not in self._known:
             self._known.add(address)
             self._before += nbytes
-            weakref.finalize(storage, self._gone, nbytes).atexit = False
+            weakref.finalize(storage, self._record_death, nbytes).atexit = False
 
-    def _gone(self, nbytes: int) -> None:
-        if self._ours and not self._is_over:
-            self._deaths[self.mark(self._ours[-1])] = nbytes
+    def _record_death(self, nbytes: int) -> None:
+        if self._is_own_work and not self._is_over:
+            self._deaths[self.mark(self._is_own_work[-1])] = nbytes
 
-    def mark(self, ours: bool) -> int:
-        number = len(self._ours)
-        self._ours.append(ours)
+    def mark(self, is_own_work: bool) -> int:
+        number = len(self._is_own_work)
+        self._is_own_work.append(is_own_work)
         with record_function(_MARK + str(number)):
             return number
 
@@ -200,61 +207,64 @@ class ProfiledBytes:
         self._handed_over[mark] = address
 
     def trace(self) -> MemoryTrace:
-        count = len(self._ours)
-        now = most = self._before + self._forgotten()
-        there, peaks = [now] * count, [now] * count
-        is_ours, known = False, set(self._known)
-        made_by_us: dict[int, int] = {}
+        count = len(self._is_own_work)
+        now = most = self._before + self._unlisted_bytes()
+        current, peaks = [now] * count, [now] * count
+        is_own_work, known = False, set(self._known)
+        # Bytes of memory that the package's own work has allocated, by address.
+        own: dict[int, int] = {}
         for event in self._events:
             if event.mark is not None and event.mark < count:
-                there[event.mark], peaks[event.mark] = now, most
+                current[event.mark], peaks[event.mark] = now, most
                 now -= self._deaths.get(event.mark, 0)
-                now += made_by_us.pop(self._handed_over.get(event.mark, 0), 0)
-                most, is_ours = now, self._ours[event.mark]
+                now += own.pop(self._handed_over.get(event.mark, 0), 0)
+                most, is_own_work = now, self._is_own_work[event.mark]
             elif event.address in known:
-                # Known from before: then its end was noted. Or it is new memory at that place.
+                # Freed memory from before, which `_deaths` has, or new memory at the same address.
                 known.discard(event.address)
-                if event.change > 0 and is_ours:
-                    made_by_us[event.address] = event.change
+                if event.change > 0 and is_own_work:
+                    own[event.address] = event.change
                 elif event.change > 0:
                     now += event.change
                     most = max(most, now)
-            elif event.change > 0 and is_ours:
-                made_by_us[event.address] = event.change
-            elif event.change < 0 and event.address in made_by_us:
-                del made_by_us[event.address]
+            elif event.change > 0 and is_own_work:
+                own[event.address] = event.change
+            elif event.change < 0 and event.address in own:
+                del own[event.address]
             else:
                 now += event.change
                 most = max(most, now)
-        return MemoryTrace(there, peaks, self._ours)
+        return MemoryTrace(current, peaks, self._is_own_work)
 
-    def _forgotten(self) -> int:
-        """Return the bytes that were there before the step without being named, as far as they
-        were given back in it."""
-        found, here = 0, set(self._known)
+    def _unlisted_bytes(self) -> int:
+        """Return the bytes from before the step that `resident_tensors` did not list.
+
+        Only memory that is freed in the step can be seen.
+        """
+        nbytes, allocated = 0, set(self._known)
         for event in self._events:
             if event.mark is not None:
                 continue
             if event.change > 0:
-                here.add(event.address)
-            elif event.address in here:
-                here.remove(event.address)
+                allocated.add(event.address)
+            elif event.address in allocated:
+                allocated.remove(event.address)
             else:
-                found -= event.change
-        return found
+                nbytes -= event.change
+        return nbytes
 
 
-class NoBytes:
-    """Counts nothing, and takes no time."""
+class NullMeter:
+    """Meter that counts nothing, and takes no time."""
 
-    counts_fetched = False
-    was_taken = False
+    counts_restored = False
+    was_busy = False
 
     @contextmanager
-    def running(self, held: Held) -> Iterator[None]:
+    def running(self, resident_tensors: ResidentTensors) -> Iterator[None]:
         yield
 
-    def mark(self, ours: bool) -> int:
+    def mark(self, is_own_work: bool) -> int:
         return 0
 
     def hand_over(self, mark: int, address: int) -> None:
@@ -266,8 +276,10 @@ class NoBytes:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the profiler from printing that it starts and stops, unless the user has said what it is
-    to print. It looks at this when it is first used."""
+    """Context manager that silences the profiler's messages about its start and stop.
+
+    A log level that the user has set stays. The profiler reads it when it is first used.
+    """
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:
         yield
@@ -281,7 +293,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Event:
-    """A mark, or memory that is given or taken back."""
+    """Mark, or change of memory: bytes allocated, or freed if negative."""
 
     when: float
     mark: int | None = None
@@ -290,7 +302,7 @@ class _Event:
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """The fields of a trace event that the meter reads; decoding skips all others."""
+    """Fields of a trace event that the meter reads; decoding skips all others."""
 
     name: str = ""
     cat: str = ""
@@ -299,13 +311,13 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class _Trace(msgspec.Struct):
-    """A trace file."""
+    """Trace file of the profiler."""
 
     entries: list[_Entry] = msgspec.field(name="traceEvents")
 
 
 class _Change(msgspec.Struct):
-    """The arguments of an event about memory."""
+    """Arguments of a trace event about memory."""
 
     address: int = msgspec.field(name="Addr")
     nbytes: int = msgspec.field(name="Bytes")
@@ -313,17 +325,17 @@ class _Change(msgspec.Struct):
 
 
 def _memory_events(profiler: profile) -> list[_Event]:
-    """Return what happened, in order."""
+    """Return the marks and changes of memory in a trace, in order of time."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "trace.json")
         profiler.export_chrome_trace(str(path))
         text = path.read_bytes().decode(errors="replace")
-    found = []
+    events = []
     for entry in from_json(text, _Trace).entries:
         if entry.name == "[memory]":
             change = from_json(bytes(entry.args), _Change)
             if change.device_type == 0:
-                found.append(_Event(entry.ts, None, change.address, change.nbytes))
+                events.append(_Event(entry.ts, None, change.address, change.nbytes))
         elif entry.name.startswith(_MARK) and entry.cat == "user_annotation":
-            found.append(_Event(entry.ts, int(entry.name.removeprefix(_MARK))))
-    return sorted(found, key=lambda event: event.when)
+            events.append(_Event(entry.ts, int(entry.name.removeprefix(_MARK))))
+    return sorted(events, key=lambda event: event.when)

@@ -1,5 +1,7 @@
-"""Measures a step while all its data are away, so that it fits wherever any plan does (Method A,
-A1)."""
+"""Policy that measures a step: it offloads every storage, and records the events of the step.
+
+With everything offloaded, a step that is measured fits wherever any plan fits.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,37 @@ from math import inf
 import torch
 from torch import Tensor
 
-from lightning_dlres.codecs import Raw, ZeroValue, decode
-from lightning_dlres.codecs.zvc import pays
-from lightning_dlres.kernels import zvc
+from lightning_dlres.codecs import decode
 from lightning_dlres.memory.execute.actions import MemoryAction
-from lightning_dlres.memory.execute.gpu import Gpu
-from lightning_dlres.memory.execute.saved import ByteCounter, Placement, SavedStorage
+from lightning_dlres.memory.execute.byte_counter import ByteCounter
+from lightning_dlres.memory.execute.compression import elements_of, storage_codec
+from lightning_dlres.memory.execute.policy import Placement
+from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.spans import ByteSpan, dtype_name
-from lightning_dlres.memory.execute.tiers import Tier
-from lightning_dlres.memory.profile import step_profile as profile
+from lightning_dlres.memory.execute.transfer.gpu import Gpu
+from lightning_dlres.memory.execute.transfer.tiers import Tier
 from lightning_dlres.memory.profile.layer_record import LayerRecord
-from lightning_dlres.memory.profile.meter import Held, MemoryTrace, Meter
-from lightning_dlres.memory.profile.step_profile import StepProfile
-
-_ZERO_VALUE = ZeroValue()
+from lightning_dlres.memory.profile.meter import MemoryMeter, MemoryTrace, ResidentTensors
+from lightning_dlres.memory.profile.step_profile import (
+    LayerMemory,
+    Region,
+    Reuse,
+    SavedStorageProfile,
+    StepProfile,
+    TierLink,
+)
 
 
 @dataclass(eq=False)
-class _Noted:
-    """What is known of a saved_storage."""
+class _StorageRecord:
+    """Record of one saved storage; for the fields see `SavedStorageProfile`.
+
+    Attributes:
+        first_mark: Save mark (see `ProfilingPolicy.mark`) of its first saving.
+        last_mark: Save mark of its latest saving.
+        is_counted: Whether its original memory still counts as that of a saved storage.
+        owned_address: Address of its memory when the caller of backward took it over.
+    """
 
     tensor_dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,84 +58,85 @@ class _Noted:
     decode_seconds: float
     first_mark: int
     last_mark: int
-    gone: int | None = None
+    shared_until: int | None = None
     is_counted: bool = True
-    # Where its memory was when somebody else got it.
-    given_up: int | None = None
+    owned_address: int | None = None
     uses: list[int] = field(default_factory=list)
     end: int | None = None
 
 
 class ProfilingPolicy:
-    """A policy that sends everything away, and notes what it sees.
+    """Policy that offloads everything, and measures the step.
 
     Args:
-        tier: where everything goes.
-        meter: counts the device's bytes.
-        ledger: knows how many of them are data.
-        layers: knows which module runs; None: nobody does.
-        gpu: what computes; None: the CPU.
-        measures_codec: whether compression is tried.
+        tier: Tier for all storages.
+        meter: Meter of the device's memory.
+        byte_counter: Bytes of saved storages on the device.
+        layers: Record of the modules; None: modules are not recorded.
+        gpu: GPU, if the device is one.
+        measures_codec: Whether compression is tried on every storage.
     """
 
     def __init__(
         self,
         tier: Tier,
-        meter: Meter,
-        ledger: ByteCounter,
+        meter: MemoryMeter,
+        byte_counter: ByteCounter,
         layers: LayerRecord | None,
         gpu: Gpu | None,
         measures_codec: bool = True,
     ) -> None:
-        self._tier, self._meter, self._ledger = tier, meter, ledger
+        self._tier, self._meter, self._byte_counter = tier, meter, byte_counter
         self._layers, self._gpu, self._measures_codec = layers, gpu, measures_codec
-        self._data: list[_Noted] = []
-        self._of: weakref.WeakKeyDictionary[SavedStorage, _Noted] = weakref.WeakKeyDictionary()
+        self._records: list[_StorageRecord] = []
+        self._record_of: weakref.WeakKeyDictionary[SavedStorage, _StorageRecord] = (
+            weakref.WeakKeyDictionary()
+        )
         self._seconds: list[float] = []
-        # For every interval the marks at its beginning and its end, and what is there at its
-        # beginning that is not the base.
+        # For every interval: the memory marks of its start and its end, and the bytes at its start
+        # that do not count as base.
         self._intervals: list[tuple[int, int, int]] = []
-        self._marks = self._began = self._held = 0
-        # Bytes of data that are away, and of which others hold the memory still.
+        self._save_mark = self._start_mark = self._not_base = 0
+        # Bytes of offloaded storages whose original memory other code still holds.
         self._lingering = 0
-        # For every interval the marks at which data ended in it, with their bytes.
+        # For every interval: memory mark and bytes of each storage that ended in it.
         self._ends: dict[int, list[tuple[int, int]]] = {}
         self._is_in_event = False
-        self._since = self._computed = 0.0
+        self._resumed = self._computed = 0.0
         self._is_open = False
 
     @contextmanager
-    def recording(self, held: Held) -> Iterator[None]:
-        """Around the step: inside of it, this is measured.
+    def recording(self, resident_tensors: ResidentTensors) -> Iterator[None]:
+        """Context manager that measures a step.
 
         Args:
-            held: returns what is on the device before.
+            resident_tensors: Returns the tensors on the device before the step.
         """
         watching = self._layers.watching(self) if self._layers is not None else nullcontext()
-        with self._meter.running(held), watching:
+        with self._meter.running(resident_tensors), watching:
             self._is_open = True
             self._resume()
             try:
                 yield
             finally:
                 if self._is_open:
-                    self._enter()
+                    self._begin_event()
                 self._is_open = False
 
     @property
-    def place(self) -> int:
+    def next_event(self) -> int:
         """Return the number of the next event."""
         return len(self._seconds)
 
     @property
     def mark(self) -> int:
-        """Return a number that grows with everything that is saved."""
-        return self._marks
+        """Return the save mark: a number that grows with every event and every saving."""
+        return self._save_mark
 
     @property
     def usual_bytes(self) -> int:
-        """Return the size of a saved_storage, half of all bytes being in smaller ones."""
-        sizes = sorted(noted.nbytes for noted in self._data)
+        """Return the byte-weighted median size of the storages, as that of a typical copy."""
+        sizes = sorted(record.nbytes for record in self._records)
         half, below = sum(sizes) / 2, 0
         for size in sizes:
             below += size
@@ -130,84 +145,88 @@ class ProfilingPolicy:
         return 0
 
     def clock(self) -> float:
-        """Return how many seconds have been computed."""
+        """Return the seconds of computation so far, without the policy's own work."""
         if self._gpu is not None:
             self._gpu.synchronize()
-        return self._computed + time.perf_counter() - self._since
+        return self._computed + time.perf_counter() - self._resumed
 
     def mark_memory(self) -> int:
-        """Note this moment in the meter's trace."""
-        return self._meter.mark(ours=False)
+        """Mark the present time in the meter's trace."""
+        return self._meter.mark(is_own_work=False)
 
-    def profile(self, links: Iterable[profile.TierLink], rate: float = inf) -> StepProfile:
-        """Return what was measured.
+    def profile(self, links: Iterable[TierLink], rate: float = inf) -> StepProfile:
+        """Return the profile of the measured step.
 
         Args:
-            links: to the tiers.
-            rate: bytes a second that the device copies.
+            links: Links to the tiers.
+            rate: Bytes per second that the device copies within its memory.
         """
         last = len(self._seconds) - 1
-        data = tuple(
-            profile.SavedStorageProfile(
-                nbytes=noted.nbytes,
-                dtype=dtype_name(noted.tensor_dtype),
-                shape=noted.shape,
-                layer=noted.layer,
-                role=noted.role,
-                saved=noted.saved,
-                gone=last if noted.gone is None else max(noted.gone, noted.saved + 1),
-                uses=tuple(noted.uses),
-                end=max([noted.saved, *noted.uses, last if noted.end is None else noted.end]),
-                packed=noted.packed,
-                encode_seconds=noted.encode_seconds,
-                decode_seconds=noted.decode_seconds,
-            )
-            for noted in self._data
-        )
-        layers: tuple[profile.Layer, ...] = ()
-        regions: tuple[profile.Region, ...] = ()
-        reuses: tuple[profile.Reuse, ...] = ()
+        storages = tuple(self._storage_profile(record, last) for record in self._records)
+        layers: tuple[LayerMemory, ...] = ()
+        regions: tuple[Region, ...] = ()
+        reuses: tuple[Reuse, ...] = ()
         trace = self._meter.trace()
-        base = [max(0, self._base(trace, place)) for place in range(len(self._intervals))]
+        base = [max(0, self._base(trace, index)) for index in range(len(self._intervals))]
         if self._layers is not None:
-            data = self._layers.with_roles(data)
-            marks = [(noted.first_mark, noted.last_mark) for noted in self._data]
-            regions = self._layers.regions(data, marks, trace)
-            reuses = self._layers.reuses(data, rate)
-            layers = self._layers.layers(data, trace)
+            storages = self._layers.with_roles(storages)
+            marks = [(record.first_mark, record.last_mark) for record in self._records]
+            regions = self._layers.regions(storages, marks, trace)
+            reuses = self._layers.reuses(storages, rate)
+            layers = self._layers.layers(storages, trace)
         return StepProfile(
             seconds=tuple(self._seconds),
             base=tuple(base),
-            data=data,
+            storages=storages,
             links=tuple(links),
             regions=regions,
             reuses=reuses,
             layers=layers,
         )
 
-    def _base(self, trace: MemoryTrace, place: int) -> int:
-        """Return the most bytes beside data in an interval. A saved_storage that ends in it counts to its
-        end as if it were there: less may be beside it before than after."""
-        began, ended, held = self._intervals[place]
+    def _storage_profile(self, record: _StorageRecord, last: int) -> SavedStorageProfile:
+        shared_until, end = record.shared_until, last if record.end is None else record.end
+        return SavedStorageProfile(
+            nbytes=record.nbytes,
+            dtype=dtype_name(record.tensor_dtype),
+            shape=record.shape,
+            layer=record.layer,
+            role=record.role,
+            saved=record.saved,
+            shared_until=last if shared_until is None else max(shared_until, record.saved + 1),
+            uses=tuple(record.uses),
+            end=max([record.saved, *record.uses, end]),
+            packed=record.packed,
+            encode_seconds=record.encode_seconds,
+            decode_seconds=record.decode_seconds,
+        )
+
+    def _base(self, trace: MemoryTrace, interval: int) -> int:
+        """Return the most bytes beside saved storages in an interval.
+
+        A storage that ends in the interval counts as a saved storage up to its end. The base may
+        then be lower before its end than after it.
+        """
+        start, stop, not_base = self._intervals[interval]
         most, released = 0, 0
-        for mark, nbytes in self._ends.get(place, []):
-            most = max(most, trace.peak(began, mark) - held - released)
-            began = mark
-            if not self._meter.counts_fetched:
+        for mark, nbytes in self._ends.get(interval, []):
+            most = max(most, trace.peak(start, mark) - not_base - released)
+            start = mark
+            if not self._meter.counts_restored:
                 released += nbytes
-        return max(most, trace.peak(began, ended) - held - released)
+        return max(most, trace.peak(start, stop) - not_base - released)
 
     def start(self) -> None:
         """See `OffloadPolicy`."""
 
     def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
         """See `OffloadPolicy`."""
-        self._enter()
+        self._begin_event()
         packed, encode_seconds, decode_seconds = self._try_codec(span.of(tensor), tensor.dtype)
         layer, role = "", "internal"
         if self._layers is not None:
-            layer, role = self._layers.saving(tensor, number)
-        noted = _Noted(
+            layer, role = self._layers.record_save(tensor, number)
+        record = _StorageRecord(
             tensor_dtype=tensor.dtype,
             shape=tuple(tensor.shape),
             nbytes=span.nbytes,
@@ -217,38 +236,38 @@ class ProfilingPolicy:
             packed=packed,
             encode_seconds=encode_seconds,
             decode_seconds=decode_seconds,
-            first_mark=self._marks,
-            last_mark=self._marks,
+            first_mark=self._save_mark,
+            last_mark=self._save_mark,
         )
-        self._data.append(noted)
+        self._records.append(record)
         self._lingering += span.nbytes
         storage = tensor.untyped_storage()
-        weakref.finalize(storage, self._gone, noted).atexit = False
+        weakref.finalize(storage, self._original_freed, record).atexit = False
         return Placement(MemoryAction.OFFLOAD, self._tier)
 
     def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
         """See `OffloadPolicy`."""
-        noted = self._data[-1]
-        self._of[saved_storage] = noted
-        weakref.finalize(saved_storage, self._ended, noted).atexit = False
+        record = self._records[-1]
+        self._record_of[saved_storage] = record
+        weakref.finalize(saved_storage, self._ended, record).atexit = False
         self._resume()
 
     def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
-        self._marks += 1
-        noted = self._of.get(saved_storage)
-        if noted is not None:
-            noted.last_mark = self._marks
+        self._save_mark += 1
+        record = self._record_of.get(saved_storage)
+        if record is not None:
+            record.last_mark = self._save_mark
         if self._layers is not None:
-            self._layers.saving_again(tensor, saved_storage.number)
+            self._layers.record_save_again(tensor, saved_storage.number)
 
     def begin_use(self, saved_storage: SavedStorage) -> None:
         """See `OffloadPolicy`."""
         if self._is_open:
-            self._enter()
-            noted = self._of.get(saved_storage)
-            if noted is not None:
-                noted.uses.append(len(self._seconds) - 1)
+            self._begin_event()
+            record = self._record_of.get(saved_storage)
+            if record is not None:
+                record.uses.append(len(self._seconds) - 1)
 
     def end_use(self, saved_storage: SavedStorage) -> None:
         """See `OffloadPolicy`."""
@@ -257,67 +276,73 @@ class ProfilingPolicy:
 
     def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
-        noted = self._of.get(saved_storage)
-        if noted is not None:
-            noted.given_up = tensor.data_ptr()
+        record = self._record_of.get(saved_storage)
+        if record is not None:
+            record.owned_address = tensor.data_ptr()
 
-    def _enter(self) -> None:
-        """An event: the interval before it is over."""
+    def _begin_event(self) -> None:
+        """Begin an event, which ends the interval before it."""
         if self._gpu is not None:
             self._gpu.synchronize()
-        seconds = time.perf_counter() - self._since
+        seconds = time.perf_counter() - self._resumed
         self._seconds.append(seconds)
         self._computed += seconds
-        self._intervals.append((self._began, self._meter.mark(ours=True), self._held))
+        stop_mark = self._meter.mark(is_own_work=True)
+        self._intervals.append((self._start_mark, stop_mark, self._not_base))
         self._is_in_event = True
-        self._marks += 1
+        self._save_mark += 1
 
     def _resume(self) -> None:
+        """End an event, and start the next interval."""
         if self._gpu is not None:
             self._gpu.synchronize()
-        self._began = self._meter.mark(ours=False)
+        self._start_mark = self._meter.mark(is_own_work=False)
         self._is_in_event = False
-        fetched = self._ledger.now if self._meter.counts_fetched else 0
-        self._held = self._lingering + fetched
-        self._since = time.perf_counter()
+        restored = self._byte_counter.now if self._meter.counts_restored else 0
+        self._not_base = self._lingering + restored
+        self._resumed = time.perf_counter()
 
-    def _gone(self, noted: _Noted) -> None:
+    def _original_freed(self, record: _StorageRecord) -> None:
+        """Record that all other code has released a storage's original memory."""
         if self._is_open:
-            noted.gone = self.place
-            if noted.is_counted:
-                self._lingering -= noted.nbytes
+            record.shared_until = self.next_event
+            if record.is_counted:
+                self._lingering -= record.nbytes
 
-    def _ended(self, noted: _Noted) -> None:
+    def _ended(self, record: _StorageRecord) -> None:
+        """Record that autograd has released a storage."""
         if self._is_open:
-            noted.end = self.place - 1
-            if noted.gone is not None and not self._is_in_event:
-                mark = self._meter.mark(ours=False)
-                self._ends.setdefault(self.place, []).append((mark, noted.nbytes))
-                if noted.given_up is not None:
-                    # A saved_storage up to here, something that others hold from here on.
-                    self._meter.hand_over(mark, noted.given_up)
-            elif noted.gone is None:
-                # From now on it is no saved_storage, but something that others hold.
-                self._lingering -= noted.nbytes
-                noted.is_counted = False
+            record.end = self.next_event - 1
+            if record.shared_until is not None and not self._is_in_event:
+                mark = self._meter.mark(is_own_work=False)
+                self._ends.setdefault(self.next_event, []).append((mark, record.nbytes))
+                if record.owned_address is not None:
+                    # Up to here a saved storage; from here on the user's own memory.
+                    self._meter.hand_over(mark, record.owned_address)
+            elif record.shared_until is None:
+                # Autograd released it; user code still holds it: stop counting.
+                self._lingering -= record.nbytes
+                record.is_counted = False
 
     def _try_codec(self, data: Tensor, dtype: torch.dtype) -> tuple[int | None, float, float]:
-        """Return the bytes of compressed data, None where that does not pay, and how long that
-        takes, and its reverse."""
-        width = dtype.itemsize
-        if not self._measures_codec or width not in zvc.WIDTHS or data.numel() % width:
+        """Return the compressed size in bytes, and the seconds of compression and decompression.
+
+        The size is None if compression is not worthwhile.
+        """
+        if not self._measures_codec:
             return None, 0.0, 0.0
-        if not pays(float(zvc.density(data, width)), width):
+        codec, elements = storage_codec(), elements_of(data, dtype)
+        if elements.dtype != dtype or not codec.is_worthwhile(elements):
             return None, 0.0, 0.0
-        began = self._now()
-        encoded = _ZERO_VALUE.encode(data.view(dtype))
-        packed, between = encoded.nbytes, self._now()
-        if encoded.codec == Raw.name:
+        start = self._synchronized_time()
+        encoded = codec.encode(elements)
+        packed, encoded_at = encoded.nbytes, self._synchronized_time()
+        if encoded.codec != codec.name:
             return None, 0.0, 0.0
         decode(encoded)
-        return packed, between - began, self._now() - between
+        return packed, encoded_at - start, self._synchronized_time() - encoded_at
 
-    def _now(self) -> float:
+    def _synchronized_time(self) -> float:
         if self._gpu is not None:
             self._gpu.synchronize()
         return time.perf_counter()

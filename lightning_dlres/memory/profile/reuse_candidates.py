@@ -1,5 +1,4 @@
-"""Which modules save which saved_storage, and which of them could do with less memory: the part of a
-profile that reuse needs (Method A, A6)."""
+"""Search for modules that could reuse memory, from the modules that save each storage."""
 
 from __future__ import annotations
 
@@ -11,111 +10,127 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import storage_reference
+from lightning_dlres.memory.execute.reuse.formula_matching import is_relu, match_formula
 from lightning_dlres.memory.execute.reuse.install import has_own_forward
-from lightning_dlres.memory.execute.reuse.kinds import fit_of, is_relu
 from lightning_dlres.memory.profile.step_profile import Reuse, SavedStorageProfile
 
-# A ReLU's output is read once more for its signs, and they are written.
+# Bytes that saving signs copies, as a multiple of the output: it is read once more.
 _SIGNS_COPIES = 2.0
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A module that could, if it is called no second time.
+    """Call of a module with a formula. A module that is called again is refused.
 
     Attributes:
-        reference: its input's memory; None: autocast makes another one of it.
-        nbytes: of the input as it is saved.
-        spare, copies: see `Formula`.
+        is_relu: Whether it is a ReLU, which could save signs.
+        reference: Storage of its input; None: autocast makes a new tensor of the input.
+        nbytes: Bytes of the input as it is saved.
+        reusable_bytes: See `Formula.reusable_bytes`.
+        extra_copies: See `Formula.extra_copies`.
     """
 
     is_relu: bool
     reference: Any
     nbytes: int
-    spare: int
-    copies: float
+    reusable_bytes: int
+    extra_copies: float
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Who saves a saved_storage, and whether it is its input."""
+    """Module that saves a storage, and whether the storage is its input."""
 
     name: str
     is_input: bool
 
 
-class Readers:
-    """Who saves what in one step."""
+class ReuseCandidates:
+    """Modules that save each storage in one step, and the reuses that follow."""
 
     def __init__(self) -> None:
         self._calls: dict[str, _Call] = {}
         self._refused: set[str] = set()
-        self._of: dict[int, list[_Reader]] = {}
+        self._readers: dict[int, list[_Reader]] = {}
 
     def enter(
         self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Note that a module's forward begins."""
-        fit = None if has_own_forward(module) else fit_of(module, args, kwargs)
-        if fit is None or name in self._calls:
+        """Record that a module's forward starts."""
+        match = None if has_own_forward(module) else match_formula(module, args, kwargs)
+        if match is None or name in self._calls:
             self._refused.add(name)
             return
         self._calls[name] = _Call(
             is_relu=is_relu(module),
-            reference=storage_reference(fit.x) if fit.nbytes == fit.x.nbytes else None,
-            nbytes=fit.nbytes,
-            spare=fit.spare,
-            copies=fit.formula.copies if fit.formula is not None else _SIGNS_COPIES,
+            reference=storage_reference(match.x) if match.nbytes == match.x.nbytes else None,
+            nbytes=match.nbytes,
+            reusable_bytes=match.reusable_bytes,
+            extra_copies=match.formula.extra_copies if match.formula is not None else _SIGNS_COPIES,
         )
 
-    def note(self, name: str, tensor: Tensor, number: int) -> None:
-        """Note that a module saves a tensor over a saved_storage."""
+    def record(self, name: str, tensor: Tensor, number: int) -> None:
+        """Record that a module saves a tensor over a storage."""
         call = self._calls.get(name)
         is_input = False
         if call is not None and call.reference is not None:
             is_input = bool(call.reference == storage_reference(tensor))
         elif call is not None:
             is_input = tensor.nbytes == call.nbytes
-        self._of.setdefault(number, []).append(_Reader(name, is_input))
+        self._readers.setdefault(number, []).append(_Reader(name, is_input))
 
-    def reuses(self, data: Sequence[SavedStorageProfile], rate: float) -> Iterator[Reuse]:
-        """Yield what could be done.
+    def reuses(self, storages: Sequence[SavedStorageProfile], rate: float) -> Iterator[Reuse]:
+        """Yield the possible reuses.
 
         Args:
-            data: of the step.
-            rate: bytes a second that the device copies.
+            storages: Storages of the step.
+            rate: Bytes per second that the device copies within its memory.
         """
-        for number, saved_storage in enumerate(data):
-            readers = self._of.get(number, [])
-            if not saved_storage.uses or len(readers) != len(saved_storage.uses):
+        for number, storage in enumerate(storages):
+            readers = self._readers.get(number, [])
+            if not storage.uses or len(readers) != len(storage.uses):
                 continue
             relu, rest = self._relu(readers)
             names: list[str] = []
-            copies, signs = 0.0, 0
+            extra_copies, signs = 0.0, 0
             if relu is not None:
-                names, copies = [relu], _SIGNS_COPIES
-                signs = -(-saved_storage.nbytes // _item(saved_storage) // 8)
+                names, extra_copies = [relu], _SIGNS_COPIES
+                signs = -(-storage.nbytes // _item_size(storage) // 8)
             if not rest:
-                if saved_storage.gone < saved_storage.uses[0]:
-                    yield _reuse(names, number, saved_storage, None, 0, signs, copies / rate)
+                if storage.shared_until < storage.uses[0]:
+                    yield Reuse(
+                        layers=tuple(names),
+                        storage=number,
+                        overwritten_at=None,
+                        signs=signs,
+                        seconds=extra_copies / rate * storage.nbytes,
+                    )
                 continue
-            # Backward goes the other way: who saved first reads last.
-            at = saved_storage.uses[len(rest) - 1]
+            # Backward runs in reverse order: the first module that saved is the last one that
+            # reads.
+            last_use = storage.uses[len(rest) - 1]
             last = self._usable(rest[0])
             if (
                 last is None
                 or last.is_relu
-                or last.nbytes != saved_storage.nbytes
-                or saved_storage.gone > at
+                or last.nbytes != storage.nbytes
+                or storage.shared_until > last_use
             ):
                 continue
-            if last.spare > signs:
+            if last.reusable_bytes > signs:
                 names.append(rest[0].name)
-                copies += last.copies
-                yield _reuse(names, number, saved_storage, at, last.spare, signs, copies / rate)
+                extra_copies += last.extra_copies
+                yield Reuse(
+                    layers=tuple(names),
+                    storage=number,
+                    overwritten_at=last_use,
+                    nbytes=last.reusable_bytes,
+                    signs=signs,
+                    seconds=extra_copies / rate * storage.nbytes,
+                )
 
     def _relu(self, readers: list[_Reader]) -> tuple[str | None, list[_Reader]]:
-        """Return the ReLU that could save signs, and who else reads."""
+        """Return the ReLU that could save signs, or None, and the other readers."""
         call = self._usable(readers[0], needs_input=False)
         if call is None or not call.is_relu:
             return None, readers
@@ -127,25 +142,6 @@ class Readers:
         return self._calls.get(reader.name)
 
 
-def _reuse(
-    names: list[str],
-    number: int,
-    saved_storage: SavedStorageProfile,
-    at: int | None,
-    nbytes: int,
-    signs: int,
-    seconds: float,
-) -> Reuse:
-    return Reuse(
-        layers=tuple(names),
-        saved_storage=number,
-        at=at,
-        nbytes=nbytes,
-        signs=signs,
-        seconds=seconds * saved_storage.nbytes,
-    )
-
-
-def _item(saved_storage: SavedStorageProfile) -> int:
-    dtype: torch.dtype = getattr(torch, saved_storage.dtype)
+def _item_size(storage: SavedStorageProfile) -> int:
+    dtype: torch.dtype = getattr(torch, storage.dtype)
     return dtype.itemsize

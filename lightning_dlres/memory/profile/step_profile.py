@@ -1,7 +1,7 @@
-"""What one training step keeps in memory, as measured (Method A, A1): the planner's input.
+"""Profile of one training step: the planner's input.
 
-A step is a row of events: a saved_storage is saved, or used. Interval `p` is the time before event `p`, and
-the last interval is the one after the last event, up to the end of the step.
+A step is a sequence of events: the saving or the use of a saved storage. Interval `i` is the time
+before event `i`. The last interval follows the last event, and lasts to the end of the step.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from lightning_dlres.core.wire.decoding import from_json
 
 
 class SavedStorageProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that autograd saves, for all tensors that are views of it.
+    """Storage that autograd saves, with all tensors that are views of it.
 
     Attributes:
-        nbytes: its size.
-        dtype, shape: of the tensor that was saved first.
-        layer: name of the module that saved it; "" outside of all.
-        role: what it is to that module: "input", "output" or "internal".
-        saved: event at which it was saved.
-        gone: last interval in which somebody else held the memory, too: before that it is not
-            freed, wherever a copy of it is.
-        uses: events at which backward asked for it, ascending.
-        end: event after which nobody asks for it any more.
-        packed: bytes that it has when compressed; None where that does not pay.
-        encode_seconds, decode_seconds: how long compression takes, and its reverse.
+        nbytes: Size in bytes.
+        dtype: Dtype of the tensor that was saved first, such as "float32".
+        shape: Shape of that tensor.
+        layer: Name of the module that saved it; "" outside of all modules.
+        role: Role in that module: "input", "output" or "internal".
+        saved: Event at which it was saved.
+        shared_until: Last interval in which other code, too, held the memory. Up to then the memory
+            is not freed, even if a copy has left the device.
+        uses: Events at which backward asked for it, ascending.
+        end: Event after which backward does not ask for it again.
+        packed: Compressed size in bytes; None: compression is not worthwhile.
+        encode_seconds: Duration of its compression.
+        decode_seconds: Duration of its decompression.
     """
 
     nbytes: int
@@ -37,7 +39,7 @@ class SavedStorageProfile(msgspec.Struct, frozen=True, kw_only=True):
     layer: str = ""
     role: str = "internal"
     saved: int
-    gone: int
+    shared_until: int
     uses: tuple[int, ...]
     end: int
     packed: int | None = None
@@ -46,18 +48,19 @@ class SavedStorageProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_leave(self) -> bool:
-        """Return whether there is a time at which it is needed nowhere on the device."""
-        return bool(self.uses) and self.gone < self.uses[0]
+        """Return whether the device does not need it for some time between saving and use."""
+        return bool(self.uses) and self.shared_until < self.uses[0]
 
 
 class TierLink(msgspec.Struct, frozen=True, kw_only=True):
-    """The way to a tier, which carries what leaves and what comes back, one after another.
+    """Link to a tier. It carries copies of both directions one after another.
 
     Attributes:
-        tier: where it leads to: "host" or "disk".
-        out_rate, in_rate: bytes a second.
-        overlaps: whether the device computes meanwhile.
-        latency: seconds that every copy takes beside its bytes.
+        tier: Name of the tier: "host" or "disk".
+        out_rate: Bytes per second from the device to the tier.
+        in_rate: Bytes per second from the tier to the device.
+        overlaps: Whether the device computes during a copy.
+        latency: Seconds that every copy takes in addition to its bytes.
     """
 
     tier: str
@@ -67,28 +70,28 @@ class TierLink(msgspec.Struct, frozen=True, kw_only=True):
     latency: float = 0.0
 
     def out_seconds(self, nbytes: int) -> float:
-        """Return how long so many bytes take to leave."""
+        """Return the seconds of a copy to the tier."""
         return self.latency + nbytes / self.out_rate
 
     def in_seconds(self, nbytes: int) -> float:
-        """Return how long so many bytes take to come back."""
+        """Return the seconds of a copy to the device."""
         return self.latency + nbytes / self.in_rate
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
-    """A module whose data need not be saved, since its forward can run again.
+    """Module whose storages need not be saved, since its forward can run again.
 
     Attributes:
-        layer: its name.
-        data: what it saves and nobody else needs.
-        seconds: of its forward.
-        entry: event before which its forward begins.
-        inputs: bytes that must be kept for it, and are not kept otherwise.
-        workspace: bytes that its forward needs beside what it saves.
+        layer: Name of the module.
+        storages: Indices of the storages that it saves, and that no other module needs.
+        seconds: Duration of its forward.
+        entry: Event before which its forward starts.
+        inputs: Bytes of its inputs that are not saved otherwise, and must then be saved.
+        workspace: Bytes that its forward needs beside the storages that it saves.
     """
 
     layer: str
-    data: tuple[int, ...]
+    storages: tuple[int, ...]
     seconds: float
     entry: int
     inputs: int = 0
@@ -96,130 +99,132 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """Modules that can do with less memory for one saved_storage (Method A, A6): one that writes its
-    input's gradient into the saved_storage's memory, or a ReLU that saves signs in its place, or both.
+    """Modules that can reduce the memory of one saved storage.
+
+    The last reader can write its input's gradient into the storage's memory. A ReLU can save signs
+    in the storage's place. A reuse is one of these, or both.
 
     Attributes:
-        layers: their names, in the order in which they run.
-        saved_storage: which.
-        at: event at which its last reader asks for it; None: with the signs, nobody does.
-        nbytes: of the input's gradient that need no other memory then.
-        signs: bytes of the signs that are saved.
-        seconds: what it takes.
+        layers: Names of the modules, in the order in which they run.
+        storage: Index of the storage.
+        overwritten_at: Event at which the last reader asks for the storage, and overwrites it;
+            None: signs replace the storage, and backward does not ask for it.
+        nbytes: Bytes of the input's gradient that then need no memory of their own.
+        signs: Bytes of the signs that are saved.
+        seconds: Cost of the reuse in seconds.
     """
 
     layers: tuple[str, ...]
-    saved_storage: int
-    at: int | None
+    storage: int
+    overwritten_at: int | None
     nbytes: int = 0
     signs: int = 0
     seconds: float = 0.0
 
 
-class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a module without children keeps in memory, in bytes, and what it depends on.
+class LayerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory in bytes of a module without children, and its dependencies.
 
     Attributes:
-        name, kind: path in the model, and class.
-        parameters, gradients, history: of its parameters; history is what the optimizer keeps.
-        maps: feature maps that it saves for backward.
-        map_gradients: gradients of its outputs.
-        workspace: the most that its forward takes and gives back.
-        needs: roles of what its backward reads: "input", "output", "internal", "parameter".
-        after: the layers that made its inputs.
+        name: Path in the model.
+        kind: Class name.
+        parameters: Its own parameters.
+        gradients: Gradients of its parameters.
+        optimizer_state: Optimizer state of its parameters.
+        feature_maps: Storages that it saves for backward.
+        feature_map_gradients: Gradients of its outputs.
+        workspace: Most temporary memory of its forward.
+        needs: Roles of the tensors that its backward reads: "input", "output", "internal".
+        after: Names of the layers that made its inputs.
     """
 
     name: str
     kind: str
     parameters: int = 0
     gradients: int = 0
-    history: int = 0
-    maps: int = 0
-    map_gradients: int = 0
+    optimizer_state: int = 0
+    feature_maps: int = 0
+    feature_map_gradients: int = 0
     workspace: int = 0
     needs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """One step.
+    """Profile of one step.
 
     Attributes:
-        seconds: of computing, for every interval.
-        base: the most bytes that the device holds in every interval, beside the data.
-        data: in the order in which they were saved.
-        links: to the tiers that can be used; the first is preferred.
-        regions: modules that can be run again.
-        reuses: modules that can do with less memory.
-        layers: the modules, in the order in which they ran.
+        seconds: Seconds of computation in every interval.
+        base: Most bytes on the device beside saved storages, in every interval.
+        storages: Saved storages, in the order of saving.
+        links: Links to the tiers, the preferred one first.
+        regions: Modules that can run again in backward.
+        reuses: Reuses that are possible.
+        layers: Modules without children, in the order in which they ran.
     """
 
     seconds: tuple[float, ...]
     base: tuple[int, ...]
-    data: tuple[SavedStorageProfile, ...]
+    storages: tuple[SavedStorageProfile, ...]
     links: tuple[TierLink, ...] = ()
     regions: tuple[Region, ...] = ()
     reuses: tuple[Reuse, ...] = ()
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[LayerMemory, ...] = ()
 
     def __post_init__(self) -> None:
         events = len(self.seconds) - 1
-        taken = sorted(
-            e for saved_storage in self.data for e in (saved_storage.saved, *saved_storage.uses)
-        )
-        if len(self.base) != events + 1 or taken != list(range(events)):
+        numbered = sorted(e for storage in self.storages for e in (storage.saved, *storage.uses))
+        if len(self.base) != events + 1 or numbered != list(range(events)):
             raise ConfigError(
-                f"a profile of a step: got {len(self.base)} intervals and {len(taken)} events, "
-                f"expected {events + 1} and {events}. Profile again."
+                f"step profile must have {events + 1} base values and {events} distinct events, "
+                f"got {len(self.base)} and {len(numbered)}. Profile again."
             )
-        for number, saved_storage in enumerate(self.data):
-            ordered = saved_storage.saved < saved_storage.gone <= events and list(
-                saved_storage.uses
-            ) == sorted(saved_storage.uses)
-            if not (ordered and saved_storage.saved <= saved_storage.end <= events) or (
-                saved_storage.uses
-                and not saved_storage.saved
-                < saved_storage.uses[0]
-                <= saved_storage.uses[-1]
-                <= saved_storage.end
-            ):
+        for number, storage in enumerate(self.storages):
+            uses = list(storage.uses)
+            is_ordered = (
+                uses == sorted(uses)
+                and storage.saved < storage.shared_until <= events
+                and storage.saved <= storage.end <= events
+                and (not uses or storage.saved < uses[0] <= uses[-1] <= storage.end)
+            )
+            if not is_ordered:
                 raise ConfigError(
-                    f"saved_storage {number} of a profile: got {saved_storage}, expected it to be saved before it "
-                    "is used. Profile again."
+                    f"storage {number} of a step profile must be saved before it is used, got "
+                    f"{storage}. Profile again."
                 )
 
     @property
     def saved_bytes(self) -> int:
-        """Return the most bytes of data that there are at a time, if all are kept."""
+        """Return the most bytes of saved storages at a time, if all are kept."""
         change = [0] * (len(self.seconds) + 1)
-        for saved_storage in self.data:
-            change[saved_storage.saved] += saved_storage.nbytes
-            change[saved_storage.end + 1] -= saved_storage.nbytes
+        for storage in self.storages:
+            change[storage.saved] += storage.nbytes
+            change[storage.end + 1] -= storage.nbytes
         most = now = 0
-        for step in change:
-            now += step
+        for difference in change:
+            now += difference
             most = max(most, now)
         return most
 
     def table(self) -> str:
-        """Return what every layer keeps, for people."""
-        columns = ["layer", "kind", "parameters", "gradients", "history", "feature maps"]
-        columns += ["their gradients", "workspace", "backward needs", "after"]
+        """Return a table of the memory of every layer."""
+        columns = ["layer", "kind", "parameters", "gradients", "optimizer state", "feature maps"]
+        columns += ["feature map gradients", "workspace", "backward needs", "after"]
         rows = []
         for layer in self.layers:
-            sizes = [layer.parameters, layer.gradients, layer.history]
-            sizes += [layer.maps, layer.map_gradients, layer.workspace]
+            sizes = [layer.parameters, layer.gradients, layer.optimizer_state]
+            sizes += [layer.feature_maps, layer.feature_map_gradients, layer.workspace]
             shown = [format_bytes(size) if size else "-" for size in sizes]
             needs, after = ", ".join(layer.needs), ", ".join(layer.after)
             rows.append([layer.name, layer.kind, *shown, needs or "-", after or "-"])
         title = (
-            f"One step: {format_seconds(sum(self.seconds))}, {len(self.data)} saved data, at most "
-            f"{format_bytes(self.saved_bytes)} of them at a time"
+            f"One step: {format_seconds(sum(self.seconds))}, {len(self.storages)} saved storages, "
+            f"at most {format_bytes(self.saved_bytes)} at a time"
         )
         return render(title, columns, rows)
 
     def to_json(self) -> str:
-        """Return the profile as text."""
+        """Return the profile as JSON text."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -227,11 +232,12 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
         """Return the profile that `to_json` wrote.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: If the text is no profile.
         """
         try:
             return from_json(text, StepProfile)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"memory profile: cannot be read: {error}. Expected what to_json wrote."
+                f"step profile must be JSON that StepProfile.to_json wrote, got an error: {error}. "
+                "Write it again."
             ) from error

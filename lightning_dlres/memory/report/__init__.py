@@ -1,1 +1,1 @@
-"""Report: predicted beside measured memory, as text and a picture."""
+"""Report: predictions of a plan beside the measurements, as a picture."""

@@ -1,4 +1,4 @@
-"""The memory of one step as a picture: what was planned, by kind, and what was measured."""
+"""Picture of the memory of one step: planned bytes by kind, and measured bytes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIB = 1 << 20
-_NEAR = 1.2
+# A limit is drawn if it is at most this factor above the peak of plain training. A higher one would
+# make everything else small.
+_MAX_LIMIT = 1.2
 _COLOURS = {
     "parameters and optimizer state": "#b8bcc4",
     "gradients and workspace": "#8fa8c8",
-    "saved data": "#f0b878",
+    "saved tensors": "#f0b878",
 }
 
 
 def draw_memory(
     plan: MemoryPlan, profile: StepProfile, measured: Sequence[tuple[float, int]]
 ) -> bytes:
-    """Return a PNG: bytes on the device over one step.
+    """Return a PNG of the bytes on the device over one step.
 
     Args:
-        plan: what was planned.
-        profile: what it was made from.
-        measured: of one step, seconds since its start and the bytes of saved data on the device.
+        plan: Plan of the step.
+        profile: Profile that it was made from.
+        measured: Measured bytes of saved tensors on the device: (seconds since the start of the
+            step, bytes).
     """
-    # Takes a good part of a second, which only those shall wait for who draw.
+    # Imported here: the import takes a good part of a second, and most runs draw nothing.
     import matplotlib
     from matplotlib.figure import Figure
 
-    # The user's own style (LaTeX, a dark theme) shall not decide whether this can be read.
+    # The user's own style (LaTeX, a dark theme) could make the picture unreadable.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         figure = Figure(figsize=(10, 4.8), layout="constrained", facecolor="white")
@@ -51,20 +54,20 @@ def _draw(
     axes: Axes, plan: MemoryPlan, profile: StepProfile, measured: Sequence[tuple[float, int]]
 ) -> None:
     starts, ends = _times(plan)
-    held = _persistent(plan, profile)
+    persistent = _persistent_bytes(plan, profile)
     lower = [0.0] * len(starts)
-    # The data at the bottom: what was measured of them lies over what was planned.
+    # Saved tensors are at the bottom, so that their measured curve lies over the planned area.
     layers = {
-        "saved data": list(plan.held),
-        "parameters and optimizer state": [min(held, base) for base in plan.base],
-        "gradients and workspace": [max(0, base - held) for base in plan.base],
+        "saved tensors": list(plan.held),
+        "parameters and optimizer state": [min(persistent, base) for base in plan.base],
+        "gradients and workspace": [max(0, base - persistent) for base in plan.base],
     }
     for name, values in layers.items():
         upper = [low + value / _MIB for low, value in zip(lower, values, strict=True)]
         axes.fill_between(
-            _steps(starts, ends),
-            _twice(lower),
-            _twice(upper),
+            _step_times(starts, ends),
+            _step_values(lower),
+            _step_values(upper),
             color=_COLOURS[name],
             label=f"{name}, planned",
             linewidth=0,
@@ -72,26 +75,24 @@ def _draw(
         lower = upper
     limits = {"budget": plan.device_limit, "saved_budget": plan.saved_limit}
     for name, limit in limits.items():
-        # One that is far away would make all else small.
-        if limit is not None and limit <= _NEAR * plan.plain_peak:
+        if limit is not None and limit <= _MAX_LIMIT * plan.plain_peak:
             text = f"{name}, {format_bytes(int(limit))}"
             axes.axhline(limit / _MIB, color="#b03030", linestyle="--", linewidth=1, label=text)
     axes.axhline(
         plan.plain_peak / _MIB,
         color="#606060",
         linestyle=":",
-        label=f"peak if all is kept, {format_bytes(plan.plain_peak)}",
+        label=f"peak of plain training, {format_bytes(plan.plain_peak)}",
     )
     _mark_copies(axes, plan, starts, ends)
     if measured:
-        own = [when * 1e3 for when, _ in measured]
         axes.plot(
-            own,
+            [seconds * 1e3 for seconds, _ in measured],
             [nbytes / _MIB for _, nbytes in measured],
             color="#202020",
             linewidth=1,
             drawstyle="steps-post",
-            label="saved data, measured",
+            label="saved tensors, measured",
         )
     axes.set(xlabel="time in the step (ms)", ylabel="on the device (MiB)", xlim=(0, None))
     axes.set_ylim(bottom=0)
@@ -100,8 +101,10 @@ def _draw(
 
 
 def _times(plan: MemoryPlan) -> tuple[list[float], list[float]]:
-    """Return when every interval starts and ends, in milliseconds; after it comes its event, for
-    which the device may wait."""
+    """Return the starts and the ends of all intervals, in milliseconds.
+
+    The event of an interval follows it, and the device may wait there.
+    """
     starts, ends, now = [], [], 0.0
     for seconds, stall in zip(plan.interval_seconds, plan.stalls, strict=True):
         starts.append(now)
@@ -111,31 +114,32 @@ def _times(plan: MemoryPlan) -> tuple[list[float], list[float]]:
     return starts, ends
 
 
-def _persistent(plan: MemoryPlan, profile: StepProfile) -> int:
-    known = sum(layer.parameters + layer.history for layer in profile.layers)
+def _persistent_bytes(plan: MemoryPlan, profile: StepProfile) -> int:
+    """Return the bytes of parameters and optimizer state, at most the least bytes of the base."""
+    known = sum(layer.parameters + layer.optimizer_state for layer in profile.layers)
     return min(known, min(plan.base, default=0))
 
 
 def _mark_copies(axes: Axes, plan: MemoryPlan, starts: list[float], ends: list[float]) -> None:
-    """Mark what leaves and what comes back below the curve, and where the device waits."""
+    """Mark copies below the curve, and the time for which the device waits."""
     out, back = [], []
     for decision in plan.decisions:
         if decision.tier is None:
             continue
         out.append(ends[decision.saved])
-        when = decision.fetch_at if decision.fetch_at is not None else decision.first_use
-        if when is not None:
-            back.append(ends[when])
-    for name, places, marker in (("leaves", out, "v"), ("comes back", back, "^")):
-        if places:
+        event = decision.prefetch_at if decision.prefetch_at is not None else decision.first_use
+        if event is not None:
+            back.append(ends[event])
+    for name, times, marker in (("offloaded", out, "v"), ("fetched", back, "^")):
+        if times:
             axes.plot(
-                places,
-                [0] * len(places),
+                times,
+                [0] * len(times),
                 marker,
                 color="#7a3b8f",
                 markersize=6,
                 clip_on=False,
-                label=f"{name}: {len(places)}",
+                label=f"{name}: {len(times)}",
                 zorder=4,
             )
     label = f"waits and compression: {sum(plan.stalls) * 1e3:.3g} ms"
@@ -145,10 +149,12 @@ def _mark_copies(axes: Axes, plan: MemoryPlan, starts: list[float], ends: list[f
             label = "_nolegend_"
 
 
-def _steps(starts: list[float], ends: list[float]) -> list[float]:
+def _step_times(starts: list[float], ends: list[float]) -> list[float]:
+    """Return the corners of a step curve: start of each interval, and start of the next."""
     after = [*starts[1:], ends[-1]]
-    return [when for pair in zip(starts, after, strict=True) for when in pair]
+    return [time for pair in zip(starts, after, strict=True) for time in pair]
 
 
-def _twice(values: list[float]) -> list[float]:
+def _step_values(values: list[float]) -> list[float]:
+    """Return every value twice, for the corners of `_step_times`."""
     return [value for value in values for _ in range(2)]

@@ -28,12 +28,12 @@ Step = Callable[[], tuple[Tensor, list[Tensor]]]
 def told(action: MemoryAction | None, late: bool) -> ScriptedEngine:
     every = list(MemoryAction)
     return ScriptedEngine(
-        lambda number, _: action or every[number % len(every)], late=late, room=1 << 16
+        lambda number, _: action or every[number % len(every)], late=late, tier_bytes=1 << 16
     )
 
 
 def outcome(step: Step, hooks: Hooks) -> list[Tensor] | None:
-    """Return the gradients of a step; None where autograd finds that what it needs was changed."""
+    """Return the gradients of a step; None if autograd finds a saved tensor changed."""
     torch.manual_seed(0)
     with hooks():
         loss, leaves = step()
@@ -112,7 +112,7 @@ def with_data_of(y: Tensor) -> Tensor:
 
 
 class Squares(torch.autograd.Function):
-    """Saves its input, its output, and what is neither, and changes the input in place."""
+    """Function that saves its input, its output and a third tensor, and changes its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -129,7 +129,7 @@ class Squares(torch.autograd.Function):
 
 
 class Spoils(torch.autograd.Function):
-    """Changes in backward what it has saved."""
+    """Function whose backward changes a saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -164,7 +164,7 @@ def spoiled(reads_after: bool) -> Step:
 
 
 def given_back() -> tuple[Tensor, list[Tensor]]:
-    """What one function has saved is its gradient, and others' gradients are added to it."""
+    """A function returns a saved tensor as its gradient, to which other gradients are added."""
     x = torch.randn(64, requires_grad=True)
     y = torch.randn(64)
     return Returns.apply(x, y).sum() + Returns.apply(x, y).sum() + (x * y).sum(), [x]
@@ -214,13 +214,13 @@ CASES: dict[str, Step] = {
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_plain_training(
+def test_gradients_equal_those_of_plain_training(
     name: str, action: MemoryAction | None, late: bool
 ) -> None:
     require_parity(CASES[name], told(action, late))
 
 
-def test_cases_are_as_they_should_be() -> None:
+def test_plain_training_fails_where_a_case_expects_it() -> None:
     failing = {name for name, step in CASES.items() if outcome(step, nullcontext) is None}
     assert failing == {"views", "chunks of detached", "reader after that"}
 
@@ -235,7 +235,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class Handle:
-    """A tensor over slots of the storage, and whose counter it has."""
+    """Tensor over slots of the storage, and the tensor whose counter it has."""
 
     tensor: Tensor
     slots: frozenset[int]
@@ -290,7 +290,7 @@ def test_any_order_of_saves_and_changes(
     require_parity(lambda: program(steps), told(action, late))
 
 
-def test_who_shares_a_counter() -> None:
+def test_counters_are_shared_by_views_only() -> None:
     x = torch.randn(8, requires_grad=True)
     y = x * 1
     for other in (y, y[2:], y.detach(), y.detach()[1:], y.view(2, 4)):

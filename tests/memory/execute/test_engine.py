@@ -1,4 +1,4 @@
-"""Gradients are bit for bit those of plain training, whatever happens to what autograd saves."""
+"""Engine: gradients equal those of plain training bit for bit, whatever the policy decides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_dlres.memory.execute.actions import MemoryAction
 from tests.support.networks import CASES
 from tests.support.scripted_policy import ScriptedEngine
 
-ACTIONS = [*MemoryAction, None]  # None: each in turns
+ACTIONS = [*MemoryAction, None]  # None: each action in turn
 
 
 def engine(
@@ -30,14 +30,14 @@ def engine(
 
 @pytest.fixture(params=[(a, late) for a in ACTIONS for late in (False, True)], ids=str)
 def saved(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
-    """An engine that must have let go of everything when the test ends."""
+    """Engine that must have released everything when the test ends."""
     action, late = request.param
     found = engine(action, late=late)
     yield found
     found.forget()
     gc.collect()
-    assert found.ledger.now == 0
-    assert found.tier.taken == 0
+    assert found.byte_counter.now == 0
+    assert found.tier.used_bytes == 0
 
 
 Step = Callable[[Callable[[], AbstractContextManager[None]]], list[Tensor]]
@@ -68,7 +68,7 @@ def gradients(*modules: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_plain_training(saved: ScriptedEngine, name: str) -> None:
+def test_gradients_equal_those_of_plain_training(saved: ScriptedEngine, name: str) -> None:
     net = CASES[name].make()
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_plain_training(saved: ScriptedEngine, name: str)
     require_parity(saved, step, net)
 
 
-def test_a_file_holds_data_too(tmp_path: Path) -> None:
+def test_storages_can_be_offloaded_to_a_file(tmp_path: Path) -> None:
     saved, net = engine(MemoryAction.BOTH, tmp_path), CASES["cnn"].make()
     assert list(tmp_path.iterdir()) == []
 
@@ -111,12 +111,12 @@ def test_views_transposes_and_expands(saved: ScriptedEngine) -> None:
     require_parity(saved, step)
 
 
-def test_an_expanded_tensor_takes_no_more_than_what_it_is_made_of() -> None:
+def test_an_expanded_tensor_takes_the_bytes_of_its_source() -> None:
     saved = engine(MemoryAction.OFFLOAD)
     row = torch.randn(1, 256, requires_grad=True)
     with saved.hooks():
         out = row.exp().expand(1000, 256).sin()
-    assert saved.tier.taken <= 2 * 1024
+    assert saved.tier.used_bytes <= 2 * 1024
     out.sum().backward()
 
 
@@ -125,20 +125,20 @@ def test_a_small_part_of_a_large_storage_moves_alone() -> None:
     x = torch.randn(100, 100, requires_grad=True)
     with saved.hooks([x]):
         out = (x + 1)[7].sin()
-    assert saved.tier.taken == 400
+    assert saved.tier.used_bytes == 400
     out.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad[7], (x[7] + 1).cos())
 
 
-def test_what_is_saved_twice_moves_once() -> None:
+def test_a_storage_that_is_saved_twice_moves_once() -> None:
     saved = engine(MemoryAction.OFFLOAD)
     x = torch.randn(64, 64, requires_grad=True)
     with saved.hooks([x]):
         y = x + 1
         z = y.sin() + y.cos() + (y.t() @ y) + y.view(-1).exp().view(64, 64)
     # y, and the result of exp.
-    assert saved.tier.taken == 2 * 4 * 64 * 64
+    assert saved.tier.used_bytes == 2 * 4 * 64 * 64
     z.sum().backward()
 
 
@@ -289,7 +289,7 @@ def test_a_step_after_one_that_failed(saved: ScriptedEngine) -> None:
         fails()
     saved.forget()
     gc.collect()
-    assert saved.ledger.now == 0
+    assert saved.byte_counter.now == 0
 
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         with hooks():
@@ -328,7 +328,7 @@ def test_complex_numbers_and_unusual_tensors(saved: ScriptedEngine) -> None:
     require_parity(saved, step)
 
 
-def test_freed_memory_is_not_taken_for_what_it_was() -> None:
+def test_a_reused_address_is_not_taken_for_an_earlier_storage() -> None:
     saved = engine(MemoryAction.OFFLOAD)
     x = torch.randn(1000, requires_grad=True)
     expected = torch.zeros(1000)
@@ -343,12 +343,12 @@ def test_freed_memory_is_not_taken_for_what_it_was() -> None:
     assert torch.allclose(x.grad, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_where_the_tier_is_full_data_stay() -> None:
-    saved = ScriptedEngine(lambda *_: MemoryAction.OFFLOAD, room=1024)
+def test_storages_stay_if_the_tier_is_full() -> None:
+    saved = ScriptedEngine(lambda *_: MemoryAction.OFFLOAD, tier_bytes=1024)
     x = torch.randn(200, requires_grad=True)
     with saved.hooks([x]):
         out = (x + 1).sin().exp().cos().sum()
-    assert saved.ledger.now > 0
+    assert saved.byte_counter.now > 0
     out.backward()
     plain = x.grad
     x.grad = None
@@ -370,7 +370,7 @@ def test_zeros_without_memory_stay(saved: ScriptedEngine) -> None:
     require_parity(saved, step)
 
 
-def test_memory_that_is_freed_meanwhile_and_filled_again(saved: ScriptedEngine) -> None:
+def test_memory_that_is_freed_and_filled_again_before_backward(saved: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
         # What FSDP does with the parameters of a layer.
         x, weight = torch.randn(500, requires_grad=True), torch.randn(500)

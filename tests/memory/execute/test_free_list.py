@@ -1,4 +1,4 @@
-"""Pieces of a slab never overlap, and all of it is free again in the end."""
+"""Free list and slab: allocations never overlap, and all bytes are free in the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.slab import ALIGNMENT, Slab, aligned
-from lightning_dlres.memory.execute.pool import FreeList
+from lightning_dlres.memory.execute.transfer.free_list import FreeList
 
 TOTAL = 40 * ALIGNMENT
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 10 * ALIGNMENT)), max_size=80))
-def test_pieces_never_overlap(orders: list[tuple[bool, int]]) -> None:
+def test_allocations_never_overlap(orders: list[tuple[bool, int]]) -> None:
     pool, taken = FreeList(TOTAL + 7), dict[int, int]()
     for takes, number in orders:
         if takes:
@@ -27,7 +27,7 @@ def test_pieces_never_overlap(orders: list[tuple[bool, int]]) -> None:
             for byte in range(0, TOTAL, ALIGNMENT):
                 run = 0 if byte in used else run + ALIGNMENT
                 runs.append(run)
-            offset = pool.take(number)
+            offset = pool.allocate(number)
             assert (offset is not None) == (max(runs) >= need)
             if offset is not None:
                 assert offset % ALIGNMENT == 0
@@ -37,26 +37,26 @@ def test_pieces_never_overlap(orders: list[tuple[bool, int]]) -> None:
         elif taken:
             offset = sorted(taken)[number % len(taken)]
             del taken[offset]
-            pool.give_back(offset)
-        assert pool.free == TOTAL - sum(taken.values())
+            pool.free(offset)
+        assert pool.free_bytes == TOTAL - sum(taken.values())
     for offset in taken:
-        pool.give_back(offset)
-    assert pool.take(TOTAL) == 0
+        pool.free(offset)
+    assert pool.allocate(TOTAL) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 45), st.integers(1, 6)), max_size=40))
-def test_a_place_is_given_only_where_all_of_it_is_free(wishes: list[tuple[int, int]]) -> None:
+def test_an_offset_is_allocated_only_if_all_bytes_are_free(wishes: list[tuple[int, int]]) -> None:
     pool, used = FreeList(TOTAL), set[int]()
     for number, (at, length) in enumerate(wishes):
         places = set(range(at, at + length))
         is_free = at + length <= 40 and used.isdisjoint(places)
-        found = pool.take_at(at * ALIGNMENT, length * ALIGNMENT)
+        found = pool.allocate_at(at * ALIGNMENT, length * ALIGNMENT)
         assert found == (at * ALIGNMENT if is_free else None)
         if is_free and number % 3 == 0:
-            pool.give_back(at * ALIGNMENT)
+            pool.free(at * ALIGNMENT)
         elif is_free:
             used |= places
-        assert pool.free == TOTAL - len(used) * ALIGNMENT
+        assert pool.free_bytes == TOTAL - len(used) * ALIGNMENT
 
 
 def test_the_file_of_a_slab_has_no_name(tmp_path: Path) -> None:
@@ -78,6 +78,6 @@ def test_a_slab_that_is_too_large_for_the_disk_is_refused(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can be written to"):
         Slab(100, tmp_path / "absent")

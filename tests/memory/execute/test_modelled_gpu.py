@@ -19,17 +19,18 @@ from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.slab import Slab, aligned
 from lightning_dlres.kernels import zvc
+from lightning_dlres.memory.config import MemoryConfig, OffloaderConfig, TierConfig
 from lightning_dlres.memory.execute.actions import MemoryAction
-from lightning_dlres.memory.execute.copies import StreamCopies
+from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.engine import SavedTensors
-from lightning_dlres.memory.execute.saved import ByteCounter, Placement, SavedStorage
+from lightning_dlres.memory.execute.policy import Placement
+from lightning_dlres.memory.execute.saved_storage import SavedStorage
+from lightning_dlres.memory.execute.seen_storages import SeenStorages
 from lightning_dlres.memory.execute.spans import span_of
-from lightning_dlres.memory.execute.storages import SeenStorages
-from lightning_dlres.memory.execute.tiers import SlabTier
+from lightning_dlres.memory.execute.transfer.copiers import StreamCopier
+from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 from lightning_dlres.memory.offloader import Offloader
-from lightning_dlres.memory.options import MemoryOptions
-from lightning_dlres.memory.profile.links import measure_copies, measure_link
-from lightning_dlres.memory.settings import Settings, TierSettings
+from lightning_dlres.memory.profile.links import measure_copy_rate, measure_link
 from tests.support.fake_gpu import FakeGpu, latest
 from tests.support.networks import CASES
 
@@ -47,18 +48,18 @@ ORDERS: dict[str, Callable[[int], int]] = {
 
 @pytest.fixture(params=ORDERS)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A GPU that must have been used as CUDA allows when the test ends."""
+    """GPU model that fails the test if it was not used as CUDA allows."""
     made = FakeGpu(ORDERS[request.param], in_step=True)
     monkeypatch.setattr("lightning_dlres.core.host.slab._pin", made.pin)
     yield made
     assert made.faults == []
 
 
-def settings(*actions: MemoryAction) -> Settings:
-    return Settings(
+def settings(*actions: MemoryAction) -> OffloaderConfig:
+    return OffloaderConfig(
         device_limit="min",
         min_bytes=1,
-        tiers=(TierSettings("host"),),
+        tiers=(TierConfig(name="host"),),
         actions=(MemoryAction.KEEP, *actions),
         recompute=False,
         reuse=False,
@@ -66,9 +67,9 @@ def settings(*actions: MemoryAction) -> Settings:
 
 
 def train(
-    name: str, options: Settings | None, gpu: FakeGpu, steps: int = 6
+    name: str, options: OffloaderConfig | None, gpu: FakeGpu, steps: int = 6
 ) -> tuple[list[Tensor], Offloader | None]:
-    """Return the gradients of all steps, and what moved the saved tensors."""
+    """Return the gradients of all steps, and the offloader."""
     torch.manual_seed(0)
     net, x = CASES[name].make(), CASES[name].batch()
     stays = [*net.parameters(), *net.buffers()]
@@ -99,24 +100,24 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("name", "way"), [("unet", "offload"), *(("cnn", way) for way in WAYS)])
-def test_gradients_are_those_of_plain_training(name: str, way: str, gpu: FakeGpu) -> None:
+def test_gradients_equal_those_of_plain_training(name: str, way: str, gpu: FakeGpu) -> None:
     plain, _ = train(name, None, gpu)
     ours, offloader = train(name, settings(*WAYS[way]), gpu)
     assert offloader is not None
     assert offloader.plan is not None
     assert {d.action for d in offloader.plan.decisions} != {MemoryAction.KEEP}
-    assert offloader.measured.unlike == []
-    assert offloader.measured.steps > 0
+    assert offloader.measurements.mismatches == []
+    assert offloader.measurements.steps > 0
     for expected, found in zip(plain, ours, strict=True):
         assert torch.equal(expected, found)
     if way == "offload":
-        assert offloader.measured.saved_peak <= offloader.plan.saved_peak
+        assert offloader.measurements.saved_peak <= offloader.plan.saved_peak
     offloader.close()
     gc.collect()
     assert gpu.pinned == 0
 
 
-def test_planned_steps_leave_the_host_and_its_counters_alone(gpu: FakeGpu) -> None:
+def test_planned_steps_neither_block_the_host_nor_reset_counters(gpu: FakeGpu) -> None:
     _, offloader = train("cnn", settings(*WAYS["both"]), gpu, steps=2)
     assert offloader is not None
     waits, resets, reads = gpu.waits, gpu.resets, gpu.reads
@@ -127,10 +128,10 @@ def test_planned_steps_leave_the_host_and_its_counters_alone(gpu: FakeGpu) -> No
         with offloader.step("one", stays, lambda: [*stays, x]):
             net(x).float().square().mean().backward()
             gpu.most += 7 if number == 1 else 0
-    assert offloader.measured.steps == 3
+    assert offloader.measurements.steps == 3
     # No stream is waited for, and `torch.cuda.max_memory_allocated` is still the user's.
     assert (gpu.waits, gpu.resets) == (waits, resets)
-    assert offloader.measured.device_peak == 107
+    assert offloader.measurements.device_peak == 107
     assert offloader.plan is not None
     packed = sum(
         d.action in (MemoryAction.COMPRESS, MemoryAction.BOTH) for d in offloader.plan.decisions
@@ -138,7 +139,7 @@ def test_planned_steps_leave_the_host_and_its_counters_alone(gpu: FakeGpu) -> No
     assert gpu.reads - reads == 3 * packed > 0
 
 
-def test_what_was_compressed_goes_before_the_next_is_saved(gpu: FakeGpu) -> None:
+def test_originals_of_compressed_storages_are_freed_before_the_next_save(gpu: FakeGpu) -> None:
     _, offloader = train("cnn", settings(*WAYS["compress"]), gpu, steps=2)
     assert offloader is not None
     assert offloader.plan is not None
@@ -157,58 +158,58 @@ def sparse(count: int = 1 << 14) -> Tensor:
     return torch.relu(torch.randn(count))
 
 
-def datum_of(tensor: Tensor, ledger: ByteCounter) -> SavedStorage:
-    return SavedStorage(tensor, SeenStorages().of(tensor), span_of(tensor), 0, ledger)
+def datum_of(tensor: Tensor, byte_counter: ByteCounter) -> SavedStorage:
+    return SavedStorage(tensor, SeenStorages().of(tensor), span_of(tensor), 0, byte_counter)
 
 
 def restored(saved_storage: SavedStorage, tensor: Tensor) -> Tensor:
-    return saved_storage.tensor_for(saved_storage.read_by(tensor, saved_storage.storage)).clone()
+    return saved_storage.tensor_for(saved_storage.add_reader(tensor, saved_storage.storage)).clone()
 
 
-def test_compressed_data_hold_what_is_planned_and_are_counted_late(gpu: FakeGpu) -> None:
-    ledger = ByteCounter()
+def test_compressed_storages_take_the_planned_bytes_and_do_not_block(gpu: FakeGpu) -> None:
+    byte_counter = ByteCounter()
     with LiveBytes() as live:
         tensor = sparse()
         expected, room = tensor.clone().numpy(), int(ZeroValue().encode(tensor).nbytes * 1.1)
-        saved_storage = datum_of(tensor, ledger)
-        assert saved_storage.place(Placement(MemoryAction.COMPRESS, room=room, gpu=gpu))
+        saved_storage = datum_of(tensor, byte_counter)
+        assert saved_storage.place(Placement(MemoryAction.COMPRESS, capacity=room, gpu=gpu))
         # The host goes on, and the original is there until the count is.
         assert gpu.reads == 0
         gc.collect()
         before = live.now
-        reader = saved_storage.read_by(tensor, saved_storage.storage)
+        reader = saved_storage.add_reader(tensor, saved_storage.storage)
         del tensor
         saved_storage.wait_offloaded()
         assert gpu.reads == 1
         gc.collect()
         assert before - live.now == expected.nbytes
-        assert room <= ledger.now < room + 8
+        assert room <= byte_counter.now < room + 8
         assert (saved_storage.tensor_for(reader).numpy() == expected).all()
 
 
 @pytest.mark.parametrize("action", [MemoryAction.COMPRESS, MemoryAction.BOTH])
 @pytest.mark.parametrize("has_room", [True, False])
-def test_data_that_take_more_than_planned_are_whole(
+def test_storages_that_exceed_their_capacity_are_restored_exactly(
     gpu: FakeGpu, action: MemoryAction, has_room: bool
 ) -> None:
-    tensor, ledger = sparse(), ByteCounter()
+    tensor, byte_counter = sparse(), ByteCounter()
     room = ZeroValue().encode(tensor).nbytes - 64
     tier = SlabTier(tensor.nbytes * 2 if has_room else aligned(room + 8), None, pinned=True)
-    copies = StreamCopies(gpu)
-    saved_storage = datum_of(tensor, ledger)
-    assert saved_storage.place(Placement(action, tier, None, copies, room, gpu))
+    copier = StreamCopier(gpu)
+    saved_storage = datum_of(tensor, byte_counter)
+    assert saved_storage.place(Placement(action, tier, None, copier, room, gpu))
     saved_storage.wait_offloaded()
-    assert saved_storage.is_away == has_room
-    assert ledger.now == (0 if has_room else tensor.nbytes)
+    assert saved_storage.is_offloaded == has_room
+    assert byte_counter.now == (0 if has_room else tensor.nbytes)
     expected = tensor.clone()
     backward = gpu.streams[2]
     assert backward.issued == 0
     assert torch.equal(restored(saved_storage, tensor), expected)
     assert (backward.issued > 0) == has_room
-    copies.finish()
+    copier.synchronize()
 
 
-def test_tensors_elsewhere_stay(gpu: FakeGpu) -> None:
+def test_tensors_on_other_devices_stay(gpu: FakeGpu) -> None:
     class Refusing:
         def __getattr__(self, name: str) -> Any:
             assert name == "start", "a tensor of the host moved in a GPU's run"
@@ -222,32 +223,32 @@ def test_tensors_elsewhere_stay(gpu: FakeGpu) -> None:
         assert x.grad is not None
 
 
-def test_measuring_takes_little_of_a_gpu(gpu: FakeGpu) -> None:
-    copies = StreamCopies(gpu)
+def test_link_measurement_takes_little_gpu_memory(gpu: FakeGpu) -> None:
+    copier = StreamCopier(gpu)
     with LiveBytes() as live:
-        link = measure_link("host", copies, CPU, None, True, 1 << 30, gpu)
+        link = measure_link("host", copier, CPU, None, True, 1 << 30, gpu)
     # A quarter of it is locked memory of the host.
     assert live.peak <= 96 << 20
     assert link.overlaps
     gc.collect()
     assert gpu.pinned == 0
     with LiveBytes() as live:
-        assert 0 < measure_copies(CPU, gpu) < inf
+        assert 0 < measure_copy_rate(CPU, gpu) < inf
     assert live.peak <= 64 << 20
 
 
 def test_a_gpu_without_numba_cuda_does_not_compress(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
-    assert MemoryAction.COMPRESS in MemoryOptions("min").on(device).actions
+    assert MemoryAction.COMPRESS in MemoryConfig(budget="min").for_device(device).actions
     monkeypatch.setattr(zvc, "runs_on_gpus", lambda: False)
-    assert MemoryAction.COMPRESS not in MemoryOptions("min").on(device).actions
-    assert MemoryAction.BOTH not in MemoryOptions("min").on(device).actions
-    assert MemoryAction.COMPRESS in MemoryOptions("min").on(CPU).actions
+    assert MemoryAction.COMPRESS not in MemoryConfig(budget="min").for_device(device).actions
+    assert MemoryAction.BOTH not in MemoryConfig(budget="min").for_device(device).actions
+    assert MemoryAction.COMPRESS in MemoryConfig(budget="min").for_device(CPU).actions
     with pytest.raises(ConfigError, match="pip install 'lightning-dlres"):
-        MemoryOptions("min", actions=["compress", "offload"]).on(device)
+        MemoryConfig(budget="min", actions=["compress", "offload"]).for_device(device)
 
 
-def test_locked_pages_belong_to_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_pages_belong_to_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[range] = []
 
     def pin(data: Tensor) -> None:

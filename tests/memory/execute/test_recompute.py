@@ -1,4 +1,4 @@
-"""Modules that run again in backward get what they got in forward."""
+"""Recomputation: modules run again with the arguments and weights of their forward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from lightning_dlres.memory.execute.bitwise_check import Audit
+from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
 from lightning_dlres.memory.execute.recompute import patch_recompute
 
 
 class Identities(nn.Module):
-    """Self-attention, which PyTorch computes otherwise than attention to another tensor."""
+    """Self-attention, which PyTorch computes differently from attention to another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Identities(nn.Module):
         return mixed
 
 
-def test_an_argument_that_is_given_twice_is_one_tensor_again() -> None:
+def test_an_argument_that_is_passed_twice_is_restored_as_one_tensor() -> None:
     torch.manual_seed(0)
     root = nn.ModuleDict({"block": Identities()})
     x, other = torch.randn(2, 5, 3, 8)
@@ -52,7 +52,7 @@ def test_an_argument_that_is_given_twice_is_one_tensor_again() -> None:
 
 
 class Subclass(Tensor):
-    """A tensor that some modules treat otherwise."""
+    """Tensor subclass that some modules treat differently."""
 
 
 def with_an_attribute(block: nn.Module, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def with_weights_that_change(block: nn.Module, x: Tensor) -> Tensor:
 
 
 class Asks(nn.Module):
-    """Asks for more of its input than the values."""
+    """Module that depends on more of its input than the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Asks(nn.Module):
 Way = Callable[[nn.Module, Tensor], Tensor]
 
 
-def gradients_of(way: Way, *audits: Audit, again: bool) -> list[Tensor]:
+def gradients_of(way: Way, *audits: BitwiseCheck, again: bool) -> list[Tensor]:
     torch.manual_seed(0)
     root = nn.Sequential(nn.Linear(8, 8), Asks())
     y = torch.randn(5, 8)
@@ -118,7 +118,7 @@ def gradients_of(way: Way, *audits: Audit, again: bool) -> list[Tensor]:
 
     if again:
         hooks: Any = saved_tensors_hooks(Tensor.detach, Tensor.detach)
-        with patch_recompute(root, ["1"], audit=audits[0] if audits else None), hooks:
+        with patch_recompute(root, ["1"], bitwise_check=audits[0] if audits else None), hooks:
             run()
     else:
         run()
@@ -126,35 +126,37 @@ def gradients_of(way: Way, *audits: Audit, again: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("way", [with_an_attribute, as_a_subclass, by_keyword, with_other_weights])
-def test_what_would_not_come_back_does_not_run_again(way: Way) -> None:
+def test_modules_with_unrepeatable_arguments_are_not_recomputed(way: Way) -> None:
     expected, found = gradients_of(way, again=False), gradients_of(way, again=True)
     assert len(found) == len(expected) > 0
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_changed_weights_are_an_error_and_no_other_gradient() -> None:
-    with pytest.raises(RuntimeError, match="Asks runs again in backward, but its parameters"):
+def test_changed_weights_raise_an_error() -> None:
+    with pytest.raises(
+        RuntimeError, match="parameters and buffers of Asks must not change between"
+    ):
         gradients_of(with_weights_that_change, again=True)
 
 
-def test_an_audit_runs_with_what_comes_back() -> None:
-    audit = Audit()
-    gradients_of(with_a_hook, audit, again=True)
-    assert audit.unlike({"1"})
+def test_a_check_recomputes_with_restored_arguments() -> None:
+    bitwise_check = BitwiseCheck()
+    gradients_of(with_a_hook, bitwise_check, again=True)
+    assert bitwise_check.differing({"1"})
 
 
-def test_an_audit_of_what_cannot_run_again_does_not_end_the_step() -> None:
+def test_a_check_of_a_module_that_cannot_recompute_does_not_raise() -> None:
     def way(block: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = block(x)
         block.register_buffer("late", torch.zeros(1))
         return y
 
-    audit = Audit()
-    assert gradients_of(way, audit, again=True)
-    assert audit.unlike({"1"})
+    bitwise_check = BitwiseCheck()
+    assert gradients_of(way, bitwise_check, again=True)
+    assert bitwise_check.differing({"1"})
 
 
-def test_an_audit_leaves_nothing_behind() -> None:
+def test_a_check_leaves_no_references() -> None:
     freed: list[str] = []
 
     class SavesOutput(nn.Module):
@@ -164,9 +166,9 @@ def test_an_audit_leaves_nothing_behind() -> None:
             return y * 2
 
     root = nn.Sequential(nn.Linear(4, 4), SavesOutput())
-    audit = Audit()
-    with patch_recompute(root, ["1"], audit=audit):
+    bitwise_check = BitwiseCheck()
+    with patch_recompute(root, ["1"], bitwise_check=bitwise_check):
         root(torch.randn(2, 4)).sum().backward()
     gc.collect()
-    assert not audit.unlike({"1"}) | audit.unseen({"1"})
+    assert not bitwise_check.differing({"1"}) | bitwise_check.unchecked({"1"})
     assert freed == ["output"] * 2

@@ -1,5 +1,4 @@
-"""Layers that write their input's gradient into their input's memory: the same gradients, and only
-where nobody else is left who reads it."""
+"""Reuse: layers overwrite their input with its gradient, exactly, if there is no other reader."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_dlres.memory.execute.actions import MemoryAction
-from lightning_dlres.memory.execute.calling import Calls
+from lightning_dlres.memory.execute.call_tracker import CallTracker
 from lightning_dlres.memory.execute.reuse.activations import _mask, signs_of
-from lightning_dlres.memory.execute.reuse.install import InPlace, patch_reuse
-from lightning_dlres.memory.execute.reuse.kinds import fit_of
+from lightning_dlres.memory.execute.reuse.formula_matching import match_formula
+from lightning_dlres.memory.execute.reuse.install import ReusingForward, patch_reuse
 from tests.support.examples import examples
 from tests.support.scripted_policy import ScriptedEngine
 
-ACTIONS = [*MemoryAction, None]  # None: each in turns
+ACTIONS = [*MemoryAction, None]  # None: each action in turn
 
 
 def engine(action: MemoryAction | None = MemoryAction.KEEP, late: bool = False) -> ScriptedEngine:
@@ -32,7 +31,7 @@ def engine(action: MemoryAction | None = MemoryAction.KEEP, late: bool = False) 
 
 
 class Layers(nn.Sequential):
-    """What comes first makes an input that requires a gradient and that nobody else reads."""
+    """Layers behind an operation whose output requires a gradient and has no other reader."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * 1.0)
@@ -65,7 +64,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def gradients(net: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:
-    """Return what a backward yields, and what is in buffers."""
+    """Return the loss, all gradients, and the buffers."""
     tensors = [x, *net.parameters()]
     for tensor in tensors:
         tensor.grad = None
@@ -81,14 +80,15 @@ def require_same(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
 
 
 class Watching:
-    """An owner that notes what was given up."""
+    """Owner that counts the memory that it hands over."""
 
-    def __init__(self, told: ScriptedEngine) -> None:
-        self._owner, self.asking, self.given_up = told.owner, told.owner.asking, 0
+    def __init__(self, scripted: ScriptedEngine) -> None:
+        self._owner, self.handed_over = scripted.owner, 0
+        self.recording_unpacked = scripted.owner.recording_unpacked
 
-    def take_ownership(self, tensor: Tensor, asked: list[Any]) -> bool:
-        found = self._owner.take_ownership(tensor, asked)
-        self.given_up += found
+    def take_ownership(self, tensor: Tensor, unpacked: list[Any]) -> bool:
+        found = self._owner.take_ownership(tensor, unpacked)
+        self.handed_over += found
         return found
 
 
@@ -97,43 +97,46 @@ def names_of(net: nn.Module) -> list[str]:
 
 
 class Refusing(Watching):
-    """One that gives nothing up."""
+    """Owner that hands no memory over."""
 
-    def take_ownership(self, tensor: Tensor, asked: list[Any]) -> bool:
+    def take_ownership(self, tensor: Tensor, unpacked: list[Any]) -> bool:
         return False
 
 
 def trained(
     net: nn.Module,
     shape: tuple[int, ...],
-    told: ScriptedEngine | None,
+    scripted: ScriptedEngine | None,
     owner_of: Callable[[ScriptedEngine], Watching] = Watching,
 ) -> tuple[list[Tensor], int]:
-    """Return what a step yields, and how often memory was reused."""
+    """Return the results of a step, and how often memory was reused."""
     torch.manual_seed(3)
     net = copy.deepcopy(net)
     x = torch.randn(shape, requires_grad=True)
-    if told is None:
+    if scripted is None:
         return gradients(net, x, net(x).square().sum()), 0
-    owner = owner_of(told)
-    with told.hooks([*net.parameters(), *net.buffers()]), patch_reuse(net, names_of(net), owner):
+    owner = owner_of(scripted)
+    with (
+        scripted.hooks([*net.parameters(), *net.buffers()]),
+        patch_reuse(net, names_of(net), owner),
+    ):
         loss = net(x).square().sum()
-    return gradients(net, x, loss), owner.given_up
+    return gradients(net, x, loss), owner.handed_over
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradients_are_those_of_memory_of_their_own(
+def test_gradients_equal_those_in_separate_memory(
     name: str, action: MemoryAction | None, late: bool
 ) -> None:
     make, shape = LAYERS[name]
     torch.manual_seed(1)
     net = Layers(make())
     separate, _ = trained(net, shape, engine(), Refusing)
-    found, given_up = trained(net, shape, engine(action, late))
+    found, handed_over = trained(net, shape, engine(action, late))
     require_same(separate, found)
-    assert given_up == (0 if "relu" in name else 1)
+    assert handed_over == (0 if "relu" in name else 1)
     for expected, one in zip(trained(net, shape, None)[0], found, strict=True):
         torch.testing.assert_close(one, expected)
         # A convolution of fewer samples may add up in another order.
@@ -175,24 +178,24 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", NETS)
-def test_layers_behind_each_other(name: str, action: MemoryAction | None) -> None:
+def test_consecutive_layers_reuse_memory(name: str, action: MemoryAction | None) -> None:
     make, shape, count = NETS[name]
     torch.manual_seed(1)
     net = make()
     separate, _ = trained(net, shape, engine(), Refusing)
-    told = engine(action)
-    found, given_up = trained(net, shape, told)
+    scripted = engine(action)
+    found, handed_over = trained(net, shape, scripted)
     require_same(separate, found)
-    assert given_up == count
+    assert handed_over == count
     for expected, one in zip(trained(net, shape, None)[0], found, strict=True):
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
-    told.forget()
-    assert told.ledger.now == 0
-    assert told.tier.taken == 0
+    scripted.forget()
+    assert scripted.byte_counter.now == 0
+    assert scripted.tier.used_bytes == 0
 
 
 class Reader(nn.Module):
-    """A linear layer whose input somebody else reads, too."""
+    """Linear layer whose input has another reader."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -222,7 +225,7 @@ class Reader(nn.Module):
         return y
 
 
-# Who reads it, too, and how often it may be reused. Backward comes last to what was computed first.
+# Other reader of the input, and how often memory may be reused. Backward runs in reverse order.
 HOW = {
     "earlier": 0,
     "output": 0,
@@ -234,19 +237,21 @@ HOW = {
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("how", HOW)
-def test_memory_that_somebody_still_reads_stays(how: str, action: MemoryAction | None) -> None:
+def test_memory_with_other_readers_is_not_overwritten(
+    how: str, action: MemoryAction | None
+) -> None:
     torch.manual_seed(1)
     net = Reader(how)
     torch.manual_seed(3)
     x = torch.randn(5, 6, requires_grad=True)
     plain = gradients(net, x, net(x).square().sum())
-    told = engine(action)
-    owner = Watching(told)
-    with told.hooks(net.parameters()), patch_reuse(net, ["linear"], owner):
+    scripted = engine(action)
+    owner = Watching(scripted)
+    with scripted.hooks(net.parameters()), patch_reuse(net, ["linear"], owner):
         loss = net(x).square().sum()
     before = None if net.kept is None else _bytes_of(net.kept)
     require_same(plain, gradients(net, x, loss))
-    assert owner.given_up == HOW[how]
+    assert owner.handed_over == HOW[how]
     if before is not None:
         assert before == _bytes_of(net.kept)
 
@@ -258,7 +263,7 @@ def _bytes_of(value: Any) -> bytes:
 
 
 class Attention(nn.Module):
-    """Three layers that read the same."""
+    """Attention with three layers that read the same storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,12 +277,12 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_the_last_of_several_readers_may_have_it(action: MemoryAction | None) -> None:
+def test_the_last_of_several_readers_reuses_the_memory(action: MemoryAction | None) -> None:
     net = Attention()
     plain, _ = trained(net, (2, 5, 6), None)
-    found, given_up = trained(net, (2, 5, 6), engine(action))
+    found, handed_over = trained(net, (2, 5, 6), engine(action))
     require_same(plain, found)
-    assert given_up == 2
+    assert handed_over == 2
 
 
 def deep() -> nn.Module:
@@ -287,29 +292,29 @@ def deep() -> nn.Module:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_graph_that_is_kept_keeps_its_data(action: MemoryAction | None) -> None:
-    def step(told: ScriptedEngine | None) -> tuple[list[Tensor], int]:
+def test_a_retained_graph_keeps_its_storages(action: MemoryAction | None) -> None:
+    def step(scripted: ScriptedEngine | None) -> tuple[list[Tensor], int]:
         torch.manual_seed(3)
         net = deep()
         x = torch.randn(5, 6, requires_grad=True)
-        if told is None:
+        if scripted is None:
             loss, count = net(x).square().sum(), 0
             loss.backward(retain_graph=True)
             return gradients(net, x, loss), count
-        owner = Watching(told)
-        with told.hooks(net.parameters()), patch_reuse(net, names_of(net), owner):
+        owner = Watching(scripted)
+        with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), owner):
             loss = net(x).square().sum()
         loss.backward(retain_graph=True)
-        assert owner.given_up == 0
-        return gradients(net, x, loss), owner.given_up
+        assert owner.handed_over == 0
+        return gradients(net, x, loss), owner.handed_over
 
     require_same(step(None)[0], step(engine(action))[0])
 
 
-def test_a_second_backward_is_an_error_that_names_the_cause() -> None:
-    net, told = Reader("later"), engine()
+def test_a_second_backward_raises_an_error_that_names_the_cause() -> None:
+    net, scripted = Reader("later"), engine()
     x = torch.randn(5, 6, requires_grad=True)
-    with told.hooks(net.parameters()), patch_reuse(net, ["linear"], told.owner):
+    with scripted.hooks(net.parameters()), patch_reuse(net, ["linear"], scripted.owner):
         loss = net(x).square().sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -324,7 +329,7 @@ def test_double_backward(action: MemoryAction | None) -> None:
         net, shape = Layers(make()).double(), LAYERS[name][1]
 
         def step(
-            told: ScriptedEngine | None, net: nn.Module = net, shape: Any = shape
+            scripted: ScriptedEngine | None, net: nn.Module = net, shape: Any = shape
         ) -> list[Tensor]:
             torch.manual_seed(3)
             own = copy.deepcopy(net)
@@ -335,10 +340,10 @@ def test_double_backward(action: MemoryAction | None) -> None:
                 (first,) = torch.autograd.grad(y, x, create_graph=True)
                 return y + first.square().sum()
 
-            if told is None:
+            if scripted is None:
                 return gradients(own, x, loss())
             stays = [*own.parameters(), *own.buffers()]
-            with told.hooks(stays), patch_reuse(own, names_of(own), told.owner):
+            with scripted.hooks(stays), patch_reuse(own, names_of(own), scripted.owner):
                 found = loss()
             return gradients(own, x, found)
 
@@ -354,20 +359,20 @@ def test_autocast(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         plain, _ = trained(net, shape, None)
         separate, _ = trained(net, shape, engine(), Refusing)
-        found, given_up = trained(net, shape, engine())
+        found, handed_over = trained(net, shape, engine())
     require_same(separate, found)
     if name != "conv2d":
         require_same(plain, found)
-    assert given_up == (name in ("linear", "conv2d", "gelu"))
+    assert handed_over == (name in ("linear", "conv2d", "gelu"))
 
 
-def test_modules_stay_what_they_are() -> None:
-    net, told, calls = deep(), engine(), []
+def test_patches_keep_class_state_dict_and_hooks() -> None:
+    net, scripted, calls = deep(), engine(), []
     keys, kinds = list(net.state_dict()), [type(m) for m in net.modules()]
     net[0].register_forward_hook(lambda *_: calls.append("forward"))
     net[0].register_full_backward_hook(lambda *_: calls.append("backward"))
     x = torch.randn(5, 6, requires_grad=True)
-    with told.hooks(net.parameters()), patch_reuse(net, names_of(net), told.owner):
+    with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), scripted.owner):
         assert list(net.state_dict()) == keys
         assert [type(m) for m in net.modules()] == kinds
         net(x).sum().backward()
@@ -377,21 +382,21 @@ def test_modules_stay_what_they_are() -> None:
     assert all("forward" not in vars(module) for module in net.modules())
 
 
-def test_a_copy_knows_nobodys_memory() -> None:
-    net, told = deep(), engine()
-    with told.hooks(net.parameters()), patch_reuse(net, names_of(net), told.owner):
+def test_a_copied_module_does_not_reuse_memory() -> None:
+    net, scripted = deep(), engine()
+    with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), scripted.owner):
         other = copy.deepcopy(net)
     own = [m for m in other.modules() if "forward" in vars(m)]
     assert own
     for module in own:
         forward = vars(module)["forward"]
-        assert isinstance(forward, InPlace)
+        assert isinstance(forward, ReusingForward)
         assert forward.module is module
         assert forward.owner is None
 
 
 class Own(nn.Linear):
-    """Not what it is derived from."""
+    """Subclass, which has no formula."""
 
 
 UNFIT: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
@@ -414,12 +419,12 @@ UNFIT: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_calls_that_do_not_fit_run_as_they_are(name: str) -> None:
+def test_calls_without_a_formula_run_the_modules_own_forward(name: str) -> None:
     module, make = UNFIT[name]
     x = make().requires_grad_()
-    assert fit_of(module, [x.view_as(x)], {}) is None
+    assert match_formula(module, [x.view_as(x)], {}) is None
     with torch.no_grad():
-        assert fit_of(nn.Linear(6, 4), [torch.randn(5, 6)], {}) is None
+        assert match_formula(nn.Linear(6, 4), [torch.randn(5, 6)], {}) is None
 
 
 @settings(max_examples=examples(100))
@@ -430,7 +435,7 @@ def test_calls_that_do_not_fit_run_as_they_are(name: str) -> None:
     times=st.integers(1, 300),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
-def test_signs_come_back(values: list[float], times: int, dtype: torch.dtype) -> None:
+def test_signs_round_trip(values: list[float], times: int, dtype: torch.dtype) -> None:
     tensor = torch.tensor(values * times, dtype=dtype)
     signs = signs_of(tensor)
     assert len(signs) == -(-len(tensor) // 8)
@@ -438,7 +443,7 @@ def test_signs_come_back(values: list[float], times: int, dtype: torch.dtype) ->
 
 
 def test_signs_of_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dlres.memory.execute.reuse.activations._AT_A_TIME", 64)
+    monkeypatch.setattr("lightning_dlres.memory.execute.reuse.activations._CHUNK", 64)
     tensor = torch.randn(7, 3, 5, 4).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     mask = _mask(signs_of(tensor), tensor.shape, tensor.stride())
     assert torch.equal(mask, tensor > 0)
@@ -470,7 +475,7 @@ def test_outputs_may_be_changed_in_place(how: str) -> None:
 
 
 class Stops(torch.autograd.Function):
-    """Lets no gradient through."""
+    """Function without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -481,23 +486,23 @@ class Stops(torch.autograd.Function):
         return None
 
 
-def test_no_gradient_is_not_a_gradient_of_zeros() -> None:
+def test_an_undefined_gradient_stays_undefined() -> None:
     net = block(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
     x = torch.randn(5, 6, requires_grad=True)
-    told = engine()
-    with told.hooks(net.parameters()), patch_reuse(net, names_of(net), told.owner):
+    scripted = engine()
+    with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), scripted.owner):
         loss = Stops.apply(net(x)).sum() + x.sum()
     loss.backward()
     assert all(p.grad is None for p in net.parameters())
 
 
 def test_a_shallow_copy_computes_with_its_own_weights() -> None:
-    net, told, calls = nn.Linear(6, 4), engine(), Calls()
+    net, scripted, tracker = nn.Linear(6, 4), engine(), CallTracker()
     root, x = nn.Sequential(net), torch.randn(5, 6, requires_grad=True)
     with (
-        told.hooks(net.parameters()),
-        calls.followed(),
-        patch_reuse(root, ["0"], told.owner, calls),
+        scripted.hooks(net.parameters()),
+        tracker.tracking(),
+        patch_reuse(root, ["0"], scripted.owner, tracker),
     ):
         other = copy.copy(net)
         other._parameters = {"weight": nn.Parameter(torch.zeros(4, 6)), "bias": None}
@@ -506,33 +511,33 @@ def test_a_shallow_copy_computes_with_its_own_weights() -> None:
 
 
 def test_memory_of_an_array_is_not_written_to() -> None:
-    net, told = nn.Linear(6, 4), engine()
+    net, scripted = nn.Linear(6, 4), engine()
     array = np.ones((5, 6), np.float32)
     position = nn.Parameter(torch.ones(6))
-    owner = Watching(told)
-    with told.hooks(net.parameters()), patch_reuse(nn.Sequential(net), ["0"], owner):
+    owner = Watching(scripted)
+    with scripted.hooks(net.parameters()), patch_reuse(nn.Sequential(net), ["0"], owner):
         x = torch.from_numpy(array)
         x += position
         loss = net(x).sum()
         del x
     loss.backward()
-    assert owner.given_up == 0
+    assert owner.handed_over == 0
     assert (array == 2.0).all()
 
 
 def test_memory_that_another_process_shares_is_not_written_to() -> None:
-    net, told = nn.Linear(6, 4), engine()
-    owner = Watching(told)
-    with told.hooks(net.parameters()), patch_reuse(nn.Sequential(net), ["0"], owner):
+    net, scripted = nn.Linear(6, 4), engine()
+    owner = Watching(scripted)
+    with scripted.hooks(net.parameters()), patch_reuse(nn.Sequential(net), ["0"], owner):
         x = torch.randn(5, 6, requires_grad=True) * 1.0
         x.detach().share_memory_()
         loss = net(x).sum()
         del x
     loss.backward()
-    assert owner.given_up == 0
+    assert owner.handed_over == 0
 
 
-def test_gradients_in_another_layout_are_computed_as_they_would_be() -> None:
+def test_gradients_in_another_layout_equal_plain_ones() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -543,14 +548,17 @@ def test_gradients_in_another_layout_are_computed_as_they_would_be() -> None:
 
     net = Net()
     strides = []
-    for told in (None, engine()):
+    for scripted in (None, engine()):
         x = torch.randn(2, 3, 4, 5, requires_grad=True)
         inner = x * 1.0
         inner.register_hook(lambda gradient: strides.append(gradient.stride()))
-        if told is None:
+        if scripted is None:
             net(inner).sum().backward()
         else:
-            with told.hooks(net.parameters()), patch_reuse(net, ["act", "head"], told.owner):
+            with (
+                scripted.hooks(net.parameters()),
+                patch_reuse(net, ["act", "head"], scripted.owner),
+            ):
                 loss = net(inner).sum()
             loss.backward()
     assert strides[0] == strides[1]
@@ -565,7 +573,7 @@ def test_many_gradients_at_once() -> None:
         (found,) = torch.autograd.grad(net(x), x, many, is_grads_batched=True)
         return found
 
-    plain, told = step(), engine()
-    with told.hooks(net.parameters()), patch_reuse(net, names_of(net), told.owner):
+    plain, scripted = step(), engine()
+    with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), scripted.owner):
         found = step()
     torch.testing.assert_close(found, plain)

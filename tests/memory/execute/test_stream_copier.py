@@ -1,4 +1,4 @@
-"""Copies on streams of their own, against a model of a GPU that runs them in every order that CUDA
+"""Copier on streams of their own, against a model of a GPU that runs them in every order that CUDA
 allows: bytes are right, memory is free soon, and no direction waits for the other without need."""
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dlres.memory.execute import tiers
-from lightning_dlres.memory.execute.copies import StreamCopies, Ticket
-from lightning_dlres.memory.execute.tiers import Allocation, SlabTier
+from lightning_dlres.memory.execute.transfer import tiers
+from lightning_dlres.memory.execute.transfer.copiers import PendingCopy, StreamCopier
+from lightning_dlres.memory.execute.transfer.tiers import Allocation, SlabTier
 from tests.support.examples import examples
 from tests.support.fake_gpu import FakeGpu, FakeStream, latest, soonest
 
@@ -27,22 +27,22 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Sent:
-    """Bytes that all have one value, on the GPU, in a tier, or on the way."""
+    """Bytes of one value, on the GPU, in a tier, or in flight."""
 
     value: int
-    parcel: Allocation
+    allocation: Allocation
     here: Tensor | None
-    leaving: Ticket | None
-    arriving: tuple[Tensor, Ticket] | None = None
+    leaving: PendingCopy | None
+    arriving: tuple[Tensor, PendingCopy] | None = None
 
 
 @dataclass
 class World:
-    """A GPU, copies and a tier with few places."""
+    """GPU, copier and tier with few places."""
 
     gpu: FakeGpu
     tier: SlabTier
-    copies: StreamCopies
+    copier: StreamCopier
     wrong: list[str] = field(default_factory=list)
 
     def fill(self, tensor: Tensor, value: int) -> None:
@@ -61,12 +61,12 @@ class World:
         self.gpu.launch(kernel)
 
     def send(self, value: int) -> Sent | None:
-        parcel = self.tier.take(SIZE)
-        if parcel is None:
+        allocation = self.tier.allocate(SIZE)
+        if allocation is None:
             return None
         here = self.gpu.empty(SIZE)
         self.fill(here, value)
-        return Sent(value, parcel, here, self.copies.out(here, parcel.data))
+        return Sent(value, allocation, here, self.copier.to_tier(here, allocation.data))
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
 def world(choose: Callable[[int], int], places: int, patch: pytest.MonkeyPatch) -> World:
     gpu = FakeGpu(choose)
     patch.setattr("lightning_dlres.core.host.slab._pin", gpu.pin)
-    return World(gpu, tiers.SlabTier(places * SIZE, None, pinned=True), StreamCopies(gpu))
+    return World(gpu, tiers.SlabTier(places * SIZE, None, pinned=True), StreamCopier(gpu))
 
 
 class Program:
-    """Does what an engine may do, at random."""
+    """Random work of an engine."""
 
     def __init__(self, world: World, chance: random.Random) -> None:
         self.world, self.chance = world, chance
@@ -108,11 +108,11 @@ class Program:
             gpu.run_some()
         if self.chance.random() < 0.5:
             self.known.clear()
-        self.world.copies.finish()
+        self.world.copier.synchronize()
         gpu.drain()
         for sent in self.known:
             if sent.here is None:
-                assert set(sent.parcel.data.tolist()) == {sent.value}
+                assert set(sent.allocation.data.tolist()) == {sent.value}
         self.known.clear()
 
     def send(self, number: int) -> None:
@@ -129,7 +129,7 @@ class Program:
     def fetch(self, number: int) -> None:
         for sent in self._some():
             if sent.here is None and sent.arriving is None:
-                sent.arriving = self.world.copies.back(sent.parcel.data, CPU)
+                sent.arriving = self.world.copier.to_device(sent.allocation.data, CPU)
 
     def use(self, number: int) -> None:
         for sent in self._some():
@@ -158,7 +158,7 @@ class Program:
 
 @settings(max_examples=examples(60))
 @given(st.integers(0, 1 << 30), st.sampled_from(["random", "latest", "soonest"]))
-def test_bytes_are_right_in_every_order(seed: int, order: str) -> None:
+def test_bytes_are_right_in_every_order_of_work(seed: int, order: str) -> None:
     chance = random.Random(seed)
     choose = {"latest": latest, "soonest": soonest}.get(order, lambda n: chance.randint(0, n))
     with pytest.MonkeyPatch.context() as patch:
@@ -168,7 +168,7 @@ def test_bytes_are_right_in_every_order(seed: int, order: str) -> None:
     assert place.gpu.faults == []
 
 
-def test_memory_that_has_left_is_free_while_later_copies_are_under_way(
+def test_offloaded_memory_is_free_while_later_copies_are_in_flight(
     make: Callable[..., World],
 ) -> None:
     place = make()
@@ -185,28 +185,28 @@ def test_memory_that_has_left_is_free_while_later_copies_are_under_way(
     place.gpu.reach(place.gpu.current_stream().record_event())
     assert set(again.tolist()) == {9}
     place.gpu.drain()
-    assert set(first.parcel.data.tolist()) == {1}
-    assert set(second.parcel.data.tolist()) == {2}
+    assert set(first.allocation.data.tolist()) == {1}
+    assert set(second.allocation.data.tolist()) == {2}
 
 
-def test_what_nobody_waits_for_is_free_once_it_has_left(make: Callable[..., World]) -> None:
+def test_a_copy_without_a_wait_releases_its_memory_when_done(make: Callable[..., World]) -> None:
     place = make(soonest)
     gone = place.send(1)
     del gone
     place.gpu.drain()
     sent = place.send(2)
     assert sent is not None
-    assert len(place.copies._out.copies) == 1
-    place.copies.finish()
-    assert len(place.copies._out.copies) == 0
+    assert len(place.copier._to_tier.copies) == 1
+    place.copier.synchronize()
+    assert len(place.copier._to_tier.copies) == 0
 
 
 def streams_of(place: World) -> tuple[FakeStream, FakeStream]:
-    """Return the streams of the two directions."""
+    """Return the streams of both directions."""
     return place.gpu.streams[1], place.gpu.streams[2]
 
 
-def test_no_direction_waits_for_other_bytes_of_the_other(make: Callable[..., World]) -> None:
+def test_copies_wait_only_for_copies_of_the_same_bytes(make: Callable[..., World]) -> None:
     place = make()
     outward, backward = streams_of(place)
     old = place.send(1)
@@ -216,13 +216,13 @@ def test_no_direction_waits_for_other_bytes_of_the_other(make: Callable[..., Wor
     old.here = None
     place.gpu.drain()
     new = place.send(2)
-    old.arriving = place.copies.back(old.parcel.data, CPU)
+    old.arriving = place.copier.to_device(old.allocation.data, CPU)
     # What is needed next comes though much is still to leave.
     place.gpu.reach(backward.record_event())
     assert len(outward.queue) > 0
     assert set(old.arriving[0].tolist()) == {1}
     place.gpu.drain()
-    place.copies.back(old.parcel.data, CPU)
+    place.copier.to_device(old.allocation.data, CPU)
     newer = place.send(3)
     assert new is not None
     assert newer is not None
@@ -230,7 +230,7 @@ def test_no_direction_waits_for_other_bytes_of_the_other(make: Callable[..., Wor
     assert len(backward.queue) > 0
 
 
-def test_a_place_is_written_again_once_it_was_read(make: Callable[..., World]) -> None:
+def test_tier_bytes_are_overwritten_only_after_they_were_read(make: Callable[..., World]) -> None:
     place = make(places=1)
     outward, _ = streams_of(place)
     first = place.send(1)
@@ -238,7 +238,7 @@ def test_a_place_is_written_again_once_it_was_read(make: Callable[..., World]) -
     assert first.leaving is not None
     first.leaving.wait()
     first.here = None
-    data, ticket = place.copies.back(first.parcel.data, CPU)
+    data, ticket = place.copier.to_device(first.allocation.data, CPU)
     del first
     second = place.send(2)
     assert second is not None
@@ -249,21 +249,21 @@ def test_a_place_is_written_again_once_it_was_read(make: Callable[..., World]) -
     assert place.wrong == []
 
 
-def test_what_comes_back_has_left_first(make: Callable[..., World]) -> None:
+def test_a_fetch_waits_for_the_offload_of_the_same_bytes(make: Callable[..., World]) -> None:
     place = make()
     sent = place.send(7)
     assert sent is not None
-    data, _ = place.copies.back(sent.parcel.data, CPU)
+    data, _ = place.copier.to_device(sent.allocation.data, CPU)
     _, backward = streams_of(place)
     place.gpu.reach(backward.record_event())
     assert set(data.tolist()) == {7}
 
 
-def test_memory_that_came_back_stays_for_another_stream(make: Callable[..., World]) -> None:
+def test_fetched_memory_stays_allocated_for_another_stream(make: Callable[..., World]) -> None:
     place = make()
     sent = place.send(7)
     assert sent is not None
-    data, ticket = place.copies.back(sent.parcel.data, CPU)
+    data, ticket = place.copier.to_device(sent.allocation.data, CPU)
     _, backward = streams_of(place)
     side = place.gpu.new_stream()
     with place.gpu.using(side):
@@ -280,7 +280,7 @@ def test_memory_that_came_back_stays_for_another_stream(make: Callable[..., Worl
     assert set(other.tolist()) == {8}
 
 
-def test_memory_that_has_left_stays_for_the_copy_though_another_stream_waits(
+def test_offloaded_memory_stays_for_the_copy_if_another_stream_waits(
     make: Callable[..., World],
 ) -> None:
     place = make()
@@ -294,11 +294,11 @@ def test_memory_that_has_left_stays_for_the_copy_though_another_stream_waits(
     place.fill(other, 8)
     place.gpu.reach(place.gpu.current_stream().record_event())
     place.gpu.drain()
-    assert set(sent.parcel.data.tolist()) == {7}
+    assert set(sent.allocation.data.tolist()) == {7}
 
 
 @pytest.mark.parametrize("finishes", [True, False])
-def test_a_slab_stays_locked_while_it_is_copied(make: Callable[..., World], finishes: bool) -> None:
+def test_a_slab_stays_pinned_while_it_is_copied(make: Callable[..., World], finishes: bool) -> None:
     place = make()
     sent = place.send(1)
     del sent
@@ -306,10 +306,10 @@ def test_a_slab_stays_locked_while_it_is_copied(make: Callable[..., World], fini
     gc.collect()
     assert place.gpu.pinned > 0
     if finishes:
-        place.copies.finish()
+        place.copier.synchronize()
     else:
         # The last one to know of the copies goes.
-        place.copies = StreamCopies(place.gpu)
+        place.copier = StreamCopier(place.gpu)
     assert place.gpu.pinned == 0
     place.gpu.drain()
     assert place.gpu.faults == []

@@ -1,4 +1,4 @@
-"""What is put into a tier is whole, and its place is free again once nobody holds it."""
+"""Tiers: offloaded bytes stay whole, and are free once their references are dropped."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dlres.memory.execute.pool import FreeList
-from lightning_dlres.memory.execute.saved import ByteCounter
-from lightning_dlres.memory.execute.tiers import Allocation, SlabTier
+from lightning_dlres.memory.execute.byte_counter import ByteCounter
+from lightning_dlres.memory.execute.transfer.free_list import FreeList
+from lightning_dlres.memory.execute.transfer.tiers import Allocation, SlabTier
 
 
 def put(tier: SlabTier, data: torch.Tensor, offset: int | None = None) -> Allocation | None:
-    parcel = tier.take(data.numel(), offset)
-    if parcel is not None:
-        parcel.data.copy_(data)
-    return parcel
+    allocation = tier.allocate(data.numel(), offset)
+    if allocation is not None:
+        allocation.data.copy_(data)
+    return allocation
 
 
-def test_a_place_that_is_still_needed_is_not_written_over() -> None:
+def test_an_offset_in_use_is_not_overwritten() -> None:
     tier = SlabTier(4096)
     first = put(tier, torch.full((700,), 1, dtype=torch.uint8), 1024)
     second = put(tier, torch.full((700,), 2, dtype=torch.uint8), 1024)
@@ -35,41 +35,43 @@ def test_a_place_that_is_still_needed_is_not_written_over() -> None:
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-def test_a_place_is_free_once_nobody_holds_it(tmp_path: Path, in_file: bool) -> None:
+def test_an_allocation_is_free_once_its_references_are_dropped(
+    tmp_path: Path, in_file: bool
+) -> None:
     tier = SlabTier(4096, tmp_path if in_file else None)
     data = torch.arange(200, dtype=torch.uint8)
-    parcels = [put(tier, data + n) for n in range(8)]
+    allocations = [put(tier, data + n) for n in range(8)]
     assert put(tier, data) is None
-    assert tier.taken == 1600
-    for n, parcel in enumerate(parcels):
-        assert parcel is not None
-        assert torch.equal(parcel.data, data + n)
-    del parcel, parcels[3]
-    assert tier.taken == 1400
+    assert tier.used_bytes == 1600
+    for n, allocation in enumerate(allocations):
+        assert allocation is not None
+        assert torch.equal(allocation.data, data + n)
+    del allocation, allocations[3]
+    assert tier.used_bytes == 1400
     assert put(tier, data) is not None
 
 
-def test_the_garbage_collector_may_give_back_while_something_is_put(
+def test_the_garbage_collector_may_free_during_an_allocation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tier, take = SlabTier(4096), FreeList.take
+    tier, allocate = SlabTier(4096), FreeList.allocate
     cycle: list[object] = [put(tier, torch.zeros(100, dtype=torch.uint8))]
     cycle.append(cycle)
 
-    def take_and_collect(pool: FreeList, nbytes: int) -> int | None:
+    def collect_and_allocate(free_list: FreeList, nbytes: int) -> int | None:
         gc.collect()
-        return take(pool, nbytes)
+        return allocate(free_list, nbytes)
 
-    monkeypatch.setattr(FreeList, "take", take_and_collect)
+    monkeypatch.setattr(FreeList, "allocate", collect_and_allocate)
     del cycle
-    parcel = put(tier, torch.zeros(50, dtype=torch.uint8))
-    assert parcel is not None
-    assert tier.taken == 50
+    allocation = put(tier, torch.zeros(50, dtype=torch.uint8))
+    assert allocation is not None
+    assert tier.used_bytes == 50
 
 
-def test_a_ledger_knows_the_most_that_was_there() -> None:
-    ledger = ByteCounter()
+def test_a_byte_counter_tracks_the_peak() -> None:
+    byte_counter = ByteCounter()
     for change in (10, 5, -12, 4):
-        ledger.add(change)
-    ledger.drop(7)
-    assert (ledger.now, ledger.peak) == (0, 15)
+        byte_counter.add(change)
+    byte_counter.drop(7)
+    assert (byte_counter.now, byte_counter.peak) == (0, 15)

@@ -1,4 +1,4 @@
-"""Data that live at the same time never share memory."""
+"""Placement: storages with overlapping lifetimes never share memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIVES = st.lists(
 
 
 def live_together(lives: list[Lifetime], offsets: list[int]) -> bool:
-    """Return whether two share a byte, by looking at every pair."""
+    """Return whether two storages share a byte, by comparing every pair."""
     for a, (one, at) in enumerate(zip(lives, offsets, strict=True)):
         for other, place_ in list(zip(lives, offsets, strict=True))[:a]:
             moments = set(range(one.start, one.stop + 1))
@@ -32,7 +32,7 @@ def live_together(lives: list[Lifetime], offsets: list[int]) -> bool:
 
 
 @given(lives=LIVES)
-def test_no_two_live_data_overlap(lives: list[Lifetime]) -> None:
+def test_no_two_live_storages_overlap(lives: list[Lifetime]) -> None:
     offsets, size = place(lives)
     assert overlap(lives, offsets) is None
     assert not live_together(lives, offsets)
@@ -42,12 +42,14 @@ def test_no_two_live_data_overlap(lives: list[Lifetime]) -> None:
 
 
 @given(lives=LIVES, data=st.data())
-def test_the_check_finds_what_pairs_find(lives: list[Lifetime], data: st.DataObject) -> None:
+def test_the_overlap_check_agrees_with_brute_force(
+    lives: list[Lifetime], data: st.DataObject
+) -> None:
     offsets = [data.draw(st.integers(0, 8000)) for _ in lives]
     assert (overlap(lives, offsets) is not None) == live_together(lives, offsets)
 
 
-def test_what_is_not_needed_together_shares_memory() -> None:
+def test_storages_with_disjoint_lifetimes_share_memory() -> None:
     lives = [Lifetime(1024, 0, 3), Lifetime(1024, 4, 7), Lifetime(512, 2, 5)]
     offsets, size = place(lives)
     assert offsets[0] == offsets[1]

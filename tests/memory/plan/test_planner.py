@@ -1,4 +1,4 @@
-"""The memory planner against trying everything, and the simulator against sums by hand."""
+"""Planner against brute force, and simulator against sums by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFFLOAD = StorageChoice(MemoryAction.OFFLOAD, "host")
 
 
 def oracle(profile: StepProfile, limits: MemoryLimits) -> float:
-    """Return the time of the fastest step within the limits; infinite if there is none."""
+    """Return the duration of the fastest step within the limits; infinite if there is none."""
     least = inf
     for choices, regions, reuses in all_selections(profile):
         outcome = simulate(profile, choices, limits, regions, reuses=reuses)
@@ -40,7 +40,7 @@ def without_overlap(profile: StepProfile) -> StepProfile:
 
 
 def some_limits(profile: StepProfile, rng: random.Random) -> MemoryLimits:
-    plain = simulate(profile, [KEEP] * len(profile.data))
+    plain = simulate(profile, [KEEP] * len(profile.storages))
     peak, saved = plain.peak, max(plain.resident)
     return MemoryLimits(
         device=peak * rng.uniform(0.3, 1.0) if rng.random() < 0.7 else inf,
@@ -50,19 +50,19 @@ def some_limits(profile: StepProfile, rng: random.Random) -> MemoryLimits:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_plans_are_the_fastest_where_copies_are_waited_for(seed: int) -> None:
+def test_plans_are_optimal_if_copies_block(seed: int) -> None:
     rng = random.Random(seed)
     profile = without_overlap(any_profile(rng))
     limits = some_limits(profile, rng)
     least = oracle(profile, limits)
     if least == inf:
-        with pytest.raises(ConfigError, match=r"expected at least|leave no room"):
+        with pytest.raises(ConfigError, match=r"must be at least|must leave a plan"):
             plan_memory(profile, limits)
     else:
         assert plan_memory(profile, limits).seconds == pytest.approx(least, rel=1e-4)
 
 
-def test_plans_are_nearly_the_fastest_where_copies_are_hidden() -> None:
+def test_plans_are_nearly_optimal_if_copies_overlap() -> None:
     worst = total = count = 0.0
     for seed in range(300):
         rng = random.Random(seed)
@@ -70,7 +70,7 @@ def test_plans_are_nearly_the_fastest_where_copies_are_hidden() -> None:
         limits = some_limits(profile, rng)
         least = oracle(profile, limits)
         if least == inf:
-            with pytest.raises(ConfigError, match=r"expected at least|leave no room"):
+            with pytest.raises(ConfigError, match=r"must be at least|must leave a plan"):
                 plan_memory(profile, limits)
             continue
         ratio = plan_memory(profile, limits).seconds / least
@@ -82,12 +82,12 @@ def test_plans_are_nearly_the_fastest_where_copies_are_hidden() -> None:
 
 @settings(max_examples=examples(150))
 @given(profile=profiles(most=12))
-def test_what_a_plan_says_is_within_its_limits(profile: StepProfile) -> None:
+def test_plans_stay_within_their_limits(profile: StepProfile) -> None:
     smallest = smallest_budget(profile)
     plan = plan_memory(profile, MemoryLimits(device=smallest))
     assert plan.peak <= smallest + 1
     lives = [
-        Lifetime(decision.room, decision.saved, datum_end(profile, decision.saved))
+        Lifetime(decision.capacity, decision.saved, datum_end(profile, decision.saved))
         for decision in plan.decisions
         if decision.tier == "host"
     ]
@@ -98,18 +98,18 @@ def test_what_a_plan_says_is_within_its_limits(profile: StepProfile) -> None:
     plan.table()
 
 
-def test_what_is_fetched_waits_for_what_is_leaving() -> None:
+def test_a_fetch_waits_for_storages_that_are_leaving() -> None:
     profile = any_profile(random.Random(886), 12)
     smallest = smallest_budget(profile)
     assert plan_memory(profile, MemoryLimits(device=smallest)).peak <= smallest + 1
 
 
 def datum_end(profile: StepProfile, saved: int) -> int:
-    return next(saved_storage.end for saved_storage in profile.data if saved_storage.saved == saved)
+    return next(storage.end for storage in profile.storages if storage.saved == saved)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_smallest_budget_is_the_smallest(seed: int) -> None:
+def test_the_smallest_budget_agrees_with_brute_force(seed: int) -> None:
     profile = without_overlap(any_profile(random.Random(seed), most=4))
     found = smallest_budget(profile)
     peaks = [
@@ -119,22 +119,22 @@ def test_the_smallest_budget_is_the_smallest(seed: int) -> None:
     assert found == pytest.approx(min(peaks), abs=2)
 
 
-def test_a_step_whose_copies_are_hidden() -> None:
-    # 10 MiB take 10.5 ms, and a layer 20: every copy is done before the next saved_storage is saved.
+def test_copies_that_overlap_cost_no_time() -> None:
+    # 10 MiB take 10.5 ms, and a layer 20: every copy is done before the next storage is saved.
     profile = stack([10] * 5, seconds=0.02)
     outcome = simulate(profile, [OFFLOAD] * 3 + [KEEP] * 2)
     assert outcome.seconds == pytest.approx(0.02 * 11)
     assert outcome.moved == 60 * MIB
     assert outcome.peak == 20 * MIB
     # Each has left at the event after, and comes back one layer ahead of its use.
-    assert outcome.left_by[:3] == (1, 2, 3)
-    assert outcome.fetch_at[:3] == (8, 7, 6)
+    assert outcome.offloaded_by[:3] == (1, 2, 3)
+    assert outcome.prefetch_at[:3] == (8, 7, 6)
 
 
 def test_one_link_carries_both_directions() -> None:
     profile = stack([20] * 4, seconds=0.01)
     everything = simulate(profile, [OFFLOAD] * 4)
-    # The link has 160 MiB to move, 168 ms of work; the first saved_storage comes 10 ms after the start.
+    # The link has 160 MiB to move, 168 ms of work; the first storage comes 10 ms after the start.
     # Eight intervals of 10 ms are no cover for that.
     assert everything.seconds >= 0.01 + 160 * MIB / 1e9
     apart = stack([20] * 4, seconds=0.01, overlaps=False)
@@ -142,7 +142,7 @@ def test_one_link_carries_both_directions() -> None:
     assert waited.seconds == pytest.approx(0.09 + 160 * MIB / 1e9)
 
 
-def test_the_last_layers_stay() -> None:
+def test_storages_of_the_last_layers_stay() -> None:
     # What they save is used at once.
     profile = stack([20] * 8, seconds=0.02)
     plan = plan_memory(profile, MemoryLimits(saved=100 * MIB))
@@ -152,11 +152,13 @@ def test_the_last_layers_stay() -> None:
     assert plan.seconds == pytest.approx(plan.plain_seconds)
 
 
-def test_where_the_link_is_slow_modules_run_again() -> None:
+def test_modules_are_recomputed_if_the_link_is_slow() -> None:
     from lightning_dlres.memory.profile.step_profile import Region
 
     profile = stack([20] * 6, seconds=0.01, out_rate=1e8, in_rate=1e8)
-    regions = tuple(Region(layer=f"layer{n}", data=(n,), seconds=0.01, entry=n) for n in range(6))
+    regions = tuple(
+        Region(layer=f"layer{n}", storages=(n,), seconds=0.01, entry=n) for n in range(6)
+    )
     profile = msgspec.structs.replace(profile, regions=regions)
     plan = plan_memory(profile, MemoryLimits(saved=60 * MIB))
     assert plan.recompute
@@ -166,25 +168,25 @@ def test_where_the_link_is_slow_modules_run_again() -> None:
     assert not plan_memory(fast, MemoryLimits(saved=60 * MIB)).recompute
 
 
-def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
+def test_a_budget_that_cannot_be_met_raises_an_error_with_the_smallest() -> None:
     profile = stack([10] * 4)
-    with pytest.raises(ConfigError, match=r"expected at least 10 MiB \(10485760 bytes\)"):
+    with pytest.raises(ConfigError, match=r"must be at least 10 MiB \(10485760 bytes\)"):
         plan_memory(profile, MemoryLimits(device=MIB))
-    with pytest.raises(ConfigError, match="saved_budget: got 1 MiB"):
+    with pytest.raises(ConfigError, match=r"saved_budget must be at least .* got 1 MiB"):
         plan_memory(profile, MemoryLimits(saved=MIB))
     assert plan_memory(profile, MemoryLimits(device=10 * MIB)).peak == 10 * MIB
 
 
-def test_a_plan_says_where_offload_does_not_help() -> None:
+def test_a_plan_notes_that_offloading_does_not_help() -> None:
     profile = stack([1, 1])
     base = tuple(1000 * MIB for _ in profile.base)
     plan = plan_memory(msgspec.structs.replace(profile, base=base), MemoryLimits())
-    assert "offload would not help here" in plan.notes[0]
-    assert "offload would not help here" in plan.table()
+    assert "offloading cannot lower the peak much" in plan.notes[0]
+    assert "offloading cannot lower the peak much" in plan.table()
     assert plan.changes_nothing
 
 
-def test_a_full_host_leaves_the_rest_to_the_disk() -> None:
+def test_storages_go_to_the_disk_if_the_host_is_full() -> None:
     profile = stack([10] * 6, overlaps=False)
     link = profile.links[0]
     slow = msgspec.structs.replace(link, tier="disk", out_rate=1e8, in_rate=1e8)
@@ -198,8 +200,12 @@ def test_a_full_host_leaves_the_rest_to_the_disk() -> None:
         )
 
 
-def test_text_that_is_no_plan() -> None:
-    with pytest.raises(ConfigError, match="memory plan: cannot be read"):
+def test_bad_json_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"memory plan must be JSON that MemoryPlan.to_json wrote"
+    ):
         MemoryPlan.from_json("{}")
-    with pytest.raises(ConfigError, match="memory profile: cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"step profile must be JSON that StepProfile.to_json wrote"
+    ):
         StepProfile.from_json("[")

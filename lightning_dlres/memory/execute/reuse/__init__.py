@@ -1,1 +1,1 @@
-"""Layers that write the gradient of their input into their input's own memory (Method A, A6)."""
+"""Reuse: layers that write the gradient of their input into the input's own memory."""

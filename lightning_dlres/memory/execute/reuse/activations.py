@@ -1,5 +1,8 @@
-"""Activations: GELU and SiLU, whose input's gradient is written over their input, element by
-element, and ReLU, of which the signs say all that backward needs."""
+"""Formulas of activations.
+
+GELU and SiLU write their input's gradient over the input, element by element. ReLU saves the signs
+of its output, one bit per element, which is all that its backward needs.
+"""
 
 from __future__ import annotations
 
@@ -14,59 +17,59 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from lightning_dlres.core._compat import is_wrapped
-from lightning_dlres.memory.execute.reuse.formula import Backward, Extras, Params
+from lightning_dlres.memory.execute.reuse.formula import BackwardCall, Extras, Params
 
-# Elements whose signs are packed at a time; a multiple of 8.
-_AT_A_TIME = 1 << 20
+# Elements whose signs are packed at a time, which bounds the temporary memory; a multiple of 8.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Gelu:
-    """`torch.nn.functional.gelu`."""
+class GeluFormula:
+    """Formula of `torch.nn.functional.gelu`."""
 
     approximate: str
-    copies: float = 0.0
+    extra_copies: float = 0.0
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
-        return self.plain(x, params), ()
+        return self.differentiable_forward(x, params), ()
 
-    def plain(self, x: Tensor, params: Params) -> Tensor:
+    def differentiable_forward(self, x: Tensor, params: Params) -> Tensor:
         return functional.gelu(x, approximate=self.approximate)
 
-    def spare(self, x: Tensor) -> int:
+    def reusable_bytes(self, x: Tensor) -> int:
         return x.nbytes
 
-    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
-        if call.into is not None:
+    def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        if call.out is not None:
             torch.ops.aten.gelu_backward.grad_input(
-                call.gradient, call.x, approximate=self.approximate, grad_input=call.into
+                call.gradient, call.x, approximate=self.approximate, grad_input=call.out
             )
         return ()
 
 
 @dataclass(frozen=True)
-class Silu:
-    """`torch.nn.functional.silu`."""
+class SiluFormula:
+    """Formula of `torch.nn.functional.silu`."""
 
-    copies: float = 0.0
+    extra_copies: float = 0.0
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
-        return self.plain(x, params), ()
+        return self.differentiable_forward(x, params), ()
 
-    def plain(self, x: Tensor, params: Params) -> Tensor:
+    def differentiable_forward(self, x: Tensor, params: Params) -> Tensor:
         return functional.silu(x)
 
-    def spare(self, x: Tensor) -> int:
+    def reusable_bytes(self, x: Tensor) -> int:
         return x.nbytes
 
-    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
-        if call.into is not None:
-            torch.ops.aten.silu_backward.grad_input(call.gradient, call.x, grad_input=call.into)
+    def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        if call.out is not None:
+            torch.ops.aten.silu_backward.grad_input(call.gradient, call.x, grad_input=call.out)
         return ()
 
 
 class SignedRelu(torch.autograd.Function):
-    """`torch.relu`, which saves a bit for every element in the place of its output."""
+    """`torch.relu` that saves one bit per element instead of its output."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, inplace: bool) -> Tensor:
@@ -84,42 +87,45 @@ class SignedRelu(torch.autograd.Function):
             return None, None
         (signs,) = ctx.saved_tensors
         if torch.is_grad_enabled() or is_wrapped(gradient):
-            # The bits are constants, and what follows is differentiable.
+            # A second derivative: the signs are constants, and `where` is differentiable.
             return torch.where(_mask(signs, ctx.shape, ctx.stride), gradient, 0.0), None
-        found = torch.empty_strided(
+        result = torch.empty_strided(
             ctx.shape, ctx.stride, dtype=gradient.dtype, device=gradient.device
         )
-        if gradient.stride() != found.stride():
-            gradient = found.copy_(gradient)
-        source, target = _flat(gradient), _flat(found)
+        if gradient.stride() != result.stride():
+            gradient = result.copy_(gradient)
+        source, target = _flat(gradient), _flat(result)
         zero = gradient.new_zeros(())
-        for start, mask in _masks(signs, found.numel()):
+        for start, mask in _masks(signs, result.numel()):
             part = slice(start, start + len(mask))
             torch.where(mask, source[part], zero, out=target[part])
-        return found, None
+        return result, None
 
 
 def signs_of(tensor: Tensor) -> Tensor:
-    """Return uint8[ceil(n / 8)]: a bit for every element in the order of memory, the lowest bit
-    first, set unless the element is at most 0 (so also for NaN)."""
+    """Return the signs of a tensor, uint8[ceil(n / 8)].
+
+    There is one bit per element in the order of memory, the lowest bit first. It is set unless the
+    element is at most 0, and so is set for NaN, too.
+    """
     flat, count = _flat(tensor.detach()), tensor.numel()
-    found = torch.empty(-(-count // 8), dtype=torch.uint8, device=tensor.device)
-    for start in range(0, count, _AT_A_TIME):
-        bits = ~(flat[start : start + _AT_A_TIME] <= 0)
-        target = found[start // 8 : start // 8 + -(-len(bits) // 8)]
+    signs = torch.empty(-(-count // 8), dtype=torch.uint8, device=tensor.device)
+    for start in range(0, count, _CHUNK):
+        bits = ~(flat[start : start + _CHUNK] <= 0)
+        target = signs[start // 8 : start // 8 + -(-len(bits) // 8)]
         if bits.device.type == "cpu":
             target.copy_(torch.from_numpy(np.packbits(bits.numpy(), bitorder="little")))
         else:
             padded = functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
             values = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
             torch.sum(padded * values.to(bits.device), 1, dtype=torch.uint8, out=target)
-    return found
+    return signs
 
 
 def _masks(signs: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield where a part of the elements begins, and bool[n] of their signs."""
-    for start in range(0, count, _AT_A_TIME):
-        size = min(_AT_A_TIME, count - start)
+    """Yield chunks of the unpacked signs: index of the first element, and bool[n]."""
+    for start in range(0, count, _CHUNK):
+        size = min(_CHUNK, count - start)
         packed = signs[start // 8 : start // 8 + -(-size // 8)]
         if signs.device.type == "cpu":
             bits = np.unpackbits(packed.numpy(), count=size, bitorder="little")
@@ -131,13 +137,13 @@ def _masks(signs: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _mask(signs: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    found = torch.empty_strided(shape, stride, dtype=torch.bool, device=signs.device)
-    flat = _flat(found)
-    for start, mask in _masks(signs, found.numel()):
-        flat[start : start + len(mask)] = mask
-    return found
+    mask = torch.empty_strided(shape, stride, dtype=torch.bool, device=signs.device)
+    flat = _flat(mask)
+    for start, chunk in _masks(signs, mask.numel()):
+        flat[start : start + len(chunk)] = chunk
+    return mask
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in the order of memory, for a tensor that lies there without gaps."""
+    """Return the elements in the order of memory. The tensor must fill its memory without gaps."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,5 +1,8 @@
-"""What a kind of layer computes: forward, and backward in an order in which its input's memory is
-free when the input's gradient is written (Method A, A6)."""
+"""Formula of a layer: its forward, and a backward that can overwrite the layer's input.
+
+Backward computes the gradients of the parameters first. The input is then needed no more, and its
+memory is free for the input's own gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-# What goes through memory of its own on the way to the input's memory is so small a part of it.
+# Number of parts in which an input's gradient is computed, where a kernel cannot write it in place.
+# Each part takes temporary memory of this fraction of the input.
 PARTS = 8
 
 Extras = tuple[Tensor, ...]
@@ -17,53 +21,55 @@ Params = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class Backward:
-    """What a backward is given.
+class BackwardCall:
+    """Arguments of a formula's backward.
 
     Attributes:
-        gradient: of the output.
-        x, params, extras: see `Formula.forward`.
-        wanted: which parameters' gradients are.
-        into: the input's gradient is written there, like `x` and perhaps the same memory; None: it
-            is not wanted.
+        gradient: Gradient of the output.
+        x: Input.
+        params: Parameters, see `Formula.forward`.
+        extras: Extra tensors that forward has returned.
+        needs_gradient: Whether each parameter's gradient is needed.
+        out: Tensor for the input's gradient, of the input's layout, and perhaps in its memory;
+            None: that gradient is not needed.
     """
 
     gradient: Tensor
     x: Tensor
     params: Params
     extras: Extras
-    wanted: Sequence[bool]
-    into: Tensor | None
+    needs_gradient: Sequence[bool]
+    out: Tensor | None
 
 
 class Formula(Protocol):
-    """One call of a layer."""
+    """Computation of one call of a layer."""
 
     @property
-    def copies(self) -> float:
-        """Return how often the input's bytes are copied more than in plain training."""
+    def extra_copies(self) -> float:
+        """Return the bytes copied beyond plain training, as a multiple of the input's bytes."""
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
-        """Return the output, and what backward needs beside the input and the parameters."""
+        """Return the output, and the tensors that backward needs beside input and parameters."""
 
-    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
-        """Write the input's gradient, and return those of the parameters."""
+    def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        """Write the input's gradient to `call.out`, and return those of the parameters."""
 
-    def plain(self, x: Tensor, params: Params) -> Tensor:
-        """Return the output by what autograd can follow, changing nothing."""
+    def differentiable_forward(self, x: Tensor, params: Params) -> Tensor:
+        """Return the output, computed by PyTorch's own operation, without side effects."""
 
-    def spare(self, x: Tensor) -> int:
-        """Return how many bytes of the input's gradient need no memory beside the input's."""
+    def reusable_bytes(self, x: Tensor) -> int:
+        """Return the bytes of the input's gradient that need no memory beside the input's."""
 
 
 def parts(count: int) -> Iterator[slice]:
-    """Yield slices that cover so many rows, one after another."""
+    """Yield consecutive slices that cover `count` rows."""
     step = max(1, count // PARTS)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
-def spare_bytes(x: Tensor, rows: int) -> int:
-    """Return the bytes of a tensor but for the largest part of so many rows."""
+def bytes_but_largest_part(x: Tensor, rows: int) -> int:
+    """Return a tensor's bytes without those of its largest part, see `parts`."""
     row = x.nbytes // max(rows, 1)
     return x.nbytes - row * max(1, rows // PARTS)

@@ -1,4 +1,4 @@
-"""Which modules can write their input's gradient into their input's memory, and how."""
+"""Matching of module calls to formulas that can reuse the input's memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import is_transforming, is_view
-from lightning_dlres.memory.execute.reuse.activations import Gelu, Silu
-from lightning_dlres.memory.execute.reuse.dense import Convolution, Linear
+from lightning_dlres.memory.execute.reuse.activations import GeluFormula, SiluFormula
+from lightning_dlres.memory.execute.reuse.dense import ConvolutionFormula, LinearFormula
 from lightning_dlres.memory.execute.reuse.formula import Formula, Params
-from lightning_dlres.memory.execute.reuse.norms import BatchNorm, GroupNorm, LayerNorm
+from lightning_dlres.memory.execute.reuse.norms import (
+    BatchNormFormula,
+    GroupNormFormula,
+    LayerNormFormula,
+)
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How a module's call is computed.
+class FormulaMatch:
+    """Formula for one call of a module, with its arguments.
 
     Attributes:
-        formula: what is computed; None: a ReLU that saves signs.
-        x: the input.
-        params: of the module.
-        dtype: what autocast makes of both before; None: they stay as they are.
+        formula: Formula of the call; None: a ReLU that saves signs.
+        x: Input.
+        params: Parameters of the module.
+        dtype: Dtype to which autocast casts input and parameters; None: they are not cast.
     """
 
     formula: Formula | None
@@ -34,7 +38,7 @@ class Fit:
     dtype: torch.dtype | None = None
 
     def tensors(self) -> tuple[Tensor, Params]:
-        """Return the input and the parameters as the formula gets them."""
+        """Return the input and the parameters as the formula gets them, cast if needed."""
         if self.dtype is None:
             return self.x, self.params
         params = tuple(None if p is None else p.to(self.dtype) for p in self.params)
@@ -42,15 +46,15 @@ class Fit:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the input as the formula gets it."""
+        """Return the bytes of the input as the formula gets it."""
         return self.x.numel() * (self.dtype or self.x.dtype).itemsize
 
     @property
-    def spare(self) -> int:
-        """Return how many bytes of the input's gradient need no memory beside the input's."""
+    def reusable_bytes(self) -> int:
+        """Return the bytes of the input's gradient that need no memory beside the input's."""
         if self.formula is None:
             return 0
-        return self.formula.spare(self.x) * self.nbytes // self.x.nbytes
+        return self.formula.reusable_bytes(self.x) * self.nbytes // self.x.nbytes
 
 
 def is_relu(module: nn.Module) -> bool:
@@ -58,32 +62,34 @@ def is_relu(module: nn.Module) -> bool:
     return type(module) is nn.ReLU
 
 
-def fit_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Fit | None:
-    """Return how a call of a module is computed; None where that is not possible, and it has to run
-    as it is."""
+def match_formula(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> FormulaMatch | None:
+    """Return the formula for a call of a module; None if the module's own forward has to run."""
     maker = _MAKERS.get(type(module))
     if maker is None or len(args) != 1 or kwargs or not torch.is_grad_enabled():
         return None
-    # A transform's and a forward derivative's tensors have no formula here.
+    # Tensors of transforms (vmap, grad) and of forward derivatives are not supported.
     is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     if is_tracing or torch.compiler.is_compiling() or is_transforming():
         return None
     x = args[0]
     if type(x) is not Tensor or not _is_dense(x):
         return None
-    found = maker(module, x)
-    if found is None:
+    match = maker(module, x)
+    if match is None:
         return None
-    tensors = [tensor for tensor in (found.x, *found.params) if tensor is not None]
+    tensors = [tensor for tensor in (match.x, *match.params) if tensor is not None]
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return None
     dtypes = {tensor.dtype for tensor in tensors}
-    if not (dtypes <= _LOWERED if found.dtype is not None else len(dtypes) == 1):
+    if not (dtypes <= _CASTABLE if match.dtype is not None else len(dtypes) == 1):
         return None
-    return found
+    return match
 
 
 def _is_dense(x: Tensor) -> bool:
+    """Return whether an input is an inner tensor that fills its storage without gaps."""
     if x.layout is not torch.strided or x.is_nested or is_lazy(x) or not x.numel():
         return False
     if not (x.requires_grad and x.is_floating_point()) or x.is_leaf or x.is_neg():
@@ -99,15 +105,18 @@ def _is_dense(x: Tensor) -> bool:
     )
 
 
-def _dtype(x: Tensor) -> torch.dtype | None:
-    """Return what autocast makes of a matrix product's and a convolution's tensors."""
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast casts tensors of matrix products; None without it."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _can_lower(x: Tensor) -> bool:
-    """Return whether autocast does what `Fit.tensors` does: with its cache, a weight that several
-    layers share is cast once, and its gradients are added up before they are cast back."""
+def _can_cast(x: Tensor) -> bool:
+    """Return whether `FormulaMatch.tensors` gives the same gradients as autocast's own casts.
+
+    With autocast's cache a weight that several layers share is cast once. Its gradients are then
+    added up before they are cast back, which rounds differently.
+    """
     return not (_is_autocast(x) and torch.is_autocast_cache_enabled())
 
 
@@ -115,21 +124,21 @@ def _is_autocast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def _linear(module: Any, x: Tensor) -> Fit | None:
+def _linear(module: Any, x: Tensor) -> FormulaMatch | None:
     if not x.is_contiguous() or x.dim() < 2 or x.shape[-1] != module.in_features:
         return None
-    if not _can_lower(x) or not module.weight.requires_grad:
+    if not _can_cast(x) or not module.weight.requires_grad:
         return None
-    return Fit(Linear(), x, (module.weight, module.bias), _dtype(x))
+    return FormulaMatch(LinearFormula(), x, (module.weight, module.bias), _autocast_dtype(x))
 
 
-def _convolution(module: Any, x: Tensor) -> Fit | None:
+def _convolution(module: Any, x: Tensor) -> FormulaMatch | None:
     dims = len(module.kernel_size)
     if module.padding_mode != "zeros" or x.dim() != dims + 2 or len(x) < 2:
         return None
     if x.shape[1] != module.in_channels:
         return None
-    if not _can_lower(x) or not module.weight.requires_grad:
+    if not _can_cast(x) or not module.weight.requires_grad:
         return None
     padding = module.padding
     if padding == "valid":
@@ -139,32 +148,34 @@ def _convolution(module: Any, x: Tensor) -> Fit | None:
         if any(size % 2 for size in both):
             return None
         padding = tuple(size // 2 for size in both)
-    formula = Convolution(module.stride, padding, module.dilation, module.groups)
-    return Fit(formula, x, (module.weight, module.bias), _dtype(x))
+    formula = ConvolutionFormula(module.stride, padding, module.dilation, module.groups)
+    return FormulaMatch(formula, x, (module.weight, module.bias), _autocast_dtype(x))
 
 
-def _layer_norm(module: Any, x: Tensor) -> Fit | None:
+def _layer_norm(module: Any, x: Tensor) -> FormulaMatch | None:
     shape = tuple(module.normalized_shape)
     if _is_autocast(x) or not x.is_contiguous() or tuple(x.shape[-len(shape) :]) != shape:
         return None
     if x.dim() == len(shape):
         return None
-    return Fit(LayerNorm(shape, module.eps), x, (module.weight, module.bias))
+    return FormulaMatch(LayerNormFormula(shape, module.eps), x, (module.weight, module.bias))
 
 
-def _group_norm(module: Any, x: Tensor) -> Fit | None:
+def _group_norm(module: Any, x: Tensor) -> FormulaMatch | None:
     if _is_autocast(x) or not x.is_contiguous() or x.dim() < 2 or len(x) < 2:
         return None
     if x.shape[1] != module.num_channels or x.numel() // len(x) == module.num_groups:
         return None
-    return Fit(GroupNorm(module.num_groups, module.eps), x, (module.weight, module.bias))
+    return FormulaMatch(
+        GroupNormFormula(module.num_groups, module.eps), x, (module.weight, module.bias)
+    )
 
 
-def _batch_norm(module: Any, x: Tensor) -> Fit | None:
+def _batch_norm(module: Any, x: Tensor) -> FormulaMatch | None:
     fits = x.dim() in _BATCH_NORMS[type(module)] and x.shape[1] == module.num_features
     if not fits or _is_autocast(x) or not x.is_contiguous() or x.numel() <= x.shape[1]:
         return None
-    # cuDNN keeps what only its own backward can read, for all channels at a time.
+    # cuDNN saves statistics that only its own backward can read, for all channels together.
     if x.device.type == "cuda" and torch.backends.cudnn.enabled:
         return None
     mean, variance = module.running_mean, module.running_var
@@ -177,30 +188,32 @@ def _batch_norm(module: Any, x: Tensor) -> Fit | None:
     if module.momentum is None and batches is not None:
         momentum = 1.0 / float(batches + 1)
     running = (mean, variance) if keeps else (None, None)
-    formula = BatchNorm(running, uses_batch, momentum, module.eps)
-    return Fit(formula, x, (module.weight, module.bias))
+    formula = BatchNormFormula(running, uses_batch, momentum, module.eps)
+    return FormulaMatch(formula, x, (module.weight, module.bias))
 
 
-def _gelu(module: Any, x: Tensor) -> Fit | None:
-    return Fit(Gelu(module.approximate), x)
+def _gelu(module: Any, x: Tensor) -> FormulaMatch | None:
+    return FormulaMatch(GeluFormula(module.approximate), x)
 
 
-def _silu(module: Any, x: Tensor) -> Fit | None:
-    return None if module.inplace else Fit(Silu(), x)
+def _silu(module: Any, x: Tensor) -> FormulaMatch | None:
+    return None if module.inplace else FormulaMatch(SiluFormula(), x)
 
 
-def _relu(module: Any, x: Tensor) -> Fit | None:
-    # Autograd has rules of its own for views that are changed in place.
-    return None if module.inplace and is_view(x) else Fit(None, x)
+def _relu(module: Any, x: Tensor) -> FormulaMatch | None:
+    # An in-place change of a view is tracked by autograd in ways that a custom function cannot.
+    return None if module.inplace and is_view(x) else FormulaMatch(None, x)
 
 
-_LOWERED = {torch.float32, torch.float16, torch.bfloat16}
+# Dtypes that autocast casts to its own dtype.
+_CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
+# Numbers of dimensions of the inputs that each batch normalisation takes.
 _BATCH_NORMS: dict[type, tuple[int, ...]] = {
     nn.BatchNorm1d: (2, 3),
     nn.BatchNorm2d: (4,),
     nn.BatchNorm3d: (5,),
 }
-_MAKERS: dict[type, Callable[[Any, Tensor], Fit | None]] = {
+_MAKERS: dict[type, Callable[[Any, Tensor], FormulaMatch | None]] = {
     nn.Linear: _linear,
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,

@@ -1,5 +1,8 @@
-"""The autograd function that carries out a formula: parameters first, then the input's gradient,
-into the input's memory where nobody else is left who reads it (Method A, A6)."""
+"""Autograd function that carries out a formula, and overwrites the input with its gradient.
+
+Backward computes the parameters' gradients first. The input's gradient then goes into the input's
+memory, if no other reader of that memory is left.
+"""
 
 from __future__ import annotations
 
@@ -13,143 +16,151 @@ from torch import Tensor
 
 from lightning_dlres.core._compat import is_view, is_wrapped
 from lightning_dlres.memory.execute.bitwise_check import are_same, layout_of
-from lightning_dlres.memory.execute.reuse.formula import Backward, Formula, Params
+from lightning_dlres.memory.execute.reuse.formula import BackwardCall, Formula, Params
 
+# Receives whether a formula computes the same bits as PyTorch's own operation.
 Report = Callable[[bool], None]
-# So many random gradients are looked at beside the one that comes.
-_LOOKS = 4
+# Random gradients that a check compares beside the actual one.
+_RANDOM_CHECKS = 4
 
 
-class Owner(Protocol):
-    """Knows who reads what autograd has saved."""
+class MemoryOwner(Protocol):
+    """Owner of the memory that autograd saves: the engine."""
 
-    def asking(self) -> AbstractContextManager[list[Any]]:
-        """Inside of it, what this thread asks for is noted."""
+    def recording_unpacked(self) -> AbstractContextManager[list[Any]]:
+        """Context manager that records the saved tensors that this thread unpacks."""
 
-    def take_ownership(self, tensor: Tensor, asked: list[Any]) -> bool:
-        """Return whether a tensor's memory is the caller's from now on, to write to.
+    def take_ownership(self, tensor: Tensor, unpacked: list[Any]) -> bool:
+        """Hand a tensor's memory over to the caller, if nothing else can read it.
 
         Args:
-            tensor: that was asked for, and that only the caller holds.
-            asked: what was noted meanwhile.
+            tensor: Unpacked tensor, which only the caller holds.
+            unpacked: Record of `recording_unpacked`.
+
+        Returns:
+            Whether the caller owns the memory now, and may overwrite it.
         """
 
 
 class InPlaceGradient(torch.autograd.Function):
-    """Computes what a formula says."""
+    """Autograd function of one call of a layer with a formula."""
 
     @staticmethod
     def forward(
         ctx: Any,
         formula: Formula,
-        owner: Owner | None,
+        owner: MemoryOwner | None,
         report: Report | None,
         x: Tensor,
         *params: Tensor | None,
     ) -> Tensor:
         ctx.formula, ctx.owner, ctx.report, ctx.count = formula, owner, report, len(params)
-        # Where no gradient comes, none goes on: zeros would let optimizers change weights.
+        # An undefined gradient stays undefined: zeros would let optimizers change weights.
         ctx.set_materialize_grads(False)
         y, extras = formula.forward(x, params)
         if report is not None:
-            plain = formula.plain(x, params)
+            plain = formula.differentiable_forward(x, params)
             if not are_same([y], [plain]):
                 report(False)
             y = plain
         ctx.save_for_backward(x, *params, *extras)
         ctx.layout = layout_of(y)
-        # Autograd does not let anybody change a view that a function returns.
+        # Autograd forbids in-place changes of a view that a function returns.
         return y.detach() if is_view(y) else y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         formula: Formula = ctx.formula
-        owner: Owner | None = ctx.owner
+        owner: MemoryOwner | None = ctx.owner
         if gradient is None:
             return (None,) * int(4 + ctx.count)
-        asking: AbstractContextManager[list[Any]] = (
-            nullcontext([]) if owner is None else owner.asking()
+        recording: AbstractContextManager[list[Any]] = (
+            nullcontext([]) if owner is None else owner.recording_unpacked()
         )
-        with asking as asked:
+        with recording as unpacked:
             x, *rest = ctx.saved_tensors
         params, extras = tuple(rest[: ctx.count]), tuple(rest[ctx.count :])
-        wants_x, *wanted = ctx.needs_input_grad[3:]
+        needs_x, *needs_params = ctx.needs_input_grad[3:]
+        needs_gradient = (needs_x, *needs_params)
         if torch.is_grad_enabled():
-            found = _differentiable(formula, gradient, x, params, (wants_x, *wanted))
-            return None, None, None, *found
-        plainly = partial(_plain_gradients, formula, x, params, (wants_x, *wanted))
+            gradients = _differentiable_gradients(formula, gradient, x, params, needs_gradient)
+            return None, None, None, *gradients
+        plain_gradients = partial(_plain_gradients, formula, x, params, needs_gradient)
         if is_wrapped(gradient) or layout_of(gradient) != ctx.layout:
-            # In another layout sums may be added up in another order.
-            return None, None, None, *plainly(gradient)
+            # In another layout a kernel may add sums up in another order.
+            return None, None, None, *plain_gradients(gradient)
         expected = None
         if ctx.report is not None:
             try:
-                expected = plainly(gradient)
+                expected = plain_gradients(gradient)
                 for other in _random_like(gradient):
-                    room = torch.empty_like(x) if wants_x else None
-                    own = formula.backward(Backward(other, x, params, extras, wanted, room))
-                    ctx.report(are_same(plainly(other), (room, *own)))
+                    out = torch.empty_like(x) if needs_x else None
+                    own = formula.backward(
+                        BackwardCall(other, x, params, extras, needs_params, out)
+                    )
+                    ctx.report(are_same(plain_gradients(other), (out, *own)))
             except torch.OutOfMemoryError:
-                # There is no room to look: then it is not known.
+                # There is no memory for the comparison, so exactness is unknown.
                 ctx.report(False)
-        into = None
-        if wants_x and owner is not None and owner.take_ownership(x, asked):
-            # Not counted as a change: other parts of what x was saved for may still be read.
-            into = x.data
-        elif wants_x:
-            into = torch.empty_like(x)
-        del asked, plainly
-        gradients: tuple[Tensor | None, ...] = (
-            into,
-            *formula.backward(Backward(gradient, x, params, extras, wanted, into)),
-        )
+        out = None
+        if needs_x and owner is not None and owner.take_ownership(x, unpacked):
+            # `.data` has a version counter of its own. Other saved parts of x can then be read
+            # without an error about an in-place change.
+            out = x.data
+        elif needs_x:
+            out = torch.empty_like(x)
+        del unpacked, plain_gradients
+        of_params = formula.backward(BackwardCall(gradient, x, params, extras, needs_params, out))
+        result: tuple[Tensor | None, ...] = (out, *of_params)
         if expected is not None:
-            # While it is looked at, what autograd computes counts.
-            ctx.report(are_same(expected, gradients))
-            gradients = expected
-        return None, None, None, *gradients
+            # In a step that compares, training uses PyTorch's own gradients.
+            ctx.report(are_same(expected, result))
+            result = expected
+        return None, None, None, *result
 
 
 def _random_like(gradient: Tensor) -> Iterator[Tensor]:
-    """Yield gradients of random numbers: with one alone, sums in another order may be the same by
-    accident."""
+    """Yield random gradients. With one gradient alone, other summation orders may agree."""
     generator = torch.Generator(gradient.device).manual_seed(0)
-    for _ in range(_LOOKS):
+    for _ in range(_RANDOM_CHECKS):
         yield torch.empty_like(gradient).normal_(generator=generator)
 
 
 def _plain_gradients(
-    formula: Formula, x: Tensor, params: Params, wanted: tuple[bool, ...], gradient: Tensor
+    formula: Formula, x: Tensor, params: Params, needs_gradient: tuple[bool, ...], gradient: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients that autograd computes of the layer as it is."""
+    """Return the gradients that autograd computes for PyTorch's own operation."""
     with torch.enable_grad():
-        given = [
-            None if tensor is None else tensor.detach().requires_grad_(is_wanted)
-            for tensor, is_wanted in zip((x, *params), wanted, strict=True)
+        inputs = [
+            None if tensor is None else tensor.detach().requires_grad_(is_needed)
+            for tensor, is_needed in zip((x, *params), needs_gradient, strict=True)
         ]
-        assert given[0] is not None
-        y = formula.plain(given[0], tuple(given[1:]))
-        asked = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
-        found = iter(torch.autograd.grad(y, asked, gradient))
-    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+        assert inputs[0] is not None
+        y = formula.differentiable_forward(inputs[0], tuple(inputs[1:]))
+        needed = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+        gradients = iter(torch.autograd.grad(y, needed, gradient))
+    return tuple(next(gradients) if is_needed else None for is_needed in needs_gradient)
 
 
-def _differentiable(
+def _differentiable_gradients(
     formula: Formula,
     gradient: Tensor,
     x: Tensor,
     params: Params,
-    wanted: tuple[bool, ...],
+    needs_gradient: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """Return the gradients of the input and the parameters by what autograd can follow once
-    more."""
+    """Return the gradients of the input and the parameters, for second derivatives."""
     with torch.enable_grad():
-        # Views: an input may depend on a parameter, which is none of this layer's business.
-        given = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *params)]
-        assert given[0] is not None
-        y = formula.plain(given[0], tuple(given[1:]))
-        asked = [
-            t for t, is_wanted in zip(given, wanted, strict=True) if is_wanted and t is not None
+        # Views: if the input depends on a parameter, that path must not count here.
+        inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *params)]
+        assert inputs[0] is not None
+        y = formula.differentiable_forward(inputs[0], tuple(inputs[1:]))
+        needed = [
+            tensor
+            for tensor, is_needed in zip(inputs, needs_gradient, strict=True)
+            if is_needed and tensor is not None
         ]
-        found = iter(torch.autograd.grad(y, asked, gradient, create_graph=True, allow_unused=True))
-    return [next(found) if is_wanted else None for is_wanted in wanted]
+        gradients = iter(
+            torch.autograd.grad(y, needed, gradient, create_graph=True, allow_unused=True)
+        )
+    return [next(gradients) if is_needed else None for is_needed in needs_gradient]

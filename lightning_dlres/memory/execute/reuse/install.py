@@ -1,5 +1,7 @@
-"""Puts formulas around modules' forward, and takes them off again: classes, state dicts' keys and
-hooks stay."""
+"""Patches that put formulas in the place of modules' forwards.
+
+Classes, state dict keys and hooks of the modules stay the same, and a patch can be removed.
+"""
 
 from __future__ import annotations
 
@@ -10,58 +12,60 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dlres.memory.execute.bitwise_check import Audit
-from lightning_dlres.memory.execute.calling import Calls
+from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
+from lightning_dlres.memory.execute.call_tracker import CallTracker
 from lightning_dlres.memory.execute.reuse.activations import SignedRelu
-from lightning_dlres.memory.execute.reuse.function import InPlaceGradient, Owner, Report
-from lightning_dlres.memory.execute.reuse.kinds import Fit, fit_of
-from lightning_dlres.memory.execute.reuse.norms import BatchNorm
+from lightning_dlres.memory.execute.reuse.formula_matching import FormulaMatch, match_formula
+from lightning_dlres.memory.execute.reuse.function import InPlaceGradient, MemoryOwner, Report
+from lightning_dlres.memory.execute.reuse.norms import BatchNormFormula
 
 
-class InPlace:
-    """The forward of a module that writes its input's gradient into its input's memory. A copy of
-    the module, or an unpickled one, has one of its own, which knows nobody's memory.
+class ReusingForward:
+    """Forward of a module that writes its input's gradient into its input's memory.
+
+    A copy of the module, or an unpickled one, gets a forward of its own without an owner. It runs
+    the module's own forward.
 
     Args:
-        module: whose forward it is.
-        owner: knows who reads what.
-        calls: knows which module is called.
-        report: is told whether it computes what the module does; None: nobody looks.
+        module: Module whose forward it replaces.
+        owner: Owner of the memory that autograd saves; None: run the module's own forward.
+        tracker: Tracker of the module that is being called.
+        report: Receives whether the formula computes the same bits as the module; None: no check.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        owner: Owner | None,
-        calls: Calls,
+        owner: MemoryOwner | None,
+        tracker: CallTracker,
         report: Report | None = None,
     ) -> None:
-        self.module, self.owner, self.calls, self.report = module, owner, calls, report
+        self.module, self.owner, self.tracker, self.report = module, owner, tracker, report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        copy = self.calls.copy_of(self.module, self)
-        fit = None
+        copy = self.tracker.copy_of(self.module, self)
+        match = None
         if copy is None and self.owner is not None:
-            fit = fit_of(self.module, args, kwargs)
-        if fit is None:
+            match = match_formula(self.module, args, kwargs)
+        if match is None:
             module = copy or self.module
             return type(module).forward(module, *args, **kwargs)
-        if fit.formula is None:
-            # Exact whatever it is given.
+        if match.formula is None:
+            # Signs are exact for every input, so there is nothing to compare.
             if self.report is not None:
                 self.report(True)
-            return SignedRelu.apply(fit.x, self.module.inplace)  # type: ignore[no-untyped-call]
-        self._count(fit)
-        x, params = fit.tensors()
+            return SignedRelu.apply(match.x, self.module.inplace)  # type: ignore[no-untyped-call]
+        self._count_batch(match)
+        x, params = match.tensors()
         return InPlaceGradient.apply(  # type: ignore[no-untyped-call]
-            fit.formula, self.owner, self.report, x, *params
+            match.formula, self.owner, self.report, x, *params
         )
 
-    def _count(self, fit: Fit) -> None:
-        """Note the batch, as a batch normalisation does."""
+    def _count_batch(self, match: FormulaMatch) -> None:
+        """Count the batch in `num_batches_tracked`, as a batch normalisation's forward does."""
         batches = getattr(self.module, "num_batches_tracked", None)
         tracks = self.module.training and getattr(self.module, "track_running_stats", False)
-        if isinstance(fit.formula, BatchNorm) and tracks and batches is not None:
+        if isinstance(match.formula, BatchNormFormula) and tracks and batches is not None:
             batches.add_(1)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,40 +73,44 @@ class InPlace:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether somebody else has put a forward there: a copy's that is left over does
-    nothing."""
+    """Return whether other code has replaced a module's forward.
+
+    The inactive forward of a copied module does not count.
+    """
     forward = vars(module).get("forward")
-    return forward is not None and not (isinstance(forward, InPlace) and forward.owner is None)
+    return forward is not None and not (
+        isinstance(forward, ReusingForward) and forward.owner is None
+    )
 
 
 @contextmanager
 def patch_reuse(
     root: nn.Module,
     names: Iterable[str],
-    owner: Owner,
-    calls: Calls | None = None,
-    audit: Audit | None = None,
+    owner: MemoryOwner,
+    tracker: CallTracker | None = None,
+    bitwise_check: BitwiseCheck | None = None,
 ) -> Iterator[None]:
-    """Inside of it, the named modules below a root reuse their inputs' memory.
+    """Context manager that makes modules reuse their inputs' memory.
 
     Args:
-        root: the model.
-        names: which modules.
-        owner: knows who reads what.
-        calls: knows which module is called.
-        audit: is told whether they compute the same; None: nobody looks.
+        root: Model.
+        names: Paths of the modules below the root.
+        owner: Owner of the memory that autograd saves.
+        tracker: Tracker of the module that is being called.
+        bitwise_check: Receives the comparison with the modules' own forward; None: no comparison.
     """
-    installed = []
+    patched = []
     for name in names:
         module = root.get_submodule(name)
-        # A forward that somebody else has put there does what it is there for.
+        # A forward that other code has put there must run as it is.
         if not has_own_forward(module):
-            report = None if audit is None else partial(audit.note, name)
-            module.forward = InPlace(module, owner, calls or Calls(), report)
-            installed.append(module)
+            report = None if bitwise_check is None else partial(bitwise_check.record, name)
+            module.forward = ReusingForward(module, owner, tracker or CallTracker(), report)
+            patched.append(module)
     try:
         yield
     finally:
-        for module in reversed(installed):
-            if isinstance(vars(module).get("forward"), InPlace):
+        for module in reversed(patched):
+            if isinstance(vars(module).get("forward"), ReusingForward):
                 del module.forward

@@ -1,4 +1,7 @@
-"""Normalisation layers, whose input's gradient depends on one row, sample or channel at a time."""
+"""Formulas of normalisation layers.
+
+Their input's gradient depends on one row, sample or channel at a time, and is computed in parts.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +13,52 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_dlres.memory.execute.reuse.formula import (
-    Backward,
+    BackwardCall,
     Extras,
     Params,
+    bytes_but_largest_part,
     parts,
-    spare_bytes,
 )
 
 _ops = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class LayerNorm:
-    """`torch.nn.functional.layer_norm`, some rows at a time."""
+class LayerNormFormula:
+    """Formula of `torch.nn.functional.layer_norm`, computed for some rows at a time."""
 
     shape: tuple[int, ...]
     eps: float
-    copies: float = 2.0
+    extra_copies: float = 2.0
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
         weight, bias = params
         y, mean, scale = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
         return y, (mean, scale)
 
-    def plain(self, x: Tensor, params: Params) -> Tensor:
+    def differentiable_forward(self, x: Tensor, params: Params) -> Tensor:
         weight, bias = params
         return functional.layer_norm(x, list(self.shape), weight, bias, self.eps)
 
-    def spare(self, x: Tensor) -> int:
-        return spare_bytes(x, len(self._rows(x)))
+    def reusable_bytes(self, x: Tensor) -> int:
+        return bytes_but_largest_part(x, len(self._rows(x)))
 
     def _rows(self, x: Tensor) -> Tensor:
         return x.reshape(-1, *self.shape)
 
-    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         gradient, x = self._rows(call.gradient), self._rows(call.x)
         mean, scale = (extra.view(-1, *(1 for _ in self.shape)) for extra in call.extras)
-        found: tuple[Tensor | None, ...] = (None, None)
-        if any(call.wanted):
-            mask = [False, *call.wanted]
-            found = _ops.native_layer_norm_backward(
+        of_params: tuple[Tensor | None, ...] = (None, None)
+        if any(call.needs_gradient):
+            mask = [False, *call.needs_gradient]
+            of_params = _ops.native_layer_norm_backward(
                 gradient, x, self.shape, mean, scale, *call.params, mask
             )[1:]
-        if call.into is not None:
-            into = call.into.view(x.shape)
+        if call.out is not None:
+            out = call.out.view(x.shape)
             for part in parts(len(x)):
-                some, _, _ = _ops.native_layer_norm_backward(
+                of_x, _, _ = _ops.native_layer_norm_backward(
                     gradient[part],
                     x[part],
                     self.shape,
@@ -64,17 +67,17 @@ class LayerNorm:
                     *call.params,
                     [True, False, False],
                 )
-                into[part].copy_(some)
-        return _only(found, call.wanted)
+                out[part].copy_(of_x)
+        return _masked(of_params, call.needs_gradient)
 
 
 @dataclass(frozen=True)
-class GroupNorm:
-    """`torch.nn.functional.group_norm`, some samples at a time."""
+class GroupNormFormula:
+    """Formula of `torch.nn.functional.group_norm`, computed for some samples at a time."""
 
     groups: int
     eps: float
-    copies: float = 2.0
+    extra_copies: float = 2.0
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
         samples, channels = x.shape[:2]
@@ -84,29 +87,31 @@ class GroupNorm:
         )
         return y, (mean, scale)
 
-    def plain(self, x: Tensor, params: Params) -> Tensor:
+    def differentiable_forward(self, x: Tensor, params: Params) -> Tensor:
         weight, bias = params
         return functional.group_norm(x, self.groups, weight, bias, self.eps)
 
-    def spare(self, x: Tensor) -> int:
-        return spare_bytes(x, len(x))
+    def reusable_bytes(self, x: Tensor) -> int:
+        return bytes_but_largest_part(x, len(x))
 
-    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = (None, None)
-        if any(call.wanted):
-            found = self._gradients(call, slice(0, len(call.x)), [False, *call.wanted])[1:]
-        if call.into is not None:
+    def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        of_params: tuple[Tensor | None, ...] = (None, None)
+        if any(call.needs_gradient):
+            of_params = self._gradients(call, slice(0, len(call.x)), [False, *call.needs_gradient])[
+                1:
+            ]
+        if call.out is not None:
             for part in parts(len(call.x)):
-                some = self._gradients(call, part, [True, False, False])[0]
-                assert some is not None
-                call.into[part].copy_(some)
-        return _only(found, call.wanted)
+                of_x = self._gradients(call, part, [True, False, False])[0]
+                assert of_x is not None
+                call.out[part].copy_(of_x)
+        return _masked(of_params, call.needs_gradient)
 
     def _gradients(
-        self, call: Backward, part: slice, mask: list[bool]
+        self, call: BackwardCall, part: slice, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
         mean, scale = call.extras
-        found: tuple[Tensor | None, ...] = _ops.native_group_norm_backward(
+        gradients: tuple[Tensor | None, ...] = _ops.native_group_norm_backward(
             call.gradient[part].contiguous(),
             call.x[part],
             mean[part],
@@ -118,23 +123,23 @@ class GroupNorm:
             self.groups,
             mask,
         )
-        return found
+        return gradients
 
 
 @dataclass(frozen=True)
-class BatchNorm:
-    """`torch.nn.functional.batch_norm`, some channels at a time.
+class BatchNormFormula:
+    """Formula of `torch.nn.functional.batch_norm`, computed for some channels at a time.
 
     Attributes:
-        running: statistics that are kept, which a forward with the batch's own changes.
-        uses_batch: whether the batch's own statistics are used.
+        running: Running mean and variance. A forward with batch statistics updates them.
+        uses_batch: Whether the statistics of the batch are used, and not the running ones.
     """
 
     running: tuple[Tensor | None, Tensor | None]
     uses_batch: bool
     momentum: float
     eps: float
-    copies: float = 6.0
+    extra_copies: float = 6.0
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Extras]:
         (weight, bias), (mean, variance) = params, self.running
@@ -147,24 +152,25 @@ class BatchNorm:
         assert variance is not None
         return y, (mean, variance)
 
-    def plain(self, x: Tensor, params: Params) -> Tensor:
+    def differentiable_forward(self, x: Tensor, params: Params) -> Tensor:
         mean, variance = (None, None) if self.uses_batch else self.running
         weight, bias = params
         return functional.batch_norm(
             x, mean, variance, weight, bias, self.uses_batch, 0.0, self.eps
         )
 
-    def spare(self, x: Tensor) -> int:
-        # Its gradient, and what is copied of the input and of the output's gradient.
-        return x.nbytes - 3 * (x.nbytes - spare_bytes(x, x.shape[1]))
+    def reusable_bytes(self, x: Tensor) -> int:
+        # Three parts take memory: of the input's gradient, and the contiguous copies of the input
+        # and of the output's gradient.
+        return x.nbytes - 3 * (x.nbytes - bytes_but_largest_part(x, x.shape[1]))
 
-    def backward(self, call: Backward) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         weight, _ = call.params
-        found = []
+        gradients = []
         for part in parts(call.x.shape[1]):
             own = [extra[part] for extra in call.extras]
             batch, running = (own, [None, None]) if self.uses_batch else ([None, None], own)
-            some, *rest = _ops.native_batch_norm_backward(
+            of_x, *of_params = _ops.native_batch_norm_backward(
                 call.gradient[:, part].contiguous(),
                 call.x[:, part].contiguous(),
                 None if weight is None else weight[part],
@@ -172,21 +178,23 @@ class BatchNorm:
                 *batch,
                 self.uses_batch,
                 self.eps,
-                [call.into is not None, *call.wanted],
+                [call.out is not None, *call.needs_gradient],
             )
-            if call.into is not None:
-                call.into[:, part].copy_(some)
-            found.append(rest)
+            if call.out is not None:
+                call.out[:, part].copy_(of_x)
+            gradients.append(of_params)
         return tuple(
-            torch.cat(pieces) if is_wanted else None
-            for pieces, is_wanted in zip(zip(*found, strict=True), call.wanted, strict=True)
+            torch.cat(pieces) if is_needed else None
+            for pieces, is_needed in zip(
+                zip(*gradients, strict=True), call.needs_gradient, strict=True
+            )
         )
 
 
 def _inner(x: Tensor) -> int:
-    """Return how many elements a channel of a sample has."""
+    """Return the number of elements of one channel of one sample."""
     return x.numel() // (x.shape[0] * x.shape[1])
 
 
-def _only(found: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(one if is_wanted else None for one, is_wanted in zip(found, wanted, strict=True))
+def _masked(gradients: Sequence[Tensor | None], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(one if is_needed else None for one, is_needed in zip(gradients, mask, strict=True))

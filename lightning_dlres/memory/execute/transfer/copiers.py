@@ -1,4 +1,4 @@
-"""How bytes get from the device to a tier and back: at once, or beside the computing."""
+"""Copiers of bytes between the device and a tier: blocking, or on GPU streams of their own."""
 
 from __future__ import annotations
 
@@ -11,110 +11,120 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.kernels.copying import put_away
-from lightning_dlres.memory.execute.gpu import Gpu, GpuEvent, Stream
+from lightning_dlres.memory.execute.transfer.gpu import Gpu, GpuEvent, Stream
 
 
-class Ticket(Protocol):
-    """A copy that has begun."""
+class PendingCopy(Protocol):
+    """Copy that was started."""
 
     def wait(self) -> None:
-        """Make what is computed from now on wait until the copy is done."""
+        """Make the work that is issued from now on wait until the copy is done."""
 
 
-class Copies(Protocol):
-    """A way to copy."""
+class Copier(Protocol):
+    """Copier between the device and a tier.
+
+    Attributes:
+        overlaps: Whether copies run beside the computation.
+    """
 
     overlaps: bool
 
-    def out(self, source: Tensor, target: Tensor) -> Ticket:
-        """Copy uint8[n] of the device to a place in a tier."""
+    def to_tier(self, source: Tensor, target: Tensor) -> PendingCopy:
+        """Copy uint8[n] on the device to uint8[n] in a tier."""
 
-    def back(self, source: Tensor, device: torch.device) -> tuple[Tensor, Ticket]:
-        """Copy uint8[n] of a tier to new memory on the device."""
+    def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, PendingCopy]:
+        """Copy uint8[n] in a tier to new memory on the device."""
 
-    def finish(self) -> None:
-        """Let the host wait for all copies."""
+    def synchronize(self) -> None:
+        """Block the host until all copies are done."""
 
 
-class _Done:
+class _DoneCopy:
     def wait(self) -> None:
         pass
 
 
-_DONE = _Done()
+_DONE = _DoneCopy()
 
 
-class DirectCopies:
-    """Everything waits for every copy."""
+class DirectCopier:
+    """Copier that blocks the host until each copy is done."""
 
     overlaps = False
 
-    def out(self, source: Tensor, target: Tensor) -> Ticket:
+    def to_tier(self, source: Tensor, target: Tensor) -> PendingCopy:
         put_away(target, source)
         return _DONE
 
-    def back(self, source: Tensor, device: torch.device) -> tuple[Tensor, Ticket]:
+    def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, PendingCopy]:
         data = torch.empty(source.numel(), dtype=torch.uint8, device=device)
-        # Not past the cache: it is read at once.
+        # A copy through the processor's cache, unlike `put_away`: backward reads the data at once.
         data.copy_(source)
         return data, _DONE
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
-class StreamCopies:
-    """On two streams of a GPU, one for each direction; tiers must be pinned.
+class StreamCopier:
+    """Copier with one GPU stream per direction. Tiers must be pinned.
 
-    Copies wait only for copies of the same bytes of a tier. What has not been copied yet stays,
-    whoever else lets go of it: memory on the GPU until the stream that gave it out waits for the
-    copy, memory in the tier until the copy is done.
+    A copy waits only for copies of the opposite direction over the same bytes of a tier.
+
+    The copier keeps the memory of unfinished copies alive, even if all other holders release it.
+    Memory on the GPU is kept until the stream that allocated it waits for the copy. Memory in a
+    tier is kept until the copy is done.
 
     Args:
-        gpu: the GPU.
+        gpu: GPU that copies.
     """
 
     overlaps = True
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._out, self._back = _Lane(gpu.new_stream()), _Lane(gpu.new_stream())
-        weakref.finalize(self, _finish, self._out, self._back).atexit = False
+        self._to_tier, self._to_device = _CopyQueue(gpu.new_stream()), _CopyQueue(gpu.new_stream())
+        weakref.finalize(self, _drain, self._to_tier, self._to_device).atexit = False
 
-    def out(self, source: Tensor, target: Tensor) -> Ticket:
-        lane, home = self._out, self._gpu.current_stream()
-        # What is copied has been computed, and what was at that place has been read.
-        lane.stream.wait_stream(home)
-        for copy in self._back.over(target):
-            lane.stream.wait_event(copy.done)
-        with self._gpu.using(lane.stream):
+    def to_tier(self, source: Tensor, target: Tensor) -> PendingCopy:
+        queue, home = self._to_tier, self._gpu.current_stream()
+        # The source must have been computed, and the target's old bytes must have been read.
+        queue.stream.wait_stream(home)
+        for copy in self._to_device.overlapping(target):
+            queue.stream.wait_event(copy.done)
+        with self._gpu.using(queue.stream):
             self._gpu.copy(target, source)
-        return lane.begun(_Leaving(self._gpu, home, source, target, lane.stream.record_event()))
+        copy = _CopyToTier(self._gpu, home, source, target, queue.stream.record_event())
+        return queue.add(copy)
 
-    def back(self, source: Tensor, device: torch.device) -> tuple[Tensor, Ticket]:
-        lane, home = self._back, self._gpu.current_stream()
-        # Memory of the stream that will use it, which other work of that stream may still use.
+    def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, PendingCopy]:
+        queue, home = self._to_device, self._gpu.current_stream()
+        # Allocated on the home stream, which will use the data. Earlier work of that stream may
+        # still use this memory, so the copy waits for it.
         data = self._gpu.empty(source.numel())
-        lane.stream.wait_stream(home)
-        for copy in self._out.over(source):
-            lane.stream.wait_event(copy.done)
-        with self._gpu.using(lane.stream):
+        queue.stream.wait_stream(home)
+        for copy in self._to_tier.overlapping(source):
+            queue.stream.wait_event(copy.done)
+        with self._gpu.using(queue.stream):
             self._gpu.copy(data, source)
-        copy = _Arriving(self._gpu, home, data, source, lane.stream.record_event())
-        return data, lane.begun(copy)
+        copy = _CopyToDevice(self._gpu, home, data, source, queue.stream.record_event())
+        return data, queue.add(copy)
 
-    def finish(self) -> None:
-        _finish(self._out, self._back)
+    def synchronize(self) -> None:
+        _drain(self._to_tier, self._to_device)
 
 
 class _Copy:
-    """A copy under way.
+    """Copy in flight.
 
     Args:
-        home: the stream that was current when it began: memory of the GPU that is given back is
-            given out again in its order.
-        on_gpu, in_tier: what is copied, and to where.
-        done: the point behind the copy.
+        gpu: GPU that copies.
+        home: Stream that was current when the copy was started. The allocator hands freed memory
+            out again in the order of this stream.
+        on_gpu: Memory on the GPU.
+        in_tier: Memory in the tier.
+        done: Event behind the copy.
     """
 
     def __init__(self, gpu: Gpu, home: Stream, on_gpu: Tensor, in_tier: Tensor, done: GpuEvent):
@@ -128,48 +138,48 @@ class _Copy:
         current, memory = self._gpu.current_stream(), self._on_gpu
         current.wait_event(self.done)
         if memory is not None and current != self._home:
-            self._arrange(memory, current)
+            self._protect(memory, current)
         self._on_gpu = None
 
-    def _arrange(self, memory: Tensor, current: Stream) -> None:
-        """Let no other work get the memory too early, though it was waited for elsewhere."""
+    def _protect(self, memory: Tensor, current: Stream) -> None:
+        """Keep the allocator from reusing the memory too early, though another stream waited."""
         raise NotImplementedError
 
 
-class _Leaving(_Copy):
-    def _arrange(self, memory: Tensor, current: Stream) -> None:
+class _CopyToTier(_Copy):
+    def _protect(self, memory: Tensor, current: Stream) -> None:
         self._home.wait_event(self.done)
 
 
-class _Arriving(_Copy):
-    def _arrange(self, memory: Tensor, current: Stream) -> None:
+class _CopyToDevice(_Copy):
+    def _protect(self, memory: Tensor, current: Stream) -> None:
         self._gpu.record_stream(memory, current)
 
 
-class _Lane:
-    """The copies of one direction, in the order in which they are done."""
+class _CopyQueue:
+    """Unfinished copies of one direction, in the order in which they finish."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.copies: deque[_Copy] = deque()
 
-    def begun(self, copy: _Copy) -> _Copy:
-        """Keep a copy's memory until it is done, and let go of what is done."""
+    def add(self, copy: _Copy) -> _Copy:
+        """Hold a copy's memory until it is done, and release the copies that are done."""
         while self.copies and self.copies[0].done.query():
             self.copies.popleft()
         self.copies.append(copy)
         return copy
 
-    def over(self, place: Tensor) -> Iterator[_Copy]:
-        """Yield the copies under way of bytes that are also of this place in a tier."""
-        start = place.data_ptr()
-        stop = start + place.numel()
+    def overlapping(self, data: Tensor) -> Iterator[_Copy]:
+        """Yield the unfinished copies that share bytes of a tier with `data`."""
+        start = data.data_ptr()
+        stop = start + data.numel()
         return (copy for copy in self.copies if copy.start < stop and start < copy.stop)
 
 
-def _finish(*lanes: _Lane) -> None:
-    """Let the host wait for the copies, and then let go of their memory."""
-    for lane in lanes:
-        while lane.copies:
-            lane.copies[0].done.synchronize()
-            lane.copies.popleft()
+def _drain(*queues: _CopyQueue) -> None:
+    """Block the host until all copies are done, and release their memory."""
+    for queue in queues:
+        while queue.copies:
+            queue.copies[0].done.synchronize()
+            queue.copies.popleft()

@@ -1,5 +1,8 @@
-"""Which parts of a slab are free: best fit, neighbours joined. For what no plan has given a place:
-the first step, and steps that turn out unlike the planned one."""
+"""Best-fit allocator of the bytes of a slab.
+
+It serves storages without a planned offset: those of the first step, and of steps that differ from
+the planned one.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,26 @@ from lightning_dlres.core.host.slab import aligned
 
 
 class FreeList:
-    """The free pieces of so many bytes."""
+    """Free blocks of a range of bytes. Adjacent free blocks are merged.
+
+    Args:
+        nbytes: Size of the range, rounded down to whole alignment units.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes // aligned(1) * aligned(1)
+        # Size of each free block by its offset; `_starts` has the offsets in ascending order.
         self._sizes = {0: self.nbytes} if self.nbytes else {}
         self._starts = sorted(self._sizes)
-        self._taken: dict[int, int] = {}
+        self._allocated: dict[int, int] = {}
 
     @property
-    def free(self) -> int:
-        """Return the bytes that are free, in all pieces together."""
+    def free_bytes(self) -> int:
+        """Return the bytes of all free blocks together."""
         return sum(self._sizes.values())
 
-    def take(self, nbytes: int) -> int | None:
-        """Return the offset of a piece for so many bytes; None where there is none."""
+    def allocate(self, nbytes: int) -> int | None:
+        """Return the offset of the smallest block that fits; None if no block does."""
         need = max(aligned(nbytes), aligned(1))
         fits = [(size, start) for start, size in self._sizes.items() if size >= need]
         if not fits:
@@ -32,34 +40,33 @@ class FreeList:
         self._drop(start)
         if size > need:
             self._add(start + need, size - need)
-        self._taken[start] = need
+        self._allocated[start] = need
         return start
 
-    def take_at(self, offset: int, nbytes: int) -> int | None:
-        """Return this offset if a piece for so many bytes is free there, which is taken then; None
-        if not."""
+    def allocate_at(self, offset: int, nbytes: int) -> int | None:
+        """Allocate at an offset and return it; None if these bytes are not free."""
         need = max(aligned(nbytes), aligned(1))
-        place = bisect_right(self._starts, offset) - 1
-        start = self._starts[place] if place >= 0 else 0
+        index = bisect_right(self._starts, offset) - 1
+        start = self._starts[index] if index >= 0 else 0
         size = self._sizes.get(start, 0)
-        if place < 0 or offset + need > start + size:
+        if index < 0 or offset + need > start + size:
             return None
         self._drop(start)
         if offset > start:
             self._add(start, offset - start)
         if offset + need < start + size:
             self._add(offset + need, start + size - offset - need)
-        self._taken[offset] = need
+        self._allocated[offset] = need
         return offset
 
-    def give_back(self, offset: int) -> None:
-        """Free a piece that was taken."""
-        size = self._taken.pop(offset)
-        place = bisect_left(self._starts, offset)
-        if place < len(self._starts) and self._starts[place] == offset + size:
+    def free(self, offset: int) -> None:
+        """Free an allocated block."""
+        size = self._allocated.pop(offset)
+        index = bisect_left(self._starts, offset)
+        if index < len(self._starts) and self._starts[index] == offset + size:
             size += self._drop(offset + size)
-        if place > 0:
-            before = self._starts[place - 1]
+        if index > 0:
+            before = self._starts[index - 1]
             if before + self._sizes[before] == offset:
                 size += self._drop(before)
                 offset = before

@@ -1,5 +1,8 @@
-"""A GPU's streams, events and counters, as far as this room needs them: torch's own, or, in tests,
-a model of them that runs on the CPU."""
+"""Streams, events and memory counters of a GPU.
+
+The protocol has only what the memory room needs. `CudaGpu` implements it with torch.cuda; tests use
+a model that runs on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,36 @@ from torch import Tensor
 
 
 class GpuEvent(Protocol):
-    """A point in a stream's work."""
+    """Point in a stream's work."""
 
     def query(self) -> bool:
-        """Return whether the GPU has come so far."""
+        """Return whether the GPU has reached this point."""
 
     def synchronize(self) -> None:
-        """Let the host wait until the GPU has come so far."""
+        """Block the host until the GPU reaches this point."""
 
     def elapsed_time(self, later: Any) -> float:
-        """Return the milliseconds from this event to a later one; both were made by `instant`."""
+        """Return the milliseconds up to a later event. Both must come from `timed_event`."""
 
 
 class Stream(Protocol):
-    """Work that a GPU does in order."""
+    """Queue of work that a GPU does in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Let what comes next in this stream wait for an event."""
+        """Make later work of this stream wait for an event."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Let what comes next in this stream wait for what another one has by now."""
+        """Make later work of this stream wait for the work that another stream has now."""
 
     def record_event(self) -> GpuEvent:
-        """Return the point behind what this stream has by now."""
+        """Return an event behind the work that this stream has now."""
 
 
 class Gpu(Protocol):
-    """One GPU. Whatever the current device is, this one is meant."""
+    """One GPU. All methods refer to it, whatever the current device is."""
 
     def new_stream(self) -> Stream:
-        """Return a stream beside all others."""
+        """Return a new stream, independent of all others."""
 
     def current_stream(self) -> Stream:
         """Return the stream in which this thread computes on this GPU."""
@@ -53,37 +56,38 @@ class Gpu(Protocol):
         """Return uint8[nbytes], new memory of the current stream."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy in the current stream; the host does not wait."""
+        """Copy in the current stream, without blocking the host."""
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor's memory, once it is given back, until a stream has done what it then
-        has."""
+        """Keep a tensor's memory, once freed, until a stream has done the work that it then has."""
 
-    def read_later(self, number: Tensor | int) -> Callable[[], int]:
-        """Return a function that returns a number which this GPU computes in the current stream.
-        The host waits for this number only, not for what comes after it."""
+    def read_async(self, number: Tensor | int) -> Callable[[], int]:
+        """Return a function that returns a number which the current stream computes.
 
-    def instant(self) -> GpuEvent:
-        """Return the point behind what the current stream has by now, with its time."""
+        The function blocks the host until the number is known, but not for later work.
+        """
+
+    def timed_event(self) -> GpuEvent:
+        """Return an event with a time, behind the work that the current stream has now."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all streams."""
+        """Block the host until all streams are done."""
 
     def allocated(self) -> int:
-        """Return the bytes that torch's allocator has given out."""
+        """Return the bytes that torch's allocator has handed out."""
 
-    def most_allocated(self) -> int:
-        """Return the most bytes that it had given out since `forget_most`."""
+    def peak_allocated(self) -> int:
+        """Return the most bytes that were handed out since `reset_peak`."""
 
-    def forget_most(self) -> None:
-        """Begin anew to look for the most bytes. The user's own readings begin anew, too."""
+    def reset_peak(self) -> None:
+        """Restart the peak. The user's own reading of it restarts, too."""
 
 
 class CudaGpu:
-    """A GPU as `torch.cuda` has it.
+    """GPU of `torch.cuda`.
 
     Args:
-        device: which one; without an index, the one that is current now.
+        device: CUDA device; without an index, the one that is current now.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,20 +112,20 @@ class CudaGpu:
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
-    def read_later(self, number: Tensor | int) -> Callable[[], int]:
+    def read_async(self, number: Tensor | int) -> Callable[[], int]:
         if isinstance(number, int):
             return lambda: number
-        found = torch.empty((), dtype=number.dtype, pin_memory=True)
-        found.copy_(number, non_blocking=True)
+        pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
+        pinned.copy_(number, non_blocking=True)
         done = self.current_stream().record_event()
 
         def read() -> int:
             done.synchronize()
-            return int(found)
+            return int(pinned)
 
         return read
 
-    def instant(self) -> GpuEvent:
+    def timed_event(self) -> GpuEvent:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -132,13 +136,13 @@ class CudaGpu:
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device)
 
-    def most_allocated(self) -> int:
+    def peak_allocated(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
-    def forget_most(self) -> None:
+    def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU that a device is; None for the CPU."""
+    """Return the GPU of a CUDA device; None for the CPU."""
     return CudaGpu(device) if device.type == "cuda" else None

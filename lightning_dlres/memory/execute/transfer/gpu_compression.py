@@ -1,5 +1,8 @@
-"""Compression on a GPU: how many bytes data take is known when the GPU has come so far. Until then
-the original stays, and the host goes on."""
+"""Compression on a GPU, without blocking the host.
+
+The compressed size is known only when the GPU has done the work. Until then the original bytes
+stay on the device.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,35 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_dlres.codecs import Encoded, ZeroValue
-from lightning_dlres.memory.execute.gpu import Gpu
+from lightning_dlres.codecs import Codec, Encoded
+from lightning_dlres.memory.execute.transfer.gpu import Gpu
 
-_ZERO_VALUE = ZeroValue()
-# Of the memory that a codec writes to.
+# Bytes to which a codec's output is aligned, and its size is rounded up.
 _ALIGNMENT = 8
 
 
-class Packing:
-    """Data that are compressed into so much room and no more.
+class GpuCompression:
+    """Compression in flight, into memory of limited size.
 
     Args:
-        gpu: what compresses them, in its current stream.
-        elements: the data, of 1, 2 or 4 bytes each.
-        room: bytes.
+        gpu: GPU that compresses, in its current stream.
+        codec: Codec that can encode the elements within a limit.
+        elements: Elements to compress.
+        capacity: Bytes that the result may take.
 
     Attributes:
-        memory: uint8[room], rounded up; what the data take is in its first bytes.
+        memory: uint8[capacity, rounded up]. The result takes its first bytes.
     """
 
-    def __init__(self, gpu: Gpu, elements: Tensor, room: int) -> None:
-        self.memory = gpu.empty(-(-room // _ALIGNMENT) * _ALIGNMENT)
-        self._encoded = _ZERO_VALUE.encode_within(elements, self.memory)
-        self._used = gpu.read_later(self._encoded.used)
+    def __init__(self, gpu: Gpu, codec: Codec, elements: Tensor, capacity: int) -> None:
+        self.memory = gpu.empty(-(-capacity // _ALIGNMENT) * _ALIGNMENT)
+        self._encoded = codec.encode_within(elements, self.memory)
+        self._used = gpu.read_async(self._encoded.used)
 
     def finish(self) -> Encoded | None:
-        """Return the compressed data, or None where the room was too small. The host waits until
-        the GPU has compressed them, not for what comes after it."""
+        """Return the compressed elements; None if they take more than the capacity.
+
+        The host waits until the GPU has compressed them, but not for later work of the stream.
+        """
         used = self._used()
         return replace(self._encoded, used=used) if used <= self.memory.numel() else None

@@ -1,4 +1,4 @@
-"""Where data go that leave the device: the host's memory, or a mapped file."""
+"""Tiers that hold offloaded storages: the host's memory, or a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_dlres.core.host.slab import Slab
-from lightning_dlres.memory.execute.pool import FreeList
+from lightning_dlres.memory.execute.transfer.free_list import FreeList
 
 
 @dataclass(eq=False)
 class Allocation:
-    """A place in a tier, uint8[n]; free again once nobody holds it."""
+    """Bytes of a tier, uint8[n]. They are free again when the last reference is dropped."""
 
     data: Tensor
 
 
 class Tier(Protocol):
-    """Where there is room for data."""
+    """Memory outside of the device."""
 
-    def take(self, nbytes: int, offset: int | None = None) -> Allocation | None:
-        """Return a place for so many bytes, at this offset if it is free; None if there is
-        none."""
+    def allocate(self, nbytes: int, offset: int | None = None) -> Allocation | None:
+        """Return an allocation, at this offset if it is free; None if the tier is full."""
 
 
 class SlabTier:
-    """A slab, and what of it is taken.
+    """Tier with a fixed size, in one slab.
 
     Args:
-        nbytes: its size.
-        directory: of the mapped file; None: the host's memory.
-        pinned: whether a GPU copies to and from it; see `Slab`.
+        nbytes: Size in bytes.
+        directory: Directory of the mapped file; None: the host's memory.
+        pinned: Whether a GPU copies to and from it; see `Slab`.
 
     Raises:
-        ConfigError: there is too little room for the file.
+        ConfigError: If the disk has too little space for the file.
     """
 
     def __init__(self, nbytes: int, directory: Path | None = None, pinned: bool = False) -> None:
@@ -47,54 +46,60 @@ class SlabTier:
         self._slab = Slab(nbytes, directory, pinned)
         self._free = FreeList(nbytes)
         self._lock = threading.Lock()
-        self._taken = 0
-        # What is given back waits here: the garbage collector may do so in any thread at any time,
-        # while that holds the lock, too.
+        self._used_bytes = 0
+        # The garbage collector may drop an allocation in any thread at any time, even while that
+        # thread holds the lock. Finalizers therefore only append (offset, nbytes) here.
         self._returned: deque[tuple[int, int]] = deque()
 
     @property
-    def taken(self) -> int:
-        """Return how many bytes are here."""
+    def used_bytes(self) -> int:
+        """Return the bytes that are allocated."""
         with self._lock:
             self._collect()
-            return self._taken
+            return self._used_bytes
 
-    def take(self, nbytes: int, offset: int | None = None) -> Allocation | None:
-        """See `Tier.take`. What an earlier step has left at the offset, and still needs, is never
-        written over: then the place is another one."""
+    def allocate(self, nbytes: int, offset: int | None = None) -> Allocation | None:
+        """See `Tier.allocate`.
+
+        If an earlier step still uses the offset, another one is allocated: its bytes must not be
+        overwritten.
+        """
         with self._lock:
             self._collect()
-            place = None if offset is None else self._free.take_at(offset, nbytes)
-            if place is None:
-                place = self._free.take(nbytes)
-            if place is None:
+            start = None if offset is None else self._free.allocate_at(offset, nbytes)
+            if start is None:
+                start = self._free.allocate(nbytes)
+            if start is None:
                 return None
-            self._taken += nbytes
-        parcel = Allocation(self._slab.piece(place, nbytes))
-        weakref.finalize(parcel, self._returned.append, (place, nbytes)).atexit = False
-        return parcel
+            self._used_bytes += nbytes
+        allocation = Allocation(self._slab.piece(start, nbytes))
+        weakref.finalize(allocation, self._returned.append, (start, nbytes)).atexit = False
+        return allocation
 
     def _collect(self) -> None:
         while self._returned:
             offset, nbytes = self._returned.popleft()
-            self._free.give_back(offset)
-            self._taken -= nbytes
+            self._free.free(offset)
+            self._used_bytes -= nbytes
 
 
 class GrowingTier:
-    """Memory of its own for everything: for steps of which nobody knows yet what they save.
+    """Tier without a fixed size, for steps whose storages are not known yet.
+
+    Each allocation is a slab of its own.
 
     Args:
-        directory, pinned: see `SlabTier`.
+        directory: Directory of the mapped files; None: the host's memory.
+        pinned: Whether a GPU copies to and from it; see `Slab`.
     """
 
     def __init__(self, directory: Path | None = None, pinned: bool = False) -> None:
         self._directory, self._pinned = directory, pinned
 
-    def take(self, nbytes: int, offset: int | None = None) -> Allocation | None:
-        """See `Tier.take`.
+    def allocate(self, nbytes: int, offset: int | None = None) -> Allocation | None:
+        """See `Tier.allocate`.
 
         Raises:
-            ConfigError: the disk is full.
+            ConfigError: If the disk is full.
         """
         return Allocation(Slab(nbytes, self._directory, self._pinned).data)

@@ -1,0 +1,1 @@
+"""Transfer of bytes between the device and the tiers, with the GPU streams that carry them."""

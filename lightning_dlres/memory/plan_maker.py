@@ -1,0 +1,118 @@
+"""Plans within the limits of a configuration, which may be shares of what plain training takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+import msgspec
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.memory.config import OffloaderConfig
+from lightning_dlres.memory.module_patches import NO_PATCHES, ModulePatches
+from lightning_dlres.memory.plan.choices import MemoryLimits
+from lightning_dlres.memory.plan.plan import MemoryPlan
+from lightning_dlres.memory.plan.planner import plan_memory, smallest_budget
+from lightning_dlres.memory.profile.step_profile import StepProfile
+from lightning_dlres.memory.shape_steps import ProfiledPlan
+
+
+class PlanMaker:
+    """Maker of plans for one configuration.
+
+    Args:
+        config: Configuration with the limits and actions.
+        warn: Receives warnings for the user.
+    """
+
+    def __init__(self, config: OffloaderConfig, warn: Callable[[str], None]) -> None:
+        self._config, self._warn = config, warn
+
+    def make(
+        self,
+        profile: StepProfile,
+        *,
+        recompute: bool,
+        reuse: bool,
+        unpatched: MemoryPlan | None = None,
+    ) -> MemoryPlan:
+        """Return the fastest plan.
+
+        Args:
+            profile: Profile of a step.
+            recompute: Whether modules may run again in backward.
+            reuse: Whether modules may reuse memory.
+            unpatched: Plan of the same steps without patches, if the profile has patches. A share
+                refers to what these steps save.
+
+        Raises:
+            ConfigError: If no plan meets the limits, and the configuration makes that an error.
+        """
+        config = self._config
+        try:
+            limits = self._limits(profile, recompute, reuse, unpatched)
+            return plan_memory(profile, limits, config.actions, recompute, reuse)
+        except ConfigError as error:
+            if config.on_over_budget == "error":
+                raise
+            self._warn(f"{error} Training continues with the smallest peak that can be met.")
+        limits = MemoryLimits(tiers={tier.name: tier.limit for tier in config.tiers})
+        smallest = smallest_budget(profile, limits, config.actions, recompute, reuse)
+        limits = replace(limits, device=smallest)
+        return plan_memory(profile, limits, config.actions, recompute, reuse)
+
+    def make_better(
+        self, unpatched: ProfiledPlan, patched_profile: StepProfile, patches: ModulePatches
+    ) -> tuple[ProfiledPlan, ModulePatches]:
+        """Return the better plan of steps with and without patches, and the patches that it needs.
+
+        Args:
+            unpatched: Plan and profile of the steps without patches.
+            patched_profile: Profile of the steps with patches.
+            patches: These patches.
+
+        Raises:
+            ConfigError: If neither plan meets the limits, and the configuration makes that an
+                error.
+        """
+        candidates: list[tuple[MemoryPlan, StepProfile, ModulePatches]] = []
+        refusal: ConfigError | None = None
+        for profile, applied in ((patched_profile, patches), (unpatched.profile, NO_PATCHES)):
+            try:
+                plan = self.make(profile, recompute=False, reuse=False, unpatched=unpatched.plan)
+            except ConfigError as error:
+                refusal = refusal or error
+            else:
+                candidates.append((plan, profile, applied))
+        if not candidates:
+            assert refusal is not None
+            raise refusal
+        is_min = self._config.device_limit == "min"
+        plan, profile, chosen = min(
+            candidates, key=lambda c: (c[0].peak if is_min else 0, c[0].seconds)
+        )
+        plan = msgspec.structs.replace(
+            plan,
+            recompute=chosen.recompute,
+            reuse=chosen.reuse,
+            plain_seconds=unpatched.plan.plain_seconds,
+            plain_peak=unpatched.plan.plain_peak,
+            plain_saved_peak=unpatched.plan.plain_saved_peak,
+        )
+        return ProfiledPlan(plan, profile), chosen
+
+    def _limits(
+        self, profile: StepProfile, recompute: bool, reuse: bool, unpatched: MemoryPlan | None
+    ) -> MemoryLimits:
+        config = self._config
+        saved = config.saved_limit
+        if saved <= 1:
+            plain = unpatched.plain_saved_peak if unpatched else profile.saved_bytes
+            saved = int(saved * plain)
+        tiers = {tier.name: tier.limit for tier in config.tiers}
+        limits = MemoryLimits(device=inf, saved=saved, tiers=tiers)
+        device = config.device_limit
+        if isinstance(device, str):
+            device = smallest_budget(profile, limits, config.actions, recompute, reuse)
+        return replace(limits, device=device)
