@@ -1,4 +1,4 @@
-"""The metrics of a prefetch cache for the Trainer's loggers."""
+"""Metrics of a prefetch cache for the Trainer's loggers."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 
 
 class MetricsLog:
-    """Logs every `log_every_n_steps` batches what has happened since the last time."""
+    """Log of a loader's metrics: every `log_every_n_steps` batches, the change since the last."""
 
     def __init__(self) -> None:
         self._last: Metrics | None = None
         self._batches, self._stalled_before = 0, 0.0
 
     def count_batch(self, trainer: Trainer, loader: PrefetchLoader) -> None:
-        """Count a batch that is about to be trained on, and log if it is time."""
+        """Count a batch that is about to be trained on, and log if the interval is full."""
         self._batches += 1
-        every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
-        if not trainer.loggers or self._batches % every:
+        interval = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+        if not trainer.loggers or self._batches % interval:
             return
         if trainer.is_global_zero:
-            now = loader.metrics()
+            metrics = loader.metrics()
+            figures = self._figures(metrics, loader, interval)
             for logger in trainer.loggers:
-                logger.log_metrics(self._figures(now, loader, every), step=trainer.global_step)
-            self._last, self._stalled_before = now, loader.stalled_seconds
+                logger.log_metrics(figures, step=trainer.global_step)
+            self._last, self._stalled_before = metrics, loader.stalled_seconds
 
-    def _figures(self, now: Metrics, loader: PrefetchLoader, every: int) -> dict[str, float]:
-        before = self._last
+    def _figures(self, metrics: Metrics, loader: PrefetchLoader, interval: int) -> dict[str, float]:
+        last = self._last
 
-        def more(name: str) -> float:
-            return float(getattr(now, name) - (getattr(before, name) if before else 0))
+        def increase(name: str) -> float:
+            return float(getattr(metrics, name) - (getattr(last, name) if last else 0))
 
+        stalled_seconds = loader.stalled_seconds - self._stalled_before
         figures = {
-            "prefetch/stall_ms": 1000 * (loader.stalled_seconds - self._stalled_before) / every,
-            "prefetch/cache_bytes": float(now.cache_bytes),
+            "prefetch/stall_ms": 1000 * stalled_seconds / interval,
+            "prefetch/cache_bytes": float(metrics.cache_bytes),
         }
-        # The last batches of an epoch may have been handed over before.
-        if samples := more("samples"):
-            figures["prefetch/hit_rate"] = (more("hits") + more("pinned_hits")) / samples
-            figures["prefetch/bytes_per_sample"] = more("requested_bytes") / samples
-            figures["prefetch/requests_per_sample"] = more("requests") / samples
+        # Batches are requested ahead of need: near the end of an epoch there may be no new sample.
+        if samples := increase("samples"):
+            hits = increase("hits") + increase("pinned_hits")
+            figures["prefetch/hit_rate"] = hits / samples
+            figures["prefetch/bytes_per_sample"] = increase("requested_bytes") / samples
+            figures["prefetch/requests_per_sample"] = increase("requests") / samples
         return figures

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.datamodules import PrefetchCacheDataModule
-from lightning_dlres.datamodules.prefetch_cache import Rest
+from lightning_dlres.datamodules.split_configs import TailRule
 from lightning_dlres.demos.source_text import CYCLE, SKIPPED, VALIDATION
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.workers import Workers
@@ -63,7 +63,7 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
         lookahead: int | str | None = None,
         pinned: int | str = 0,
         drop_last: bool = False,
-        tail: Rest = "pad",
+        tail: TailRule = "pad",
         seed: int = 0,
         num_workers: int = 0,
         worker_type: Workers = "thread",

@@ -94,7 +94,7 @@ def squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def index_and_value(sample: Sample) -> tuple[int, int]:
-    return sample.number, int(bytes(sample.data))
+    return sample.sample_id, int(bytes(sample.data))
 
 
 @pytest.mark.parametrize("options", [{}, {"nodes": 3, "lookahead": 0}, {"pinned": "1KiB"}])

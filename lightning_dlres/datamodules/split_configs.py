@@ -1,0 +1,69 @@
+"""Cache configurations of a data module's splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_dlres.core.units import parse_bytes
+from lightning_dlres.datamodules.splits import Split, has_files, has_url
+from lightning_dlres.prefetch.cache.messages import HostConfig
+from lightning_dlres.prefetch.cache.options import host_config
+
+# Tail rules of the argument `tail`; `drop_last` stands for a third one.
+TailRule = Literal["pad", "uneven"]
+# A split other than "train" has 1/_EVAL_SHARE of the capacity, which the sets of a list share.
+_EVAL_SHARE = 4
+# Options that apply to some kinds of sources only, and the test for these.
+SOURCE_OPTIONS: dict[str, Callable[[Any], bool]] = {
+    "extensions": has_files,
+    "storage_options": has_url,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfigs:
+    """Options of all splits, from which the configuration of each cache follows.
+
+    Attributes:
+        capacity: Bytes of the cache of the training samples.
+        options: Arguments of `host_config` for every split.
+        train_options: Arguments of `host_config` for the training samples only.
+        source_options: Values of `SOURCE_OPTIONS`, by name.
+    """
+
+    capacity: int
+    options: Mapping[str, Any]
+    train_options: Mapping[str, Any]
+    source_options: Mapping[str, Any]
+
+    @property
+    def stand_in(self) -> str:
+        """Source to check the options with while the real one is not known."""
+        return "tcp://127.0.0.1:1" if self.options["storage"] == "nodes" else "."
+
+    def config(self, split: Split, source: Any, classes: tuple[str, ...]) -> HostConfig:
+        """Return the configuration of the cache of one source.
+
+        Args:
+            split: Split that the source belongs to.
+            source: The source, or the store that was written for it.
+            classes: Folders that its samples may lie in; (): any.
+
+        Raises:
+            ConfigError: If an option is out of its range, or does not fit the source.
+        """
+        is_train = split.name == "train"
+        share = 1 if is_train else _EVAL_SHARE * max(1, len(split.sources))
+        options = {**self.options, **(self.train_options if is_train else {})}
+        capacity = self.capacity if is_train else max(1, self.capacity // share)
+        lookahead = options["lookahead"]
+        if not is_train and lookahead is not None:
+            # It was chosen for the larger cache of the training samples.
+            options["lookahead"] = min(parse_bytes(lookahead, "lookahead"), capacity)
+        for name, applies in SOURCE_OPTIONS.items():
+            # Not to the store of a data set, nor to the stand-in for a source not known yet.
+            if any(source is given and applies(given) for given in split.sources.values()):
+                options[name] = self.source_options[name]
+        return host_config(source, capacity=capacity, share=share, classes=classes, **options)
