@@ -228,8 +228,8 @@ class PrefetchCacheDataModule(LightningDataModule):
         for split in self._splits.values():
             # Check all arguments now, and not when the split is used.
             for source in split.sources.values() or [None]:
-                is_path = source is not None and not is_data_set(source)
-                config = self._config(split, source if is_path else self._configs.stand_in)
+                is_known = source is not None and not is_data_set(source)
+                config = self._config(split, source if is_known else self._configs.stand_in)
                 PrefetchLoader("x", config, tail=self._tail, **self._loading)
 
     @property
