@@ -93,7 +93,9 @@ class Connection:
         self._group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
         self._watch = self._start_watch(names, environment, nodes) if len(names) > 1 else None
         assert isinstance(self._group, dist.ProcessGroup)
-        self.mailbox = Mailbox(self._group, self.rank, names, timeout, self.check, tracer)
+        self.mailbox = Mailbox(
+            self._group, self.rank, names, timeout=timeout, check=self.check, tracer=tracer
+        )
 
     def rename(self, names: list[str]) -> None:
         """Call the ranks otherwise in messages: which stage each is, is known after planning."""

@@ -77,6 +77,7 @@ class Mailbox:
         group: dist.ProcessGroup,
         rank: int,
         names: list[str],
+        *,
         timeout: float,
         check: Callable[[], None],
         tracer: Tracer,

@@ -187,12 +187,7 @@ def _drop_computed_tensors(module: nn.Module) -> None:
 
 
 def materialise(
-    layers: ModelLayers,
-    plan: PipelinePlan,
-    owners: Owners,
-    stage: int,
-    device: torch.device,
-    seed: int,
+    layers: ModelLayers, plan: PipelinePlan, stage: int, *, device: torch.device, seed: int
 ) -> None:
     """Give storage and initial values to the meta tensors that a stage holds.
 

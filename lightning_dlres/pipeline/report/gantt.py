@@ -79,7 +79,7 @@ def draw(panels: Sequence[Panel], row_labels: RowLabels) -> bytes:
             bottom = _BOTTOM + below * (down + _BETWEEN)
             box = (left / width, bottom / height, across / width, down / height)
             axes = figure.add_axes(box)
-            drawing = _Drawing(axes, panel, list(row_labels), lanes, horizon, across)
+            drawing = _Drawing(axes, panel, list(row_labels), lanes, horizon=horizon, inches=across)
             drawing.draw(list(row_labels.values()), labelled=below == 0)
             if index:
                 # The end of the planned step, for comparison.
@@ -109,6 +109,7 @@ class _Drawing:
         panel: Panel,
         places: Sequence[tuple[int, int]],
         lanes: Sequence[str],
+        *,
         horizon: float,
         inches: float,
     ) -> None:

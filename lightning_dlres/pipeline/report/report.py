@@ -91,9 +91,10 @@ class RunReport:
             panels.append(Panel(f"Planned: {_figures(self.predicted)}", self.predicted))
         if self.measured is not None:
             typical, count = self.measured.typical, len(self.measured.counted)
-            which = f", batch {typical.batch}, the closest to the median of {_steps(count)}"
-            which = which if count > 1 else ""
-            panels.append(Panel(f"Measured: {_figures(typical.timeline)}{which}", typical.timeline))
+            title = f"Measured: {_figures(typical.timeline)}"
+            if count > 1:
+                title += f", batch {typical.batch}, the closest to the median of {_steps(count)}"
+            panels.append(Panel(title, typical.timeline))
         return panels
 
     def markdown(self, picture: str | None, trace: str | None) -> str:

@@ -160,7 +160,15 @@ def measured_steps(
             interval = (starts[index + 1] - starts[index]) / 1e9
         else:
             interval = None
-        steps.append(_step(batch, starts[index], interval, replicas, ranks, transfers))
+        step = _step(
+            batch,
+            start_ns=starts[index],
+            interval=interval,
+            replicas=replicas,
+            ranks=ranks,
+            transfers=transfers,
+        )
+        steps.append(step)
     return tuple(steps)
 
 
@@ -298,12 +306,14 @@ def _passes(ranks: Mapping[int, _Rank]) -> dict[int, int]:
 
 def _step(
     batch: int,
+    *,
     start_ns: int,
     interval: float | None,
     replicas: Sequence[Sequence[int]],
     ranks: Mapping[int, _Rank],
     transfers: Mapping[int, Sequence[_Transfer]],
 ) -> MeasuredStep:
+    """Return one step, made from the spans of all ranks; see `MeasuredStep`."""
     # Spans number micro-batches over the global batch, and activities within their replica.
     shares: list[set[int]] = [set() for _ in replicas]
     for rank in ranks.values():
@@ -312,23 +322,23 @@ def _step(
         {m: index for index, m in enumerate(sorted(share - {ALL_MICROBATCHES}))} for share in shares
     ]
 
-    def activity(name: str, replica: int, stage: int, m: int, start: int, end: int) -> Activity:
-        local_number = local[replica].get(m, ALL_MICROBATCHES)
-        seconds = (start - start_ns) / 1e9, (end - start_ns) / 1e9
-        return Activity(name, replica, stage, local_number, *seconds)
+    def activity(name: str, place: tuple[int, int], m: int, times: tuple[int, int]) -> Activity:
+        local_number = local[place[0]].get(m, ALL_MICROBATCHES)
+        start, end = ((time - start_ns) / 1e9 for time in times)
+        return Activity(name, *place, local_number, start, end)
 
     activities = [
-        activity(t.kind, t.replica, t.stage, t.microbatch, t.start_ns, t.end_ns)
+        activity(t.kind, (t.replica, t.stage), t.microbatch, (t.start_ns, t.end_ns))
         for t in transfers.get(batch, ())
     ]
     for rank in ranks.values():
         place = rank.replica, rank.stage
         activities += [
-            activity(name, *place, m, span.start_ns, span.end_ns)
+            activity(name, place, m, (span.start_ns, span.end_ns))
             for (name, m), span in rank.computed.get(batch, {}).items()
         ]
         activities += [
-            activity("sync", *place, ALL_MICROBATCHES, span.start_ns, span.end_ns)
+            activity("sync", place, ALL_MICROBATCHES, (span.start_ns, span.end_ns))
             for span in rank.synced.get(batch, [])
         ]
     last_end = max(rank.steps[batch].end_ns for rank in ranks.values())
@@ -337,14 +347,16 @@ def _step(
         if a.name in COMPUTING:
             busy[a.replica][a.stage] += a.end - a.start
     return MeasuredStep(
-        batch,
-        Timeline(
+        batch=batch,
+        timeline=Timeline(
             activities=tuple(sorted(activities, key=lambda a: a.start)),
             step_seconds=interval if interval is not None else (last_end - start_ns) / 1e9,
             busy_seconds=tuple(tuple(replica) for replica in busy),
             peak_bytes=(),
         ),
-        interval,
-        any(batch in rank.checked for rank in ranks.values()),
-        any(("loss", ALL_MICROBATCHES) in rank.computed.get(batch, {}) for rank in ranks.values()),
+        interval=interval,
+        checked=any(batch in rank.checked for rank in ranks.values()),
+        whole_loss=any(
+            ("loss", ALL_MICROBATCHES) in rank.computed.get(batch, {}) for rank in ranks.values()
+        ),
     )

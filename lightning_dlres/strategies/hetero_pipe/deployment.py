@@ -147,7 +147,7 @@ class Deployment:
             # Other stages' weights, and the copies that were profiled, may be held by cycles only.
             gc.collect()
         if not self.whole:
-            materialise(self._layers, self.plan, self.owners, self.stage, self._device, self.seed)
+            materialise(self._layers, self.plan, self.stage, device=self._device, seed=self.seed)
             align_holders(self._layers, self.owners, self.plan, mailbox)
 
     def check_optimizers(self, optimizers: list[Optimizer]) -> None:

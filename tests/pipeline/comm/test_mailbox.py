@@ -37,7 +37,8 @@ def open_mailbox(
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=LONG)
     assert isinstance(group, dist.ProcessGroup)
-    return Mailbox(group, context.rank, NAMES[: context.world_size], timeout, check, Tracer())
+    names = NAMES[: context.world_size]
+    return Mailbox(group, context.rank, names, timeout=timeout, check=check, tracer=Tracer())
 
 
 @contextmanager

@@ -178,7 +178,7 @@ def deploy_meta(split: tuple[int, ...], stage: int, seed: int = 5) -> Model:
     layers = layers_of(model)
     owners = layers.owners(plan)
     partition(layers, owners, plan, stage, CPU)
-    materialise(layers, plan, owners, stage, CPU, seed)
+    materialise(layers, plan, stage, device=CPU, seed=seed)
     return model
 
 
@@ -220,7 +220,7 @@ def test_materialised_parameters_keep_their_identity() -> None:
     model = made_on_meta()
     before = list(model.parameters())
     layers, plan = layers_of(model), plan_of(4)
-    materialise(layers, plan, layers.owners(plan), 0, CPU, 1)
+    materialise(layers, plan, 0, device=CPU, seed=1)
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert [p.requires_grad for p in model.net[2].parameters()] == [False, False]
 
@@ -234,10 +234,9 @@ def test_the_error_names_a_module_without_reset_parameters() -> None:
     with torch.device("meta"):
         model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(2, 2), Bare())})
     layers, plan = layers_of(model), plan_of(1, 1)
-    owners = layers.owners(plan)
-    materialise(layers, plan, owners, 0, CPU, 1)
+    materialise(layers, plan, 0, device=CPU, seed=1)
     with pytest.raises(ConfigError, match=r"'net\.1' \(Bare\) .* reset_parameters"):
-        materialise(layers, plan, owners, 1, CPU, 1)
+        materialise(layers, plan, 1, device=CPU, seed=1)
 
 
 # --- Unusual models.
