@@ -3,6 +3,15 @@
 The runtime follows a plan and decides nothing. User code (the step up to the module's call, and
 from the call to the loss) comes in through `UserStep`, so that the pipeline is the same under any
 front end.
+
+Id spaces:
+
+- rank: number of the process, over all hosts; (replica, stage) is its place in the plan.
+- micro-batch: index in the global batch, in messages, spans and seeds. Only `Action.microbatch` and
+  the simulator's activities count the micro-batches of one replica.
+- layer: index in the whole model, in the plan and seeds; *position* is its index in its stage.
+- pass: number of a run through the pipeline, for a training step or a forward without recording;
+  the first one is 1.
 """
 
 from __future__ import annotations
