@@ -11,7 +11,7 @@ Only the module's own `forward` is replaced, so that the user's hooks still fire
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,13 @@ from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.stage import Layer
+from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
+    ForwardReplacement,
+    original_forward,
+    set_forward,
+    user_forward_in,
+)
+from lightning_dlres.strategies.hetero_pipe.step.module_list import ListMember, list_forwards
 
 Handler = Callable[[Tree], Tree]
 
@@ -51,7 +58,7 @@ class PipelinedModule:
         if is_plain_sequential(self.module):
             return module
         if isinstance(self.module, nn.ModuleList):
-            return _ListMember(module, is_last=index == len(self.layers.modules) - 1)
+            return ListMember(module, is_last=index == len(self.layers.modules) - 1)
         return _SingleLayer(module)
 
     @contextmanager
@@ -68,85 +75,30 @@ class PipelinedModule:
         attribute = _forward_attribute(self.module)
 
         def handle(inputs: Tree) -> Tree:
-            with _original_forward(targets, attribute):
+            with original_forward(targets, attribute):
                 return handler(inputs)
 
         if isinstance(self.module, nn.ModuleList):
-            forwards = _list_forwards(self.path, len(targets), handle)
+            forwards = list_forwards(self.path, len(targets), handle)
         elif is_plain_sequential(self.module):
             forwards = [_sequential_forward(self.path, handle)]
         else:
             forwards = [lambda *args, **kwargs: handle((args, kwargs))]
         saved = [module.__dict__.get(attribute) for module in targets]
         for module, forward, current in zip(targets, forwards, saved, strict=True):
-            module.__dict__[attribute] = _ForwardReplacement(
-                self.path, forward, _user_forward(current)
+            module.__dict__[attribute] = ForwardReplacement(
+                self.path, forward, user_forward_in(current)
             )
         try:
             yield
         finally:
-            _set_attribute(targets, attribute, saved)
-
-
-class _ForwardReplacement:
-    """Replacement for a module's forward, in the module's `__dict__`.
-
-    A copy of the module does not copy the replacement, which would run the original module. It gets
-    a function that refuses the call.
-
-    Attributes:
-        user_forward: The function that the user had put there; None without one.
-    """
-
-    def __init__(self, path: str, forward: Callable[..., Tree], user_forward: Any) -> None:
-        self._path, self._forward, self.user_forward = path, forward, user_forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
-        return self._forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., Tree]:
-        path = self._path
-
-        def refuse(*args: Any, **kwargs: Any) -> Tree:
-            raise UnsupportedStepError(
-                f"A copy of {path!r}, the pipelined module, must be made before the run, got a "
-                "call of a copy that was made during the run: it has the weights of one stage "
-                "only. Make copies in the LightningModule's constructor."
-            )
-
-        return refuse
-
-
-def _user_forward(value: Any) -> Any:
-    """Return the user's own function in a module's `__dict__`, below any replacement."""
-    return value.user_forward if isinstance(value, _ForwardReplacement) else value
-
-
-@contextmanager
-def _original_forward(modules: Sequence[nn.Module], attribute: str) -> Iterator[None]:
-    """Context manager in which modules have their original forward, so that their layers can
-    run."""
-    current = [module.__dict__.get(attribute) for module in modules]
-    _set_attribute(modules, attribute, list(map(_user_forward, current)))
-    try:
-        yield
-    finally:
-        _set_attribute(modules, attribute, current)
-
-
-def _set_attribute(modules: Sequence[nn.Module], attribute: str, values: Sequence[Any]) -> None:
-    """Set an attribute in the `__dict__` of each module; None removes it."""
-    for module, value in zip(modules, values, strict=True):
-        module.__dict__.pop(attribute, None)
-        if value is not None:
-            module.__dict__[attribute] = value
+            set_forward(targets, attribute, saved)
 
 
 def _forward_attribute(module: nn.Module) -> str:
     """Return the name of the method that is replaced."""
     # The user's hooks on a list's members must fire on the stage that runs the member, with
-    # tensors. Replacing `forward` would let them fire in user code's call, too, with
-    # `_MemberOutput` objects.
+    # tensors. Replacing `forward` would let them fire in user code's call, too, on placeholders.
     return _compat.CALL if isinstance(module, nn.ModuleList) else "forward"
 
 
@@ -157,7 +109,7 @@ def is_plain_sequential(module: nn.Module) -> bool:
     """
     if not isinstance(module, nn.Sequential):
         return False
-    user_forward = _user_forward(vars(module).get("forward"))
+    user_forward = user_forward_in(vars(module).get("forward"))
     return user_forward is None and type(module).forward is nn.Sequential.forward
 
 
@@ -281,148 +233,5 @@ class _SingleLayer:
 
     def __call__(self, inputs: Tree) -> Tree:
         args, kwargs = inputs
-        with _original_forward([self._module], _forward_attribute(self._module)):
+        with original_forward([self._module], _forward_attribute(self._module)):
             return self._module(*args, **kwargs)
-
-
-class _ListMember:
-    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs).
-
-    Its output is the first argument of the next member, which also gets the same other arguments.
-    """
-
-    def __init__(self, module: nn.Module, is_last: bool) -> None:
-        self._module, self._is_last = module, is_last
-
-    def __call__(self, inputs: Tree) -> Tree:
-        first, args, kwargs = inputs
-        with _original_forward([self._module], _compat.CALL):
-            output = self._module(first, *args, **kwargs)
-        return output if self._is_last else (output, args, kwargs)
-
-
-class _MemberOutput:
-    """Placeholder for the output of a member of a pipelined list.
-
-    The members run on their stages, later than user code calls them. The placeholder can only be
-    passed to the next member: every other use raises an error.
-    """
-
-    def __init__(self, path: str, index: int) -> None:
-        self.__dict__.update(path=path, index=index)
-
-    def __getattr__(self, name: str) -> Any:
-        raise self._misuse()
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        placeholders = [a for a in args if isinstance(a, cls)]
-        raise (
-            placeholders[0]._misuse()
-            if placeholders
-            # Such as in a list that torch.cat gets.
-            else UnsupportedStepError(
-                "The output of a member of a pipelined nn.ModuleList must only be passed to the "
-                f"next member, got a use in {getattr(function, '__name__', '?')}. Move the code "
-                "between the members into the members."
-            )
-        )
-
-    __hash__ = object.__hash__
-
-    def _misuse(self) -> UnsupportedStepError:
-        path, index = self.__dict__["path"], self.__dict__["index"]
-        return UnsupportedStepError(
-            f"The output of '{path}.{index}' must only be used as the first argument of "
-            f"'{path}.{index + 1}', got another use. The members of a pipelined nn.ModuleList must "
-            "be called one after the other, with nothing in between. Move the code between them "
-            "into the members."
-        )
-
-
-def _raise_misuse(placeholder: _MemberOutput, *args: Any) -> Any:
-    raise placeholder._misuse()
-
-
-# Python looks up operators in the class, without calling `__getattr__`.
-for _operator in (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv"),
-    *("floordiv", "mod", "pow", "rpow", "neg", "pos", "abs", "invert", "and", "or", "xor"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "float", "int", "index"),
-    *("len", "iter", "getitem", "setitem", "contains", "call", "iadd", "isub", "imul"),
-):
-    setattr(_MemberOutput, f"__{_operator}__", _raise_misuse)
-
-
-@dataclass
-class _ListCall:
-    """A series of calls of a list's members, as far as user code has made it.
-
-    Attributes:
-        next_index: Index of the member to be called next; None before the first call.
-        previous: Output of the previous member: the next one's first argument.
-        inputs: First argument, args and kwargs of the first member.
-    """
-
-    next_index: int | None = None
-    previous: Any = None
-    inputs: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
-
-
-def _list_forwards(path: str, count: int, handler: Handler) -> list[Callable[..., Tree]]:
-    """Return the replacements for the calls of a list's members.
-
-    All but the last return a placeholder; the last calls the handler. A call of the first member
-    starts a new series.
-    """
-    state = _ListCall()
-
-    def forward_of(index: int) -> Callable[..., Tree]:
-        def forward(*positional: Any, **kwargs: Any) -> Tree:
-            if not positional:
-                raise UnsupportedStepError(
-                    f"'{path}.{index}' must be called with its input as the first positional "
-                    "argument, got keyword arguments only. Pass the input without a name."
-                )
-            first, args = positional[0], positional[1:]
-            if index == 0:
-                state.next_index, state.previous = 0, first
-                state.inputs = first, args, kwargs
-            _require_next_call(path, index, first, args, kwargs, state)
-            state.next_index, state.previous = index + 1, _MemberOutput(path, index)
-            if index < count - 1:
-                return state.previous
-            inputs, state.inputs = state.inputs, (None, (), {})
-            return handler(inputs)
-
-        return forward
-
-    return [forward_of(index) for index in range(count)]
-
-
-def _require_next_call(
-    path: str, index: int, first: Any, args: Any, kwargs: Any, state: _ListCall
-) -> None:
-    """Raise unless a call of a member continues the series."""
-    if state.next_index != index or first is not state.previous:
-        raise UnsupportedStepError(
-            f"The members of the pipelined nn.ModuleList {path!r} must be called in order, each "
-            "once, with the previous one's output as the first argument, got a call of "
-            f"'{path}.{index}' out of turn. Call all members in one loop over the list."
-        )
-    _, first_args, first_kwargs = state.inputs
-    has_same_args = len(args) == len(first_args) and all(
-        a is b for a, b in zip(args, first_args, strict=True)
-    )
-    if (
-        not has_same_args
-        or kwargs.keys() != first_kwargs.keys()
-        or any(kwargs[k] is not first_kwargs[k] for k in kwargs)
-    ):
-        raise UnsupportedStepError(
-            f"'{path}.{index}' must be called with the same further arguments as '{path}.0', got "
-            "other objects. They are sent along with the activations, once for all members: pass "
-            "the very same objects."
-        )

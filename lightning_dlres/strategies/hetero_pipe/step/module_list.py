@@ -1,0 +1,161 @@
+"""A pipelined `nn.ModuleList`: its members as layers, and user code's calls of the members.
+
+User code calls the members one after the other, as in a loop. The calls are recorded, and the last
+one runs the pipeline. Until then user code gets placeholders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_dlres import _compat
+from lightning_dlres.core.errors import UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import original_forward
+
+
+class ListMember:
+    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs).
+
+    Its output is the first argument of the next member, which also gets the same other arguments.
+    """
+
+    def __init__(self, module: nn.Module, is_last: bool) -> None:
+        self._module, self._is_last = module, is_last
+
+    def __call__(self, inputs: Tree) -> Tree:
+        first, args, kwargs = inputs
+        with original_forward([self._module], _compat.CALL):
+            output = self._module(first, *args, **kwargs)
+        return output if self._is_last else (output, args, kwargs)
+
+
+class _MemberOutput:
+    """Placeholder for the output of a member of a pipelined list.
+
+    The members run on their stages, later than user code calls them. The placeholder can only be
+    passed to the next member: every other use raises an error.
+    """
+
+    def __init__(self, path: str, index: int) -> None:
+        self.__dict__.update(path=path, index=index)
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._misuse()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        placeholders = [a for a in args if isinstance(a, cls)]
+        raise (
+            placeholders[0]._misuse()
+            if placeholders
+            # Such as in a list that torch.cat gets.
+            else UnsupportedStepError(
+                "The output of a member of a pipelined nn.ModuleList must only be passed to the "
+                f"next member, got a use in {getattr(function, '__name__', '?')}. Move the code "
+                "between the members into the members."
+            )
+        )
+
+    __hash__ = object.__hash__
+
+    def _misuse(self) -> UnsupportedStepError:
+        path, index = self.__dict__["path"], self.__dict__["index"]
+        return UnsupportedStepError(
+            f"The output of '{path}.{index}' must only be used as the first argument of "
+            f"'{path}.{index + 1}', got another use. The members of a pipelined nn.ModuleList must "
+            "be called one after the other, with nothing in between. Move the code between them "
+            "into the members."
+        )
+
+
+def _raise_misuse(placeholder: _MemberOutput, *args: Any) -> Any:
+    raise placeholder._misuse()
+
+
+# Python looks up operators in the class, without calling `__getattr__`.
+for _operator in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv"),
+    *("floordiv", "mod", "pow", "rpow", "neg", "pos", "abs", "invert", "and", "or", "xor"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "float", "int", "index"),
+    *("len", "iter", "getitem", "setitem", "contains", "call", "iadd", "isub", "imul"),
+):
+    setattr(_MemberOutput, f"__{_operator}__", _raise_misuse)
+
+
+@dataclass
+class _ListCall:
+    """A series of calls of a list's members, as far as user code has made it.
+
+    Attributes:
+        next_index: Index of the member to be called next; None before the first call.
+        previous: Output of the previous member: the next one's first argument.
+        inputs: First argument, args and kwargs of the first member.
+    """
+
+    next_index: int | None = None
+    previous: Any = None
+    inputs: tuple[Any, tuple[Any, ...], dict[str, Any]] = (None, (), {})
+
+    def require_next(self, path: str, index: int, first: Any, args: Any, kwargs: Any) -> None:
+        """Raise unless a call of a member continues the series."""
+        if self.next_index != index or first is not self.previous:
+            raise UnsupportedStepError(
+                f"The members of the pipelined nn.ModuleList {path!r} must be called in order, "
+                "each once, with the previous one's output as the first argument, got a call of "
+                f"'{path}.{index}' out of turn. Call all members in one loop over the list."
+            )
+        _, first_args, first_kwargs = self.inputs
+        has_same_args = len(args) == len(first_args) and all(
+            a is b for a, b in zip(args, first_args, strict=True)
+        )
+        if (
+            not has_same_args
+            or kwargs.keys() != first_kwargs.keys()
+            or any(kwargs[k] is not first_kwargs[k] for k in kwargs)
+        ):
+            raise UnsupportedStepError(
+                f"'{path}.{index}' must be called with the same further arguments as '{path}.0', "
+                "got other objects. They are sent along with the activations, once for all "
+                "members: pass the very same objects."
+            )
+
+
+def list_forwards(
+    path: str, count: int, handler: Callable[[Tree], Tree]
+) -> list[Callable[..., Tree]]:
+    """Return the replacements for the calls of a list's members.
+
+    All but the last return a placeholder; the last calls the handler. A call of the first member
+    starts a new series.
+    """
+    state = _ListCall()
+
+    def forward_of(index: int) -> Callable[..., Tree]:
+        def forward(*positional: Any, **kwargs: Any) -> Tree:
+            if not positional:
+                raise UnsupportedStepError(
+                    f"'{path}.{index}' must be called with its input as the first positional "
+                    "argument, got keyword arguments only. Pass the input without a name."
+                )
+            first, args = positional[0], positional[1:]
+            if index == 0:
+                state.next_index, state.previous = 0, first
+                state.inputs = first, args, kwargs
+            state.require_next(path, index, first, args, kwargs)
+            state.next_index, state.previous = index + 1, _MemberOutput(path, index)
+            if index < count - 1:
+                return state.previous
+            # The state must not keep the step's tensors until the next step.
+            inputs, state.inputs = state.inputs, (None, (), {})
+            return handler(inputs)
+
+        return forward
+
+    return [forward_of(index) for index in range(count)]
