@@ -1,8 +1,8 @@
-"""Bounds of a server's connections that ZeroMQ does not keep by itself: how many there are, and how
-much each may send that never becomes a message.
+"""Limits of a server's connections that ZeroMQ lacks: their number and their unread bytes.
 
-ZeroMQ bounds a frame, but not the number of frames of a message, and it hands out whole messages
-only. So the kernel's count of received bytes is compared with what has come out as messages.
+ZeroMQ limits the size of a frame, but not the number of frames of a message, and it returns whole
+messages only. A client could fill the memory with a message that never ends. The kernel's count of
+received bytes is therefore compared with the bytes of the messages that were read.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from dataclasses import dataclass, field
 
 from lightning_dlres.core.units import format_bytes
 
-# Linux, `struct tcp_info`: bytes acknowledged by the peer, and bytes received from it.
+# Linux's `struct tcp_info` has the bytes acknowledged by the peer, and the bytes received from it,
+# at this offset.
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
-_COUNTS, _COUNTS_AT = struct.Struct("<QQ"), 120
-# Bytes around a message: frame headers, encryption; and each second for keep-alives.
-_AROUND_MESSAGE, _AROUND_SECOND = 512, 64
-# Left to the rest of the process. Each connection takes two descriptors: ZeroMQ's, and a copy.
+_COUNTS, _COUNTS_OFFSET = struct.Struct("<QQ"), 120
+# Allowance in bytes for frame headers and encryption of a message, and for keep-alives per second.
+_MESSAGE_OVERHEAD, _SECOND_OVERHEAD = 512, 64
+# Descriptors left to the rest of the process, and the connections allowed in any case. Each
+# connection takes two descriptors: ZeroMQ's, and a copy.
 _OTHER_DESCRIPTORS, _LEAST_CONNECTIONS = 256, 16
 
 
 @dataclass
 class _Open:
-    """A connection, through a descriptor of its own: ZeroMQ's number may soon mean another file."""
+    """An open connection, through a copy of its descriptor.
+
+    ZeroMQ may close its own descriptor at any time, and its number may then mean another file.
+    """
 
     socket: socket.socket
     since: float = field(default_factory=time.monotonic)
@@ -37,30 +42,30 @@ class _Open:
     message_bytes: int = 0
 
     def counts(self) -> tuple[int, int] | None:
-        """Return how many bytes the peer has acknowledged and sent, where the kernel says so."""
+        """Return the bytes that the peer acknowledged and sent, or None without a kernel count."""
         if _TCP_INFO is None or self.socket.family == socket.AF_UNIX:
             return None
         with contextlib.suppress(OSError, struct.error):
-            found = self.socket.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
-            acknowledged, received = _COUNTS.unpack_from(found, _COUNTS_AT)
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+            acknowledged, received = _COUNTS.unpack_from(info, _COUNTS_OFFSET)
             return acknowledged, received
         return None
 
     def unread(self) -> int:
-        """Return how many received bytes have not come out as messages."""
-        found = self.counts()
+        """Return the number of received bytes that are not part of a whole message."""
+        counts = self.counts()
         age = time.monotonic() - self.since
-        around = _AROUND_MESSAGE * (self.messages + 1) + _AROUND_SECOND * age
-        return 0 if found is None else int(found[1] - self.message_bytes - around)
+        overhead = _MESSAGE_OVERHEAD * (self.messages + 1) + _SECOND_OVERHEAD * age
+        return 0 if counts is None else int(counts[1] - self.message_bytes - overhead)
 
 
 class Connections:
-    """The connections of one server, by the number that ZeroMQ gives them.
+    """The connections of one server, by ZeroMQ's file descriptor.
 
     Args:
-        most: how many there may be; fewer where the process may open few files.
-        unread_bytes: what each may send beyond its messages.
-        refuse: called with the reason when a connection is closed.
+        most: Largest number of connections; fewer if the process may open few files.
+        unread_bytes: Bytes that each may send beyond its whole messages.
+        refuse: Function called with the reason when a connection is closed.
     """
 
     def __init__(self, most: int, unread_bytes: int, refuse: Callable[[str], None]) -> None:
@@ -69,66 +74,67 @@ class Connections:
             most = min(most, max(_LEAST_CONNECTIONS, (soft - _OTHER_DESCRIPTORS) // 2))
         self._most, self._unread_bytes, self._refuse = most, unread_bytes, refuse
         self._open: dict[int, _Open] = {}
-        # The server's own address: another one shows that the number was used again.
+        # Address of the server's socket (port or path). A descriptor with another local address was
+        # reused for another file.
         self.address: object = None
 
     def __len__(self) -> int:
         return len(self._open)
 
     def opened(self, number: int) -> None:
-        """Note a new connection; close one if there are too many."""
+        """Add a new connection; close one if there are too many."""
         self.closed(number)
         try:
             copy = socket.socket(fileno=os.dup(number))
         except OSError:
-            # Closed again already.
+            # The connection was closed before this event was read.
             return
         if not self._is_own(copy):
             copy.close()
             return
         self._open[number] = _Open(copy)
         if len(self._open) > self._most:
-            # Whoever has sent a message stays: a flood of silent ones must not push it out.
-            silent = (other for other, found in self._open.items() if not found.messages)
+            # Close a connection without messages: a flood of them must not push out a good client.
+            silent = (other for other, entry in self._open.items() if not entry.messages)
             self.drop(next(silent, number), f"more than {self._most} connections")
 
     def closed(self, number: int) -> None:
-        """Note that ZeroMQ has closed a connection."""
-        known = self._open.pop(number, None)
-        if known is not None:
-            known.socket.close()
+        """Remove a connection that ZeroMQ closed."""
+        connection = self._open.pop(number, None)
+        if connection is not None:
+            connection.socket.close()
 
     def delivered(self, number: int, nbytes: int) -> None:
-        """Note a whole message."""
-        known = self._open.get(number)
-        if known is not None:
-            known.messages += 1
-            known.message_bytes += nbytes
+        """Count a whole message."""
+        connection = self._open.get(number)
+        if connection is not None:
+            connection.messages += 1
+            connection.message_bytes += nbytes
 
     def acknowledged(self, number: int) -> int | None:
-        """Return how many bytes the peer has taken in; None where the kernel does not say."""
-        known = self._open.get(number)
-        counts = known.counts() if known is not None else None
+        """Return the bytes that the peer acknowledged, or None if the kernel has no count."""
+        connection = self._open.get(number)
+        counts = connection.counts() if connection is not None else None
         return counts[0] if counts is not None else None
 
     def drop(self, number: int, reason: str) -> None:
-        """Close a connection; ZeroMQ then forgets what waits for it."""
-        known = self._open.get(number)
-        if known is not None:
-            self._refuse(f"closed the connection of {_peer(known.socket)}: {reason}.")
+        """Close a connection; ZeroMQ then discards the messages queued for it."""
+        connection = self._open.get(number)
+        if connection is not None:
+            self._refuse(f"closed the connection of {_peer(connection.socket)}: {reason}.")
             with contextlib.suppress(OSError):
-                known.socket.shutdown(socket.SHUT_RDWR)
+                connection.socket.shutdown(socket.SHUT_RDWR)
             self.closed(number)
 
     def check(self) -> None:
-        """Close the connections that have sent too much that is no message."""
-        for number, found in list(self._open.items()):
-            unread = found.unread()
+        """Close the connections with too many unread bytes."""
+        for number, connection in list(self._open.items()):
+            unread = connection.unread()
             if unread > self._unread_bytes:
                 self.drop(number, f"{format_bytes(unread)} without a whole message")
 
     def close(self) -> None:
-        """Give back the descriptors."""
+        """Close the copies of all descriptors."""
         for number in list(self._open):
             self.closed(number)
 

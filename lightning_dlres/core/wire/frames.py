@@ -1,7 +1,8 @@
-"""Messages as frames: what is wrong with one that arrives is said with its sender's name.
+"""Messages as frames; errors about a received message name its sender.
 
-Every message is two frames: a msgpack header (kind, sequence, CRC-32 and length of the payload) and
-the raw payload, so that a large one is never copied into another. Nothing is ever unpickled.
+Every message has two frames: a msgpack header (kind, sequence, CRC-32 and length of the payload)
+and the raw payload. A large payload is therefore never copied into another buffer. Nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from lightning_dlres.core.wire.decoding import from_msgpack
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 _Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-# No kind is longer; a header is read before anything is known of its sender.
+# The header of an unknown sender is decoded, so the length of its kind must have a limit.
 _Kind = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first frame: what the second one is, so that damage is noticed before use."""
+    """First frame of a message; it describes the second, so that damage is detected before use."""
 
     kind: _Kind
     sequence: _Unsigned
@@ -34,7 +35,16 @@ class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Message:
-    """One received message; `peer` is who sent it, `connection` the TCP connection it came by."""
+    """One received message.
+
+    Attributes:
+        kind: Name of the message's type.
+        sequence: Sequence number that the sender gave.
+        payload: Raw bytes.
+        peer: Name of the sender.
+        connection: Id of the TCP connection: ZeroMQ's file descriptor. Later connections may reuse
+            it.
+    """
 
     kind: str
     sequence: int
@@ -43,10 +53,10 @@ class Message:
     connection: int
 
     def decode(self, expected: type[T]) -> T:
-        """Return the payload, read as msgpack of a typed struct.
+        """Return the payload, decoded from msgpack into a typed struct.
 
         Raises:
-            ProtocolError: the payload is something else.
+            ProtocolError: If the payload is not of the expected type.
         """
         try:
             return from_msgpack(self.payload, expected)
@@ -63,10 +73,10 @@ def pack(kind: str, sequence: int, payload: Buffer) -> list[Buffer]:
 
 
 def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
-    """Return the message that two frames hold.
+    """Return the message of two frames.
 
     Raises:
-        ProtocolError: the frames are not a header and the payload that it describes.
+        ProtocolError: If the frames are not a header and the payload that it describes.
     """
     if len(frames) != 2:
         raise broken(peer, f"{len(frames)} frames", "a header and a payload")
@@ -83,7 +93,7 @@ def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
 
 
 def broken(peer: str, got: str, expected: str) -> ProtocolError:
-    """Return the error for bytes that are not what they should be."""
+    """Return the error for bytes that break the protocol."""
     return ProtocolError(
         f"{peer} sent {got}, expected {expected}. Check that both sides run the same version."
     )

@@ -1,5 +1,7 @@
-"""CURVE keys in files, as ZeroMQ's own tools write them: NAME.key has the public key, and
-NAME.key_secret both."""
+"""CURVE keys and their files, in the format of ZeroMQ's own tools.
+
+NAME.key holds the public key. NAME.key_secret holds both keys.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ _LETTERS = frozenset(Z85CHARS)
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """A CURVE key pair, Z85 text of 40 bytes each; the secret is kept out of logs.
+    """A CURVE key pair; `repr` omits the secret key, to keep it out of logs.
+
+    Attributes:
+        public: Public key, 40 bytes of Z85 text.
+        secret: Secret key, 40 bytes of Z85 text.
 
     Raises:
         ConfigError: If one is not a key, or they are not a pair. ZeroMQ would refuse them later,
@@ -40,16 +46,16 @@ class CurveKeys:
 
     @classmethod
     def generate(cls) -> CurveKeys:
-        """Return a fresh pair."""
+        """Return a new pair."""
         return cls(*zmq.curve_keypair())
 
 
 def check_key(name: str, key: bytes) -> None:
-    """Raise where this is no key.
+    """Raise unless a value is a key.
 
     Raises:
-        ConfigError: its length or letters are not those of a key; it may be a secret and is not
-            shown.
+        ConfigError: If its length or characters are not those of a key. The error does not show
+            the value, which may be secret.
     """
     if len(key) != _KEY_BYTES or not _LETTERS.issuperset(key):
         raise ConfigError(
@@ -59,37 +65,37 @@ def check_key(name: str, key: bytes) -> None:
 
 
 def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
-    """Write a fresh pair and return the two files, the public one first.
+    """Write a new pair and return the paths of the public and of the secret file.
 
     Raises:
-        ConfigError: the name is no part of a path, one of the files is there already, or the
+        ConfigError: If the name cannot be part of a path, one of the files exists, or the
             directory cannot be written to.
     """
     path_part("name", name)
     public, secret = directory / f"{name}.key", directory / f"{name}.key_secret"
     for path in (public, secret):
         if path.exists():
-            raise ConfigError(f"{path} is there already; expected a new name. Try another.")
+            raise ConfigError(f"name must be new, got {name!r}: {path} exists. Use another name.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         zmq.auth.create_certificates(directory, name)
         secret.chmod(0o600)
     except OSError as error:
         raise ConfigError(
-            f"{directory}: {error.strerror}. Expected a directory to write to."
+            f"directory must be writable, got {directory}: {error.strerror}. Use another directory."
         ) from error
     return public, secret
 
 
 def load_keys(path: Path) -> CurveKeys:
-    """Return the pair of a secret file.
+    """Return the pair of a secret key file.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: If the file does not hold a pair.
     """
     public, secret = _load(path)
     if secret is None:
-        raise ConfigError(f"{path}: got a public key, expected NAME.key_secret. Pass that file.")
+        raise ConfigError(f"{path} must hold a secret key, got a public key. Use NAME.key_secret.")
     try:
         return CurveKeys(public, secret)
     except ConfigError as error:
@@ -97,10 +103,10 @@ def load_keys(path: Path) -> CurveKeys:
 
 
 def load_public_key(path: Path) -> bytes:
-    """Return the public key of a file of either kind.
+    """Return the public key of a public or secret key file.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: If the file holds no public key.
     """
     return _load(path)[0]
 
@@ -113,6 +119,6 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: {error}. Expected a file of keys; `dlres store keys` writes a pair."
+            f"{path} must be a file of keys, got: {error}. Write a pair with `dlres store keys`."
         ) from error
     return public, secret

@@ -1,8 +1,7 @@
-"""Replies that clients have yet to take in: how many bytes wait for each, and which client is so
-slow that it is given up.
+"""Queue of a server's replies that limits the bytes waiting for each client and drops slow clients.
 
-A reply occupies memory until the client's machine has received it. So a server asks for room before
-it makes a reply, and one that does not read costs a bounded amount, for a bounded time.
+A reply occupies memory until the client's host has received it. A server therefore reserves bytes
+before it makes a reply. A client that does not read costs limited memory for a limited time.
 """
 
 from __future__ import annotations
@@ -14,21 +13,23 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from lightning_dlres.core.checks import finite, whole_number
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.frames import Buffer, Message
-from lightning_dlres.core.wire.net import Server
+from lightning_dlres.core.wire.server import Server
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SendPatience:
-    """What clients may hold, in bytes, and how fast they must take it in.
+    """Limits of the unsent replies, and the slowest reading that a server accepts.
 
     Attributes:
-        client_bytes: of one client; a single reply may be larger.
-        total_bytes: of all clients.
-        seconds: in each such span a client with unsent replies takes in `least_bytes`, or all.
-        least_bytes: see `seconds`.
+        client_bytes: Unsent bytes of one client; a single reply may be larger.
+        total_bytes: Unsent bytes of all clients.
+        seconds: Length of a span, in seconds. In each span a client with unsent replies must take
+            `least_bytes`, or all of them.
+        least_bytes: Bytes that a client must take in each span.
     """
 
     client_bytes: int = 256 << 20
@@ -36,33 +37,40 @@ class SendPatience:
     seconds: float = 10.0
     least_bytes: int = 160 << 10
 
+    def __post_init__(self) -> None:
+        whole_number("client_bytes", self.client_bytes, f"client_bytes={256 << 20}")
+        whole_number("total_bytes", self.total_bytes, f"total_bytes={1 << 30}")
+        finite("seconds", self.seconds, "seconds=10.0", above=True)
+        whole_number("least_bytes", self.least_bytes, f"least_bytes={160 << 10}", least=0)
+
 
 @dataclass
-class _Held:
-    """What one client holds; `making` replies are on their way, with room for `reserved` bytes."""
+class _ClientQueue:
+    """Replies of one client that are being made (`pending`) or wait to be sent (`unsent`)."""
 
     connection: int
-    making: int = 0
-    reserved: int = 0
+    pending: int = 0
+    # Bytes reserved for the pending replies.
+    reserved_bytes: int = 0
     unsent: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)
     unsent_bytes: int = 0
-    # At the start of the present span.
-    since: float = 0.0
-    acknowledged: int | None = None
-    sent: int = 0
+    # Clock and acknowledged bytes at the start of the current span, and bytes sent in it.
+    span_start: float = 0.0
+    span_acknowledged: int | None = None
+    span_sent: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.reserved + self.unsent_bytes
+        return self.reserved_bytes + self.unsent_bytes
 
 
 class Outbox:
-    """Sends replies through a server; for the server's thread alone.
+    """Sender of replies through a server; only for the server's thread.
 
     Args:
-        server: of the clients.
-        patience: with them.
-        clock: returns seconds.
+        server: Server of the clients.
+        patience: Limits of what clients may leave unread.
+        clock: Function that returns seconds.
     """
 
     def __init__(
@@ -72,39 +80,41 @@ class Outbox:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._patience, self._clock = server, patience or SendPatience(), clock
-        self._held: dict[str, _Held] = {}
-        self._total = 0
+        self._queues: dict[str, _ClientQueue] = {}
+        self._total_bytes = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are reserved or unsent, of all clients."""
-        return self._total
+        """Reserved and unsent bytes of all clients."""
+        return self._total_bytes
 
     def reserve(self, request: Message, nbytes: int) -> bool:
-        """Take room for the reply to a request; return False if there is none now."""
-        held = self._held.get(request.peer)
-        own, patience = held.nbytes if held else 0, self._patience
-        if own and own + nbytes > patience.client_bytes:
+        """Reserve bytes for the reply to a request; return False if a limit forbids it now."""
+        queue = self._queues.get(request.peer)
+        client_bytes, patience = queue.nbytes if queue else 0, self._patience
+        # A client, or the server, without any bytes may always reserve: one reply may be larger
+        # than a limit.
+        if client_bytes and client_bytes + nbytes > patience.client_bytes:
             return False
-        if self._total and self._total + nbytes > patience.total_bytes:
+        if self._total_bytes and self._total_bytes + nbytes > patience.total_bytes:
             return False
-        if held is None:
-            held = self._held[request.peer] = _Held(request.connection)
-        held.connection = request.connection
-        held.making += 1
-        held.reserved += nbytes
-        self._total += nbytes
+        if queue is None:
+            queue = self._queues[request.peer] = _ClientQueue(request.connection)
+        queue.connection = request.connection
+        queue.pending += 1
+        queue.reserved_bytes += nbytes
+        self._total_bytes += nbytes
         return True
 
     def reply(self, request: Message, reserved: int, kind: str, payload: Buffer) -> bool:
-        """Send a reply for which so many bytes were reserved; return whether the client is there.
+        """Send a reply for which `reserved` bytes were reserved; return False if the client left.
 
-        A client that is gone, or for which too many replies wait, does not get it.
+        The reply is discarded if the client left or its queue is full.
         """
-        held = self._held[request.peer]
-        held.making -= 1
-        held.reserved -= reserved
-        self._total -= reserved
+        queue = self._queues[request.peer]
+        queue.pending -= 1
+        queue.reserved_bytes -= reserved
+        self._total_bytes -= reserved
         try:
             tracker = self._server.send_tracked(
                 request.peer, kind, payload, sequence=request.sequence
@@ -113,44 +123,44 @@ class Outbox:
             self._server.refusals.note(error)
             return not isinstance(error, PeerLostError)
         nbytes = memoryview(payload).nbytes
-        if not held.unsent:
-            self._start_span(held)
-        held.unsent.append((tracker, nbytes))
-        held.unsent_bytes += nbytes
-        self._total += nbytes
+        if not queue.unsent:
+            self._start_span(queue)
+        queue.unsent.append((tracker, nbytes))
+        queue.unsent_bytes += nbytes
+        self._total_bytes += nbytes
         return True
 
-    def settle(self) -> None:
-        """Note what was taken in since the last call, and give up clients that are too slow."""
-        for peer, held in list(self._held.items()):
-            while held.unsent and held.unsent[0][0].done:
-                nbytes = held.unsent.popleft()[1]
-                held.unsent_bytes -= nbytes
-                held.sent += nbytes
-                self._total -= nbytes
-            if held.unsent:
-                self._judge(peer, held)
-            elif not held.making:
-                del self._held[peer]
+    def release_sent_and_drop_slow(self) -> None:
+        """Release the bytes of replies that were sent, and drop clients that read too slowly."""
+        for peer, queue in list(self._queues.items()):
+            while queue.unsent and queue.unsent[0][0].done:
+                nbytes = queue.unsent.popleft()[1]
+                queue.unsent_bytes -= nbytes
+                queue.span_sent += nbytes
+                self._total_bytes -= nbytes
+            if queue.unsent:
+                self._drop_if_slow(peer, queue)
+            elif not queue.pending:
+                del self._queues[peer]
 
-    def _judge(self, peer: str, held: _Held) -> None:
+    def _drop_if_slow(self, peer: str, queue: _ClientQueue) -> None:
         patience = self._patience
-        if self._clock() < held.since + patience.seconds:
+        if self._clock() < queue.span_start + patience.seconds:
             return
-        now = self._server.acknowledged(held.connection)
-        moved = held.sent
-        if now is not None and held.acknowledged is not None:
-            moved = max(moved, now - held.acknowledged)
-        if moved >= patience.least_bytes:
-            self._start_span(held)
+        acknowledged = self._server.acknowledged(queue.connection)
+        taken = queue.span_sent
+        if acknowledged is not None and queue.span_acknowledged is not None:
+            taken = max(taken, acknowledged - queue.span_acknowledged)
+        if taken >= patience.least_bytes:
+            self._start_span(queue)
             return
         self._server.drop(
-            held.connection,
-            f"{peer} took in {moved} bytes of its replies in {format_seconds(patience.seconds)}",
+            queue.connection,
+            f"{peer} read {taken} bytes of its replies in {format_seconds(patience.seconds)}",
         )
-        # Where the connection is none that can be closed, ZeroMQ still holds these.
-        self._start_span(held)
+        # If the connection cannot be closed, ZeroMQ still holds the replies: check again later.
+        self._start_span(queue)
 
-    def _start_span(self, held: _Held) -> None:
-        held.since, held.sent = self._clock(), 0
-        held.acknowledged = self._server.acknowledged(held.connection)
+    def _start_span(self, queue: _ClientQueue) -> None:
+        queue.span_start, queue.span_sent = self._clock(), 0
+        queue.span_acknowledged = self._server.acknowledged(queue.connection)

@@ -1,4 +1,4 @@
-"""A count of what peers have sent in vain, and a log of it that stays short whatever they send."""
+"""Counter of refused messages, with a log that stays short however many there are."""
 
 from __future__ import annotations
 
@@ -6,48 +6,50 @@ import sys
 import time
 from collections.abc import Callable
 
-# The first few say what is wrong. After them one line tells of many, ever more rarely.
-_SAID_AT_ONCE = 5
-_FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 3600.0
-# Of a line; a peer chooses parts of it.
+# The first refusals are logged one by one. Later lines stand for many, at growing intervals.
+_LOGGED_SINGLY = 5
+# Seconds between two lines.
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 10.0, 3600.0
+# Characters of a line. The peer chooses parts of it, so its length must have a limit.
 _LONGEST_LINE = 500
 
 
 class Refusals:
-    """Counts refusals and passes some of them on.
+    """Counter of refusals that logs some of them.
 
     Args:
-        say: gets a line, without control characters. None: printed on standard error.
-        clock: returns seconds.
+        log: Function that gets a line without control characters; None prints to standard error.
+        clock: Function that returns seconds.
 
     Attributes:
-        count: how many refusals there were.
+        count: Number of refusals so far.
     """
 
     def __init__(
         self,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.say = say or _to_stderr
+        self.log = log or _to_stderr
         self.count = 0
         self._clock = clock
-        self._said = 0
-        self._pause, self._next = _FIRST_PAUSE, 0.0
+        # Value of `count` at the last line.
+        self._logged_count = 0
+        self._interval, self._next_line = _FIRST_INTERVAL, 0.0
 
     def note(self, error: object) -> None:
-        """Count a refusal, and say so if it is one of the first or nothing was said for long."""
+        """Count a refusal; log it if it is one of the first or the interval has passed."""
         self.count += 1
         now = self._clock()
-        if self.count > _SAID_AT_ONCE:
-            if now < self._next:
+        if self.count > _LOGGED_SINGLY:
+            if now < self._next_line:
                 return
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._next = now + self._pause
-        unsaid = self.count - self._said - 1
-        self._said = self.count
-        others = f" ({unsaid} more before it)" if unsaid else ""
-        self.say(f"Refused{others}: {_printable(str(error))}")
+            self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
+        self._next_line = now + self._interval
+        unlogged = self.count - self._logged_count - 1
+        self._logged_count = self.count
+        others = f" ({unlogged} more before it)" if unlogged else ""
+        self.log(f"Refused{others}: {_printable(str(error))}")
 
 
 def _printable(text: str) -> str:

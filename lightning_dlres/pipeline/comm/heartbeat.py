@@ -20,9 +20,10 @@ import msgspec
 
 from lightning_dlres.core.errors import PeerError, ProtocolError
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.frames import Message
-from lightning_dlres.core.wire.net import Client, Server
 from lightning_dlres.core.wire.refused_messages import Refusals
+from lightning_dlres.core.wire.server import Server
 
 _log = logging.getLogger(__name__)
 

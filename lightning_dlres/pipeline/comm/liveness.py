@@ -40,10 +40,11 @@ from lightning_dlres.core.errors import (
     text_of,
 )
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.net import Client, Server, SocketLimits, is_loopback
+from lightning_dlres.core.wire.server import Server, SocketLimits, is_loopback
 from lightning_dlres.pipeline.comm.heartbeat import (
     ABORT,
     GOODBYE,
@@ -160,7 +161,7 @@ class Watch:
             limits=_LIMITS,
             monitor=True,
         )
-        server.refusals.say = _log.warning
+        server.refusals.log = _log.warning
         invitation = Invitation(
             endpoint=server.endpoint,
             names=list(names),
@@ -227,7 +228,7 @@ class Watch:
             server=decoded.names[0],
             curve=keys,
             server_key=decoded.server_key or None,
-            largest=_LIMITS.message_bytes,
+            max_message_bytes=_LIMITS.message_bytes,
             send_timeout=0.0,
             monitor=True,
         )

@@ -29,7 +29,7 @@ def test_torch_is_not_loaded_and_arguments_arrive(
 ) -> None:
     (tmp_path / "dlres_looks.py").write_text(
         "import sys\n"
-        "from lightning_dlres.core.wire import net\n"
+        "from lightning_dlres.core.wire import client, server\n"
         "def main(): print(sys.argv[1:], 'torch' in sys.modules)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

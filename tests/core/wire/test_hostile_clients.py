@@ -1,5 +1,7 @@
-"""A server among clients of other protocols, half-open, flooding and slow ones: each is refused or
-closed, and a good client notices nothing."""
+"""Tests of a server with hostile clients: other protocols, floods, endless messages, slow readers.
+
+The server refuses or closes each of them, and still serves a good client.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ import zmq
 
 from lightning_dlres.core.host.lightweight_process import light_command
 from lightning_dlres.core.host.service import STATUS
+from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.frames import pack
-from lightning_dlres.core.wire.net import Client, Server, SocketLimits
 from lightning_dlres.core.wire.outbox import Outbox, SendPatience
 from lightning_dlres.core.wire.refused_messages import Refusals
+from lightning_dlres.core.wire.server import Server, SocketLimits
 from tests.support.hostile_clients import BANNERS, NULL, connect_raw, frame, greet, is_closed
 from tests.support.waiting import wait_until
 
@@ -46,26 +49,28 @@ def serve_until(server: Server, condition, what: str) -> None:  # type: ignore[n
 
 
 @pytest.mark.parametrize("banner", BANNERS)
-def test_clients_of_other_protocols(stack: ExitStack, banner: str) -> None:
+def test_clients_of_other_protocols_do_no_harm(stack: ExitStack, banner: str) -> None:
     server = serve(stack)
     connect_raw(stack, server.endpoint).sendall(BANNERS[banner])
     is_served(stack, server)
 
 
 @pytest.mark.parametrize("banner", ["zmtp 1.0", "zmtp 2.0", "tls", "ssh", "redis inline"])
-def test_they_are_closed_before_they_have_sent_a_message(stack: ExitStack, banner: str) -> None:
+def test_clients_of_other_protocols_are_closed_before_their_first_message(
+    stack: ExitStack, banner: str
+) -> None:
     server = serve(stack)
     raw = connect_raw(stack, server.endpoint)
     raw.sendall(BANNERS[banner])
     raw.settimeout(0.05)
-    serve_until(server, lambda: is_closed(raw), "the server has closed it")
+    serve_until(server, lambda: is_closed(raw), "the server closes it")
     assert not server.refusals.count
 
 
 def test_messages_of_an_old_zeromq_are_refused(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if ZeroMQ had let it in: the frames of such a peer have no metadata.
+    # Simulates that ZeroMQ admits the peer. Its frames have no metadata.
     monkeypatch.setattr(zmq.Socket, "setsockopt_string", lambda *_: None)
     server = serve(stack)
     connect_raw(stack, server.endpoint).sendall(BANNERS["zmtp 1.0"])
@@ -74,7 +79,9 @@ def test_messages_of_an_old_zeromq_are_refused(
 
 
 @pytest.mark.parametrize("greeted", [False, True], ids=["before", "after"])
-def test_a_frame_that_claims_much_is_not_waited_for(stack: ExitStack, greeted: bool) -> None:
+def test_a_frame_that_claims_too_many_bytes_closes_its_connection(
+    stack: ExitStack, greeted: bool
+) -> None:
     server = serve(stack)
     raw = connect_raw(stack, server.endpoint)
     if greeted:
@@ -83,11 +90,11 @@ def test_a_frame_that_claims_much_is_not_waited_for(stack: ExitStack, greeted: b
         raw.sendall(NULL)
     raw.sendall(frame(b"beginning", claimed=1 << 30))
     raw.settimeout(0.05)
-    serve_until(server, lambda: is_closed(raw), "the server has closed it")
+    serve_until(server, lambda: is_closed(raw), "the server closes it")
     is_served(stack, server)
 
 
-def test_a_message_without_end_closes_its_connection(stack: ExitStack) -> None:
+def test_an_endless_message_closes_its_connection(stack: ExitStack) -> None:
     server = serve(stack)
     raw = connect_raw(stack, server.endpoint)
     greet(raw)
@@ -103,12 +110,12 @@ def test_a_message_without_end_closes_its_connection(stack: ExitStack) -> None:
             return True
         return False
 
-    serve_until(server, send, "the server has closed it")
+    serve_until(server, send, "the server closes it")
     assert server.refusals.count == 1
     is_served(stack, server)
 
 
-def test_silent_connections_make_room_for_others(stack: ExitStack) -> None:
+def test_silent_connections_are_closed_first(stack: ExitStack) -> None:
     server = serve(stack)
     good = stack.enter_context(closing(Client("good", server.endpoint)))
     good.send("first")
@@ -119,7 +126,7 @@ def test_silent_connections_make_room_for_others(stack: ExitStack) -> None:
     serve_until(
         server,
         lambda: server.refusals.count >= len(silent) + 1 - SMALL.connections,
-        "the connections beyond the bound are closed",
+        "the connections beyond the limit are closed",
     )
     assert sum(not is_closed(raw) for raw in silent) == SMALL.connections - 1
     good.send("second")
@@ -128,7 +135,7 @@ def test_silent_connections_make_room_for_others(stack: ExitStack) -> None:
     assert good.expect(SECONDS, "an answer").kind == "answer"
 
 
-def test_a_client_that_does_not_read_keeps_nobody_waiting(stack: ExitStack) -> None:
+def test_a_client_that_does_not_read_delays_no_other(stack: ExitStack) -> None:
     server = serve(stack)
     is_served(stack, server)
     raw = connect_raw(stack, server.endpoint)
@@ -137,16 +144,19 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(stack: ExitStack) -> N
     raw.sendall(frame(header, more=True) + frame(payload))
     request = server.expect(SECONDS, "a request")
     now = [0.0]
-    outbox = Outbox(server, SendPatience(1 << 20, 2 << 20, 10.0, 1000), clock=lambda: now[0])
+    patience = SendPatience(
+        client_bytes=1 << 20, total_bytes=2 << 20, seconds=10.0, least_bytes=1000
+    )
+    outbox = Outbox(server, patience, clock=lambda: now[0])
     reply, sent = bytes(1 << 19), 0
     while outbox.reserve(request, len(reply)):
         outbox.reply(request, len(reply), "data", reply)
         sent += 1
         assert outbox.nbytes <= 1 << 20
-        outbox.settle()
-        # The kernel takes in the first few.
+        outbox.release_sent_and_drop_slow()
+        # The kernel buffers the first few.
         assert sent < 200
-    # A fast one has its part of the room.
+    # A fast client can still reserve bytes.
     fast = stack.enter_context(closing(Client("fast", server.endpoint)))
     fast.send("ask")
     other = server.expect(SECONDS, "a request")
@@ -159,19 +169,19 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(stack: ExitStack) -> N
         while outbox.reserve(request, len(reply)):
             outbox.reply(request, len(reply), "data", reply)
         now[0] += 30.0
-        outbox.settle()
+        outbox.release_sent_and_drop_slow()
         return server.refusals.count
 
-    # The kernel takes in more in the first of them.
-    wait_until(span, "it is given up")
+    # The kernel buffers more in the first span.
+    wait_until(span, "the slow client is dropped")
 
-    def let_go() -> bool:
-        # A reply that was refused does not end a client: it may have to be given up yet.
+    def is_released() -> bool:
+        # The one refusal may be of a reply and not of the client, which is then dropped here.
         now[0] += 30.0
-        outbox.settle()
+        outbox.release_sent_and_drop_slow()
         return not outbox.nbytes
 
-    serve_until(server, let_go, "its replies are let go")
+    serve_until(server, is_released, "its replies are released")
 
 
 def test_the_log_of_refusals_stays_short() -> None:
@@ -184,10 +194,10 @@ def test_the_log_of_refusals_stays_short() -> None:
     assert refusals.count == 100_000
     assert 5 < len(lines) < 50
     assert all(line.isprintable() and len(line) < 600 for line in lines)
-    told = sum(
+    counted = sum(
         1 + int(line.split("(")[1].split()[0]) if " more before" in line else 1 for line in lines
     )
-    assert told > 90_000
+    assert counted > 90_000
 
 
 def test_a_service_that_dies_ends_its_process() -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from lightning_dlres.core.errors import ConfigError, PeerTimeoutError, StorageError
+from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.keys import create_keys, load_keys, load_public_key
-from lightning_dlres.core.wire.net import Client
 from lightning_dlres.prefetch.storage.base import Reply
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.nodes import protocol
@@ -430,7 +430,7 @@ def test_keys_let_in_only_whom_they_should(stack: ExitStack, store: Path, tmp_pa
     for identity in (stranger, None):
         with pytest.raises(PeerTimeoutError, match="keys match"):
             NodeStorage([node.endpoint], identity=identity, timeout=0.5)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="name must be new"):
         create_keys(tmp_path, "node")
     with pytest.raises(ConfigError, match="key_secret"):
         load_keys(names["node"][0])

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from lightning_dlres.core.errors import PeerError, ProtocolError
 from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.frames import Message
-from lightning_dlres.core.wire.net import Client
 from lightning_dlres.prefetch.storage.nodes import protocol
 
 Wrong = Callable[[protocol.Welcome], str | None]

@@ -25,9 +25,9 @@ from lightning_dlres.core.errors import (
     got_expected,
 )
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.net import Client
 from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
@@ -140,7 +140,7 @@ class NodeStorage(Storage):
             server=f"storage node {node}",
             curve=identity.curve if identity else None,
             server_key=identity.server_key if identity else None,
-            largest=max(protocol.REPLY_BYTES, self._largest) + protocol.MESSAGE_BYTES,
+            max_message_bytes=max(protocol.REPLY_BYTES, self._largest) + protocol.MESSAGE_BYTES,
             monitor=True,
         )
 

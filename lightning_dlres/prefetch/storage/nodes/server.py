@@ -32,8 +32,8 @@ from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import parse_seconds
 from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.net import Server, SocketLimits
 from lightning_dlres.core.wire.outbox import Outbox, SendPatience
+from lightning_dlres.core.wire.server import Server, SocketLimits
 from lightning_dlres.prefetch.storage.nodes import protocol
 from lightning_dlres.prefetch.storage.readers import Reader
 
@@ -162,7 +162,7 @@ class StoreNode:
                 if not self._outbox.reply(work.message, work.nbytes, kind, payload):
                     # Other clients must not wait for reads of a client that is gone.
                     self._waiting.pop(work.message.peer, None)
-            self._outbox.settle()
+            self._outbox.release_sent_and_drop_slow()
             self._start_reading()
 
     def _take(self, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Real sockets on this machine: messages arrive whole, and what is wrong is said with a name."""
+"""Tests of servers and clients over real sockets: whole messages, and errors that name the peer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from lightning_dlres.core.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
+from lightning_dlres.core.wire.client import Client
+from lightning_dlres.core.wire.endpoint import ConnectionEvent
 from lightning_dlres.core.wire.frames import pack, unpack
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.net import Client, ConnectionEvent, Server
+from lightning_dlres.core.wire.server import Server
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0
-# How long a test waits for what must not come.
-MOMENT = 0.3
+# Seconds that a test waits for a message that must not come.
+SILENCE = 0.3
 
 
 class Greeting(msgspec.Struct):
@@ -71,7 +73,7 @@ def test_messages_go_both_ways(stack: ExitStack) -> None:
     assert server.endpoint in answer.peer
 
 
-def test_typed_payloads(stack: ExitStack) -> None:
+def test_typed_payloads_are_decoded_or_refused(stack: ExitStack) -> None:
     server = serve(stack)
     client = connect(stack, "rank 1", server)
     client.send("greeting", msgspec.msgpack.encode(Greeting("hello")))
@@ -97,7 +99,7 @@ def test_typed_payloads(stack: ExitStack) -> None:
         ([bytes(pack("data", 0, b"abc")[0]), b"abcd"], "4 bytes"),
     ],
 )
-def test_a_corrupt_message_names_its_sender_and_does_no_harm(
+def test_a_corrupt_message_is_refused_with_its_sender(
     stack: ExitStack,
     frames: list[bytes],
     complaint: str,
@@ -112,13 +114,13 @@ def test_a_corrupt_message_names_its_sender_and_does_no_harm(
     assert re.search(f"(rank 7|a client of tcp.*) sent .*{complaint}", capsys.readouterr().err)
 
 
-def test_a_flipped_bit_anywhere_is_noticed() -> None:
+def test_a_flipped_bit_never_changes_the_payload() -> None:
     header, payload = (bytes(part) for part in pack("data", 5, b"payload"))
     good = unpack([header, payload], "rank 1")
     for part, position in [(0, i) for i in range(len(header))] + [(1, i) for i in range(7)]:
         frames = [bytearray(header), bytearray(payload)]
         frames[part][position] ^= 1
-        # A flip in the kind or the number of a header leaves a message, but with the right payload.
+        # A flip in the header's kind or sequence leaves a valid message with the same payload.
         with contextlib.suppress(ProtocolError):
             damaged = unpack([bytes(frame) for frame in frames], "rank 1")
             assert damaged.payload == good.payload
@@ -129,7 +131,7 @@ def test_a_client_without_a_readable_name_is_refused(
 ) -> None:
     server = serve(stack)
     raw_socket(stack, b"\xff\xfe", server).send_multipart([b"", b""])
-    wait_until(lambda: server.receive(MOMENT) or server.refusals.count, "it is refused")
+    wait_until(lambda: server.receive(SILENCE) or server.refusals.count, "it is refused")
     assert "name in UTF-8" in capsys.readouterr().err
 
 
@@ -143,7 +145,7 @@ def test_a_timeout_names_the_peer_and_what_was_waited_for(stack: ExitStack) -> N
         server.expect(0.05, "a hello")
 
 
-def test_sending_to_nobody_is_an_error(stack: ExitStack) -> None:
+def test_sending_to_an_unknown_client_is_an_error(stack: ExitStack) -> None:
     server = serve(stack)
     with pytest.raises(PeerLostError, match="rank 9"):
         server.send("rank 9", "hello")
@@ -162,7 +164,7 @@ def test_a_full_queue_is_an_error_and_not_a_hang(stack: ExitStack) -> None:
         fill()
 
 
-def test_a_client_that_comes_back_keeps_its_name(stack: ExitStack) -> None:
+def test_a_client_that_reconnects_keeps_its_name(stack: ExitStack) -> None:
     server = serve(stack)
     first = connect(stack, "rank 1", server)
     first.send("hello")
@@ -189,7 +191,7 @@ def test_interrupt_ends_a_wait_from_another_thread(stack: ExitStack) -> None:
     thread.join(SECONDS)
 
 
-def test_connections_are_reported_and_belong_to_messages(stack: ExitStack) -> None:
+def test_connection_events_and_messages_have_the_same_ids(stack: ExitStack) -> None:
     server = serve(stack, monitor=True)
     client = connect(stack, "rank 1", server)
     client.send("hello")
@@ -203,17 +205,17 @@ def test_connections_are_reported_and_belong_to_messages(stack: ExitStack) -> No
 
 
 def events_until(server: Server, *, opened: bool) -> list[ConnectionEvent]:
-    found: list[ConnectionEvent] = []
+    events: list[ConnectionEvent] = []
 
-    def seen() -> bool:
-        found.extend(e for e in server.connection_events() if e.opened == opened)
-        return bool(found)
+    def has_event() -> bool:
+        events.extend(e for e in server.connection_events() if e.opened == opened)
+        return bool(events)
 
-    wait_until(seen, f"a connection event came, opened={opened}")
-    return found
+    wait_until(has_event, f"a connection event came, opened={opened}")
+    return events
 
 
-def test_curve_lets_in_whom_the_whitelist_names(stack: ExitStack) -> None:
+def test_curve_admits_only_allowed_keys(stack: ExitStack) -> None:
     keys, friend, stranger = (CurveKeys.generate() for _ in range(3))
     server = serve(stack, curve=keys, allowed=[friend.public])
     intruder = connect(stack, "intruder", server, curve=stranger, server_key=keys.public)
@@ -224,12 +226,12 @@ def test_curve_lets_in_whom_the_whitelist_names(stack: ExitStack) -> None:
     assert server.expect(SECONDS, "a hello").peer == "guest"
     server.send("guest", "welcome")
     assert guest.expect(SECONDS, "a welcome").kind == "welcome"
-    assert server.receive(MOMENT) is None
+    assert server.receive(SILENCE) is None
     with pytest.raises(PeerTimeoutError, match="keys"):
         intruder.expect(0.05, "a welcome")
 
 
-def test_curve_for_anyone_must_be_asked_for(stack: ExitStack) -> None:
+def test_curve_without_allowed_keys_needs_allow_any(stack: ExitStack) -> None:
     keys = CurveKeys.generate()
     with pytest.raises(ConfigError, match="allow_any=True"):
         Server(curve=keys)
@@ -244,7 +246,7 @@ def test_secrets_stay_out_of_logs() -> None:
     assert keys.secret.decode() not in repr(keys)
 
 
-def test_bad_arguments(stack: ExitStack) -> None:
+def test_bad_arguments_are_refused(stack: ExitStack) -> None:
     server = serve(stack)
     port = int(server.endpoint.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"port {port}"):
@@ -256,7 +258,7 @@ def test_bad_arguments(stack: ExitStack) -> None:
             Server(port=wrong)
         with pytest.raises(ConfigError, match="no port from 1 to 65535"):
             Client("rank 1", f"tcp://127.0.0.1:{wrong}")
-    # What cannot be sent to ZeroMQ at all; a context left open would be waited for.
+    # ZeroMQ cannot encode these paths. A context that stays open would block the exit.
     with pytest.raises(ConfigError, match="listening on"):
         Server(path=Path("/tmp/\udc80"))
     with pytest.raises(ConfigError, match="endpoint"):

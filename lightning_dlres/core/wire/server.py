@@ -1,0 +1,268 @@
+"""The server side of a connection: a ZeroMQ ROUTER socket for many named clients.
+
+A server answers invalid messages of a client with silence: it counts them, logs some of them, and
+goes on serving the other clients. It never waits for a client, and limits how much each may send.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from lightning_dlres.core.checks import whole_number
+from lightning_dlres.core.errors import ConfigError, ProtocolError, got_expected
+from lightning_dlres.core.wire.connections import Connections
+from lightning_dlres.core.wire.endpoint import PORTS, ZAP_DOMAIN, ConnectionEvent, Endpoint
+from lightning_dlres.core.wire.frames import Buffer, Message, broken, unpack
+from lightning_dlres.core.wire.keys import CurveKeys, check_key
+from lightning_dlres.core.wire.refused_messages import Refusals
+
+# Seconds between two checks of the connections' limits.
+_CHECK_SECONDS = 0.1
+_TRACKED = MappingProxyType({"copy": False, "track": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SocketLimits:
+    """Limits of the traffic and the number of a server's clients.
+
+    Attributes:
+        message_bytes: Largest frame of a message, in bytes; a larger one closes its connection.
+        unread_bytes: Bytes that a connection may send beyond the whole messages that were read.
+        connections: Number of clients at one time.
+        queued: Number of messages that wait for the server, and that wait for each client.
+    """
+
+    message_bytes: int = 64 << 20
+    unread_bytes: int = 256 << 20
+    connections: int = 1024
+    queued: int = 1000
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            whole_number(name, value, f"{name}=1000")
+
+
+class Server(Endpoint):
+    """The side that others connect to; a client that reconnects keeps its name.
+
+    Args:
+        bind: Numeric address or interface of this machine.
+        port: TCP port; 0 lets the system choose one.
+        path: Path of a Unix socket, for local processes, in the place of `bind` and `port`.
+        curve: Keys of the server, which encrypt and authenticate all traffic. Without keys, only
+            loopback addresses are bound, unless `insecure=True`.
+        allowed: Public keys of the clients that may connect; needs `curve`.
+        allow_any: Admit every client that knows the server's public key; needs `curve`.
+        insecure: Bind any address without keys.
+        limits: Limits of the clients' traffic.
+        monitor: Report connections in `connection_events`.
+
+    Attributes:
+        refusals: Counter of refused messages and connections.
+
+    Raises:
+        ConfigError: If the address cannot be bound; if `curve` comes with both or neither of
+            `allowed` and `allow_any`; or if strangers could reach the address without keys.
+    """
+
+    _opened_event = zmq.Event.ACCEPTED
+
+    def __init__(
+        self,
+        *,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        path: Path | None = None,
+        curve: CurveKeys | None = None,
+        allowed: Collection[bytes] = (),
+        allow_any: bool = False,
+        insecure: bool = False,
+        limits: SocketLimits | None = None,
+        monitor: bool = False,
+    ) -> None:
+        if curve is None and path is None and not (insecure or is_loopback(bind)):
+            raise ConfigError(
+                f"bind must be a loopback address where no keys are given, got {bind!r}. Give keys "
+                "(`dlres store keys` writes them), or insecure=True (--insecure) to let every "
+                "process in that can reach this address."
+            )
+        if curve is None and (allowed or allow_any):
+            raise ConfigError(
+                got_expected("curve", None, "keys of the server", "curve=CurveKeys.generate()")
+            )
+        if curve is not None and bool(allowed) == allow_any:
+            raise ConfigError(
+                "With curve, exactly one of allowed and allow_any must be given, got "
+                f"{len(allowed)} allowed keys and allow_any={allow_any}. List the clients' public "
+                "keys in `allowed`, or pass allow_any=True."
+            )
+        for key in allowed:
+            check_key("allowed", key)
+        if port not in PORTS:
+            # ZeroMQ would bind the port of the number's lowest 16 bits.
+            raise ConfigError(got_expected("port", port, f"0 to {PORTS[-1]}", "port=5570"))
+        # A timeout of 0: a client that does not read must not delay the replies to other clients.
+        super().__init__(zmq.ROUTER, send_timeout=0.0)
+        self.refusals = Refusals()
+        self._reports_events = monitor
+        limits = limits or SocketLimits()
+        self._connections = Connections(
+            limits.connections, limits.unread_bytes, lambda reason: self.refusals.note(reason)
+        )
+        self._next_check = 0.0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes)
+        self._socket.setsockopt(zmq.SNDHWM, limits.queued)
+        self._socket.setsockopt(zmq.RCVHWM, limits.queued)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._authenticator: ThreadAuthenticator | None = None
+        if curve is not None:
+            self._authenticate(curve, frozenset(allowed))
+        self._start_monitor()
+        if path is None:
+            host = f"[{bind}]" if ":" in bind else bind
+            self._socket.setsockopt(zmq.IPV6, int(":" in bind))
+            self._bind(
+                f"tcp://{host}:{port or '*'}",
+                f"{bind} port {port or 'any'}",
+                "a free port and a numeric address or interface of this machine; see `ip address`",
+            )
+        else:
+            expected = "a path of about 100 bytes at most in a writable directory"
+            self._bind(f"ipc://{path}", str(path), expected)
+        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        own_port = int(self._endpoint.rpartition(":")[2]) if path is None else 0
+        self._connections.address = own_port or str(path)
+        self._peer_label = f"a client of {self._endpoint}"
+
+    @property
+    def endpoint(self) -> str:
+        """Address for clients to connect to, such as "tcp://127.0.0.1:40123"."""
+        return self._endpoint
+
+    def receive(self, timeout: float) -> Message | None:
+        """Return the next message, or None after `timeout` seconds; invalid messages are refused.
+
+        It returns None early after `interrupt`, after a refusal, or when `connection_events` has
+        new events.
+        """
+        try:
+            return super().receive(timeout)
+        except ProtocolError as error:
+            self.refusals.note(error)
+            return None
+
+    def send(
+        self, peer: str, kind: str, payload: Buffer = b"", *, sequence: int | None = None
+    ) -> int:
+        """Send to a client by name; return the sequence number (given, or this socket's next).
+
+        Raises:
+            PeerLostError: If no such client is connected.
+            PeerTimeoutError: If the client's queue is full.
+        """
+        return self._send([peer.encode()], peer, kind, payload, sequence)[0]
+
+    def send_tracked(
+        self, peer: str, kind: str, payload: Buffer, *, sequence: int
+    ) -> zmq.MessageTracker:
+        """Send without copying the payload; return a tracker of ZeroMQ's use of it.
+
+        The tracker is done when ZeroMQ no longer holds the payload.
+
+        Raises:
+            PeerLostError: If no such client is connected.
+            PeerTimeoutError: If the client's queue is full.
+        """
+        tracker = self._send([peer.encode()], peer, kind, payload, sequence, _TRACKED)[1]
+        assert tracker is not None
+        return tracker
+
+    def acknowledged(self, connection: int) -> int | None:
+        """Return the bytes that a client's host acknowledged, or None without a kernel count."""
+        return self._connections.acknowledged(connection)
+
+    def drop(self, connection: int, reason: str) -> None:
+        """Close a client's connection and discard the messages queued for it."""
+        self._connections.drop(connection, reason)
+
+    def close(self) -> None:
+        """Close all sockets at once; unsent messages are lost. A second call does nothing."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._connections.close()
+        super().close()
+
+    def _poll(self, timeout: float) -> dict[Any, int]:
+        deadline = time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            if now >= self._next_check:
+                self._next_check = now + _CHECK_SECONDS
+                self._connections.check()
+            ready = super()._poll(min(deadline - now, _CHECK_SECONDS))
+            if ready or deadline - now <= _CHECK_SECONDS:
+                return ready
+
+    def _note_message(self, connection: int, nbytes: int) -> None:
+        self._connections.delivered(connection, nbytes)
+
+    def _note_event(self, event: ConnectionEvent) -> None:
+        if event.opened:
+            self._connections.opened(event.connection)
+        else:
+            self._connections.closed(event.connection)
+        if self._reports_events:
+            super()._note_event(event)
+
+    def _bind(self, endpoint: str, where: str, expected: str) -> None:
+        try:
+            self._socket.bind(endpoint)
+        except (zmq.ZMQError, ValueError) as error:
+            self.close()
+            raise ConfigError(f"listening on {where}: {error}. Use {expected}.") from error
+
+    def _unpack(self, frames: list[bytes], connection: int) -> Message:
+        try:
+            peer = frames[0].decode()
+        except UnicodeDecodeError as error:
+            raise broken(self._peer_label, f"the name {frames[0]!r}", "a name in UTF-8") from error
+        return unpack(frames[1:], peer, connection)
+
+    def _authenticate(self, curve: CurveKeys, allowed: frozenset[bytes]) -> None:
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        if allowed:
+            self._authenticator.configure_curve_callback(ZAP_DOMAIN, _AllowedKeys(allowed))
+        else:
+            self._authenticator.configure_curve(ZAP_DOMAIN, zmq.auth.CURVE_ALLOW_ANY)
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of this machine can reach a numeric address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+class _AllowedKeys:
+    """Callback of ZeroMQ's authenticator that admits clients by their public keys."""
+
+    def __init__(self, allowed: frozenset[bytes]) -> None:
+        self._allowed = allowed
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._allowed
