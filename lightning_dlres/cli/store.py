@@ -28,7 +28,7 @@ from lightning_dlres.prefetch.storage.source_options import (
     parse_extensions,
     parse_storage_options,
 )
-from lightning_dlres.prefetch.storage.writer import damaged, put
+from lightning_dlres.prefetch.storage.writer import find_damage, put
 
 _PORT = 5570
 
@@ -144,7 +144,7 @@ def _put(settings: argparse.Namespace) -> int:
             packs=settings.packs,
             overwrite=settings.overwrite,
             progress=show,
-            noted=_say,
+            on_note=_say,
             **_source_arguments(settings),
         )
     print(
@@ -171,7 +171,7 @@ def _ls(settings: argparse.Namespace) -> int:
 def _verify(settings: argparse.Namespace) -> int:
     found, reader = 0, _open(settings)
     with _progress("reading") as show:
-        for line in damaged(reader, show):
+        for line in find_damage(reader, show):
             found += 1
             print(line, file=sys.stderr)
     table = reader.table

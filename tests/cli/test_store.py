@@ -54,7 +54,7 @@ def test_put_ls_and_verify(
     assert main(["store", "verify", str(store)]) == 1
     printed = capsys.readouterr()
     assert "29 of 30 samples are whole" in printed.out
-    assert "'29.txt' (number 29) is damaged" in printed.err
+    assert "'29.txt' (sample_id 29) is damaged" in printed.err
 
 
 def test_only_files_with_the_endings_are_samples(

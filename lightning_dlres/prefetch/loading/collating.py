@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_dlres.prefetch.storage.local_reads import Buffers
+from lightning_dlres.prefetch.storage.local_reads import BufferPool
 
 # Least size, in bytes, of a tensor whose memory is reused. The allocator itself keeps smaller
 # blocks for the next tensor. Larger ones it may return to the system, and fault in again page by
@@ -31,7 +31,7 @@ class Collator:
     """
 
     def __init__(self) -> None:
-        self._buffers = Buffers(_MAX_FREE_BUFFERS)
+        self._buffers = BufferPool(_MAX_FREE_BUFFERS)
 
     def __call__(self, items: Any) -> Any:
         """Return what `default_collate` returns for a list or tuple of items."""

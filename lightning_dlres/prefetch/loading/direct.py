@@ -20,7 +20,7 @@ from lightning_dlres.prefetch.cache.exchange import Counts
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig, Joined, Metrics
 from lightning_dlres.prefetch.loading.local_samples import LocalSamples
 from lightning_dlres.prefetch.order.sequence import Positions, shuffled
-from lightning_dlres.prefetch.storage.files import FileStorage
+from lightning_dlres.prefetch.storage.file_storage import FileStorage
 from lightning_dlres.prefetch.storage.source import open_source
 
 # Batches that are read ahead at first. More would evict each other from the processor's caches.

@@ -13,7 +13,7 @@ from lightning_dlres.core.errors import StorageError
 from lightning_dlres.prefetch.cache.samples import Bytes, Sample
 from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.base import Reply
-from lightning_dlres.prefetch.storage.files import FileStorage
+from lightning_dlres.prefetch.storage.file_storage import FileStorage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader
 

@@ -1,4 +1,4 @@
-"""What the cache asks of a storage: requests go in, replies come out, nobody waits in between."""
+"""Interface of storage backends: submit fetches, collect replies. No call waits for storage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from lightning_dlres.core.errors import StorageError
 from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
-# Called with a line of text that says how far a long start has come.
+# Called with a line of text about the progress of a long start, such as "1000 files listed".
 ReportProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The end of a request: uint8, the samples one behind the other, or why they cannot be had."""
+    """End of a fetch.
+
+    Attributes:
+        fetch_id: The id that the fetch was submitted with.
+        data: uint8, the samples one behind the other; or the error, if they could not be read.
+    """
 
     fetch_id: int
     data: NDArray[np.uint8] | StorageError
@@ -30,10 +35,10 @@ class Storage(ABC):
     """N storage nodes; sample i is on node i mod N.
 
     Attributes:
-        table: the data set.
-        nodes: N.
-        note: what users are to know of the data set, in a line; "": nothing.
-        on_reply: called from any thread when a reply is there; set it before the first request.
+        table: Keys, sizes and checksums of all samples.
+        nodes: Number of storage nodes, N.
+        note: Line for users about the data set, such as links that were left out; "" for none.
+        on_reply: Called from any thread when a reply has come. Set it before the first fetch.
     """
 
     table: SampleTable
@@ -42,29 +47,37 @@ class Storage(ABC):
     on_reply: Callable[[], None]
 
     def __init__(self) -> None:
-        self.on_reply, self.note = _nothing, ""
+        self.on_reply, self.note = _ignore, ""
+        # Appended to by any thread, emptied by one: `deque` needs no lock for that.
         self._replies: deque[Reply] = deque()
 
     @abstractmethod
-    def submit(self, fetch_id: int, node: int, numbers: Positions) -> None:
-        """Ask a node for samples (uint32[n], all of this node). Returns at once; a reply with this
-        fetch_id follows within the storage's deadline, whatever happens. For one thread."""
+    def submit(self, fetch_id: int, node: int, sample_ids: Positions) -> None:
+        """Request samples from a node, and return at once. Only one thread may call this.
+
+        A reply with this `fetch_id` follows within the storage's timeout, whatever happens.
+
+        Args:
+            fetch_id: Unique among the fetches in flight.
+            node: Node that has the samples.
+            sample_ids: uint32[n], all of this node.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back threads and sockets; replies that are under way are lost."""
+        """Release threads and sockets. Replies to fetches in flight are lost."""
 
     def replies(self) -> list[Reply]:
-        """Return the replies that have come, each once."""
-        found = []
+        """Return the replies that have come since the last call."""
+        replies = []
         while self._replies:
-            found.append(self._replies.popleft())
-        return found
+            replies.append(self._replies.popleft())
+        return replies
 
     def _reply(self, reply: Reply) -> None:
         self._replies.append(reply)
         self.on_reply()
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     pass

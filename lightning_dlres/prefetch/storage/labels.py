@@ -1,5 +1,7 @@
-"""Class labels of samples: the folders that they lie in, in alphabetical order, numbered from 0 as
-torchvision's ImageFolder numbers them."""
+"""Class labels of samples: the folders that they lie in.
+
+Classes are numbered from 0 in alphabetical order, as torchvision's `ImageFolder` numbers them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ _NO_CLASSES = ("", ".", "..")
 
 
 def parse_labels(labels: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the classes that are given, () for "folder", and None where there are no labels.
+    """Return the given classes, () for "folder", or None if there are no labels.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: If the value is none of these.
     """
     if labels is None:
         return None
@@ -35,7 +37,7 @@ def parse_labels(labels: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def class_of(key: str) -> str | None:
-    """Return the first folder of a sample's key; None where it has none."""
+    """Return the first folder of a sample's key, or None if it has none."""
     folder, slash, _ = key.partition("/")
     return folder if slash and folder not in _NO_CLASSES else None
 
@@ -44,31 +46,31 @@ def class_names(table: SampleTable, source: str) -> tuple[str, ...]:
     """Return the folders that samples lie in, in alphabetical order.
 
     Raises:
-        ConfigError: A sample lies in none.
+        ConfigError: If a sample lies in no folder.
     """
     keys, starts = table.keys.tobytes(), [0, *table.key_ends.tolist()]
-    # A folder has many samples: its name is decoded once.
-    known: dict[bytes, str] = {}
-    for number in range(len(table)):
-        folder, slash, _ = keys[starts[number] : starts[number + 1]].partition(b"/")
-        if slash and folder in known:
+    # Folders have many samples: each name is decoded once only.
+    names: dict[bytes, str] = {}
+    for sample_id in range(len(table)):
+        folder, slash, _ = keys[starts[sample_id] : starts[sample_id + 1]].partition(b"/")
+        if slash and folder in names:
             continue
-        name = class_of(table.key(number))
+        name = class_of(table.key(sample_id))
         if name is None:
             raise ConfigError(
-                "labels='folder' must be used where every sample lies in a folder of its class, "
-                f"got sample {table.key(number)!r} of {source}. Move it into one, or leave it out "
-                "with extensions."
+                "labels='folder' needs every sample in a folder of its class, got sample "
+                f"{table.key(sample_id)!r} of {source}. Move it into one, or leave it out with "
+                "extensions."
             )
-        known[folder] = name
-    return tuple(sorted(known.values()))
+        names[folder] = name
+    return tuple(sorted(names.values()))
 
 
 def check_classes(table: SampleTable, classes: Sequence[str], source: str) -> None:
-    """Raise where a sample lies in no folder of these classes; () stands for no labels.
+    """Raise unless every sample lies in a folder of these classes; () stands for no labels.
 
     Raises:
-        ConfigError: It names a folder without a class.
+        ConfigError: If a folder is no class; it names the folder.
     """
     if not classes:
         return
@@ -77,10 +79,10 @@ def check_classes(table: SampleTable, classes: Sequence[str], source: str) -> No
         raise ConfigError(
             f"Samples must lie in folders of the {len(classes)} classes of the training samples "
             f"or of labels, got the folder {unknown[0]!r} in {source}. Name all classes: "
-            f"labels={_first([*classes, unknown[0]])}."
+            f"labels={_shortened([*classes, unknown[0]])}."
         )
 
 
-def _first(names: Sequence[str], most: int = 5) -> str:
+def _shortened(names: Sequence[str], most: int = 5) -> str:
     shown = ", ".join(map(repr, sorted(names)[:most]))
     return f"[{shown}{', ...' if len(names) > most else ''}]"

@@ -1,4 +1,4 @@
-"""Finding the samples of a source: of a store, a folder, a text file that lists them, or a URL."""
+"""Lists of the samples of a source: a store, a folder, a text file that lists them, or a URL."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from lightning_dlres.prefetch.storage.readers import Files, LocalFiles, Reader
 from lightning_dlres.prefetch.storage.source_options import hide_secrets
 from lightning_dlres.prefetch.storage.url_files import UrlFiles, is_web
 
-# What packs are called.
+# Names of the packs of any store.
 PACKS = "samples-*-of-*.bin"
 _LISTINGS = (".txt", ".tsv")
-# Millions of files of a web server take minutes to list.
+# Seconds. Millions of files of a web server take minutes to list.
 LONGEST_LISTING = 900.0
-_BEAT_SECONDS = 1.0
+# Seconds between two reports of the progress of listing a URL.
+_REPORT_SECONDS = 1.0
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 def open_reader(
@@ -43,27 +44,28 @@ def open_reader(
 ) -> Reader:
     """Return the reader of a store, a folder, a listing or a URL of a store or folder.
 
-    A folder is all files in it and below it but for hidden ones, through links within it, too. A
-    listing is a text file (.txt, .tsv) with one sample in each line: a path, or a key, a tab and a
-    path; relative paths count from the listing.
+    The samples of a folder are all files in it and below it, hidden ones excepted. Links that stay
+    within the folder are followed. A listing is a text file (.txt, .tsv) with one sample in each
+    line: a path, or a key, a tab and a path. Relative paths count from the listing.
 
     Args:
-        source: what to read.
-        report_progress: called now and then with what has been done.
-        follow_links: whether links of a local folder are followed out of it, too; else `note` of
-            the reader says how many were left out.
-        extensions: endings of the keys of samples, in lower case; none: all files are samples.
-        storage_options: arguments of the file system behind a URL.
+        source: Path or URL to read.
+        report_progress: Called now and then with the number of files so far.
+        follow_links: True to follow links of a local folder out of it, too. If False, `note` of the
+            reader says how many links were left out.
+        extensions: Endings of the keys of samples, in lower case; () if all files are samples.
+        storage_options: Arguments of the file system behind a URL.
 
     Raises:
-        ConfigError: there is nothing of the kind.
+        ConfigError: If the source is none of these, or is not there.
     """
     text = str(source)
     if is_url(text):
-        found = _open_url(text, report_progress, extensions, storage_options or {})
-        if isinstance(found, Reader):
-            return found
-        text = found
+        opened = _open_url(text, report_progress, extensions, storage_options or {})
+        if isinstance(opened, Reader):
+            return opened
+        # The URL means a path on this host.
+        text = opened
     path = Path(text).expanduser().absolute()
     if path.is_dir():
         if (path / MANIFEST).exists():
@@ -74,7 +76,7 @@ def open_reader(
     if path.suffix in _LISTINGS and path.is_file():
         return _listing(path, report_progress, extensions)
     raise ConfigError(
-        "A source must be a folder, a store, a listing (.txt or .tsv) or a URL, got "
+        "source must be a folder, a store, a listing (.txt or .tsv) or a URL, got "
         f"{text!r}. "
         + (
             "Its ending is none of these."
@@ -85,12 +87,12 @@ def open_reader(
 
 
 def pack_names(packs: int, packs_id: str) -> list[str]:
-    """Return the names of a store's files, as its table counts and names them."""
+    """Return the file names of a store's packs, whose number and id are in its table."""
     return [f"samples-{packs_id}-{pack:05d}-of-{packs:05d}.bin" for pack in range(packs)]
 
 
 def is_url(source: str) -> bool:
-    """Return whether a source is a URL, and no path of this machine."""
+    """Return True if a source is a URL, False if it is a path on this host."""
     return "://" in source
 
 
@@ -101,19 +103,19 @@ def _packed(
     reader = Reader(table, files, paths, packed=True)
     if not extensions:
         return reader
-    numbers = [number for number in range(len(table)) if _is_chosen(table.key(number), extensions)]
-    _refuse_none(numbers, extensions, prefix, len(table))
-    return reader.part(np.array(numbers, dtype=np.uint32))
+    selected = [at for at in range(len(table)) if _is_selected(table.key(at), extensions)]
+    _require_some(selected, extensions, prefix, len(table))
+    return reader.select(np.array(selected, dtype=np.uint32))
 
 
-def _is_chosen(key: str, extensions: tuple[str, ...]) -> bool:
+def _is_selected(key: str, extensions: tuple[str, ...]) -> bool:
     return not extensions or key.lower().endswith(extensions)
 
 
-def _refuse_none(
-    chosen: Sequence[Any], extensions: tuple[str, ...], source: object, total: int
+def _require_some(
+    selected: Sequence[Any], extensions: tuple[str, ...], source: object, total: int
 ) -> None:
-    if total and not chosen:
+    if total and not selected:
         raise ConfigError(
             f"extensions must be endings of samples in {source}, got {list(extensions)!r}, which "
             f"none of its {total} files has. `dlres store ls` lists them."
@@ -131,19 +133,19 @@ def _folder(
     total = 0
     for key in _files_below(root, None if follow_links else left_out):
         total += 1
-        if _is_chosen(key, extensions):
+        if _is_selected(key, extensions):
             keys.append(key)
         if report_progress:
             report_progress(f"{total} files listed")
     keys.sort()
-    _refuse_none(keys, extensions, root, total)
+    _require_some(keys, extensions, root, total)
     note = _note(root, left_out)
     if not keys:
         raise ConfigError(
-            f"A source must have files, got the folder {root} with none. "
-            f"{note or 'Hidden ones do not count: put samples into it.'}"
+            f"source must be a folder with files, got {root} without any. "
+            f"{note or 'Put samples into it; hidden files do not count.'}"
         )
-    _refuse_unfinished(keys, str(root))
+    _require_finished_store(keys, str(root))
     paths = [f"{root}/{key}" for key in keys]
     table = SampleTable.build(keys, _sizes(paths, report_progress))
     return Reader(table, LocalFiles(), paths, packed=False, note=note)
@@ -160,43 +162,44 @@ def _note(root: Path, left_out: Sequence[str]) -> str:
 
 
 def _files_below(root: Path, left_out: list[str] | None) -> Iterator[str]:
-    """Yield the paths of files from a folder on, in no order.
+    """Yield the paths of the files below a folder, relative to it, in no order.
 
     Args:
-        root: the folder.
-        left_out: where links that lead out of it are put; None: they are followed.
+        root: The folder.
+        left_out: Gets the links that lead out of the folder; None to follow them.
     """
-    inside_root = os.path.join(os.path.realpath(root), "")
-    # Directories, each with the identities of itself and those that it was reached through: a link
-    # to one of these would lead round for ever.
-    waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", (_identity(root.stat()),))]
-    while waiting:
-        inside, above = waiting.pop()
+    real_root = os.path.join(os.path.realpath(root), "")
+    # Folders to scan, each with the identities of itself and of the folders on the way to it. A
+    # link to one of these is not followed: it would lead round for ever.
+    to_scan: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", (_identity(root.stat()),))]
+    while to_scan:
+        folder, ancestors = to_scan.pop()
         try:
-            with os.scandir(root / inside) as entries:
+            with os.scandir(root / folder) as entries:
                 for entry in entries:
                     if entry.name.startswith("."):
                         continue
                     if (
                         left_out is not None
                         and entry.is_symlink()
-                        and not _leads_into(entry.path, inside_root)
+                        and not _leads_into(entry.path, real_root)
                     ):
-                        left_out.append(inside + entry.name)
+                        left_out.append(folder + entry.name)
                         continue
                     if not entry.is_dir():
-                        yield inside + entry.name
-                    elif (identity := _identity(entry.stat())) not in above:
-                        waiting.append((f"{inside}{entry.name}/", (*above, identity)))
+                        yield folder + entry.name
+                    elif (identity := _identity(entry.stat())) not in ancestors:
+                        to_scan.append((f"{folder}{entry.name}/", (*ancestors, identity)))
         except OSError as error:
             raise ConfigError(
-                "A folder of samples must be readable, with all folders in it, got "
-                f"{root / inside}: {error.strerror}. Let this user read it."
+                "source must be a folder that can be read, with all folders in it, got "
+                f"{root / folder}: {error.strerror}. Let this user read it."
             ) from error
 
 
 def _leads_into(link: str, folder: str) -> bool:
-    """Return whether a link leads to a folder, whose real path ends with "/", or into it."""
+    """Return True if a link leads to a folder or into it; `folder` is a real path with "/" at its
+    end."""
     return os.path.join(os.path.realpath(link), "").startswith(folder)
 
 
@@ -208,54 +211,55 @@ def _listing(
     listing: Path, report_progress: ReportProgress | None, extensions: tuple[str, ...]
 ) -> Reader:
     try:
-        # A text editor may have put a byte order mark first.
+        # "utf-8-sig": some text editors put a byte order mark first.
         text = listing.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"A listing must be a text in UTF-8, one sample in each line, got {listing}: {error}. "
-            "Write it again."
+            f"source must be a listing in UTF-8, one sample in each line, got {listing}: {error}. "
+            "Write it again in UTF-8."
         ) from error
     keys, paths, total = [], [], 0
-    for number, line in enumerate(_lines(text), 1):
+    for line_number, line in enumerate(_lines(text), 1):
         if line:
             if line.startswith("\t"):
                 raise ConfigError(
-                    f"Line {number} of a listing must have a key before its tab, got {line!r} in "
-                    f"{listing}. Write a key, or the path alone."
+                    f"Line {line_number} of a listing must have a key before its tab, got {line!r} "
+                    f"in {listing}. Write a key, or the path alone."
                 )
             if "\0" in line:
                 raise ConfigError(
-                    f"A listing must have no NUL character, got {line!r} in {listing}. Write it "
-                    "as a text, one sample in each line."
+                    f"Lines of a listing must have no NUL character, got {line!r} in {listing}. "
+                    "Write one path in each line."
                 )
             total += 1
             key, tab, path = line.partition("\t")
-            if _is_chosen(key, extensions):
+            if _is_selected(key, extensions):
                 keys.append(key)
                 paths.append(str(listing.parent / (path if tab else key)))
-    _refuse_none(keys, extensions, listing, total)
+    _require_some(keys, extensions, listing, total)
     table = SampleTable.build(keys, _sizes(paths, report_progress))
     return Reader(table, LocalFiles(), paths, packed=False)
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text. Only a newline ends one: names have all other characters that
-    `str.splitlines` takes for the end of a line, even a carriage return."""
+    """Return the lines of a text. Only a newline ends a line: file names may have all other
+    characters at which `str.splitlines` splits, even a carriage return."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()
     if all(line.endswith("\r") for line in lines):
-        # Written on Windows.
+        # The listing was written on Windows; the carriage returns are no part of the names.
         lines = [line[:-1] for line in lines]
     return lines
 
 
-def _refuse_unfinished(keys: Sequence[str], name: str) -> None:
-    """Raise where a folder is a store without its manifest: its packs are no samples."""
+def _require_finished_store(keys: Sequence[str], name: str) -> None:
+    """Raise if a folder has packs. It was called without a manifest: the store is unfinished, and
+    its packs are no samples."""
     packs = [key for key in keys if fnmatch(key, PACKS)]
     if packs:
         raise ConfigError(
-            f"A source must be a whole store or a folder of samples, got {name} with {packs[0]} "
+            f"source must be a whole store or a folder of samples, got {name} with {packs[0]} "
             f"and no {MANIFEST}. Write it again with `dlres store put --overwrite`."
         )
 
@@ -271,23 +275,23 @@ def _sizes(paths: Iterable[str], report_progress: ReportProgress | None) -> list
 
 def _size(path: str) -> int:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         if path.endswith("\r") and os.path.exists(path[:-1]):
             raise ConfigError(
-                f"A sample must be a file, got {path!r}, where there is only one without the "
-                "carriage return. End all lines of the listing with a newline alone."
+                f"A sample must be a file, got {path!r}; only a file without the carriage return "
+                "is there. End all lines of the listing with a newline alone."
             ) from error
         raise ConfigError(
             f"A sample must be a file that can be read, got {path}: {error.strerror}. Remove it "
             "from the source, or let this user read it."
         ) from error
-    if not stat.S_ISREG(found.st_mode):
-        # To open a pipe waits for somebody who writes.
+    if not stat.S_ISREG(status.st_mode):
+        # A read of a named pipe would wait until a process writes to it.
         raise ConfigError(
-            f"A sample must be a file, got {path}, which is none. Remove it from the source."
+            f"A sample must be a regular file, got {path}, which is not. Remove it from the source."
         )
-    return found.st_size
+    return status.st_size
 
 
 def _open_url(
@@ -296,69 +300,72 @@ def _open_url(
     extensions: tuple[str, ...],
     options: Mapping[str, Any],
 ) -> Reader | str:
-    """Return the reader of a URL, or the path that it means on this machine."""
-    # Takes a while, and not everybody has a URL.
+    """Return the reader of a URL, or the path that it means on this host."""
+    # Imported here because it takes a while, and only URLs need it.
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    def look() -> Reader | str:
+    def open_it() -> Reader | str:
         system, root = fsspec.core.url_to_fs(url, **options)
         if isinstance(system, LocalFileSystem):
             return str(root)
         files = UrlFiles(system, options)
-        return files.call(lambda: _look(system, files, str(root), url, extensions))
+        return files.call(lambda: _list_url(system, files, str(root), url, extensions))
 
     try:
-        return _in_time(look, f"listing {url}", report_progress)
+        return _in_time(open_it, f"listing {url}", report_progress)
     except DlresError:
         raise
-    except Exception as error:  # whatever a file system of fsspec may raise
+    except Exception as error:  # a file system of fsspec may raise anything
         reason = str(error) or type(error).__name__
         text = (
-            f"A source must be a URL that fsspec can open, of a store or a folder, got {url}: "
+            f"source must be a URL that fsspec can open, of a store or a folder, got {url}: "
             f"{hide_secrets(reason, options)}. Check it with `dlres store ls`."
         )
-        # A traceback that shows the first error shows what it says.
+        # With options the cause is dropped: its text in a traceback may show a secret.
         raise ConfigError(text) from (None if options else error)
 
 
-def _look(system: Any, files: UrlFiles, root: str, url: str, extensions: tuple[str, ...]) -> Reader:
+def _list_url(
+    system: Any, files: UrlFiles, root: str, url: str, extensions: tuple[str, ...]
+) -> Reader:
+    """Return the reader of the store or folder behind a URL."""
     prefix = root.rstrip("/") + "/"
     if system.exists(prefix + MANIFEST):
         data = np.frombuffer(system.cat_file(prefix + MANIFEST), dtype=np.uint8)
         return _packed(SampleTable.from_bytes(data, url), files, prefix, extensions)
     files_of = _files_of(system, root, prefix)
-    keys = sorted(key for key in files_of if _is_chosen(key, extensions))
-    _refuse_none(keys, extensions, url, len(files_of))
+    keys = sorted(key for key in files_of if _is_selected(key, extensions))
+    _require_some(keys, extensions, url, len(files_of))
     if not keys:
-        raise ConfigError(f"A source must have files, got {url} with none. Check the URL.")
-    _refuse_unfinished(keys, url)
+        raise ConfigError(f"source must be a URL with files, got {url} without any. Check the URL.")
+    _require_finished_store(keys, url)
     paths, sizes = [files_of[key][0] for key in keys], [files_of[key][1] for key in keys]
     if None in sizes:
-        # Web servers tell them one by one.
+        # A listing of a web server has no sizes: they are asked for one by one.
         sizes = files.sizes(paths)
     if None in sizes:
         raise ConfigError(
-            f"A server must tell the sizes of files, got none of {keys[sizes.index(None)]!r} from "
-            f"{url}. Put the samples into a store: it knows its sizes."
+            f"source must be on a server that gives sizes of files, got {url} without the size of "
+            f"{keys[sizes.index(None)]!r}. Put the samples into a store, which knows their sizes."
         )
     table = SampleTable.build(keys, [int(size) for size in sizes if size is not None])
     return Reader(table, files, paths, packed=False)
 
 
 def _files_of(system: Any, root: str, prefix: str) -> dict[str, tuple[str, int | None]]:
-    """Return path and size of every file below a root, by key."""
+    """Return path and size of every file below a root, by key; size None if it is not known."""
     files_of: dict[str, tuple[str, int | None]] = {}
     web = is_web(system)
     for path, info in system.find(root, detail=True).items():
         key = path.removeprefix(prefix)
-        # An object store's marker of a folder has the folder's name, or that of the root.
+        # Object stores mark a folder with an object that has its name, a slash at the end or not.
         if info["type"] != "file" or path == root or path.endswith("/"):
             continue
-        # A web server's page has links that sort it, which are no files.
+        # Names with a dot first are hidden. Links with "?" only sort a web server's page.
         if "/." not in f"/{key}" and not (web and key.startswith("?")):
             files_of[_web_key(key) if web else key] = path, info.get("size")
-    # A marker without its slash is an empty object beside those of the folder.
+    # A marker without a slash is an empty object with the name of a folder that has others.
     folders = {key[:at] for key in files_of for at, letter in enumerate(key) if letter == "/"}
     markers = [key for key in folders if files_of.get(key, ("", None))[1] == 0]
     for key in markers:
@@ -367,38 +374,48 @@ def _files_of(system: Any, root: str, prefix: str) -> dict[str, tuple[str, int |
 
 
 def _web_key(quoted: str) -> str:
-    """Return the name that a web page's link stands for, so that keys are those of the folder."""
+    """Return the file name of a link of a web page, so that keys are those of the served folder."""
     try:
         key = unquote(quoted, errors="strict")
     except UnicodeDecodeError:
         return quoted
-    # A quoted slash is part of a name, and ends no folder.
+    # A quoted slash is part of a name and separates no folder: keep such a name quoted.
     return key if key.count("/") == quoted.count("/") else quoted
 
 
 def _in_time(
-    call: Callable[[], _Found], what: str, report_progress: ReportProgress | None
-) -> _Found:
-    """Return what a call returns that tells nothing of itself: tell that it goes on, and do not
-    wait for ever."""
-    found: Future[_Found] = Future()
+    call: Callable[[], _Result], what: str, report_progress: ReportProgress | None
+) -> _Result:
+    """Return the result of a call that reports no progress itself.
+
+    The report says that the call is still running, so that the waiting processes go on waiting.
+
+    Args:
+        call: Function to call, in a thread.
+        what: Name of the call, for reports and errors.
+        report_progress: Called once a second.
+
+    Raises:
+        PeerTimeoutError: If the call takes longer than `LONGEST_LISTING`.
+    """
+    result: Future[_Result] = Future()
 
     def run() -> None:
         try:
-            found.set_result(call())
+            result.set_result(call())
         except BaseException as error:
-            found.set_exception(error)
+            result.set_exception(error)
 
-    # One that hangs must not keep the interpreter from ending, as a pool's thread would.
+    # A daemon thread and no pool: a call that hangs must not keep the interpreter from ending.
     threading.Thread(target=run, name="dlres-listing", daemon=True).start()
-    began = time.monotonic()
-    while not wait([found], timeout=_BEAT_SECONDS).done:
-        taken = time.monotonic() - began
+    started = time.monotonic()
+    while not wait([result], timeout=_REPORT_SECONDS).done:
+        taken = time.monotonic() - started
         if taken > LONGEST_LISTING:
             raise PeerTimeoutError(
-                f"{what}: no answer in {format_seconds(taken)}. Does the server still answer? A "
-                "store (`dlres store put`) is opened by reading one file."
+                f"{what}: no answer in {format_seconds(taken)}. Check the server. A store "
+                "(`dlres store put`) is opened by reading one file."
             )
         if report_progress:
             report_progress(f"{what} for {format_seconds(taken)}")
-    return found.result()
+    return result.result()

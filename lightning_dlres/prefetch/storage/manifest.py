@@ -1,9 +1,8 @@
-"""What a data set is: a list of sample keys with sizes and checksums, as arrays, which a file holds
-so that it can be mapped instead of read.
+"""Table of the samples of a data set: keys, sizes and checksums, and the file of a store for it.
 
-The file (`manifest.dlres`) is one line of JSON, padded with spaces, and four arrays behind it,
-little-endian: sizes int64[n], CRC-32 uint32[n], ends of the keys int64[n], and the keys in UTF-8.
-Its last four bytes are the CRC-32 of all before them.
+The file (`manifest.dlres`) begins with one line of JSON, padded with spaces. Four little-endian
+arrays follow: sizes int64[n], CRC-32 uint32[n], ends of the keys int64[n], and the keys in UTF-8.
+The last four bytes are the CRC-32 of all bytes before them. The file can be mapped instead of read.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES
 
 MANIFEST = "manifest.dlres"
-# In how many files a store is kept, at most.
+# Most packs (files with samples) of a store.
 MOST_PACKS = 1 << 16
-# Of all samples of a data set: sums of sizes fit into int64.
+# Most bytes of all samples of a data set, so that sums of sizes fit into int64.
 _MOST_BYTES = 1 << 60
 _FORMAT, _VERSION = "dlres-store", 2
 _HEADER_BYTES, _CHECKSUM_BYTES = 512, 4
-# Bytes that are checked at a time.
+# Bytes of the keys that are checked at a time.
 _SLICE = 1 << 24
 
 
@@ -43,14 +42,14 @@ class _Header(msgspec.Struct, frozen=True):
     samples: int
     key_bytes: int
     packs: Annotated[int, msgspec.Meta(ge=0, le=MOST_PACKS)]
-    # It becomes a part of paths.
+    # Becomes a part of paths, so it must have no "/" and the like.
     packs_id: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{12})?\Z")]
     encoding: str
     checksums: bool
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """The part of a header that every version has."""
+    """Part of a header that all versions have."""
 
     format: str
     version: int
@@ -60,11 +59,15 @@ class _Format(msgspec.Struct, frozen=True):
 class SampleTable:
     """Keys, sizes and checksums of n samples.
 
-    `sizes` is int64[n], in bytes; `checksums` is uint32[n] (CRC-32), or None where the source has
-    none; `keys` is uint8, the keys in UTF-8 one behind the other, and `key_ends` int64[n] where
-    each ends. `encoding` says what the bytes of a sample are: "raw", as they were found, or
-    "tensors" (see `samples`). `packs` is in how many files a store keeps them; 0: one file each.
-    `packs_id` is a part of these files' names, another one for every store that was written.
+    Attributes:
+        sizes: int64[n], in bytes.
+        checksums: uint32[n] (CRC-32), or None if the source has none.
+        keys: uint8, the keys in UTF-8, one behind the other.
+        key_ends: int64[n], offset in `keys` behind each key.
+        encoding: Meaning of the bytes of a sample: "raw" for the bytes of its file, or "tensors"
+            (see `loading.items`).
+        packs: Number of files of a store; 0 if each sample is a file.
+        packs_id: Part of the names of these files, different for every store that was written.
     """
 
     sizes: NDArray[np.int64]
@@ -78,9 +81,8 @@ class SampleTable:
     def __post_init__(self) -> None:
         if not 0 < len(self.sizes) <= MOST_SAMPLES:
             raise ConfigError(
-                got_expected(
-                    "a data set", len(self.sizes), f"1 to {MOST_SAMPLES} samples", "another"
-                )
+                f"A data set must have 1 to {MOST_SAMPLES} samples, got {len(self.sizes)}. Use "
+                "another data set."
             )
 
     @staticmethod
@@ -93,10 +95,11 @@ class SampleTable:
         packs: int = 0,
         packs_id: str = "",
     ) -> SampleTable:
-        """Return a table of lists.
+        """Return the table of lists of keys, sizes and checksums.
 
         Raises:
-            ConfigError: a key that is no text, as names of files may be, or bad sizes.
+            ConfigError: If a key cannot be encoded in UTF-8, as some file names cannot, or there
+                are no samples.
         """
         try:
             texts = [key.encode() for key in keys]
@@ -115,26 +118,26 @@ class SampleTable:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all samples."""
+        """Bytes of all samples together."""
         return int(self.sizes.sum())
 
-    def key(self, number: int) -> str:
+    def key(self, sample_id: int) -> str:
         """Return the key of a sample."""
-        start = int(self.key_ends[number - 1]) if number else 0
-        return self.keys[start : int(self.key_ends[number])].tobytes().decode()
+        start = int(self.key_ends[sample_id - 1]) if sample_id else 0
+        return self.keys[start : int(self.key_ends[sample_id])].tobytes().decode()
 
     @functools.cached_property
     def digest(self) -> str:
-        """A fingerprint of keys, sizes and checksums: equal tables are the same data set."""
-        found = hashlib.blake2b(digest_size=16)
+        """Hash of keys, sizes, checksums and encoding, equal for equal data sets."""
+        digest = hashlib.blake2b(digest_size=16)
         sums = np.empty(0, dtype=np.uint32) if self.checksums is None else self.checksums
         for array in (self.sizes, sums, self.key_ends, self.keys):
-            found.update(np.ascontiguousarray(array).data)
-        found.update(self.encoding.encode())
-        return found.hexdigest()
+            digest.update(np.ascontiguousarray(array).data)
+        digest.update(self.encoding.encode())
+        return digest.hexdigest()
 
-    def part(self, first: int, count: int) -> SampleTable:
-        """Return so many samples from one on."""
+    def rows(self, first: int, count: int) -> SampleTable:
+        """Return the table of `count` samples from sample_id `first` on."""
         rows = slice(first, first + count)
         start = int(self.key_ends[first - 1]) if first else 0
         ends = self.key_ends[rows]
@@ -144,12 +147,12 @@ class SampleTable:
             self.sizes[rows], sums, keys, ends - start, self.encoding, self.packs, self.packs_id
         )
 
-    def selected(self, numbers: NDArray[np.uint32]) -> SampleTable:
-        """Return some samples, uint32[n]."""
+    def select(self, sample_ids: NDArray[np.uint32]) -> SampleTable:
+        """Return the table of some samples, uint32[n], which get new ids from 0."""
         return SampleTable.build(
-            map(self.key, numbers.tolist()),
-            self.sizes[numbers],
-            None if self.checksums is None else self.checksums[numbers].tolist(),
+            map(self.key, sample_ids.tolist()),
+            self.sizes[sample_ids],
+            None if self.checksums is None else self.checksums[sample_ids].tolist(),
             encoding=self.encoding,
             packs=self.packs,
             packs_id=self.packs_id,
@@ -157,9 +160,9 @@ class SampleTable:
 
     @staticmethod
     def join(parts: Sequence[SampleTable]) -> SampleTable:
-        """Return the table of which these are the parts."""
-        before = np.cumsum([0, *(len(part.keys) for part in parts[:-1])])
-        ends = [part.key_ends + start for part, start in zip(parts, before, strict=True)]
+        """Return the table of all samples of some tables, in order; see `rows`."""
+        key_starts = np.cumsum([0, *(len(part.keys) for part in parts[:-1])])
+        ends = [part.key_ends + start for part, start in zip(parts, key_starts, strict=True)]
         sums = [part.checksums for part in parts if part.checksums is not None]
         return SampleTable(
             np.concatenate([part.sizes for part in parts]),
@@ -172,7 +175,7 @@ class SampleTable:
         )
 
     def to_bytes(self) -> list[memoryview]:
-        """Return what the file holds."""
+        """Return the content of the file, in pieces."""
         header = _Header(
             format=_FORMAT,
             version=_VERSION,
@@ -205,10 +208,10 @@ class SampleTable:
         return [*pieces, memoryview(checksum.to_bytes(_CHECKSUM_BYTES, "little"))]
 
     def save(self, path: Path) -> None:
-        """Write the file, all of it or none.
+        """Write the file, as a whole or not at all.
 
         Raises:
-            OSError: it cannot be written; the one that was there stays.
+            OSError: If it cannot be written. A file that was there before stays.
         """
         part = unfinished(path)
         try:
@@ -224,29 +227,34 @@ class SampleTable:
 
     @staticmethod
     def load(path: Path) -> SampleTable:
-        """Return the table of a file, mapped.
+        """Return the table of a file, which is mapped into memory.
 
         Raises:
-            ConfigError: the file is not there, or not such a file.
+            ConfigError: If the file is missing or no manifest.
         """
         try:
             data = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path} must be the manifest of a store, got: {error}. Make one with `dlres store "
-                "put`."
+                f"{path} must be the manifest of a store, got: {error}. Write a store with "
+                "`dlres store put`."
             ) from error
         return SampleTable.from_bytes(data, str(path))
 
     @staticmethod
     def from_bytes(data: NDArray[np.uint8], name: str) -> SampleTable:
-        """Return the table of a file's contents; `name` is what errors call it.
+        """Return the table of a file's content.
+
+        Args:
+            data: uint8, the content.
+            name: Name of the file in errors.
 
         Raises:
-            ConfigError: the bytes are no such file.
+            ConfigError: If the content is no valid manifest.
         """
         line = data[:_HEADER_BYTES].tobytes()
         try:
+            # First the format alone: other versions have other headers.
             known = from_json(line, _Format)
             if (known.format, known.version) != (_FORMAT, _VERSION):
                 raise ConfigError(_no_manifest(name, f"{known.format} {known.version}"))
@@ -259,14 +267,14 @@ class SampleTable:
             raise ConfigError(_no_manifest(name, f"{len(data)} bytes for {count} samples"))
         end = len(data) - _CHECKSUM_BYTES
         if zlib.crc32(data[:end].data) != int.from_bytes(data[end:].tobytes(), "little"):
-            raise ConfigError(_no_manifest(name, "bytes that do not have their checksum"))
+            raise ConfigError(_no_manifest(name, "bytes with another checksum"))
         at = _HEADER_BYTES
-        found = []
+        arrays = []
         for kind, size in (("<i8", 8), ("<u4", 4), ("<i8", 8)):
-            found.append(np.frombuffer(data[at : at + size * count], dtype=kind))
+            arrays.append(np.frombuffer(data[at : at + size * count], dtype=kind))
             at += size * count
-        sizes, sums, ends = found
-        # Who has written them may be hostile, or have another version of this package.
+        sizes, sums, ends = arrays
+        # Never trust the content: its writer may be hostile or another version of this package.
         if (
             (sizes < 0).any()
             or float(sizes.sum(dtype=np.float64)) > _MOST_BYTES
@@ -274,10 +282,10 @@ class SampleTable:
             or (ends[1:] < ends[:-1]).any()
             or ends[-1] != header.key_bytes
         ):
-            raise ConfigError(_no_manifest(name, "sizes or keys that contradict each other"))
+            raise ConfigError(_no_manifest(name, "sizes or ends of keys that are out of range"))
         keys = data[at:end]
         if not _are_texts(keys, ends):
-            raise ConfigError(_no_manifest(name, "a key that is no text in UTF-8"))
+            raise ConfigError(_no_manifest(name, "a key that is not UTF-8"))
         return SampleTable(
             sizes,
             sums if header.checksums else None,
@@ -290,12 +298,12 @@ class SampleTable:
 
 
 def unfinished(path: Path) -> Path:
-    """Return where a manifest is written before it takes its place."""
+    """Return the temporary path at which a manifest is written before it is renamed."""
     return path.with_name(path.name + ".part")
 
 
 def _are_texts(keys: NDArray[np.uint8], ends: NDArray[np.int64]) -> bool:
-    """Return whether each of some keys, one behind the other, is a text in UTF-8."""
+    """Return True if every key is valid UTF-8; the keys lie one behind the other."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for at in range(0, len(keys), _SLICE):
@@ -303,7 +311,7 @@ def _are_texts(keys: NDArray[np.uint8], ends: NDArray[np.int64]) -> bool:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         return False
-    # All are one text, then; no key may begin within a character.
+    # All keys together are valid UTF-8. No key may begin within a character.
     firsts = keys[ends[ends < len(keys)]]
     return not ((firsts & 0xC0) == 0x80).any()
 

@@ -1,5 +1,6 @@
-"""Reading samples out of files: one file each or packed, on this machine or behind any URL that
-fsspec knows, all with the same two methods.
+"""Readers of samples from files: one file for each sample, or packs of many samples.
+
+The files lie on this host or behind any URL that fsspec knows; `Files` hides the difference.
 """
 
 from __future__ import annotations
@@ -26,19 +27,26 @@ from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.local_reads import read_parts, read_whole
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
+# Bytes of one system call; it reads less than 2 GiB at a time.
 _MOST_PREAD = 1 << 30
-# Of these the bytes tell versions of a source apart that has no checksums: so many samples, evenly
-# spread, and so many bytes of each.
+# `Reader.contents` hashes this many samples, evenly spread, and the first bytes of each.
 _PROBES, _PROBE_BYTES = 16, 1 << 16
-# Files that stay open, at most, and the part of the limit of open files that they may be.
-_MOST_OPEN, _OPEN_PART = 256, 4
-# Of files beyond these one read opens so many at once, at most.
-_MOST_PASSING = 8
+# Most files that stay open: a number, and a fraction (1/n) of the process's limit.
+_MOST_OPEN, _OPEN_FRACTION = 256, 4
+# Most files that one read opens at once beside those that stay open.
+_MOST_TEMPORARY = 8
 
 
 @dataclass(frozen=True)
 class Piece:
-    """So many bytes of a file from a place on; `is_whole`: the file has no others."""
+    """Part of a file.
+
+    Attributes:
+        path: Path of the file.
+        start: Offset in bytes.
+        length: In bytes.
+        is_whole: True if the piece is the whole file.
+    """
 
     path: str
     start: int
@@ -48,7 +56,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceArrays:
-    """PieceArrays of files: paths, and int64[n] each of where they start and how long they are."""
+    """Parts of n files.
+
+    Attributes:
+        paths: Paths of the files.
+        starts: int64[n], offsets in bytes.
+        sizes: int64[n], in bytes.
+    """
 
     paths: list[str]
     starts: NDArray[np.int64]
@@ -56,11 +70,11 @@ class PieceArrays:
 
 
 class Files(ABC):
-    """A way to files.
+    """Access to files by path.
 
     Attributes:
-        name: for errors.
-        is_concurrent: whether several threads read at once; else they wait for each other.
+        name: Name of the access, for errors.
+        is_concurrent: True if several threads read at once; False if they wait for each other.
     """
 
     name = "files"
@@ -68,17 +82,26 @@ class Files(ABC):
 
     @abstractmethod
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
-        """Return pieces of files, or for each why it cannot be read. A file that is too short gives
-        fewer bytes, and a whole file that is too long gives more."""
+        """Return for each piece its bytes, or the error if it cannot be read.
+
+        A file that is too short gives fewer bytes. A whole file that is too long gives more.
+        """
 
     def read_joined(self, pieces: PieceArrays) -> NDArray[np.uint8] | None:
-        """Return pieces, one behind the other, in memory of their own; None if they have to be read
-        one by one, to see what is wrong or because there is no other way."""
+        """Return pieces, one behind the other, in newly allocated memory; None to use `read`.
+
+        None means that a piece cannot be read, which `read` explains, or that this access cannot
+        read several pieces at once.
+        """
         return None
 
 
 class LocalFiles(Files):
-    """Files of this machine."""
+    """Files on this host.
+
+    Args:
+        keep_open: True to keep files open between reads, for packs.
+    """
 
     name = "local files"
 
@@ -86,7 +109,8 @@ class LocalFiles(Files):
         self._open: dict[str, int] | None = {} if keep_open else None
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         unlimited = limit == resource.RLIM_INFINITY
-        self._most_open = _MOST_OPEN if unlimited else min(_MOST_OPEN, limit // _OPEN_PART)
+        self._most_open = _MOST_OPEN if unlimited else min(_MOST_OPEN, limit // _OPEN_FRACTION)
+        # Guards the opening of files and additions to `_open`. Look-ups need no lock.
         self._opening = threading.Lock()
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
@@ -106,6 +130,7 @@ class LocalFiles(Files):
                 return None
         return data if np.array_equal(counts, pieces.sizes) else None
 
+    # Descriptors and locks are not sent to another process: it opens the files again.
     def __getstate__(self) -> dict[str, Any]:
         return {"_open": None if self._open is None else {}}
 
@@ -131,44 +156,48 @@ class LocalFiles(Files):
 
     @contextlib.contextmanager
     def _descriptors(self, paths: Sequence[str]) -> Iterator[list[int]]:
-        """Context manager that gives an open file for each path. The first files stay open, the
-        others are closed again: a store may have more packs than a process may open files.
+        """Context manager that gives an open descriptor for each path.
+
+        The first files stay open; the others are closed again. A store may have more packs than a
+        process may open files.
 
         Raises:
-            OSError: one cannot be opened, or too many are to be open at once.
+            OSError: If a file cannot be opened, or too many would be open at once.
         """
-        passing: dict[str, int] = {}
+        temporary: dict[str, int] = {}
         try:
-            yield [self._descriptor(path, passing) for path in paths]
+            yield [self._descriptor(path, temporary) for path in paths]
         finally:
-            for descriptor in passing.values():
+            for descriptor in temporary.values():
                 os.close(descriptor)
 
-    def _descriptor(self, path: str, passing: dict[str, int]) -> int:
+    def _descriptor(self, path: str, temporary: dict[str, int]) -> int:
         assert self._open is not None
-        known = self._open.get(path, passing.get(path))
-        if known is not None:
-            return known
+        descriptor = self._open.get(path, temporary.get(path))
+        if descriptor is not None:
+            return descriptor
         with self._opening:
-            known = self._open.get(path)
-            if known is None:
-                kept = self._open if len(self._open) < self._most_open else passing
-                if len(passing) == _MOST_PASSING:
+            # Another thread may have opened it while this one waited for the lock.
+            descriptor = self._open.get(path)
+            if descriptor is None:
+                stays_open = len(self._open) < self._most_open
+                if len(temporary) == _MOST_TEMPORARY:
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                known = kept[path] = os.open(path, os.O_RDONLY)
-        return known
+                descriptor = os.open(path, os.O_RDONLY)
+                (self._open if stays_open else temporary)[path] = descriptor
+        return descriptor
 
 
 class Reader:
-    """The samples of one source.
+    """Reader of the samples of one source.
 
     Args:
-        table: keys, sizes and checksums.
-        files: the way to the files.
-        paths: of the packs, sample i being in pack i mod their number; or of the samples' own
-            files.
-        packed: which of the two.
-        note: what users are to know of the source, in a line; "": nothing.
+        table: Keys, sizes and checksums.
+        files: Access to the files.
+        paths: Paths of the packs, sample i being in pack i mod their number; or paths of the
+            samples' own files.
+        packed: True if the paths are those of packs.
+        note: Line for users about the source, such as links that were left out; "" for none.
     """
 
     def __init__(
@@ -182,27 +211,30 @@ class Reader:
         self.table, self.note = table, note
         self._files, self._paths = files, paths
         self._offsets = _offsets(table, len(paths)) if packed else None
-        # Of a part: the number that each sample has in the whole source.
-        self._whole_numbers: Positions | None = None
+        # For a selection: the id that each sample has in the whole source.
+        self._whole_ids: Positions | None = None
 
-    def part(self, numbers: Positions) -> Reader:
-        """Return the reader of some samples of a whole source, uint32[n], ascending. They get new
-        numbers from 0."""
-        part = copy.copy(self)
-        part.table, part._whole_numbers = self.table.selected(numbers), numbers
-        # It has other samples to look at.
-        vars(part).pop("contents", None)
-        return part
+    def select(self, sample_ids: Positions) -> Reader:
+        """Return the reader of some samples, which get new ids from 0.
 
-    def pieces(self, numbers: Positions) -> list[Piece]:
-        """Return where samples are."""
-        sizes = self.table.sizes[numbers].tolist()
-        numbers = self._in_whole(numbers)
+        Args:
+            sample_ids: uint32[n], ascending. This reader must itself be one of a whole source.
+        """
+        selection = copy.copy(self)
+        selection.table, selection._whole_ids = self.table.select(sample_ids), sample_ids
+        # The cached property is one of the samples: compute it anew.
+        vars(selection).pop("contents", None)
+        return selection
+
+    def pieces(self, sample_ids: Positions) -> list[Piece]:
+        """Return the piece of a file that each sample is."""
+        sizes = self.table.sizes[sample_ids].tolist()
+        whole_ids = self._in_whole(sample_ids)
         if self._offsets is None:
-            paths = [self._paths[number] for number in numbers.tolist()]
+            paths = [self._paths[whole_id] for whole_id in whole_ids.tolist()]
             return [Piece(path, 0, size, True) for path, size in zip(paths, sizes, strict=True)]
-        packs = (numbers % len(self._paths)).tolist()
-        starts = self._offsets[numbers].tolist()
+        packs = (whole_ids % len(self._paths)).tolist()
+        starts = self._offsets[whole_ids].tolist()
         return [
             Piece(self._paths[pack], start, size, False)
             for pack, start, size in zip(packs, starts, sizes, strict=True)
@@ -210,92 +242,94 @@ class Reader:
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether several threads read at once; else they wait for each other."""
+        """True if several threads read at once; False if they wait for each other."""
         return self._files.is_concurrent
 
     @functools.cached_property
     def contents(self) -> str:
-        """A fingerprint of the first 64 KiB of 16 samples, evenly spread: versions of a source with
-        the same keys and sizes mostly differ in it. "" where the table has checksums.
+        """Hash of the first 64 KiB of 16 samples, evenly spread; "" if the table has checksums.
+
+        It tells most versions of a source apart that have the same keys and sizes.
 
         Raises:
-            StorageError: one of them cannot be read.
+            StorageError: If one of the samples cannot be read.
         """
         if self.table.checksums is not None:
             return ""
         filled = np.flatnonzero(self.table.sizes)
         spread = np.linspace(0, len(filled) - 1, min(_PROBES, len(filled))).astype(np.int64)
-        numbers = filled[spread].astype(np.uint32)
+        sample_ids = filled[spread].astype(np.uint32)
         pieces = [
             replace(piece, length=min(piece.length, _PROBE_BYTES), is_whole=False)
-            for piece in self.pieces(numbers)
+            for piece in self.pieces(sample_ids)
         ]
-        found = hashlib.blake2b(digest_size=16)
-        for number, piece, data in zip(
-            numbers.tolist(), pieces, self._files.read(pieces), strict=True
+        digest = hashlib.blake2b(digest_size=16)
+        for sample_id, piece, data in zip(
+            sample_ids.tolist(), pieces, self._files.read(pieces), strict=True
         ):
             if isinstance(data, OSError):
-                raise StorageError(str(self._unreadable(number, piece, data))) from data
-            found.update(data)
-        return found.hexdigest()
+                raise StorageError(str(self._read_error(sample_id, piece, data))) from data
+            digest.update(data)
+        return digest.hexdigest()
 
-    def read(self, numbers: Positions) -> list[bytes]:
+    def read(self, sample_ids: Positions) -> list[bytes]:
         """Return samples.
 
         Raises:
-            StorageError: one cannot be read, or is not as long as it was; with its key.
-            OSError: the way to the files fails; with the sample's key; another try may help.
+            StorageError: If a sample is gone, may not be read, or has another size than listed.
+            OSError: If the access to the files fails otherwise; another try may help.
         """
-        pieces = self.pieces(numbers)
+        pieces = self.pieces(sample_ids)
         samples = []
-        for number, piece, data in zip(
-            numbers.tolist(), pieces, self._files.read(pieces), strict=True
+        for sample_id, piece, data in zip(
+            sample_ids.tolist(), pieces, self._files.read(pieces), strict=True
         ):
             if isinstance(data, OSError):
-                raise self._unreadable(number, piece, data) from data
+                raise self._read_error(sample_id, piece, data) from data
             if len(data) != piece.length:
                 more = "more than " if len(data) > piece.length else f"{len(data)} bytes of "
                 raise StorageError(
-                    f"{self._named(number)}: got {more}the {piece.length} bytes of {piece.path} "
-                    "that were listed. Has the file changed since then? Start again, or write the "
+                    f"{self._named(sample_id)}: got {more}the {piece.length} bytes of {piece.path} "
+                    "that were listed. The file has changed since then: start again, or write the "
                     "store again with `dlres store put`."
                 )
             samples.append(data)
         return samples
 
-    def read_joined(self, numbers: Positions) -> NDArray[np.uint8]:
-        """Return samples as uint8[sum of their sizes], one behind the other, in memory of their
-        own. Raises what `read` does."""
-        sizes = np.ascontiguousarray(self.table.sizes[numbers], dtype=np.int64)
-        places = self._in_whole(numbers)
+    def read_joined(self, sample_ids: Positions) -> NDArray[np.uint8]:
+        """Return samples as uint8[sum of their sizes], one behind the other, in memory that only
+        the caller holds. Raises the errors of `read`."""
+        sizes = np.ascontiguousarray(self.table.sizes[sample_ids], dtype=np.int64)
+        whole_ids = self._in_whole(sample_ids)
         if self._offsets is None:
-            paths = [self._paths[place] for place in places.tolist()]
+            paths = [self._paths[whole_id] for whole_id in whole_ids.tolist()]
             pieces = PieceArrays(paths, np.zeros_like(sizes), sizes)
         else:
-            paths = [self._paths[pack] for pack in (places % len(self._paths)).tolist()]
-            pieces = PieceArrays(paths, self._offsets[places], sizes)
+            paths = [self._paths[pack] for pack in (whole_ids % len(self._paths)).tolist()]
+            pieces = PieceArrays(paths, self._offsets[whole_ids], sizes)
         data = self._files.read_joined(pieces)
         if data is None:
-            data = np.frombuffer(bytearray(b"".join(self.read(numbers))), dtype=np.uint8)
+            data = np.frombuffer(bytearray(b"".join(self.read(sample_ids))), dtype=np.uint8)
         return data
 
-    def _in_whole(self, numbers: Positions) -> Positions:
-        return numbers if self._whole_numbers is None else self._whole_numbers[numbers]
+    def _in_whole(self, sample_ids: Positions) -> Positions:
+        return sample_ids if self._whole_ids is None else self._whole_ids[sample_ids]
 
-    def _named(self, number: int) -> str:
-        return f"sample {self.table.key(number)!r} (number {number})"
+    def _named(self, sample_id: int) -> str:
+        return f"sample {self.table.key(sample_id)!r} (sample_id {sample_id})"
 
-    def _unreadable(self, number: int, piece: Piece, error: OSError) -> OSError | StorageError:
-        text = f"{self._named(number)}: {error.strerror or error} ({piece.path})"
+    def _read_error(self, sample_id: int, piece: Piece, error: OSError) -> OSError | StorageError:
+        text = f"{self._named(sample_id)}: {error.strerror or error} ({piece.path})"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return StorageError(f"{text}. Raise the limit of open files (`ulimit -n`).")
         if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError)):
-            return StorageError(f"{text}. Is the file still there, and may this user read it?")
+            return StorageError(f"{text}. Check that the file is there and this user may read it.")
         return OSError(text)
 
 
 def _read(descriptor: int, length: int, start: int) -> bytes:
-    """Return what is there of so many bytes; the system gives less than 2 GiB at a time."""
+    """Return up to `length` bytes of a file, fewer if it is shorter. One system call reads less
+    than 2 GiB."""
     if length <= _MOST_PREAD:
         return os.pread(descriptor, length, start)
     first = os.pread(descriptor, _MOST_PREAD, start)
@@ -304,23 +338,27 @@ def _read(descriptor: int, length: int, start: int) -> bytes:
     return first + _read(descriptor, length - _MOST_PREAD, start + _MOST_PREAD)
 
 
-def check(table: SampleTable, numbers: Positions, data: Sequence[memoryview | bytes]) -> str | None:
-    """Return what is damaged about samples, or None; without checksums nothing is."""
+def checksum_error(
+    table: SampleTable, sample_ids: Positions, data: Sequence[memoryview | bytes]
+) -> str | None:
+    """Return a text about the first sample with a wrong checksum; None if there is no such sample,
+    or the table has no checksums."""
     if table.checksums is None:
         return None
-    for number, piece, expected in zip(
-        numbers.tolist(), data, table.checksums[numbers].tolist(), strict=True
+    for sample_id, piece, expected in zip(
+        sample_ids.tolist(), data, table.checksums[sample_ids].tolist(), strict=True
     ):
-        found = zlib.crc32(piece)
-        if found != expected:
+        checksum = zlib.crc32(piece)
+        if checksum != expected:
             return (
-                f"sample {table.key(number)!r} (number {number}) is damaged: got CRC-32 "
-                f"{found:08x}, expected {expected:08x}"
+                f"sample {table.key(sample_id)!r} (sample_id {sample_id}) is damaged: got CRC-32 "
+                f"{checksum:08x}, expected {expected:08x}"
             )
     return None
 
 
-def _offsets(table: SampleTable, packs: int) -> Any:
+def _offsets(table: SampleTable, packs: int) -> NDArray[np.int64]:
+    """Return int64[n], the offset of each sample in its pack; sample i is in pack i mod `packs`."""
     offsets = np.empty(len(table), dtype=np.int64)
     for pack in range(packs):
         sizes = table.sizes[pack::packs]

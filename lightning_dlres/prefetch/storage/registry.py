@@ -157,5 +157,5 @@ def open_storage(
 
 
 register_storage("embedded", f"{_BUILT_IN}.nodes.embedded:open_embedded", reads_files=True)
-register_storage("files", f"{_BUILT_IN}.files:open_files", reads_files=True)
+register_storage("files", f"{_BUILT_IN}.file_storage:open_files", reads_files=True)
 register_storage("nodes", f"{_BUILT_IN}.nodes.node_storage:open_nodes")

@@ -1,5 +1,7 @@
-"""Arguments that say which samples of a source are read, and how its file system is opened, checked
-and in the form in which the process of a cache gets them."""
+"""Configuration of a source of samples, and the checks of the arguments that become part of it.
+
+The process that keeps the cache gets the configuration as JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 Extensions = str | Sequence[str] | None
 StorageOptions = Mapping[str, Any] | str | Path | None
 
-# Shorter texts are hardly secrets, and occur in any sentence.
+# Characters. Shorter texts are hardly secrets, and hiding them would garble any message.
 _SHORTEST_SECRET = 4
 
 
@@ -29,8 +31,8 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
         addresses: Addresses of storage nodes, in order; or one folder, store, listing or URL.
         nodes: Number of storage nodes, N.
         replicas: Number of nodes that have each sample.
-        read_threads: Number of requests that one node, or a reader of files, reads at once.
-        timeout: Seconds after which a request has failed for good.
+        read_threads: Number of fetches that one node, or a reader of files, reads at once.
+        timeout: Seconds after which a fetch has failed for good.
         public_key, secret_key: This side's CURVE keys; b"" without CURVE.
         server_key: Public CURVE key of the storage nodes; b"" without CURVE.
         follow_links: True if links of a local folder are followed out of it.
@@ -55,15 +57,15 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     classes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        # A log or a traceback must not show keys and passwords.
+        # Logs and tracebacks must not show keys and passwords.
         return f"SourceConfig(storage={self.storage!r}, addresses={self.addresses!r}, ...)"
 
 
 def parse_extensions(extensions: Extensions) -> tuple[str, ...]:
-    """Return endings of file names in lower case; none: all files are samples.
+    """Return endings of file names in lower case; () if all files are samples.
 
     Raises:
-        ConfigError: One is no text such as ".jpg".
+        ConfigError: If an ending does not begin with a dot.
     """
     if extensions is None:
         return ()
@@ -80,27 +82,27 @@ def parse_extensions(extensions: Extensions) -> tuple[str, ...]:
 
 
 def parse_storage_options(options: StorageOptions) -> bytes:
-    """Return arguments of a file system as JSON; none: b"".
+    """Return arguments of a file system as JSON; b"" for None.
 
     Args:
         options: A mapping, or the path of a JSON file that has one.
 
     Raises:
-        ConfigError: They are none. The message has no value of them, because they hold secrets.
+        ConfigError: If they are no such mapping. The message shows no value, which may be a secret.
     """
     if options is None:
         return b""
-    known = _load(Path(options)) if isinstance(options, (str, Path)) else options
-    if not isinstance(known, Mapping):
-        raise ConfigError(_refused(f"a {type(known).__name__}"))
-    for name, value in known.items():
+    mapping = _load(Path(options)) if isinstance(options, (str, Path)) else options
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(_bad_options(f"a {type(mapping).__name__}"))
+    for name, value in mapping.items():
         if not isinstance(name, str):
-            raise ConfigError(_refused(f"a key of type {type(name).__name__}"))
+            raise ConfigError(_bad_options(f"a key of type {type(name).__name__}"))
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
-            raise ConfigError(_refused(f"a {type(value).__name__} as {name!r}")) from None
-    return json.dumps(dict(known), sort_keys=True).encode()
+            raise ConfigError(_bad_options(f"a {type(value).__name__} as {name!r}")) from None
+    return json.dumps(dict(mapping), sort_keys=True).encode()
 
 
 def load_storage_options(encoded: bytes) -> dict[str, Any]:
@@ -110,7 +112,8 @@ def load_storage_options(encoded: bytes) -> dict[str, Any]:
 
 
 def hide_secrets(text: str, options: Any) -> str:
-    """Return a text without the values of arguments of a file system, which may hold secrets."""
+    """Return a text with "***" for each value of a file system's arguments: it may be a secret."""
+    # Longest first, so that no part of a secret is left over.
     for secret in sorted(_texts(options), key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
@@ -128,13 +131,13 @@ def _load(path: Path) -> Any:
     try:
         return json.loads(path.expanduser().read_bytes())
     except OSError as error:
-        raise ConfigError(_refused(f"{path}: {error.strerror}")) from error
+        raise ConfigError(_bad_options(f"{path}: {error.strerror}")) from error
     except ValueError:
-        # Its message may have a part of the file.
-        raise ConfigError(_refused(f"{path}, which is no JSON")) from None
+        # `from None`: the parser's message may quote the file, and so a secret.
+        raise ConfigError(_bad_options(f"{path}, which is not JSON")) from None
 
 
-def _refused(got: str) -> str:
+def _bad_options(got: str) -> str:
     return (
         "storage_options must be a mapping of names to JSON values, or the path of a JSON file "
         f"with one, got {got}. Use storage_options={{'anon': True}}."

@@ -1,5 +1,8 @@
-"""The files of a store, written so that a store is there, whole, at any moment: packs under names
-of their own, then the manifest that names them in place of the old one, then the old packs go."""
+"""Writer of the files of a store. At any moment a whole store is in the directory.
+
+The packs are written first, under names that no other store has. Then the new manifest, which names
+them, replaces the old one. The old packs are removed last.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +23,28 @@ from lightning_dlres.core.host.locks import locked_if_possible
 from lightning_dlres.prefetch.storage.listings import PACKS, pack_names
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, MOST_PACKS, SampleTable, unfinished
 
-# Hidden, so that no folder lists it. Its holder writes into the directory.
+# File whose lock is held while a store is written. Its name is hidden, so it is no sample.
 _LOCK = ".put.lock"
-_ROOM = "Free some room there, or pass another directory."
-_FEWER = "Pass fewer packs: each is an open file."
+_FREE_SPACE = "Free some space there, or pass another directory."
+_FEWER_PACKS = "Pass fewer packs: each is an open file."
 _FIXES = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EMFILE: _FEWER,
-    errno.ENFILE: _FEWER,
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EMFILE: _FEWER_PACKS,
+    errno.ENFILE: _FEWER_PACKS,
 }
 
 
 class StoreWriter:
-    """Writes one store; a context manager. What is not committed when it ends is removed.
+    """Context manager that writes one store. Without `commit` it removes what it has written.
 
     Args:
-        directory: made where it is missing.
-        packs: in how many files; sample i goes into file i mod `packs`.
-        overwrite: whether a store, or what is left of one, is replaced.
+        directory: Directory of the store; made if it is missing.
+        packs: Number of pack files; sample i goes into pack i mod `packs`.
+        overwrite: True to replace a store, or the rest of an unfinished one.
 
     Raises:
-        ConfigError: the directory has a store, is written to by another process, or cannot be
+        ConfigError: If the directory has a store, another process writes into it, or it cannot be
             written to.
     """
 
@@ -66,14 +69,14 @@ class StoreWriter:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> StoreWriter:
-        with contextlib.ExitStack() as stack, self._explained():
+        with contextlib.ExitStack() as stack, self._explain_os_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
             if not stack.enter_context(locked_if_possible(self._directory / _LOCK)):
                 raise ConfigError(
                     "The directory of a new store must have no other process that writes into it, "
                     f"got {self._directory}. Wait for it, or pass another directory."
                 )
-            # Also what a killed process has left, before its room is needed.
+            # First free the space that the files of a killed process take.
             self._clean()
             stack.callback(self._clean)
             for name in pack_names(self._packs, self._id):
@@ -97,7 +100,7 @@ class StoreWriter:
         self._sums.append(zlib.crc32(data))
 
     def commit(self, encoding: str) -> SampleTable:
-        """Put the new store in place of the old one and return its table."""
+        """Replace the old store by the new one and return its table."""
         table = SampleTable.build(
             self._keys,
             np.array(self._sizes, dtype=np.int64),
@@ -106,33 +109,34 @@ class StoreWriter:
             packs=self._packs,
             packs_id=self._id,
         )
-        with self._explained():
+        with self._explain_os_errors():
             for file in self._files:
                 file.flush()
                 os.fsync(file.fileno())
-            # The names of the packs have to be there before the manifest's.
+            # The names of the packs must be on the disk before the manifest that names them.
             _sync_directory(self._directory)
             table.save(self._manifest)
             _sync_directory(self._directory)
         return table
 
     def _clean(self) -> None:
-        """Remove packs that the manifest does not name, and a manifest that was not finished."""
+        """Remove packs that the manifest does not name, and an unfinished manifest."""
         packs = {path.name for path in self._directory.glob(PACKS)}
         try:
             table = SampleTable.load(self._manifest)
             packs -= set(pack_names(table.packs, table.packs_id))
         except ConfigError:
             if self._manifest.exists():
-                # It may be one of another version, which names the others.
+                # A manifest of another version may name the other packs: remove only new ones.
                 packs &= set(pack_names(self._packs, self._id))
         for name in [*packs, unfinished(self._manifest).name]:
-            # A file that stays is removed with the next store that is written.
+            # A file that cannot be removed now is removed when the next store is written.
             with contextlib.suppress(OSError):
                 (self._directory / name).unlink()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_os_errors(self) -> Iterator[None]:
+        """Context manager that turns an `OSError` into a `ConfigError` with a fix."""
         try:
             yield
         except OSError as error:
@@ -141,12 +145,12 @@ class StoreWriter:
     def _unwritable(self, error: OSError) -> ConfigError:
         fix = _FIXES.get(error.errno or 0, "Pass a directory that this user can write to.")
         return ConfigError(
-            f"the store in {self._directory} cannot be written: {error.strerror or error}. {fix}"
+            f"The store in {self._directory} cannot be written: {error.strerror or error}. {fix}"
         )
 
 
 def _close(file: BinaryIO) -> None:
-    # On a full disk it fails once more with what was not written.
+    # On a full disk `close` fails once more, with the data that is still buffered.
     with contextlib.suppress(OSError):
         file.close()
 
@@ -156,7 +160,7 @@ def _sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no such call.
+        # Some network file systems do not support the call.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Files behind a URL, through fsspec."""
+"""Access to files behind a URL, through fsspec."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lightning_dlres.prefetch.storage.source_options import hide_secrets
 
 _Result = TypeVar("_Result")
 
-# Held during every call of a file system that is not known to be safe for threads. It is one for
-# the process: instances of their own are not enough, because two of them may share a file object
-# below (an archive in memory, an archive inside a cached archive) and with it the file position.
+# Held during every call of a file system that is not known to be thread-safe. One lock serves the
+# whole process: two file systems may share a file object below them (an archive in memory, an
+# archive inside a cached archive), and with it the file position.
 _SERIAL = threading.RLock()
-# Requests of one read that a web server gets at once. A small one drops connections that come
-# faster than it takes them in, and these are silent for seconds.
-_WEB_AT_ONCE = 4
+# Most requests of one read that a web server gets at once. A small server drops connections that
+# come faster than it accepts them; their clients notice only after seconds.
+_WEB_REQUESTS = 4
 
 
 def is_concurrent(system: Any) -> bool:
-    """Return whether several threads may call a file system at once.
+    """Return True if several threads may call a file system at once.
 
-    An asynchronous one runs all of its calls in fsspec's own thread; a file system that wraps
-    others is as safe as they are. Nothing is known of any other.
+    An asynchronous file system runs all calls in fsspec's own thread. One that wraps others is as
+    safe as they are. All other file systems count as unsafe.
     """
     from fsspec.asyn import AsyncFileSystem
 
@@ -32,18 +32,18 @@ def is_concurrent(system: Any) -> bool:
 
 
 def is_web(system: Any) -> bool:
-    """Return whether a file system lists a web server's pages, or wraps one that does."""
-    names = system.protocol
-    known = {names} if isinstance(names, str) else set(names)
-    return bool(known & {"http", "https"}) or any(map(is_web, _wrapped(system)))
+    """Return True if a file system lists a web server's pages, or wraps one that does."""
+    protocol = system.protocol
+    names = {protocol} if isinstance(protocol, str) else set(protocol)
+    return bool(names & {"http", "https"}) or any(map(is_web, _wrapped(system)))
 
 
 class UrlFiles(Files):
     """Files of a file system of fsspec.
 
     Args:
-        system: the file system.
-        options: what it was made with; errors do not show it.
+        system: The file system.
+        options: Arguments that it was made with. They may hold secrets: errors do not show them.
     """
 
     def __init__(self, system: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -51,7 +51,7 @@ class UrlFiles(Files):
         self.is_concurrent = is_concurrent(system)
         self.name = f"{type(system).__name__} of fsspec"
         limited = self.is_concurrent and is_web(system) and system.batch_size is None
-        self._limits = {"batch_size": _WEB_AT_ONCE} if limited else {}
+        self._limits = {"batch_size": _WEB_REQUESTS} if limited else {}
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         """See `Files`."""
@@ -63,64 +63,64 @@ class UrlFiles(Files):
             raise OSError(hide_secrets(repr(error), self._options)) from None
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """Return what a function returns that uses the file system."""
+        """Call a function that uses the file system and return its result."""
         if self.is_concurrent:
             return function()
         with _SERIAL:
             return function()
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """Return the sizes of files, None where they are not known; within `call`."""
+        """Return the sizes of files in bytes, None where unknown. Call it inside of `call`."""
         sizes: list[int | None] = self._system.sizes(list(paths), **self._limits)
         return sizes
 
     def _read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
-        # An empty range is refused by some servers, and so is one behind an empty file's end.
+        # Some servers refuse an empty range, and the range behind the end of an empty file.
         empty = {at for at, piece in enumerate(pieces) if not piece.length}
-        asked = [piece for at, piece in enumerate(pieces) if at not in empty]
-        found = iter(self._ranges(asked))
+        ranges = iter(self._ranges([piece for at, piece in enumerate(pieces) if at not in empty]))
         return [
-            self._whole(piece) if at in empty else self._bytes_or_error(next(found))
+            self._read_empty(piece) if at in empty else self._bytes_or_error(next(ranges))
             for at, piece in enumerate(pieces)
         ]
 
     def _ranges(self, pieces: Sequence[Piece]) -> Sequence[Any]:
         if not self.is_concurrent and self._system.async_impl:
-            # It would read several ranges at once from what it wraps.
+            # `cat_ranges` would read several ranges at once from the wrapped, unsafe file system.
             return [self._range(piece) for piece in pieces]
-        found: Sequence[Any] = self._system.cat_ranges(
+        ranges: Sequence[Any] = self._system.cat_ranges(
             [piece.path for piece in pieces],
             [piece.start for piece in pieces],
             [_end(piece) for piece in pieces],
             on_error="return",
             **self._limits,
         )
-        return found
+        return ranges
 
     def _range(self, piece: Piece) -> Any:
         try:
             return self._system.cat_file(piece.path, piece.start, _end(piece))
-        except Exception as error:  # as cat_ranges returns them
+        except Exception as error:  # returned, as cat_ranges does
             return error
 
-    def _whole(self, piece: Piece) -> bytes | OSError:
+    def _read_empty(self, piece: Piece) -> bytes | OSError:
+        # A whole file that should be empty is read: it may have grown.
         if not piece.is_whole:
             return b""
         try:
             return self._bytes_or_error(self._system.cat_file(piece.path))
-        except Exception as error:  # whatever a file system of fsspec may raise
+        except Exception as error:  # a file system of fsspec may raise anything
             return self._bytes_or_error(error)
 
-    def _bytes_or_error(self, found: Any) -> bytes | OSError:
-        if isinstance(found, OSError) and not self._options:
-            return found
-        if isinstance(found, (FileNotFoundError, PermissionError, IsADirectoryError)):
-            # Of these the kind says enough.
-            return type(found)(hide_secrets(str(found), self._options))
-        if isinstance(found, Exception):
-            # Errors of a connection are not of one kind; another try may help.
-            return OSError(hide_secrets(f"{type(found).__name__}: {found}", self._options))
-        return bytes(found)
+    def _bytes_or_error(self, result: Any) -> bytes | OSError:
+        if isinstance(result, OSError) and not self._options:
+            return result
+        if isinstance(result, (FileNotFoundError, PermissionError, IsADirectoryError)):
+            # Keep the class: the reader does not repeat reads with these errors.
+            return type(result)(hide_secrets(str(result), self._options))
+        if isinstance(result, Exception):
+            # Errors of a connection have many classes. As an OSError the read is repeated.
+            return OSError(hide_secrets(f"{type(result).__name__}: {result}", self._options))
+        return bytes(result)
 
 
 def _end(piece: Piece) -> int:
@@ -129,6 +129,7 @@ def _end(piece: Piece) -> int:
 
 
 def _wrapped(system: Any) -> list[Any]:
+    """Return the file systems in the attributes of a file system."""
     from fsspec.spec import AbstractFileSystem
 
     values: list[Any] = []

@@ -1,5 +1,7 @@
-"""Writing stores, and looking whether they are whole: samples packed into a few files, so that
-millions of small ones cost one open file."""
+"""Writing and verification of stores: samples are packed into a few files.
+
+Reading millions of small samples from a store takes one open file for each pack.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
+from lightning_dlres.prefetch.order.sequence import Positions
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.manifest import SampleTable
-from lightning_dlres.prefetch.storage.readers import Reader, check
+from lightning_dlres.prefetch.storage.readers import Reader, checksum_error
 from lightning_dlres.prefetch.storage.store_writer import StoreWriter
 
-_AT_ONCE = 256
+# Samples that are read with one call.
+_SAMPLES_PER_READ = 256
 
 
 def put(
@@ -27,53 +31,61 @@ def put(
     encode: Callable[[Any], bytes] | None = None,
     encoding: str = "raw",
     progress: Callable[[int, int], None] | None = None,
-    noted: Callable[[str], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
     **source_arguments: Any,
 ) -> SampleTable:
     """Write a store and return its table.
 
     Args:
-        source: a folder, store, listing or URL (see `open_reader`), or a map-style data set.
-        directory: made where it is missing.
-        packs: in how many files; sample i goes into file i mod `packs`.
-        overwrite: whether a store that is there is replaced.
-        encode: turns an item of a data set into bytes; None: the items are bytes.
-        encoding: what to note about these bytes.
-        progress: called with how many samples are written, and of how many.
-        noted: called with what users are to know of the source, in a line.
-        source_arguments: further arguments of `open_reader`.
+        source: A folder, store, listing or URL (see `open_reader`), or a map-style data set.
+        directory: Directory of the store; made if it is missing.
+        packs: Number of pack files; sample i goes into pack i mod `packs`.
+        overwrite: True to replace a store that is there.
+        encode: Function that turns an item of a data set into bytes; None if items are bytes.
+        encoding: Name of the meaning of these bytes, see `SampleTable`.
+        progress: Called with the number of samples written so far, and of all samples.
+        on_note: Called with the reader's line for users, if there is one; see `Reader`.
+        source_arguments: Further arguments of `open_reader`.
 
     Raises:
-        ConfigError: the source cannot be read, or the directory has a store already or cannot be
-            written to. What was there stays.
-        StorageError: a sample cannot be read.
+        ConfigError: If the source cannot be read, or the directory has a store already or cannot
+            be written to. A store that was there stays.
+        StorageError: If a sample cannot be read.
     """
     target = Path(directory).expanduser()
     writer = StoreWriter(target, packs, overwrite)
     if isinstance(source, (str, Path)) and target.exists() and _is_same(source, target):
         raise ConfigError(
-            f"The directory of a store must be another than its source, got {target} for both. "
-            "Pass another directory."
+            f"directory must be another folder than the source, got {target} for both. Pass "
+            "another directory."
         )
-    total, items, encoding = _items(source, encode, encoding, noted, source_arguments)
+    total, items, encoding = _items(source, encode, encoding, on_note, source_arguments)
     with writer:
-        for number, (key, data) in enumerate(items):
+        for written, (key, data) in enumerate(items, 1):
             writer.write(key, data)
             if progress:
-                progress(number + 1, total)
+                progress(written, total)
         return writer.commit(encoding)
 
 
-def damaged(reader: Reader, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-    """Read a whole source and yield what is wrong, one line for each damaged or missing sample."""
+def find_damage(
+    reader: Reader, progress: Callable[[int, int], None] | None = None
+) -> Iterator[str]:
+    """Read a whole source and yield a line for each damaged or missing sample.
+
+    Args:
+        reader: Reader of the source.
+        progress: Called with the number of samples read so far, and of all samples.
+    """
     total = len(reader.table)
-    for first in range(0, total, _AT_ONCE):
-        numbers = np.arange(first, min(first + _AT_ONCE, total), dtype=np.uint32)
-        if _damage(reader, numbers):
-            # One by one, to name every one.
-            yield from filter(None, (_damage(reader, one) for one in numbers.reshape(-1, 1)))
+    for first in range(0, total, _SAMPLES_PER_READ):
+        sample_ids = np.arange(first, min(first + _SAMPLES_PER_READ, total), dtype=np.uint32)
+        if _read_error(reader, sample_ids):
+            # Read the samples again one by one, to name each that is damaged.
+            errors = (_read_error(reader, one) for one in sample_ids.reshape(-1, 1))
+            yield from filter(None, errors)
         if progress:
-            progress(int(numbers[-1]) + 1, total)
+            progress(int(sample_ids[-1]) + 1, total)
 
 
 def _is_same(source: str | Path, target: Path) -> bool:
@@ -81,9 +93,9 @@ def _is_same(source: str | Path, target: Path) -> bool:
     return path.exists() and path.samefile(target)
 
 
-def _damage(reader: Reader, numbers: Any) -> str | None:
+def _read_error(reader: Reader, sample_ids: Positions) -> str | None:
     try:
-        return check(reader.table, numbers, reader.read(numbers))
+        return checksum_error(reader.table, sample_ids, reader.read(sample_ids))
     except (StorageError, OSError) as error:
         return str(error)
 
@@ -92,13 +104,13 @@ def _items(
     source: Any,
     encode: Callable[[Any], bytes] | None,
     encoding: str,
-    noted: Callable[[str], None] | None,
+    on_note: Callable[[str], None] | None,
     source_arguments: Mapping[str, Any],
 ) -> tuple[int, Iterator[tuple[str, bytes]], str]:
     if isinstance(source, (str, Path)):
         reader = open_reader(source, **source_arguments)
-        if noted and reader.note:
-            noted(reader.note)
+        if on_note and reader.note:
+            on_note(reader.note)
         return len(reader.table), _read_all(reader), reader.table.encoding
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
         raise ConfigError(
@@ -110,29 +122,30 @@ def _items(
 
 
 def _read_all(reader: Reader) -> Iterator[tuple[str, bytes]]:
-    for first in range(0, len(reader.table), _AT_ONCE):
-        numbers = np.arange(first, min(first + _AT_ONCE, len(reader.table)), dtype=np.uint32)
-        found = reader.read(numbers)
-        if wrong := check(reader.table, numbers, found):
-            raise StorageError(f"{wrong}. Nothing was written.")
-        yield from zip(map(reader.table.key, numbers.tolist()), found, strict=True)
+    for first in range(0, len(reader.table), _SAMPLES_PER_READ):
+        end = min(first + _SAMPLES_PER_READ, len(reader.table))
+        sample_ids = np.arange(first, end, dtype=np.uint32)
+        samples = reader.read(sample_ids)
+        if problem := checksum_error(reader.table, sample_ids, samples):
+            raise StorageError(f"{problem}. No store was written; repair the source first.")
+        yield from zip(map(reader.table.key, sample_ids.tolist()), samples, strict=True)
 
 
 def _encode_all(source: Any, encode: Callable[[Any], bytes] | None) -> Iterator[tuple[str, bytes]]:
     width = len(str(max(len(source) - 1, 0)))
-    for number in range(len(source)):
-        item = source[number]
+    for index in range(len(source)):
+        item = source[index]
         try:
             data = encode(item) if encode else item
         except ConfigError as error:
-            raise ConfigError(f"Item {number} of the data set: {error}") from error
+            raise ConfigError(f"Item {index} of the data set: {error}") from error
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise ConfigError(
                 got_expected(
-                    f"item {number} of the data set",
+                    f"item {index} of the data set",
                     type(data).__name__,
                     "bytes",
                     "an `encode` that returns bytes",
                 )
             )
-        yield f"{number:0{width}d}", bytes(data)
+        yield f"{index:0{width}d}", bytes(data)

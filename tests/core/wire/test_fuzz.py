@@ -134,7 +134,7 @@ def test_a_storage_node(stack: ExitStack, folder: Path, count: int) -> None:
     typed = [
         np.arange(SAMPLES, dtype="<u4").tobytes(),
         np.zeros(10_000, "<u4").tobytes(),
-        msgspec.msgpack.encode(protocol.PartWish(0, SAMPLES)),
+        msgspec.msgpack.encode(protocol.TableRows(0, SAMPLES)),
     ]
     attack(stack, node.endpoint, count, [protocol.HELLO, protocol.TABLE, protocol.GET], typed, good)
     wait_until(lambda: node.refused > count // 4, "most of it has come and was refused")

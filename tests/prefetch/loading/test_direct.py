@@ -22,7 +22,7 @@ from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.local_samples import WorkerReads
 from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import mixed, shuffled
-from lightning_dlres.prefetch.storage import files, local_reads
+from lightning_dlres.prefetch.storage import file_storage, local_reads
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.writer import put
 from tests.support.sample_files import SAMPLES, bytes_of, pack_of
@@ -149,7 +149,7 @@ def test_a_file_that_changes_is_named(
     batches = direct(stack, tmp_path, num_workers=workers, worker_type=kind)
     assert len(batches) == 1
     change(tmp_path / "b")
-    with pytest.raises(StorageError, match=rf"sample 'b' \(number 1\): .*{words}"):
+    with pytest.raises(StorageError, match=rf"sample 'b' \(sample_id 1\): .*{words}"):
         list(batches)
 
 
@@ -160,7 +160,7 @@ def test_damage_is_named(stack: ExitStack, folder: Path, tmp_path: Path) -> None
     data[0] ^= 1
     pack.write_bytes(data)
     batches = direct(stack, tmp_path, cache={"timeout": 0.1})
-    with pytest.raises(StorageError, match=r"'part0/sample 001.bin' \(number 1\) is damaged"):
+    with pytest.raises(StorageError, match=r"'part0/sample 001.bin' \(sample_id 1\) is damaged"):
         list(batches)
 
 
@@ -188,7 +188,7 @@ def test_a_read_that_hangs_is_an_error(
     client = batches.client
     assert isinstance(client, DirectClient)
     monkeypatch.setattr(client.reader, "read_joined", lambda numbers: let_go.wait(60))
-    monkeypatch.setattr(files, "GRACE", 0.05)
+    monkeypatch.setattr(file_storage, "GRACE", 0.05)
     with pytest.raises(StorageError, match="reading has hung"):
         next(iter(batches))
 
@@ -199,7 +199,7 @@ def test_a_read_that_hangs_in_a_worker_process_is_an_error(
     for name in "ab":
         (tmp_path / name).write_bytes(b"12345")
     # Workers that are forked have it, too; others wait for longer.
-    monkeypatch.setattr(files, "GRACE", 0.05)
+    monkeypatch.setattr(file_storage, "GRACE", 0.05)
     batches = direct(stack, tmp_path, num_workers=1, worker_type="process", cache={"timeout": 0.1})
     assert len(batches) == 1
     (tmp_path / "b").unlink()
@@ -219,7 +219,7 @@ def test_no_more_is_read_ahead_than_there_is_room_for(stack: ExitStack, folder: 
 
 
 def test_memory_is_used_again_when_nothing_looks_at_it() -> None:
-    buffers = local_reads.Buffers(most=2)
+    buffers = local_reads.BufferPool(most=2)
     first = buffers.get(100)
     first[:] = 1
     view, tensor = memoryview(first[10:20]), torch.from_numpy(first[20:30])
@@ -241,7 +241,7 @@ def test_memory_is_used_again_when_nothing_looks_at_it() -> None:
 
 
 def test_forked_processes_have_memory_of_their_own() -> None:
-    buffers = local_reads.Buffers()
+    buffers = local_reads.BufferPool()
     buffers.get(10)[:] = 1
     kept = buffers.get(10)
     child = os.fork()

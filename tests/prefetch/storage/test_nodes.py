@@ -259,7 +259,7 @@ def test_a_file_that_changes_behind_a_node_is_told_at_once(
         path.write_bytes(bytes_of(2) + b"x")
     (reply,) = fetch(alone, [0, 2])
     assert isinstance(reply.data, StorageError)
-    assert "'part0/sample 002.bin' (number 2)" in str(reply.data)
+    assert "'part0/sample 002.bin' (sample_id 2)" in str(reply.data)
     assert ("No such file" if change == "gone" else "more than the") in str(reply.data)
     check(twice, fetch(twice, [0, 2]), [0, 2])
 
@@ -324,14 +324,14 @@ def test_nonsense_is_refused_and_others_are_served_on(stack: ExitStack, store: P
     nodes = start(stack, store)
     client = Client("stranger", nodes.endpoints[0])
     stack.callback(client.close)
-    wish = msgspec.msgpack.encode(protocol.PartWish(0, SAMPLES + 1))
+    rows = msgspec.msgpack.encode(protocol.TableRows(0, SAMPLES + 1))
     for kind, payload in [
         ("sing", b""),
         (protocol.GET, b"abc"),
         (protocol.GET, b""),
         (protocol.GET, np.array([SAMPLES], "<u4").tobytes()),
         (protocol.TABLE, b"\xc1"),
-        (protocol.TABLE, wish),
+        (protocol.TABLE, rows),
     ]:
         number = client.send(kind, payload)
         message = client.expect(20, "a refusal")
@@ -353,7 +353,7 @@ def test_files_that_are_gone_from_a_folder_whose_name_is_not_utf8(
     for _ in range(5):
         (reply,) = fetch(storage, [0])
         assert isinstance(reply.data, StorageError)
-        assert "Is the file still there" in str(reply.data)
+        assert "Check that the file is there" in str(reply.data)
 
 
 def test_what_a_client_has_asked_for_is_not_read_once_it_is_gone(

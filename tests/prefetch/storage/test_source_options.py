@@ -130,7 +130,7 @@ def test_bad_options_are_refused_and_not_shown(options: Any, words: str) -> None
 
 def test_a_file_that_is_no_json_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "o.json").write_text(f"token = {SECRET}")
-    with pytest.raises(ConfigError, match="is no JSON") as caught:
+    with pytest.raises(ConfigError, match="is not JSON") as caught:
         parse_storage_options(tmp_path / "o.json")
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 

@@ -25,13 +25,13 @@ from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.direct import DirectClient
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.ranks import Ranks
-from lightning_dlres.prefetch.storage import files, listings
-from lightning_dlres.prefetch.storage.files import FileStorage
+from lightning_dlres.prefetch.storage import file_storage, listings
+from lightning_dlres.prefetch.storage.file_storage import FileStorage
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader
 from lightning_dlres.prefetch.storage.registry import open_storage
-from lightning_dlres.prefetch.storage.writer import damaged, put
+from lightning_dlres.prefetch.storage.writer import find_damage, put
 from tests.support.examples import examples
 from tests.support.sample_files import SAMPLES, bytes_of, pack_of
 from tests.support.waiting import wait_until
@@ -100,7 +100,7 @@ def test_a_server_that_tells_no_sizes(tmp_path: Path, monkeypatch: pytest.Monkey
     # Asked for one by one it tells them.
     assert open_reader(f"memory://{tmp_path.name}").table.total_bytes == 1
     monkeypatch.setattr(MemoryFileSystem, "sizes", lambda _, paths: [None] * len(paths))
-    with pytest.raises(ConfigError, match=r"none of 'a' .*into a store"):
+    with pytest.raises(ConfigError, match=r"without the size of 'a'.*into a store"):
         open_reader(f"memory://{tmp_path.name}")
 
 
@@ -150,7 +150,7 @@ def test_names_on_pages_that_stand_for_no_text_or_folder_stay_quoted() -> None:
 def test_a_server_that_takes_long_to_list(
     web: tuple[str, threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listings, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(listings, "_REPORT_SECONDS", 0.01)
     web[1].clear()
     told: list[str] = []
 
@@ -283,14 +283,14 @@ def test_a_store_stays_whole_until_the_next_one_is(tmp_path: Path) -> None:
 
 def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
     put(folder, tmp_path, packs=2)
-    assert list(damaged(open_reader(tmp_path))) == []
+    assert list(find_damage(open_reader(tmp_path))) == []
     pack = pack_of(tmp_path, 1)
     data = bytearray(pack.read_bytes())
     # Sample 1 is the first of this pack.
     data[5] ^= 1
     pack.write_bytes(data[:-10])
-    lines = list(damaged(open_reader(tmp_path)))
-    assert "'part0/sample 001.bin' (number 1) is damaged" in lines[0]
+    lines = list(find_damage(open_reader(tmp_path)))
+    assert "'part0/sample 001.bin' (sample_id 1) is damaged" in lines[0]
     assert "got CRC-32" in lines[0]
     assert "'part1/sample 095.bin'" in lines[1]
     assert len(lines) == 2
@@ -301,15 +301,15 @@ def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
     [
         (lambda d: d / "nothing", "Nothing is there"),
         (lambda d: (d / "a.jpg").write_bytes(b"x") and d / "a.jpg", "ending is none"),
-        (lambda d: (d / "empty").mkdir() or d / "empty", "must have files"),
+        (lambda d: (d / "empty").mkdir() or d / "empty", "must be a folder with files"),
         (lambda d: "nosuch://bucket/x", "fsspec"),
         (lambda d: f"file://{d}/missing", "Nothing is there"),
         (lambda d: (d / "l.txt").write_text("gone.bin\n") and d / "l.txt", "gone.bin"),
         (lambda d: (d / "b.txt").write_bytes(b"\xe4.jpg\n") and d / "b.txt", "in UTF-8"),
-        (lambda d: os.mkfifo(d / "pipe") or d, "must be a file"),
+        (lambda d: os.mkfifo(d / "pipe") or d, "must be a regular file"),
         (lambda d: (d / os.fsdecode(b"\xe4.jpg")).write_bytes(b"x") and d, "in UTF-8"),
         (lambda d: (d / "gone").symlink_to(d / "x") or d, "No such file"),
-        (lambda d: (d / "e.txt").write_text("\n") and d / "e.txt", "a data set"),
+        (lambda d: (d / "e.txt").write_text("\n") and d / "e.txt", "A data set must have"),
         (
             lambda d: (d / MANIFEST).write_bytes(b"x" * 600) and d,
             "must be a manifest",
@@ -329,7 +329,7 @@ def test_files_that_change_or_vanish_are_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"sample 'b'.*got more than the 5 bytes"):
         reader.read(np.arange(3, dtype=np.uint32))
     (tmp_path / "a").unlink()
-    with pytest.raises(StorageError, match=r"sample 'a' \(number 0\): No such file"):
+    with pytest.raises(StorageError, match=r"sample 'a' \(sample_id 0\): No such file"):
         reader.read(np.arange(3, dtype=np.uint32))
 
 
@@ -362,7 +362,7 @@ def test_a_damaged_store_is_tried_again_and_then_an_error(folder: Path, tmp_path
     replies = []
     wait_until(lambda: replies.extend(storage.replies()) or replies, "there is a reply")
     assert isinstance(replies[0].data, StorageError)
-    assert "'part0/sample 001.bin' (number 1) is damaged" in str(replies[0].data)
+    assert "'part0/sample 001.bin' (sample_id 1) is damaged" in str(replies[0].data)
     storage.close()
 
 
@@ -372,7 +372,7 @@ def test_a_read_that_hangs_is_an_error_and_does_not_keep_anybody(
     let_go = threading.Event()
     reader = open_reader(folder)
     monkeypatch.setattr(reader, "read_joined", lambda numbers: let_go.wait(60))
-    monkeypatch.setattr(files, "GRACE", 0.05)
+    monkeypatch.setattr(file_storage, "GRACE", 0.05)
     storage = FileStorage(reader, read_threads=1, timeout=0.2)
     for fetch_id in range(2):
         # The second is not even begun.
@@ -397,7 +397,7 @@ def test_tables_come_back_whole_and_in_parts(
     sums = [size % 2**32 for _, size in rows] if summed else None
     table = SampleTable.build([k for k, _ in rows], [s for _, s in rows], sums, packs=2)
     cut = data.draw(st.integers(1, len(rows)))
-    parts = [table.part(0, cut)] + ([table.part(cut, len(rows) - cut)] if cut < len(rows) else [])
+    parts = [table.rows(0, cut)] + ([table.rows(cut, len(rows) - cut)] if cut < len(rows) else [])
     whole = SampleTable.join(
         [
             SampleTable.from_bytes(np.frombuffer(b"".join(p.to_bytes()), np.uint8), "x")

@@ -19,7 +19,7 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError, StorageError
 from lightning_dlres.core.host.locks import locked
 from lightning_dlres.prefetch.loading.items import encode_item
 from lightning_dlres.prefetch.storage import readers, store_writer
-from lightning_dlres.prefetch.storage.files import read_in_time
+from lightning_dlres.prefetch.storage.file_storage import read_in_time
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
@@ -63,7 +63,7 @@ def test_a_disk_that_is_full_at_any_moment_leaves_a_whole_store(
     before = names(tmp_path)
     with monkeypatch.context() as patched:
         failing(patched, at, OSError(number, os.strerror(number)))
-        with pytest.raises(ConfigError, match=r"cannot be written: .*Free some room there"):
+        with pytest.raises(ConfigError, match=r"cannot be written: .*Free some space there"):
             put(NEW, tmp_path, packs=2, overwrite=True)
     if at == SYNCS - 1:
         # The new manifest is there.
@@ -158,7 +158,7 @@ def test_readers_of_a_store_that_is_replaced_never_mix_the_two(tmp_path: Path) -
     put([b"ONE", b"TWO", b"THREE"], tmp_path, overwrite=True)
     # The file that is open stays until it is closed.
     assert reading.read(every) == OLD
-    with pytest.raises(StorageError, match="Is the file still there"):
+    with pytest.raises(StorageError, match="Check that the file is there"):
         late.read(every)
 
 
@@ -202,7 +202,7 @@ def test_a_store_of_more_packs_than_files_may_be_open(
     open_files, opened, closed = set(), os.open, os.close
 
     def limited_open(*arguments: Any) -> int:
-        if len(open_files) == 5 + readers._MOST_PASSING:
+        if len(open_files) == 5 + readers._MOST_TEMPORARY:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         open_files.add(opened(*arguments))
         return max(open_files)
@@ -221,7 +221,7 @@ def test_a_store_of_more_packs_than_files_may_be_open(
     assert reader.read(every) == samples
     assert len(open_files) == 5
     # What opens no more files is told at once, with the limit's name.
-    open_files.update(range(-readers._MOST_PASSING, 0))
+    open_files.update(range(-readers._MOST_TEMPORARY, 0))
     with pytest.raises(StorageError, match=r"sample '039'.*ulimit -n"):
         read_in_time(reader, every[39:40], 1e6, threading.Event())
     monkeypatch.undo()
@@ -285,14 +285,14 @@ def table_of(keys: bytes, ends: list[int], sizes: list[int], **more: Any) -> Sam
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        (table_of(b"a\xffb", [1, 3], [1, 1]), "no text in UTF-8"),
-        (table_of("é".encode(), [1, 2], [1, 1]), "no text in UTF-8"),
-        (table_of("aé".encode()[:2], [1, 2], [1, 1]), "no text in UTF-8"),
-        (table_of(b"\xed\xa0\x80", [3], [1]), "no text in UTF-8"),
-        (table_of(b"ab", [3, 2], [1, 1]), "contradict"),
-        (table_of(b"ab", [-(1 << 63), 2], [1, 1]), "contradict"),
-        (table_of(b"ab", [1, 2], [1, -1]), "contradict"),
-        (table_of(b"ab", [1, 2], [1 << 62, 1 << 62]), "contradict"),
+        (table_of(b"a\xffb", [1, 3], [1, 1]), "not UTF-8"),
+        (table_of("é".encode(), [1, 2], [1, 1]), "not UTF-8"),
+        (table_of("aé".encode()[:2], [1, 2], [1, 1]), "not UTF-8"),
+        (table_of(b"\xed\xa0\x80", [3], [1]), "not UTF-8"),
+        (table_of(b"ab", [3, 2], [1, 1]), "out of range"),
+        (table_of(b"ab", [-(1 << 63), 2], [1, 1]), "out of range"),
+        (table_of(b"ab", [1, 2], [1, -1]), "out of range"),
+        (table_of(b"ab", [1, 2], [1 << 62, 1 << 62]), "out of range"),
         (table_of(b"ab", [1, 2], [1, 1], packs=1 << 40), "no header"),
         (table_of(b"ab", [1, 2], [1, 1], packs=-1), "no header"),
         (table_of(b"ab", [1, 2], [1, 1], packs=1, packs_id="../../../etc"), "no header"),
@@ -321,7 +321,7 @@ def test_a_hostile_storage_node_is_a_typed_error(folder: Path) -> None:
 
     with (
         StoreNode(Hostile()) as node,  # type: ignore[arg-type]
-        pytest.raises(ProtocolError, match=r"storage node 0 .*no text in UTF-8"),
+        pytest.raises(ProtocolError, match=r"storage node 0 .*not UTF-8"),
     ):
         NodeStorage([node.endpoint], timeout=20)
 

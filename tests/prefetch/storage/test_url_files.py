@@ -214,7 +214,7 @@ def test_markers_of_folders_are_no_samples(
     [
         (b"1234567", "got more than the 5 bytes"),
         (b"123", "got 3 bytes of the 5 bytes"),
-        (None, "Is the file still there"),
+        (None, "Check that the file is there"),
     ],
 )
 def test_an_object_that_changes_is_named(
@@ -228,7 +228,7 @@ def test_an_object_that_changes_is_named(
         system.rm(f"{root}/b")
     else:
         system.pipe(f"{root}/b", now)
-    with pytest.raises(StorageError, match=rf"sample 'b' \(number 1\): .*{words}"):
+    with pytest.raises(StorageError, match=rf"sample 'b' \(sample_id 1\): .*{words}"):
         reader.read(np.arange(3, dtype=np.uint32))
 
 
@@ -281,7 +281,7 @@ def test_lines_of_a_listing_that_only_in_part_was_written_on_windows(tmp_path: P
     for name in "ab":
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "list.txt").write_bytes(b"a\r\nb\n")
-    with pytest.raises(ConfigError, match="one without the carriage return"):
+    with pytest.raises(ConfigError, match="only a file without the carriage return"):
         open_reader(tmp_path / "list.txt")
 
 

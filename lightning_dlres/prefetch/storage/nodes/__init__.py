@@ -1,1 +1,1 @@
-"""Storage nodes: servers that send many samples in one reply, and their client."""
+"""Storage nodes: servers that send many samples in one reply, and the storage that asks them."""

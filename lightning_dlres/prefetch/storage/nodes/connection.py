@@ -1,5 +1,7 @@
-"""The thread that talks to one storage node: sends what is asked, and says of every try how it
-ended, be it that the node is silent, gone, or sends nonsense.
+"""Thread that talks to one storage node.
+
+It sends requests and reports how each attempt ended, also if the node is silent, gone, or sends
+invalid messages.
 """
 
 from __future__ import annotations
@@ -18,15 +20,23 @@ from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.prefetch.storage.nodes import protocol
 
-Wrong = Callable[[protocol.Welcome], str | None]
+# Returns the reason for which a node must not be used, by its welcome; None if it may be used.
+CheckWelcome = Callable[[protocol.Welcome], str | None]
+# Seconds after which the thread looks at its state even if no message comes.
 _LONGEST_WAIT = 1.0
-# So long one that was silent is asked only where nobody else can be; unless it answers late.
-_DOUBT = 10.0
+# Seconds for which a node that did not answer is avoided if a replica can be asked. An answer, even
+# a late one, ends them.
+_SUSPECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """Why there is no reply; `is_final`: the node will not have the samples at another try."""
+    """Reason for which an attempt gave no answer.
+
+    Attributes:
+        text: The reason.
+        is_final: True if the node will not have the samples at another attempt either.
+    """
 
     text: str
     is_final: bool = False
@@ -37,7 +47,15 @@ Outcome = Message | RequestFailure
 
 @dataclass(eq=False)
 class RequestAttempt:
-    """One try of a request: not before `start`, given up at `until` (seconds of `monotonic`)."""
+    """One attempt to send a request to one node. Times are in seconds of `time.monotonic`.
+
+    Attributes:
+        payload: Payload of a "get".
+        start: Time before which it is not sent.
+        until: Time at which it has failed.
+        context: Request and node, for the owner of the connection.
+        sent: Time at which it was sent.
+    """
 
     payload: bytes
     start: float
@@ -47,31 +65,34 @@ class RequestAttempt:
 
 
 class NodeConnection:
-    """A connection to a node.
+    """Connection to a node.
 
     Args:
-        client: handed over: only this thread uses it from now on.
-        name: of the node, for errors.
-        settled: called in this thread with every order and how it ended.
-        reachable: whether the node is known to be.
-        wrong: what is wrong with a node that says this of itself, None where nothing is. Every
-            connection begins with that: behind an address may be another node than before.
+        client: Connected client. From now on only this connection's thread uses it.
+        name: Name of the node, for errors.
+        on_outcome: Called in this connection's thread with every attempt and its outcome.
+        is_reachable: True if the node has answered before.
+        check_welcome: Checks the welcome with which each connection begins. The process behind an
+            address may be another node than before.
     """
 
     def __init__(
         self,
         client: Client,
         name: str,
-        settled: Callable[[RequestAttempt, Outcome], None],
-        reachable: bool,
-        wrong: Wrong,
+        on_outcome: Callable[[RequestAttempt, Outcome], None],
+        is_reachable: bool,
+        check_welcome: CheckWelcome,
     ) -> None:
-        self._reachable, self._doubted_until = reachable, 0.0
-        self._wrong = wrong
-        # Of this connection: the greeting that was not answered yet, and whether, and how, it was.
-        self._greeting, self._is_greeted = -1, False
+        self._is_reachable, self._suspect_until = is_reachable, 0.0
+        self._check_welcome = check_welcome
+        # State of the present connection: the sequence number of its hello, and the answer to it.
+        # Neither welcomed nor refused: no answer has come yet.
+        self._hello_sequence, self._is_welcomed = -1, False
         self._refusal: RequestFailure | None = None
-        self._client, self._name, self._settled = client, name, settled
+        self._client, self._name, self._on_outcome = client, name, on_outcome
+        # Attempts pass from `_new` (appended to by any thread) to `_waiting` (until their time has
+        # come, and the node has welcomed this client) to `_sent` (by sequence number).
         self._new: deque[RequestAttempt] = deque()
         self._waiting: list[RequestAttempt] = []
         self._sent: dict[int, RequestAttempt] = {}
@@ -79,17 +100,17 @@ class NodeConnection:
         self._thread = start_service(self._run, f"dlres {name}")
 
     @property
-    def answers(self) -> bool:
-        """Whether the node is likely to answer: it is connected, and was not silent just now."""
-        return self._reachable and time.monotonic() >= self._doubted_until
+    def is_responsive(self) -> bool:
+        """True if the node is likely to answer: it is connected, and was not silent recently."""
+        return self._is_reachable and time.monotonic() >= self._suspect_until
 
-    def ask(self, order: RequestAttempt) -> None:
-        """Send an order when its time has come; for any thread."""
-        self._new.append(order)
+    def submit(self, attempt: RequestAttempt) -> None:
+        """Send a request when its time has come. May be called from any thread."""
+        self._new.append(attempt)
         self._client.interrupt()
 
     def close(self) -> None:
-        """Stop; orders under way are forgotten."""
+        """End the thread. Attempts in flight get no outcome."""
         self._closing.set()
         self._client.interrupt()
         self._thread.join()
@@ -100,85 +121,88 @@ class NodeConnection:
             try:
                 message = self._client.receive(self._pause())
             except ProtocolError as error:
-                # Which order it was for cannot be known; those that were sent are tried again.
+                # An invalid message does not show its request: all that were sent have failed.
                 self._fail_sent(str(error))
                 message = None
             if message is not None and message.kind == protocol.WELCOME:
-                self._be_welcomed(message)
+                self._handle_welcome(message)
             elif message is not None:
-                self._doubted_until = 0.0
-                # The reply to an order that was given up comes late, and is dropped.
-                order = self._sent.pop(message.sequence, None)
-                if order is not None:
-                    self._settled(order, message)
+                self._suspect_until = 0.0
+                # None for a late answer to an attempt that has failed already: it is dropped.
+                attempt = self._sent.pop(message.sequence, None)
+                if attempt is not None:
+                    self._on_outcome(attempt, message)
             self._watch_connection()
             self._send_due()
-            self._give_up_late()
+            self._fail_late()
 
     def _pause(self) -> float:
+        """Return the seconds until the next event that no message announces."""
         if self._new:
             return 0.0
-        is_told = self._is_greeted or self._refusal is not None
-        times = [order.start if is_told else order.until for order in self._waiting]
-        times += [order.until for order in self._sent.values()]
+        can_send = self._is_welcomed or self._refusal is not None
+        times = [attempt.start if can_send else attempt.until for attempt in self._waiting]
+        times += [attempt.until for attempt in self._sent.values()]
         return max(0.0, min([_LONGEST_WAIT, *(t - time.monotonic() for t in times)]))
 
     def _watch_connection(self) -> None:
         for event in self._client.connection_events():
-            self._is_greeted, self._refusal = False, None
+            self._is_welcomed, self._refusal = False, None
             if event.opened:
                 with contextlib.suppress(PeerError):
-                    self._greeting = self._client.send(protocol.HELLO)
+                    self._hello_sequence = self._client.send(protocol.HELLO)
             else:
-                self._reachable = False
+                self._is_reachable = False
                 self._fail_sent("it closed the connection")
 
-    def _be_welcomed(self, message: Message) -> None:
-        if message.sequence != self._greeting:
+    def _handle_welcome(self, message: Message) -> None:
+        # The answer to the hello of an earlier connection says nothing about this one.
+        if message.sequence != self._hello_sequence:
             return
         try:
-            wrong = self._wrong(message.decode(protocol.Welcome))
-            self._refusal = None if wrong is None else RequestFailure(wrong, is_final=True)
+            problem = self._check_welcome(message.decode(protocol.Welcome))
+            self._refusal = None if problem is None else RequestFailure(problem, is_final=True)
         except ProtocolError as error:
             self._refusal = RequestFailure(str(error))
-        self._is_greeted = self._reachable = self._refusal is None
-        self._doubted_until = 0.0
+        self._is_welcomed = self._is_reachable = self._refusal is None
+        self._suspect_until = 0.0
 
     def _send_due(self) -> None:
         while self._new:
             self._waiting.append(self._new.popleft())
-        if not self._is_greeted and self._refusal is None:
+        if not self._is_welcomed and self._refusal is None:
             return
         now = time.monotonic()
-        due = [order for order in self._waiting if order.start <= now]
-        self._waiting = [order for order in self._waiting if order.start > now]
-        for order in due:
+        due = [attempt for attempt in self._waiting if attempt.start <= now]
+        self._waiting = [attempt for attempt in self._waiting if attempt.start > now]
+        for attempt in due:
             if self._refusal is not None:
-                self._settled(order, self._refusal)
+                self._on_outcome(attempt, self._refusal)
                 continue
             try:
-                number = self._client.send(protocol.GET, order.payload)
+                sequence = self._client.send(protocol.GET, attempt.payload)
             except PeerError as error:
-                self._settled(order, RequestFailure(str(error)))
+                self._on_outcome(attempt, RequestFailure(str(error)))
                 continue
-            order.sent = now
-            self._sent[number] = order
+            attempt.sent = now
+            self._sent[sequence] = attempt
 
-    def _give_up_late(self) -> None:
+    def _fail_late(self) -> None:
         now = time.monotonic()
-        late = [order for order in self._waiting if order.until <= now]
-        self._waiting = [order for order in self._waiting if order.until > now]
-        for order in late:
-            waited = format_seconds(now - order.start)
-            self._settled(order, RequestFailure(f"no connection for {waited}"))
-        for number, order in list(self._sent.items()):
-            if order.until <= now:
-                del self._sent[number]
-                self._doubted_until = now + _DOUBT
-                waited = format_seconds(now - order.sent)
-                self._settled(order, RequestFailure(f"no answer for {waited}"))
+        late = [attempt for attempt in self._waiting if attempt.until <= now]
+        self._waiting = [attempt for attempt in self._waiting if attempt.until > now]
+        for attempt in late:
+            waited = format_seconds(now - attempt.start)
+            self._on_outcome(attempt, RequestFailure(f"no connection for {waited}"))
+        for sequence, attempt in list(self._sent.items()):
+            if attempt.until <= now:
+                del self._sent[sequence]
+                self._suspect_until = now + _SUSPECT_SECONDS
+                waited = format_seconds(now - attempt.sent)
+                self._on_outcome(attempt, RequestFailure(f"no answer for {waited}"))
 
-    def _fail_sent(self, why: str) -> None:
-        orders, self._sent = list(self._sent.values()), {}
-        for order in orders:
-            self._settled(order, RequestFailure(why))
+    def _fail_sent(self, reason: str) -> None:
+        # Cleared first: `on_outcome` may submit the request again.
+        attempts, self._sent = list(self._sent.values()), {}
+        for attempt in attempts:
+            self._on_outcome(attempt, RequestFailure(reason))

@@ -1,4 +1,4 @@
-"""Storage nodes inside of the cache's process: what runs on many hosts, on one."""
+"""Storage backend of nodes inside of the cache's process, over a source of this host."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class EmbeddedStorage(Storage):
         self.note = reader.note
         self._inner.on_reply = self._forward
 
-    def submit(self, fetch_id: int, node: int, numbers: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, sample_ids: Positions) -> None:
         """See `Storage`."""
-        self._inner.submit(fetch_id, node, numbers)
+        self._inner.submit(fetch_id, node, sample_ids)
 
     def replies(self) -> list[Reply]:
         """See `Storage`."""

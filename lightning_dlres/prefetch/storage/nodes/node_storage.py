@@ -1,11 +1,12 @@
-"""Storage nodes as storage: every request goes to the node of its samples, and on to their replicas
-or to the same node again where that fails, until a deadline.
+"""Storage backend of nodes that run elsewhere.
+
+Each fetch is sent to the node of its samples. If that fails, it is sent to the nodes with replicas,
+or to the same node again, until a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -38,34 +39,52 @@ from lightning_dlres.prefetch.storage.nodes.connection import (
     RequestAttempt,
     RequestFailure,
 )
-from lightning_dlres.prefetch.storage.readers import check
+from lightning_dlres.prefetch.storage.readers import checksum_error
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
-_TABLE_PART = 1 << 18
-# How long is waited for nodes whose samples others have, too.
-_GREETING = 2.0
+# Rows of the table that are requested at once.
+_TABLE_ROWS = 1 << 18
+# Seconds to wait at the start for nodes whose samples other nodes have, too.
+_WELCOME_SECONDS = 2.0
+# Seconds between two rounds of attempts; the pause doubles after each round.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 
 @dataclass(frozen=True)
 class Identity:
-    """How to be let in by nodes that use CURVE: one's own keys and the nodes' public key."""
+    """Keys for nodes that use CURVE.
+
+    Attributes:
+        curve: The client's own keys.
+        server_key: Public key of the nodes.
+    """
 
     curve: CurveKeys
     server_key: bytes
 
 
 @dataclass(eq=False)
-class _Request:
+class _NodeFetch:
+    """Fetch in flight. An answer may have only its first samples, so it shrinks as answers come.
+
+    Attributes:
+        fetch_id: The id of `Storage.submit`.
+        node: Node that has the samples; the next nodes have their replicas.
+        missing_ids: uint32[n], samples that have not come yet, behind those of `pieces`.
+        deadline: Time at which the fetch fails, in seconds of `time.monotonic`.
+        tries: Number of attempts that have failed.
+        pieces: Samples that have come, in order.
+        reasons: Reasons of the failed attempts.
+        lost: Nodes that will not have the samples at another attempt either, with the reasons.
+    """
+
     fetch_id: int
     node: int
-    # What is still to come; behind `pieces`, which have.
-    numbers: Positions
+    missing_ids: Positions
     deadline: float
     tries: int = 0
     pieces: list[NDArray[np.uint8]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    # Nodes that will not have the samples, however often they are asked, and why.
     lost: dict[int, str] = field(default_factory=dict)
 
 
@@ -73,15 +92,16 @@ class NodeStorage(Storage):
     """N storage nodes that run elsewhere.
 
     Args:
-        endpoints: of the nodes, in order: sample i is on node i mod N.
-        replicas: r: sample i is also on the next r - 1 nodes.
-        timeout: seconds after which a request has failed for good.
-        identity: for nodes that use CURVE.
+        endpoints: Addresses of the nodes, in order: sample i is on node i mod N.
+        replicas: Number of nodes that have each sample, r: sample i is also on the r - 1 nodes
+            after its own.
+        timeout: Seconds after which a fetch has failed for good.
+        identity: Keys for nodes that use CURVE; None for nodes without.
 
     Raises:
-        ConfigError: fewer nodes than replicas, or the nodes serve different data sets or call
-            themselves by other numbers.
-        PeerTimeoutError: a node does not answer, and no replica does.
+        ConfigError: If there are fewer nodes than replicas, or the nodes serve different data sets
+            or are in another order.
+        PeerTimeoutError: If neither a node answers nor one with its replicas.
     """
 
     def __init__(
@@ -105,32 +125,31 @@ class NodeStorage(Storage):
         self._endpoints, self._replicas, self._timeout = list(endpoints), replicas, timeout
         self._identity = identity
         self._largest = 0
-        # A slow node is left for its replica earlier than for good.
-        self._patience = timeout / (3 if replicas == 1 else 2 * replicas)
-        self._lock = threading.Lock()
+        # Seconds of one attempt: the deadline leaves time for attempts at all replicas.
+        self._attempt_seconds = timeout / (3 if replicas == 1 else 2 * replicas)
         self._closed = False
         self.table, answering = self._greet()
         self._largest = int(self.table.sizes.max())
-        self._links = [
+        self._connections = [
             NodeConnection(
                 self._client(node),
                 self._name(node),
-                self._settled,
+                self._on_outcome,
                 node in answering,
-                partial(self._wrong, node),
+                partial(self._welcome_error, node),
             )
             for node in range(self.nodes)
         ]
 
-    def submit(self, fetch_id: int, node: int, numbers: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, sample_ids: Positions) -> None:
         """See `Storage`."""
-        self._try(_Request(fetch_id, node, numbers, time.monotonic() + self._timeout))
+        self._attempt(_NodeFetch(fetch_id, node, sample_ids, time.monotonic() + self._timeout))
 
     def close(self) -> None:
         """See `Storage`."""
         self._closed = True
-        for link in self._links:
-            link.close()
+        for connection in self._connections:
+            connection.close()
 
     def _client(self, node: int) -> Client:
         identity = self._identity
@@ -148,7 +167,8 @@ class NodeStorage(Storage):
         return f"storage node {node} ({self._endpoints[node]})"
 
     def _greet(self) -> tuple[SampleTable, set[int]]:
-        """Ask every node what it serves, and one for the table; return it, and who answers."""
+        """Say hello to every node and get the table from one; return it, and the nodes that have
+        answered."""
         start = time.monotonic()
         clients = [self._client(node) for node in range(self.nodes)]
         welcomes: dict[int, protocol.Welcome] = {}
@@ -156,13 +176,13 @@ class NodeStorage(Storage):
             for client in clients:
                 client.send(protocol.HELLO)
             for node, client in enumerate(clients):
-                # Those that have answered meanwhile need no time of their own.
-                left = max(0.0, start + min(_GREETING, self._timeout) - time.monotonic())
+                # One deadline for all: answers that have come before are read without a wait.
+                left = max(0.0, start + min(_WELCOME_SECONDS, self._timeout) - time.monotonic())
                 with contextlib.suppress(PeerTimeoutError):
                     welcomes[node] = client.expect(left, "").decode(protocol.Welcome)
             for node, client in enumerate(clients):
-                mirrors = {(node + other) % self.nodes for other in range(self._replicas)}
-                if not mirrors & welcomes.keys():
+                replicas = {(node + other) % self.nodes for other in range(self._replicas)}
+                if not replicas & welcomes.keys():
                     welcomes[node] = self._await_welcome(client, node, start + self._timeout)
             self._check(welcomes)
             first = min(welcomes)
@@ -185,14 +205,14 @@ class NodeStorage(Storage):
     def _check(self, welcomes: dict[int, protocol.Welcome]) -> None:
         first = min(welcomes)
         self._first, self._expected = self._name(first), welcomes[first]
-        # Nodes that served the data set when they were last asked.
+        # Nodes that have once served this data set.
         self._agreed: set[int] = set()
         for node, welcome in welcomes.items():
-            if (wrong := self._wrong(node, welcome)) is not None:
-                raise ConfigError(wrong)
+            if (problem := self._welcome_error(node, welcome)) is not None:
+                raise ConfigError(problem)
 
-    def _wrong(self, node: int, welcome: protocol.Welcome) -> str | None:
-        """Return why a node is not the one it should be."""
+    def _welcome_error(self, node: int, welcome: protocol.Welcome) -> str | None:
+        """Return the reason for which a node must not be used; None if it may be used."""
         if welcome.version != protocol.VERSION:
             return (
                 f"{self._name(node)} must have protocol {protocol.VERSION}, got "
@@ -206,8 +226,8 @@ class NodeStorage(Storage):
         expected = self._expected
         if (welcome.digest, welcome.contents) != (expected.digest, expected.contents):
             got = (
-                f"got {welcome.samples} samples ({_version(welcome)}) and {expected.samples} "
-                f"({_version(expected)})."
+                f"got {welcome.samples} samples ({_data_set(welcome)}) and {expected.samples} "
+                f"({_data_set(expected)})."
             )
             if node in self._agreed:
                 return (
@@ -225,9 +245,9 @@ class NodeStorage(Storage):
         parts: list[SampleTable] = []
         first = 0
         while first < welcome.samples:
-            count = min(_TABLE_PART, welcome.samples - first)
-            wish = protocol.PartWish(first, count)
-            client.send(protocol.TABLE, msgspec.msgpack.encode(wish))
+            count = min(_TABLE_ROWS, welcome.samples - first)
+            rows = protocol.TableRows(first, count)
+            client.send(protocol.TABLE, msgspec.msgpack.encode(rows))
             message = client.expect(self._timeout, "a part of the table")
             if message.kind != protocol.TABLE:
                 raise ProtocolError(f"{name}: {message.payload.decode(errors='replace')}")
@@ -235,77 +255,86 @@ class NodeStorage(Storage):
             try:
                 parts.append(SampleTable.from_bytes(data, name))
             except ConfigError as error:
-                # The bytes are a peer's, and no argument of this process's user.
+                # The bytes come from a peer; they are no argument of this process's user.
                 raise ProtocolError(str(error)) from error
             first += len(parts[-1])
         table = SampleTable.join(parts)
         if table.digest != welcome.digest:
             raise ProtocolError(
-                f"{name} sent a table with digest {table.digest}, expected {welcome.digest}. Did "
-                "its data set change? Start it again."
+                f"{name} sent a table with digest {table.digest}, expected {welcome.digest}. Its "
+                "data set may have changed: start the node again."
             )
         return table
 
-    def _try(self, request: _Request, pause: float = 0.0) -> None:
+    def _attempt(self, fetch: _NodeFetch, pause: float = 0.0) -> None:
+        """Send a fetch to a node, after a pause in seconds."""
         now = time.monotonic()
-        node = self._next_node(request)
-        until = min(request.deadline, now + pause + self._patience)
-        payload = protocol.pack_numbers(request.numbers[: protocol.REQUEST_SAMPLES])
-        self._links[node].ask(RequestAttempt(payload, now + pause, until, (request, node)))
+        node = self._next_node(fetch)
+        until = min(fetch.deadline, now + pause + self._attempt_seconds)
+        payload = protocol.pack_sample_ids(fetch.missing_ids[: protocol.REQUEST_SAMPLES])
+        attempt = RequestAttempt(payload, now + pause, until, (fetch, node))
+        self._connections[node].submit(attempt)
 
-    def _next_node(self, request: _Request) -> int:
-        """Return the node to try next: the replicas in turn, those that answer first."""
+    def _next_node(self, fetch: _NodeFetch) -> int:
+        """Return the node of the next attempt: the replicas in turn, responsive ones first."""
         order = [
-            (request.node + (request.tries + other) % self._replicas) % self.nodes
+            (fetch.node + (fetch.tries + other) % self._replicas) % self.nodes
             for other in range(self._replicas)
         ]
-        order = [node for node in order if node not in request.lost]
-        return next((node for node in order if self._links[node].answers), order[0])
+        order = [node for node in order if node not in fetch.lost]
+        return next((node for node in order if self._connections[node].is_responsive), order[0])
 
-    def _settled(self, order: RequestAttempt, outcome: Outcome) -> None:
-        """Handle the end of one try; for the threads of all links."""
-        request, node = order.context
-        assert isinstance(request, _Request)
-        failure = outcome
-        if isinstance(failure, Message):
-            found = self._accept(request, failure)
-            if found is None and not len(request.numbers):
-                self._reply(Reply(request.fetch_id, _joined(request.pieces)))
+    def _on_outcome(self, attempt: RequestAttempt, outcome: Outcome) -> None:
+        """Handle the end of one attempt, in the thread of the connection.
+
+        A fetch needs no lock: it has one attempt at a time, and so one thread at a time.
+        """
+        fetch, node = attempt.context
+        assert isinstance(fetch, _NodeFetch)
+        if isinstance(outcome, Message):
+            failure = self._accept(fetch, outcome)
+            if failure is None:
+                self._continue(fetch)
                 return
-            if found is None:
-                # The rest has a deadline of its own: something has come.
-                request.deadline = time.monotonic() + self._timeout
-                if not self._closed:
-                    self._try(request)
-                return
-            failure = found
+        else:
+            failure = outcome
         if self._closed:
             return
-        request.tries += 1
+        fetch.tries += 1
         name = self._name(node)
         reason = failure.text if failure.text.startswith(name) else f"{name}: {failure.text}"
-        request.reasons.append(reason)
+        fetch.reasons.append(reason)
         if failure.is_final:
-            request.lost[node] = reason
-            if len(request.lost) == self._replicas:
-                self._reply(Reply(request.fetch_id, self._lost(request)))
+            fetch.lost[node] = reason
+            if len(fetch.lost) == self._replicas:
+                self._reply(Reply(fetch.fetch_id, self._lost_error(fetch)))
                 return
-        rounds = request.tries // self._replicas
-        another = request.tries % self._replicas
-        pause = 0.0 if another else min(_FIRST_PAUSE * 2**rounds, _LONGEST_PAUSE)
-        if time.monotonic() + pause >= request.deadline:
-            self._reply(Reply(request.fetch_id, self._error(request)))
+        # A pause only after all replicas have failed once more.
+        rounds = fetch.tries // self._replicas
+        has_other_replica = fetch.tries % self._replicas != 0
+        pause = 0.0 if has_other_replica else min(_FIRST_PAUSE * 2**rounds, _LONGEST_PAUSE)
+        if time.monotonic() + pause >= fetch.deadline:
+            self._reply(Reply(fetch.fetch_id, self._timeout_error(fetch)))
         else:
-            self._try(request, pause)
+            self._attempt(fetch, pause)
 
-    def _accept(self, request: _Request, message: Message) -> RequestFailure | None:
-        """Take in the samples of a reply, which may be the first of those that were asked for;
-        return what is wrong with it."""
+    def _continue(self, fetch: _NodeFetch) -> None:
+        """Reply to a fetch whose samples have all come, else request the rest."""
+        if not len(fetch.missing_ids):
+            self._reply(Reply(fetch.fetch_id, _joined(fetch.pieces)))
+            return
+        # Samples have come, so the rest gets a deadline of its own.
+        fetch.deadline = time.monotonic() + self._timeout
+        if not self._closed:
+            self._attempt(fetch)
+
+    def _accept(self, fetch: _NodeFetch, message: Message) -> RequestFailure | None:
+        """Add the samples of an answer to a fetch; return the failure if it is no valid answer."""
         if message.kind != protocol.DATA:
             text = message.payload.decode(errors="replace")
             return RequestFailure(text, is_final=message.kind == protocol.LOST)
-        sizes = self.table.sizes[request.numbers[: protocol.REQUEST_SAMPLES]]
-        sizes = sizes[: protocol.fitting(sizes)]
+        sizes = self.table.sizes[fetch.missing_ids[: protocol.REQUEST_SAMPLES]]
+        sizes = sizes[: protocol.samples_in_reply(sizes)]
         expected = int(sizes.sum())
         if len(message.payload) != expected:
             return RequestFailure(
@@ -314,43 +343,42 @@ class NodeStorage(Storage):
         view, ends = memoryview(message.payload), np.cumsum(sizes)
         starts = ends - sizes
         pieces = [view[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-        came, rest = request.numbers[: len(sizes)], request.numbers[len(sizes) :]
-        wrong = check(self.table, came, pieces)
-        if wrong is None:
-            request.pieces.append(np.frombuffer(message.payload, dtype=np.uint8))
-            request.numbers = rest
-        return None if wrong is None else RequestFailure(wrong)
+        came_ids = fetch.missing_ids[: len(sizes)]
+        problem = checksum_error(self.table, came_ids, pieces)
+        if problem is not None:
+            return RequestFailure(problem)
+        fetch.pieces.append(np.frombuffer(message.payload, dtype=np.uint8))
+        fetch.missing_ids = fetch.missing_ids[len(sizes) :]
+        return None
 
-    def _lost(self, request: _Request) -> StorageError:
+    def _lost_error(self, fetch: _NodeFetch) -> StorageError:
         return StorageError(
-            f"{self._asked(request)} cannot be had. {' '.join(request.lost.values())}"
+            f"{self._described(fetch)} cannot be read. {' '.join(fetch.lost.values())}"
         )
 
-    def _asked(self, request: _Request) -> str:
-        number = int(request.numbers[0])
-        others = f" or one of {len(request.numbers) - 1} asked for with it"
+    def _described(self, fetch: _NodeFetch) -> str:
+        sample_id = int(fetch.missing_ids[0])
+        others = f" or one of {len(fetch.missing_ids) - 1} requested with it"
         return (
-            f"sample {self.table.key(number)!r} (number {number})"
-            f"{others if len(request.numbers) > 1 else ''}"
+            f"sample {self.table.key(sample_id)!r} (sample_id {sample_id})"
+            f"{others if len(fetch.missing_ids) > 1 else ''}"
         )
 
-    def _error(self, request: _Request) -> StorageError:
-        advice = (
-            "Check that the node runs and can be reached"
-            if self._replicas > 1
-            else "Check that the node runs and can be reached; with replicas=2 another is asked"
-        )
+    def _timeout_error(self, fetch: _NodeFetch) -> StorageError:
+        advice = "Check that the node runs and can be reached"
+        if self._replicas == 1:
+            advice += "; with replicas=2 another node is asked"
         return StorageError(
-            f"{self._asked(request)} did not come from {self._name(request.node)} within "
-            f"{format_seconds(self._timeout)}; the last of {request.tries} tries: "
-            f"{request.reasons[-1].rstrip('.')}. {advice}."
+            f"{self._described(fetch)} did not come from {self._name(fetch.node)} within "
+            f"{format_seconds(self._timeout)}; the last of {fetch.tries} attempts: "
+            f"{fetch.reasons[-1].rstrip('.')}. {advice}."
         )
 
 
 def open_nodes(
     config: SourceConfig, directory: Path, report_progress: ReportProgress | None = None
 ) -> NodeStorage:
-    """Return the storage of `storage="nodes"`; see `open_storage`."""
+    """Return the storage of `storage="nodes"`; see `registry.open_storage`."""
     identity = None
     if config.secret_key:
         keys = CurveKeys(config.public_key, config.secret_key)
@@ -360,7 +388,7 @@ def open_nodes(
     )
 
 
-def _version(welcome: protocol.Welcome) -> str:
+def _data_set(welcome: protocol.Welcome) -> str:
     contents = f", contents {welcome.contents}" if welcome.contents else ""
     return f"digest {welcome.digest}{contents}"
 

@@ -1,8 +1,8 @@
-"""A storage node: sends samples, many in one reply. One thread talks, a few read.
+"""Storage node: server that sends samples, many in one reply. One thread talks, a few read.
 
-What it keeps of its clients are the requests under way, so it may be killed and started again at
-any time. Clients are served in turn, and a request is read only where there is room for its reply:
-one that asks for much or reads slowly costs a bounded amount, and the others nothing.
+A node may be killed and started again at any time: of its clients it knows only the requests in
+flight. Clients are served in turn, and a request is read only once there is room for its reply. So
+a client that asks for much, or reads slowly, takes a bounded amount of memory and delays no other.
 """
 
 from __future__ import annotations
@@ -37,46 +37,54 @@ from lightning_dlres.core.wire.server import Server, SocketLimits
 from lightning_dlres.prefetch.storage.nodes import protocol
 from lightning_dlres.prefetch.storage.readers import Reader
 
+# Longest wait for a message, in seconds.
 _POLL_SECONDS = 1.0
-# While replies wait for clients, ZeroMQ does not say when they have left.
+# The same while replies wait for clients: ZeroMQ does not announce when replies have been sent.
 _BUSY_SECONDS = 0.02
-# Messages of this protocol are small.
+# Requests of this protocol are small.
 _LIMITS = SocketLimits(
     message_bytes=protocol.MESSAGE_BYTES, unread_bytes=32 << 20, connections=1024, queued=256
 )
-# Requests of one client that wait for their turn.
+# Most requests of one client that wait for their turn.
 _MOST_WAITING = 1024
 
 
 @dataclass(frozen=True)
-class _Work:
-    """A request, and the bytes that are reserved for its reply. Either `numbers` are asked for, or
-    `wish` is a part of the table."""
+class _ReadTask:
+    """Request that has to be read.
+
+    Attributes:
+        message: The request.
+        nbytes: Bytes that are reserved for its reply.
+        sample_ids: uint32[n], the samples of a "get"; None for a "table".
+        rows: Rows of a "table"; None for a "get".
+    """
 
     message: Message
     nbytes: int
-    numbers: NDArray[np.uint32] | None = None
-    wish: protocol.PartWish | None = None
+    sample_ids: NDArray[np.uint32] | None = None
+    rows: protocol.TableRows | None = None
 
 
 class StoreNode:
-    """Serves the samples of a source as one of N nodes, from a thread of its own until `close`.
+    """Server of the samples of a source, as one of N nodes; it runs in a thread until `close`.
 
-    Any node can serve every sample that its source has; which are asked of it follows from its
-    place among the nodes.
+    Every node can serve all samples of its source. Clients ask it for those that follow from its
+    index among the nodes.
 
     Args:
-        reader: of the source.
-        node, nodes: which node of how many this is.
-        bind, port, path, curve, allowed, allow_any, insecure: as for `core.net.Server`.
-        read_threads: how many requests are read at once.
-        emulate_delay: seconds, or text such as "5ms", that every request takes longer; for
-            measuring.
-        patience: with clients that read slowly.
+        reader: Reader of the source.
+        node: Index of this node, from 0.
+        nodes: Number of nodes.
+        bind, port, path, curve, allowed, allow_any, insecure: See `core.wire.net.Server`.
+        read_threads: Number of requests that are read at once.
+        emulate_delay: Seconds, or text such as "5ms", by which each request is delayed; for
+            benchmarks.
+        patience: Limits for clients that read slowly; None for the default.
 
     Raises:
-        ConfigError: a bad number, or the address cannot be bound.
-        StorageError: a sample that is looked at first cannot be read.
+        ConfigError: If a value is out of range, or the address cannot be bound.
+        StorageError: If one of the samples that are hashed at the start cannot be read.
     """
 
     def __init__(
@@ -117,25 +125,27 @@ class StoreNode:
             limits=_LIMITS,
         )
         self._outbox = Outbox(self._server, patience)
-        # Clients whose requests wait, in the order in which they are served.
-        self._waiting: OrderedDict[str, deque[_Work]] = OrderedDict()
+        # Waiting requests of each client; the client at the front is served next.
+        self._waiting: OrderedDict[str, deque[_ReadTask]] = OrderedDict()
+        # Number of requests that are being read.
         self._reading, self._read_threads = 0, read_threads
         self.endpoint = self._server.endpoint
         self.requests = 0
         self.sent_bytes = 0
-        self._done: deque[tuple[_Work, str, bytes]] = deque()
+        # Replies, appended to by the reading threads and sent by the talking one.
+        self._done: deque[tuple[_ReadTask, str, bytes]] = deque()
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(read_threads, thread_name_prefix="dlres-store-read")
         self._thread = start_service(self._run, "dlres-store")
 
     def close(self) -> None:
-        """Stop; may be called again."""
+        """Stop serving. May be called again."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._server.interrupt()
         self._thread.join()
-        # A read that hangs is left behind.
+        # Do not wait: a read that hangs never ends.
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._server.close()
 
@@ -147,7 +157,7 @@ class StoreNode:
 
     @property
     def refused(self) -> int:
-        """How many messages and connections were refused."""
+        """Number of messages and connections that were refused."""
         return self._server.refusals.count
 
     def _run(self) -> None:
@@ -155,24 +165,24 @@ class StoreNode:
             busy = bool(self._outbox.nbytes)
             message = self._server.receive(_BUSY_SECONDS if busy else _POLL_SECONDS)
             if message:
-                self._take(message)
+                self._handle(message)
             while self._done:
-                work, kind, payload = self._done.popleft()
+                task, kind, payload = self._done.popleft()
                 self._reading -= 1
-                if not self._outbox.reply(work.message, work.nbytes, kind, payload):
-                    # Other clients must not wait for reads of a client that is gone.
-                    self._waiting.pop(work.message.peer, None)
+                if not self._outbox.reply(task.message, task.nbytes, kind, payload):
+                    # The client is gone: others must not wait until its requests are read.
+                    self._waiting.pop(task.message.peer, None)
             self._outbox.release_sent_and_drop_slow()
             self._start_reading()
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         try:
             if message.kind == protocol.HELLO:
                 self._answer(message, protocol.WELCOME, msgspec.msgpack.encode(self._welcome))
             elif message.kind == protocol.TABLE:
-                self._queue(self._part(message))
+                self._enqueue(self._table_task(message))
             elif message.kind == protocol.GET:
-                self._queue(self._samples(message))
+                self._enqueue(self._samples_task(message))
             else:
                 raise ProtocolError(
                     f"{message.peer} sent {message.kind!r}, expected hello, table or get."
@@ -181,77 +191,79 @@ class StoreNode:
             self._server.refusals.note(error)
             self._answer(message, protocol.FAILED, text_of(error).encode())
 
-    def _part(self, message: Message) -> _Work:
-        wish = message.decode(protocol.PartWish)
+    def _table_task(self, message: Message) -> _ReadTask:
+        rows = message.decode(protocol.TableRows)
         samples = len(self._reader.table)
-        if not 0 < wish.count <= samples - wish.first:
-            raise ProtocolError(f"{message.peer} sent {wish}, no part of {samples} samples.")
-        return _Work(message, protocol.REPLY_BYTES, wish=wish)
+        if not 0 < rows.count <= samples - rows.first:
+            raise ProtocolError(f"{message.peer} sent {rows}, expected rows of {samples} samples.")
+        return _ReadTask(message, protocol.REPLY_BYTES, rows=rows)
 
-    def _samples(self, message: Message) -> _Work:
+    def _samples_task(self, message: Message) -> _ReadTask:
         table = self._reader.table
-        numbers = protocol.unpack_numbers(message.payload, len(table), message.peer)
-        sizes = table.sizes[numbers]
-        count = protocol.fitting(sizes)
-        return _Work(message, int(sizes[:count].sum()), numbers=numbers[:count])
+        sample_ids = protocol.unpack_sample_ids(message.payload, len(table), message.peer)
+        sizes = table.sizes[sample_ids]
+        count = protocol.samples_in_reply(sizes)
+        return _ReadTask(message, int(sizes[:count].sum()), sample_ids=sample_ids[:count])
 
-    def _queue(self, work: _Work) -> None:
-        peer = work.message.peer
-        own = self._waiting.setdefault(peer, deque())
-        if len(own) >= _MOST_WAITING:
+    def _enqueue(self, task: _ReadTask) -> None:
+        peer = task.message.peer
+        tasks = self._waiting.setdefault(peer, deque())
+        if len(tasks) >= _MOST_WAITING:
             raise ProtocolError(
-                f"{peer} has {len(own)} requests under way, expected fewer. Try a smaller "
-                "`max_inflight_requests`."
+                f"{peer} has {len(tasks)} requests in flight, expected fewer. Use a smaller "
+                "max_inflight_requests."
             )
-        own.append(work)
+        tasks.append(task)
 
     def _start_reading(self) -> None:
-        """Begin with those requests, one of each client in turn, whose replies have room."""
+        """Start to read requests whose replies have room, one of each client in turn."""
         for peer in list(self._waiting):
             if self._reading >= self._read_threads:
                 return
-            own = self._waiting[peer]
-            if self._outbox.reserve(own[0].message, own[0].nbytes):
+            tasks = self._waiting[peer]
+            if self._outbox.reserve(tasks[0].message, tasks[0].nbytes):
                 self._reading += 1
-                self._pool.submit(self._work, own.popleft())
-            if own:
+                self._pool.submit(self._run_task, tasks.popleft())
+            if tasks:
                 self._waiting.move_to_end(peer)
             else:
                 del self._waiting[peer]
 
-    def _work(self, work: _Work) -> None:
+    def _run_task(self, task: _ReadTask) -> None:
+        """Read a request; runs in a reading thread."""
         try:
-            if work.wish is not None:
-                kind, payload = protocol.TABLE, self._read_part(work.wish)
+            if task.rows is not None:
+                kind, payload = protocol.TABLE, self._read_rows(task.rows)
             else:
-                assert work.numbers is not None
-                kind, payload = protocol.DATA, self._read(work.numbers)
+                assert task.sample_ids is not None
+                kind, payload = protocol.DATA, self._read(task.sample_ids)
         except StorageError as error:
             kind, payload = protocol.LOST, text_of(error).encode()
         except OSError as error:
             kind, payload = protocol.FAILED, text_of(error).encode()
-        except Exception as error:  # a client must not wait for its deadline to hear of a fault
+        except Exception as error:  # the client must get an answer, not wait for its deadline
             kind, payload = protocol.FAILED, text_of(repr(error)).encode()
-        self._done.append((work, kind, payload))
+        self._done.append((task, kind, payload))
         self._server.interrupt()
 
-    def _read_part(self, wish: protocol.PartWish) -> bytes:
-        count = wish.count
+    def _read_rows(self, rows: protocol.TableRows) -> bytes:
+        """Return the first of some rows of the table, as many as fit into a reply."""
+        count = rows.count
         while True:
-            data = b"".join(self._reader.table.part(wish.first, count).to_bytes())
+            data = b"".join(self._reader.table.rows(rows.first, count).to_bytes())
             if len(data) <= protocol.REPLY_BYTES or count == 1:
                 return data
             count = -(-count // 2)
 
-    def _read(self, numbers: NDArray[np.uint32]) -> bytes:
+    def _read(self, sample_ids: NDArray[np.uint32]) -> bytes:
         if self._delay:
             time.sleep(self._delay)
-        data = b"".join(self._reader.read(numbers))
+        data = b"".join(self._reader.read(sample_ids))
         self.requests += 1
         self.sent_bytes += len(data)
         return data
 
     def _answer(self, message: Message, kind: str, payload: bytes) -> None:
-        # Gone, or too slow to take replies in: it asks again, or is no more.
+        # A client that is gone needs no answer. One that is too slow asks again.
         with contextlib.suppress(PeerError):
             self._server.send(message.peer, kind, payload, sequence=message.sequence)

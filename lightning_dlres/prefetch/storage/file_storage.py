@@ -1,0 +1,226 @@
+"""Storage that reads a folder, a store or a URL in threads of this process.
+
+A read that fails is repeated until the timeout, because failures of file servers often pass.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dlres.core.errors import StorageError
+from lightning_dlres.core.units import format_seconds
+from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
+from lightning_dlres.prefetch.storage.manifest import SampleTable
+from lightning_dlres.prefetch.storage.readers import Reader, checksum_error
+from lightning_dlres.prefetch.storage.source import read_source
+from lightning_dlres.prefetch.storage.source_options import SourceConfig
+
+# Seconds between two tries of a read; the pause doubles after each try.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+# Seconds that a fetch is given beyond its timeout. A read that fails shortly after the timeout has
+# an error of its own, which says more than that the read hangs.
+GRACE = 2.0
+# A fetch counts as having waited for the storage if its thread gave up the processor at least once
+# in this many files. Fewer times are waits for the interpreter's lock.
+_FILES_PER_WAIT = 4
+
+
+@dataclass(eq=False)
+class _PendingFetch:
+    """Fetch without a reply.
+
+    Attributes:
+        sample_ids: uint32[n].
+        submitted: Time of `submit`, in seconds of `time.monotonic`.
+        started: Time at which a thread began to read; 0 before.
+    """
+
+    sample_ids: Positions
+    submitted: float
+    started: float = 0.0
+
+
+class FileStorage(Storage):
+    """Storage that this process reads itself.
+
+    Args:
+        reader: Reader of the source.
+        nodes: Number of prefetch lists that the samples are split into.
+        read_threads: Number of fetches that are read at once, if the reader allows several.
+        timeout: Seconds for which a failing fetch is repeated.
+    """
+
+    def __init__(
+        self, reader: Reader, nodes: int = 1, read_threads: int = 4, timeout: float = 30.0
+    ) -> None:
+        super().__init__()
+        self.table, self.nodes, self.note = reader.table, nodes, reader.note
+        self._reader, self._timeout = reader, timeout
+        self._closing = threading.Event()
+        self._pending: dict[int, _PendingFetch] = {}
+        # Guards `_pending` and `_last_reply`.
+        self._lock = threading.Lock()
+        self._last_reply = time.monotonic()
+        # True if the last read waited for the storage; False if it only copied from memory.
+        self.has_waited = True
+        # With a reader that is not concurrent, a second thread would wait for the first one's read.
+        # Its fetch would count as started, and as hanging.
+        self._most_threads = read_threads if reader.is_concurrent else 1
+        self._threads = 0
+        self._queue: SimpleQueue[tuple[int, Positions] | None] = SimpleQueue()
+
+    def submit(self, fetch_id: int, node: int, sample_ids: Positions) -> None:
+        """See `Storage`."""
+        with self._lock:
+            self._pending[fetch_id] = _PendingFetch(sample_ids, time.monotonic())
+        self._queue.put((fetch_id, sample_ids))
+        if self._threads < self._most_threads:
+            self._threads += 1
+            # Daemon threads and no pool: a read that hangs must not keep the interpreter from
+            # ending.
+            threading.Thread(target=self._serve, name="dlres-read", daemon=True).start()
+
+    def close(self) -> None:
+        """See `Storage`. A thread whose read hangs is abandoned."""
+        self._closing.set()
+        with self._lock:
+            self._pending.clear()
+        for _ in range(self._threads):
+            self._queue.put(None)
+
+    def replies(self) -> list[Reply]:
+        """See `Storage`."""
+        self._fail_hanging()
+        return super().replies()
+
+    def _fail_hanging(self) -> None:
+        """Fail fetches whose read hangs, as reads from a dead file server do: nothing ends them.
+
+        A fetch that no thread has started fails only if all threads hang, which shows in no reply
+        for as long.
+        """
+        latest = time.monotonic() - self._timeout - GRACE
+        with self._lock:
+            all_hang = self._last_reply < latest
+            hanging = [
+                (fetch_id, fetch)
+                for fetch_id, fetch in self._pending.items()
+                if (
+                    fetch.started < latest
+                    if fetch.started
+                    else all_hang and fetch.submitted < latest
+                )
+            ]
+        for fetch_id, fetch in hanging:
+            subject = "reading has hung" if fetch.started else "reading in every thread has hung"
+            text = (
+                f"{self._first(fetch.sample_ids)}: {subject} for more than "
+                f"{format_seconds(self._timeout)}. Check that the file system still answers."
+            )
+            self._finish(Reply(fetch_id, StorageError(text)))
+
+    def _finish(self, reply: Reply) -> None:
+        with self._lock:
+            fetch = self._pending.pop(reply.fetch_id, None)
+            self._last_reply = time.monotonic()
+        # A read that hung may end after its fetch has failed: each fetch gets one reply.
+        if fetch is not None:
+            self._reply(reply)
+
+    def _serve(self) -> None:
+        while (request := self._queue.get()) is not None:
+            self._run(*request)
+
+    def _run(self, fetch_id: int, sample_ids: Positions) -> None:
+        with self._lock:
+            if fetch_id not in self._pending:
+                return
+            self._pending[fetch_id].started = time.monotonic()
+        try:
+            switches = _voluntary_switches()
+            data = self._read(sample_ids)
+            # Voluntary switches only: other threads that push this one off the processor say
+            # nothing about the storage.
+            switches = _voluntary_switches() - switches
+            self.has_waited = switches >= len(sample_ids) / _FILES_PER_WAIT
+            self._finish(Reply(fetch_id, data))
+        except StorageError as error:
+            self._finish(Reply(fetch_id, error))
+        except Exception as error:  # a file system of fsspec may raise anything
+            text = f"{self._first(sample_ids)}: {error!r}."
+            self._finish(Reply(fetch_id, StorageError(text)))
+
+    def _read(self, sample_ids: Positions) -> NDArray[np.uint8]:
+        return read_in_time(self._reader, sample_ids, self._timeout, self._closing)
+
+    def _first(self, sample_ids: Positions) -> str:
+        key = self.table.key(int(sample_ids[0]))
+        return f"sample {key!r} or one of {len(sample_ids) - 1} after it"
+
+
+def open_files(
+    config: SourceConfig, directory: Path, report_progress: ReportProgress | None = None
+) -> FileStorage:
+    """Return the storage of `storage="files"`; see `registry.open_storage`."""
+    reader = read_source(config, report_progress)
+    return FileStorage(reader, config.nodes, config.read_threads, config.timeout)
+
+
+def read_in_time(
+    reader: Reader, sample_ids: Positions, timeout: float, closing: threading.Event
+) -> NDArray[np.uint8]:
+    """Return samples as `Reader.read_joined` does; repeat a read that fails or gives damaged data.
+
+    Args:
+        reader: Reader of the source.
+        sample_ids: uint32[n].
+        timeout: Seconds for which the read is repeated.
+        closing: Ends the repetition when it is set.
+
+    Raises:
+        StorageError: If the samples cannot be read.
+    """
+    deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+    while True:
+        try:
+            data = reader.read_joined(sample_ids)
+            problem = _checksum_error(reader.table, sample_ids, data)
+            if problem is None:
+                return data
+        except OSError as error:
+            problem = str(error)
+        if time.monotonic() + pause > deadline or closing.wait(pause):
+            raise StorageError(
+                f"{problem}. The read was repeated for {format_seconds(timeout)}. Check the "
+                "storage; `dlres store verify` reads all of it."
+            )
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _voluntary_switches() -> int:
+    """Return how often this thread has given up the processor to wait.
+
+    Systems without counts for threads give the count of the whole process.
+    """
+    subject = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(subject).ru_nvcsw
+
+
+def _checksum_error(
+    table: SampleTable, sample_ids: Positions, data: NDArray[np.uint8]
+) -> str | None:
+    if table.checksums is None:
+        return None
+    ends = np.cumsum(table.sizes[sample_ids]).tolist()
+    starts = [0, *ends[:-1]]
+    pieces = [data.data[start:end] for start, end in zip(starts, ends, strict=True)]
+    return checksum_error(table, sample_ids, pieces)
