@@ -82,7 +82,7 @@ def predicted(plan: PipelinePlan) -> PipelinePlan:
     workload = plan.workload()
     for stage in range(plan.stages):
         peak = workload.peak_bytes(stage, plan.layers_of(stage), plan.recompute)
-        limit = workload.limit(stage)
+        limit = workload.memory_limit(stage)
         if limit is not None and peak > limit:
             raise ConfigError(
                 f"plan must keep stage {stage} within its memory limit of {limit} bytes, got "

@@ -204,7 +204,7 @@ class RunReport:
                 measured = measured_busy[replica][stage] if measured_busy is not None else None
                 ratio = measured / predicted if measured is not None and predicted else None
                 peak = self.predicted.peak_bytes[stage] if self.predicted is not None else None
-                limit = workload.limit(stage) if workload is not None else None
+                limit = workload.memory_limit(stage) if workload is not None else None
                 rows.append(
                     [
                         replica,

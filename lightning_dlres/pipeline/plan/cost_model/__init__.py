@@ -1,1 +1,1 @@
-"""Predicted times and memory of a plan."""
+"""Cost model: predicted seconds and bytes of a plan."""

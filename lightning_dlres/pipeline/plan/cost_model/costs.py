@@ -1,6 +1,6 @@
-"""What a stage costs under a profile: seconds of everything it does, and the most bytes it holds.
+"""Costs of a stage under a profile: seconds of each kind of work, and peak bytes.
 
-One place for the arithmetic that the simulator and the planner share.
+The simulator and the planner share this arithmetic.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lightning_dlres.pipeline.profile.cluster import Cluster
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 from lightning_dlres.pipeline.stage.microbatch import share
 
+# Bytes of gradients that are synchronised at once.
 BUCKET_BYTES = 4 << 20
-Replicas = Sequence[Sequence[int]]
 
 
 def layer_ranges(split: Sequence[int]) -> list[range]:
@@ -27,13 +27,13 @@ def layer_ranges(split: Sequence[int]) -> list[range]:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage of one machine.
+    """Costs of one stage of one replica.
 
     Attributes:
-        seconds: of each kind of work, for one micro-batch.
-        tail: seconds from the end of the stage's last backward to the end of its step: what is left
-            of the gradient synchronisation, and what every step takes.
-        peak_bytes: the most that the stage holds at a time.
+        seconds: Seconds of each kind of work, for one micro-batch.
+        tail: Seconds from the end of the stage's last backward to the end of its step: the rest of
+            the gradient synchronisation, and the optimizer's step.
+        peak_bytes: Largest number of bytes that the stage holds at a time.
     """
 
     seconds: dict[Work, float]
@@ -43,17 +43,17 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be run on which devices, in which order; a split and recomputation are missing.
+    """A model on devices in a fixed order: a plan without the split and the recomputed layers.
 
     Attributes:
-        layers: the model.
-        step: what a step does beside the layers.
-        cluster: the devices.
-        replicas: ranks of every replica, in stage order.
-        schedule: order of each stage's actions.
-        microbatches: into how many the batch is cut.
-        recompute: "auto" (where memory asks for it), "never" or "always".
-        extra_in_flight: see `Schedule.actions`.
+        layers: Profiles of the model's layers.
+        step: Costs of a step besides the layers.
+        cluster: The devices.
+        replicas: Ranks of every replica, in stage order.
+        schedule: Order of each stage's actions.
+        microbatches: Number of micro-batches of a batch.
+        recompute: "auto" (where the memory limit requires it), "never" or "always".
+        extra_in_flight: See `Schedule.actions`.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -70,8 +70,8 @@ class Workload:
         for layer in self.layers:
             if len(layer.forward) != kinds or len(layer.backward) != kinds:
                 raise ConfigError(
-                    f"profile: layer {layer.name!r} has times for {len(layer.forward)} kinds of "
-                    f"device, expected {kinds}: {', '.join(self.cluster.kinds)}. Profile again."
+                    f"profile: layer {layer.name!r} must have times for {kinds} kinds of device "
+                    f"({', '.join(self.cluster.kinds)}), got {len(layer.forward)}. Profile again."
                 )
 
     @property
@@ -85,26 +85,28 @@ class Workload:
         count = len(self.replicas)
         return tuple(len(share(self.microbatches, count, m)) for m in range(count))
 
-    def limit(self, stage: int) -> int | None:
-        """Return the bytes that a stage may take on every replica; None: no limit."""
+    def memory_limit(self, stage: int) -> int | None:
+        """Return the bytes that a stage may take on each of its devices; None: no limit."""
         limits = [self.cluster.devices[replica[stage]].memory_limit for replica in self.replicas]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def kind(self, replica: int, stage: int) -> int:
-        """Return the kind of device of a stage."""
+        """Return the kind of a stage's device."""
         return self.cluster.devices[self.replicas[replica][stage]].kind
 
     def forward_seconds(self, index: int, kind: int) -> float:
-        """Return the seconds of a layer forward. With several replicas every layer is a run of its
-        own, so that its gradients can leave early."""
+        """Return the seconds of a layer's forward.
+
+        With several replicas every layer is a run of its own, so that its gradients are sent early.
+        """
         return self.layers[index].forward[kind] + self._run_overhead_seconds(kind) / 2
 
     def backward_seconds(self, index: int, kind: int) -> float:
-        """Return the seconds of a layer backward."""
+        """Return the seconds of a layer's backward."""
         return self.layers[index].backward[kind] + self._run_overhead_seconds(kind) / 2
 
     def recompute_seconds(self, index: int, kind: int) -> float:
-        """Return what it takes to recompute a layer: that makes it a run of its own, too."""
+        """Return the seconds of a layer's recomputation, which makes the layer a run of its own."""
         return self.layers[index].forward[kind] + _of(self.step.run_overhead_seconds, kind)
 
     def _run_overhead_seconds(self, kind: int) -> float:
@@ -113,16 +115,16 @@ class Workload:
     def stage_cost(
         self, replica: int, stage: int, layers: range, recomputed: Collection[int]
     ) -> StageCost:
-        """Return what a stage costs that holds these layers and recomputes some of them."""
+        """Return the costs of a stage that holds these layers and recomputes some of them."""
         kind = self.kind(replica, stage)
         messages = (stage > 0) + (stage < self.stages - 1)
         message = messages * _of(self.step.message, kind)
-        last = stage == self.stages - 1
-        whole = self.microbatches if self.schedule.whole_batch_loss else 1
+        is_last = stage == self.stages - 1
+        loss_microbatches = self.microbatches if self.schedule.whole_batch_loss else 1
         return StageCost(
             seconds={
                 Work.FORWARD: message + math.fsum(self.forward_seconds(i, kind) for i in layers),
-                Work.LOSS: _of(self.step.loss, kind) * whole if last else 0.0,
+                Work.LOSS: _of(self.step.loss, kind) * loss_microbatches if is_last else 0.0,
                 Work.RECOMPUTE: math.fsum(
                     self.recompute_seconds(i, kind) for i in layers if i in recomputed
                 ),
@@ -137,17 +139,20 @@ class Workload:
         )
 
     def tail(self, replica: int, stage: int, layers: range) -> float:
-        """Return the seconds that a stage still needs when its last backward has ended."""
+        """Return the seconds of a stage after its last backward; see `StageCost`."""
         kind = self.kind(replica, stage)
         update = _of(self.step.update, kind) * self.trained_bytes(layers)
         return self.sync_tail(replica, stage, layers) + update
 
     def sync_tail(self, replica: int, stage: int, layers: range) -> float:
-        """Return the seconds of the gradient synchronisation that are left when the stage's last
-        backward has ended (E3): buckets go out in the order of backward, one after the other."""
+        """Return the seconds of gradient synchronisation after a stage's last backward.
+
+        Buckets are sent in the order of backward, one after the other.
+        """
         if len(self.replicas) == 1:
             return 0.0
-        kind, before_end, end, pending = self.kind(replica, stage), 0.0, -math.inf, 0
+        kind, end, pending = self.kind(replica, stage), -math.inf, 0
+        # Seconds from now to the end of the last backward; `end` counts from that end.
         before_end = math.fsum(self.backward_seconds(index, kind) for index in layers)
         for index in reversed(layers):
             layer = self.layers[index]
@@ -159,7 +164,7 @@ class Workload:
         return max(end, 0.0)
 
     def sync_seconds(self, stage: int, nbytes: int) -> float:
-        """Return the seconds of summing so many bytes over the replicas, in a ring."""
+        """Return the seconds of a ring all-reduce of this many bytes over the replicas."""
         ranks = [replica[stage] for replica in self.replicas]
         count = len(ranks)
         if count == 1 or not nbytes:
@@ -173,31 +178,45 @@ class Workload:
         return latency + traffic / min(link.bytes_per_second for link in links)
 
     def peak_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
-        """Return the most bytes that a stage holds at a time: weights, gradients, the optimizer's
-        state, the batch, what micro-batches in flight keep, and what backward needs for a moment.
+        """Return the largest number of bytes that a stage holds at a time.
 
-        Under GPipe a layer's first gradient comes while all micro-batches are in flight, and none
-        below it is made yet; from the second on there are two of it, but fewer micro-batches."""
-        bound, apart = self._busy_bytes(stage, layers, recomputed), self.apart_bytes(stage, layers)
+        These are weights, gradients, optimizer state, the batch, the saved tensors of micro-batches
+        in flight, and the temporary memory of backward.
+
+        With a loss over the whole batch, the first backward runs while all micro-batches are in
+        flight; the gradients of the layers below do not exist yet. Later backwards hold two
+        gradients of a layer, but fewer micro-batches are in flight.
+        """
+        bound, idle = self._busy_bytes(stage, layers, recomputed), self.idle_bytes(stage, layers)
         count = self.in_flight(stage)
         if not self.schedule.whole_batch_loss:
-            return max(bound, apart)
-        last, loss = stage == self.stages - 1, self.microbatches * self.step.loss_bytes
-        kept, again = self.kept_bytes(stage, layers, recomputed)
-        held = bound - self._workspace(layers) - count * kept - again - (loss if last else 0)
-        output = self.layers[layers[-1]].gradient_output_bytes if last else 0
-        first = count * (kept + output) + again + self._workspace(layers, first=True)
-        later = (count - 1) * (kept + output) + again + self._workspace(layers)
-        busy = held + max(first, later, count * kept + loss if last else 0)
-        return max(min(bound, busy), apart)
+            return max(bound, idle)
+        is_last, loss = stage == self.stages - 1, self.microbatches * self.step.loss_bytes
+        saved, recomputation = self.saved_bytes(stage, layers, recomputed)
+        fixed = (
+            bound
+            - self._workspace(layers)
+            - count * saved
+            - recomputation
+            - (loss if is_last else 0)
+        )
+        # The loss makes the gradients of all outputs at once.
+        output = self.layers[layers[-1]].gradient_output_bytes if is_last else 0
+        first = count * (saved + output) + recomputation + self._workspace(layers, first=True)
+        later = (count - 1) * (saved + output) + recomputation + self._workspace(layers)
+        busy = fixed + max(first, later, count * saved + loss if is_last else 0)
+        return max(min(bound, busy), idle)
 
     def bound_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
-        """Return a bound of `peak_bytes` to which every layer that is recomputed adds or takes a
-        number of its own; the planner keeps it within the limit."""
+        """Return an upper bound of `peak_bytes`, which the planner keeps within the limit.
+
+        It is linear in the recomputed layers: each adds or frees a number of bytes of its own.
+        """
         busy = self._busy_bytes(stage, layers, recomputed)
-        return max(busy, self.apart_bytes(stage, layers))
+        return max(busy, self.idle_bytes(stage, layers))
 
     def _busy_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
+        """Return a bound of the bytes that a stage holds while micro-batches are in flight."""
         held = [self.layers[index] for index in layers]
         static = self.static_bytes(layers)
         if stage > 0:
@@ -207,73 +226,81 @@ class Workload:
         elif self.schedule.whole_batch_loss:
             static += self.microbatches * self.step.loss_bytes
         count = self.in_flight(stage)
-        kept, again = self.kept_bytes(stage, layers, recomputed)
-        return static + count * kept + again
+        saved, recomputation = self.saved_bytes(stage, layers, recomputed)
+        return static + count * saved + recomputation
 
-    def kept_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> tuple[int, int]:
-        """Return what a micro-batch in flight keeps, and what recomputing adds to one of them."""
-        kept = 0 if stage == 0 else self.layers[layers[0]].input_bytes
-        again = 0
+    def saved_bytes(
+        self, stage: int, layers: range, recomputed: Collection[int]
+    ) -> tuple[int, int]:
+        """Return the bytes that each micro-batch in flight saves, and those that recomputation adds
+        to one micro-batch at a time."""
+        saved = 0 if stage == 0 else self.layers[layers[0]].input_bytes
+        recomputation = 0
         for index in layers:
             layer, is_last = self.layers[index], index == layers[-1]
             if index not in recomputed:
-                kept += layer.saved_bytes + layer.output_bytes
+                saved += layer.saved_bytes + layer.output_bytes
             else:
-                kept += 0 if is_last else layer.output_bytes
-                again += layer.saved_bytes + layer.output_bytes
-        return kept, again
+                saved += 0 if is_last else layer.output_bytes
+                recomputation += layer.saved_bytes + layer.output_bytes
+        return saved, recomputation
 
-    def apart_bytes(self, stage: int, layers: range) -> int:
-        """Return the most that a stage holds while no micro-batch is in flight."""
-        return max(self.check_bytes(stage, layers), self.update_bytes(layers))
+    def idle_bytes(self, stage: int, layers: range) -> int:
+        """Return the largest number of bytes that a stage holds with no micro-batch in flight."""
+        return max(self.loss_check_bytes(stage, layers), self.update_bytes(layers))
 
     def update_bytes(self, layers: range) -> int:
-        """Return what a stage holds while the optimizer steps."""
+        """Return the bytes that a stage holds during the optimizer's step."""
         trained = self.trained_bytes(layers)
-        moment = max(self.layers[index].update_bytes for index in layers)
-        moment += math.ceil(self.step.update_bytes_per_byte * trained)
-        # What accumulated over batches is one gradient by now.
-        before = (self.step.gradient_copies - 1) * trained
-        return self.resident_bytes(layers) - before + moment
+        temporary = max(self.layers[index].update_bytes for index in layers)
+        temporary += math.ceil(self.step.update_bytes_per_byte * trained)
+        # Gradients accumulated over batches have been added up to one copy by then.
+        extra_copies = (self.step.gradient_copies - 1) * trained
+        return self.resident_bytes(layers) - extra_copies + temporary
 
-    def check_bytes(self, stage: int, layers: range) -> int:
-        """Return what a last stage holds while it checks that the loss of the whole batch is the
-        mean of the micro-batches', as 1F1B asks; nothing is in flight then."""
+    def loss_check_bytes(self, stage: int, layers: range) -> int:
+        """Return the bytes of a last stage during the check of a loss per micro-batch.
+
+        The check compares the loss of the whole batch with the mean of the micro-batches' losses.
+        No micro-batch is in flight then.
+        """
         if stage < self.stages - 1 or self.schedule.whole_batch_loss or self.microbatches == 1:
             return 0
         loss = self.layers[layers[-1]].output_bytes + self.step.loss_bytes
         return self.resident_bytes(layers) + self.microbatches * loss
 
     def freed_by_recompute(self, stage: int, layers: range, index: int) -> int:
-        """Return by how many bytes the bound falls if the stage recomputes this layer."""
+        """Return the bytes by which `bound_bytes` falls if the stage recomputes this layer."""
         layer, count = self.layers[index], self.in_flight(stage)
-        kept = layer.saved_bytes + (layer.output_bytes if index == layers[-1] else 0)
-        return count * kept - layer.saved_bytes - layer.output_bytes
+        saved = layer.saved_bytes + (layer.output_bytes if index == layers[-1] else 0)
+        return count * saved - layer.saved_bytes - layer.output_bytes
 
     def static_bytes(self, layers: range) -> int:
-        """Return the bytes that do not depend on how many micro-batches are in flight."""
+        """Return the bytes that do not depend on the number of micro-batches in flight."""
         return self.resident_bytes(layers) + self._workspace(layers)
 
     def _workspace(self, layers: range, first: bool = False) -> int:
-        """Return what backward, or the loss, needs for a moment beyond all gradients: in the first
-        backward of a step the gradients that it makes are the ones that stay, and those below are
-        still to come."""
-        # While a layer goes backward, what those above it kept is gone.
-        gone = 0
+        """Return the temporary bytes of backward, or of the loss, beyond all gradients.
+
+        In the first backward of a step (`first`), the gradients that it makes are those that stay,
+        and the gradients of the layers below do not exist yet.
+        """
+        # While a layer runs backward, the saved tensors of the layers above it are freed.
+        freed = 0
         missing = sum(self.layers[index].gradient_bytes for index in layers) if first else 0
         workspace = -missing
         for index in reversed(layers):
             layer = self.layers[index]
-            workspace = max(workspace, layer.workspace_bytes - missing - gone)
-            gone += layer.saved_bytes + layer.output_bytes
+            workspace = max(workspace, layer.workspace_bytes - missing - freed)
+            freed += layer.saved_bytes + layer.output_bytes
             missing -= layer.gradient_bytes if first else 0
         if layers.stop == len(self.layers) and not first:
             workspace = max(workspace, self.step.loss_bytes)
         return workspace
 
     def resident_bytes(self, layers: range) -> int:
-        """Return the bytes that are held all the time: weights, gradients, the optimizer's state
-        and the batch."""
+        """Return the bytes that a stage holds all the time: weights, gradients, optimizer state and
+        the batch."""
         held = [self.layers[index] for index in layers]
         shared = {name: size for layer in held for name, size in layer.shared.items()}
         weights = sum(layer.parameter_bytes for layer in held) + sum(shared.values())
@@ -283,13 +310,13 @@ class Workload:
         return weights + self.step.gradient_copies * trained + state + batch
 
     def trained_bytes(self, layers: range) -> int:
-        """Return the bytes of the gradients of some layers."""
+        """Return the bytes of one copy of the gradients of some layers."""
         held = [self.layers[index] for index in layers]
         shared = {name: size for layer in held for name, size in layer.shared.items()}
         return sum(layer.gradient_bytes for layer in held) + sum(shared.values())
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches that a stage keeps at a time."""
+        """Return the largest number of micro-batches in flight on a stage, over all replicas."""
         return max(
             self.schedule.max_in_flight(self.stages, stage, count, self.extra_in_flight)
             for count in self.shares
@@ -307,4 +334,5 @@ class Workload:
 
 
 def _of(seconds: Sequence[float], kind: int) -> float:
+    """Return the seconds of a kind of device; 0 where nothing was measured."""
     return seconds[kind] if seconds else 0.0

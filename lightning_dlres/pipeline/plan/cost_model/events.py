@@ -1,7 +1,8 @@
-"""A step as a graph of events in a fixed order: what starts when its predecessors have ended.
+"""Graph of a step's events: each event starts when its predecessors have ended.
 
-Made from the very action lists that the runtime executes. The simulator walks it, and the planner's
-integer program has one time variable for each event, so that both speak of the same step."""
+The graph is made from the action lists that the runtime executes. The simulator and the planner's
+integer program both use it, so they predict the same step.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Actio
 
 
 class Work(IntEnum):
-    """What takes time in a step."""
+    """Kind of an event: computation or transfer."""
 
     FORWARD = 0
     LOSS = 1
@@ -36,13 +37,15 @@ _WORK_OF = {
 
 @dataclass(frozen=True)
 class ScheduleEvent:
-    """One piece of work.
+    """One computation or transfer of a step.
 
     Attributes:
-        work: what is done; a transfer belongs to the stage that sends.
-        replica, stage: where.
-        microbatch: index among the replica's micro-batches, or `ALL_MICROBATCHES`.
-        after: indices of the events that must have ended before; all smaller than this event's.
+        work: Kind of the event. A transfer belongs to the stage that sends.
+        replica: Replica of the event.
+        stage: Stage of the event.
+        microbatch: Index among the replica's micro-batches, or `ALL_MICROBATCHES`.
+        after: Indices of the events that must have ended before; all are smaller than this event's
+            own index.
     """
 
     work: Work
@@ -53,7 +56,7 @@ class ScheduleEvent:
 
     @property
     def key(self) -> tuple[Work, int, int]:
-        """What decides how long it takes: every micro-batch takes the same time."""
+        """Key of the event's duration, which is equal for all micro-batches."""
         return self.work, self.replica, self.stage
 
 
@@ -63,15 +66,15 @@ def event_graph(
 ) -> tuple[ScheduleEvent, ...]:
     """Return the events of one step, predecessors first.
 
-    A stage computes one thing at a time, in the order of its actions; messages of one kind between
-    two stages travel one after the other, beside the computing. For a loss over the whole
+    A stage computes one thing at a time, in the order of its actions. Messages of one kind between
+    two stages travel one after the other, while the stages compute. For a loss over the whole
     batch the last stages of all replicas exchange their outputs, so it waits for all forwards.
 
     Args:
-        schedule: order of each stage's actions.
-        stages: stages of every replica.
-        microbatches: number of micro-batches of each replica; one without any has no events.
-        extra_in_flight: see `Schedule.actions`.
+        schedule: Order of each stage's actions.
+        stages: Number of stages of every replica.
+        microbatches: Number of micro-batches of each replica; a replica without any has no events.
+        extra_in_flight: See `Schedule.actions`.
     """
     builder = _Builder()
     for replica, count in enumerate(microbatches):
@@ -84,6 +87,17 @@ def event_graph(
 
 
 class _Builder:
+    """Builder of an event graph: every stage goes as far through its actions as it can.
+
+    Attributes:
+        actions: Actions by (replica, stage).
+        events: Events so far, predecessors first.
+        index: Index of an event by (work, replica, stage, micro-batch).
+        latest: Index of the latest computation (work None), or transfer of a kind, of a stage, by
+            (work or None, replica, stage).
+        arrived: Transfers that the next computation of a (replica, stage) waits for.
+    """
+
     def __init__(self) -> None:
         self.actions: dict[tuple[int, int], list[Action]] = {}
         self.events: list[ScheduleEvent] = []
@@ -102,11 +116,11 @@ class _Builder:
                 while position[place] < len(actions) and self.do(*place, actions[position[place]]):
                     position[place] += 1
             if position == before:
-                raise AssertionError(f"The schedule waits for itself at {position}.")
+                raise AssertionError(f"The schedule deadlocks at {position}.")
         return tuple(self.events)
 
     def do(self, replica: int, stage: int, action: Action) -> bool:
-        """Add an action's event; False where what it waits for has not been added yet."""
+        """Add an action's event; return False if an event that it waits for does not exist yet."""
         op, microbatch = action.op, action.microbatch
         if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
             forward = op is Op.RECEIVE_ACTIVATION
@@ -128,7 +142,7 @@ class _Builder:
                 return False
             after += [end for end in ends if end is not None]
         computing = work in COMPUTING
-        # A transfer starts when the computing before it has ended, and the transfer before it.
+        # A transfer starts when the computation before it and the transfer before it have ended.
         lines: list[Work | None] = [None] if computing else [None, work]
         after += [
             self.latest[line, replica, stage]
@@ -146,6 +160,6 @@ class _Builder:
         return True
 
     def _last_forward(self, replica: int, stage: int) -> int | None:
-        """Return the event of the last forward of a stage; None where it has not been added yet."""
+        """Return the index of a stage's last forward; None if that event does not exist yet."""
         last = [a.microbatch for a in self.actions[replica, stage] if a.op is Op.FORWARD][-1]
         return self.index.get((Work.FORWARD, replica, stage, last))

@@ -1,9 +1,10 @@
-"""Slack between stages under 1F1B: one micro-batch in flight beyond those that fill the pipeline.
+"""Choice of one more micro-batch in flight than those that fill the pipeline.
 
-Under plain 1F1B two stages of one speed hand the same few micro-batches back and forth, so every
-message that is late, and every pause of a device, makes the other one idle. The simulator knows
-latency, but neither of the others; slack is therefore taken wherever memory has room for it and the
-simulator finds no loss."""
+Under plain 1F1B, two stages of equal speed exchange the same few micro-batches. Every late message
+and every pause of one device then makes the other one idle. The simulator knows latency, but
+neither delays nor pauses. So an extra micro-batch is taken wherever it fits into memory and does
+not make the simulated step longer.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +14,23 @@ from dataclasses import replace
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 
+# Relative rounding error of simulated times.
 _ROUNDING = 1e-9
 
 
 def with_extra_in_flight(
     workload: Workload, split: Sequence[int], recompute: Collection[int]
 ) -> Workload:
-    """Return the workload with a micro-batch more in flight, or as it is where that has no use, no
-    room or a price."""
+    """Return the workload with one more micro-batch in flight, or unchanged.
+
+    It is unchanged if the schedule has no use for it, if it does not fit into memory, or if the
+    simulated step becomes longer.
+    """
     more = replace(workload, extra_in_flight=workload.extra_in_flight + 1)
     if not any(more.in_flight(s) > workload.in_flight(s) for s in range(workload.stages)):
         return workload
     for stage, layers in enumerate(layer_ranges(split)):
-        limit = workload.limit(stage)
+        limit = workload.memory_limit(stage)
         if limit is not None and more.bound_bytes(stage, layers, recompute) > limit:
             return workload
     before = step_seconds(workload, split, recompute)

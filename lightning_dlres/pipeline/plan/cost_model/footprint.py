@@ -1,8 +1,8 @@
-"""What memory demands of every run of layers at once: how little of it could do, and how long must
-be recomputed to meet the limit.
+"""Memory footprint of every segment of consecutive layers, with and without recomputation.
 
-The sums of `Workload.bound_bytes` as matrices over (first, stop), since the planner asks about
-thousands of runs: they tell in milliseconds where none fits."""
+The planner asks about thousands of segments. So the sums of `Workload.bound_bytes` are matrices
+over (first, stop), which show in milliseconds where no segment fits.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +21,35 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 class Footprint:
-    """The memory of every run of layers on every stage of a workload. Entries of empty runs mean
-    nothing."""
+    """Memory footprint of every segment of layers on every stage of a workload.
+
+    Every matrix is over (first layer, layer to stop before). Entries of empty segments, with
+    stop <= first, have no meaning.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._count = len(workload.layers)
 
-    def whole(self, stage: int) -> Bytes:
-        """Return the peak of a step where nothing is recomputed."""
+    def without_recompute(self, stage: int) -> Bytes:
+        """Return the peak bytes of a step without recomputation."""
         workload, layers = self.workload, self.workload.layers
         last, count = stage == workload.stages - 1, workload.in_flight(stage)
-        kept = _sums(_bytes(layer.saved_bytes + layer.output_bytes for layer in layers))
-        found = self._static + count * kept
+        saved = _sums(_bytes(layer.saved_bytes + layer.output_bytes for layer in layers))
+        peak = self._static + count * saved
         if stage > 0:
-            found[:-1] += (1 + count) * _bytes(layer.input_bytes for layer in layers)[:, None]
+            peak[:-1] += (1 + count) * _bytes(layer.input_bytes for layer in layers)[:, None]
         if not last:
-            found[:, 1:] += _bytes(layer.gradient_output_bytes for layer in layers)
+            peak[:, 1:] += _bytes(layer.gradient_output_bytes for layer in layers)
         elif workload.schedule.whole_batch_loss:
-            found += workload.microbatches * workload.step.loss_bytes
-        return found
+            peak += workload.microbatches * workload.step.loss_bytes
+        return peak
 
     def least(self, stage: int) -> Bytes:
-        """Return the peak where all is recomputed that frees memory; under "never" nothing is,
-        under "always" everything."""
+        """Return the smallest peak bytes: with all recomputation that frees memory.
+
+        With recompute "never" nothing is recomputed, with "always" every layer.
+        """
         inner, last = self._freed(stage)
         if self.workload.recompute == "never":
             inner, last = np.zeros_like(inner), np.zeros_like(last)
@@ -52,98 +57,112 @@ class Footprint:
             inner, last = np.maximum(inner, 0), np.maximum(last, 0)
         freed = _sums(inner)
         freed[:, 1:] += last - inner
-        apart = np.maximum(self._check(stage), self._update)
-        found: Bytes = np.maximum(self.whole(stage) - freed, apart)
-        return found
+        idle = np.maximum(self._loss_check(stage), self._update)
+        peak: Bytes = np.maximum(self.without_recompute(stage) - freed, idle)
+        return peak
 
     def seconds(self, replica: int, stage: int) -> Matrix:
-        """Return seconds for one micro-batch that no recomputation within the limit falls short of:
-        those of the cheapest layers per byte, the last of them in part."""
+        """Return a lower bound of the recomputation that meets the memory limit, in seconds for one
+        micro-batch.
+
+        It recomputes the cheapest layers per freed byte, the last of them in part.
+        """
         workload, kind = self.workload, self.workload.kind(replica, stage)
-        again = [workload.recompute_seconds(index, kind) for index in range(self._count)]
-        limit = workload.limit(stage)
+        layer_seconds = [workload.recompute_seconds(index, kind) for index in range(self._count)]
+        limit = workload.memory_limit(stage)
         if workload.recompute == "always":
-            return _sums(np.array(again))
-        found = np.zeros((self._count + 1, self._count + 1))
+            return _sums(np.array(layer_seconds))
+        seconds = np.zeros((self._count + 1, self._count + 1))
         if workload.recompute == "never" or limit is None:
-            return found
-        need = np.maximum(self.whole(stage) - limit, 0).astype(np.float64)
+            return seconds
+        need = np.maximum(self.without_recompute(stage) - limit, 0).astype(np.float64)
         inner, last = self._freed(stage)
         choices = [
-            *((again[i] / size, i, slice(i + 2, None), size) for i, size in _positive(inner)),
-            *((again[i] / size, i, slice(i + 1, i + 2), size) for i, size in _positive(last)),
+            # A layer within a segment, which stops after the next layer at the earliest.
+            *(
+                (layer_seconds[i] / size, i, slice(i + 2, None), size)
+                for i, size in _positive(inner)
+            ),
+            # The last layer of a segment.
+            *(
+                (layer_seconds[i] / size, i, slice(i + 1, i + 2), size)
+                for i, size in _positive(last)
+            ),
         ]
-        for each, index, stops, size in sorted(choices, key=lambda choice: choice[0]):
+        for seconds_per_byte, index, stops, size in sorted(choices, key=lambda choice: choice[0]):
             part = np.minimum(need[: index + 1, stops], size)
             need[: index + 1, stops] -= part
-            found[: index + 1, stops] += part * each
-        return found
+            seconds[: index + 1, stops] += part * seconds_per_byte
+        return seconds
 
     def _freed(self, stage: int) -> tuple[Bytes, Bytes]:
-        """Return by how many bytes the peak falls if a layer is recomputed: within a run, and at
-        its end, where its output is freed, too."""
+        """Return the bytes by which the peak falls if a layer is recomputed: within a segment, and
+        as its last layer, whose output is freed too."""
         layers, count = self.workload.layers, self.workload.in_flight(stage)
         saved = _bytes(layer.saved_bytes for layer in layers)
         output = _bytes(layer.output_bytes for layer in layers)
         inner: Bytes = (count - 1) * saved - output
         return inner, inner + count * output
 
-    def _check(self, stage: int) -> Bytes:
-        """Return `Workload.check_bytes` of every run."""
+    def _loss_check(self, stage: int) -> Bytes:
+        """Return `Workload.loss_check_bytes` of every segment."""
         workload = self.workload
-        whole = workload.schedule.whole_batch_loss
-        if stage < workload.stages - 1 or whole or workload.microbatches < 2:
+        is_unchecked = workload.schedule.whole_batch_loss or workload.microbatches < 2
+        if stage < workload.stages - 1 or is_unchecked:
             return np.zeros((self._count + 1, self._count + 1), np.int64)
-        found, loss = self._resident.copy(), workload.step.loss_bytes
+        held, loss = self._resident.copy(), workload.step.loss_bytes
         outputs = _bytes(layer.output_bytes + loss for layer in workload.layers)
-        found[:, 1:] += workload.microbatches * outputs
-        return found
+        held[:, 1:] += workload.microbatches * outputs
+        return held
 
     @cached_property
     def _update(self) -> Bytes:
-        """`Workload.update_bytes` of every run."""
+        """`Workload.update_bytes` of every segment."""
         step, layers = self.workload.step, self.workload.layers
-        own, moment = _bytes(layer.update_bytes for layer in layers), np.zeros_like(self.trained)
+        own, temporary = _bytes(layer.update_bytes for layer in layers), np.zeros_like(self.trained)
         for first in range(self._count):
-            moment[first, first + 1 :] = np.maximum.accumulate(own[first:])
-        moment += np.ceil(step.update_bytes_per_byte * self.trained).astype(np.int64)
-        found: Bytes = self._resident - (step.gradient_copies - 1) * self.trained + moment
-        return found
+            temporary[first, first + 1 :] = np.maximum.accumulate(own[first:])
+        temporary += np.ceil(step.update_bytes_per_byte * self.trained).astype(np.int64)
+        held: Bytes = self._resident - (step.gradient_copies - 1) * self.trained + temporary
+        return held
 
     @cached_property
     def _static(self) -> Bytes:
+        """`Workload.static_bytes` of every segment."""
         workload = self.workload
         workspace = np.zeros((self._count + 1, self._count + 1), np.int64)
         own = _bytes(layer.workspace_bytes for layer in workload.layers)
-        kept = np.cumsum(
+        saved = np.cumsum(
             _bytes(layer.saved_bytes + layer.output_bytes for layer in workload.layers)
         )
         for first in range(self._count):
-            most = np.maximum.accumulate(own[first:] + kept[first:])
-            workspace[first, first + 1 :] = most - kept[first:]
+            most = np.maximum.accumulate(own[first:] + saved[first:])
+            workspace[first, first + 1 :] = most - saved[first:]
         workspace[:, -1] = np.maximum(workspace[:, -1], workload.step.loss_bytes)
-        found: Bytes = self._resident + workspace
-        return found
+        static: Bytes = self._resident + workspace
+        return static
 
     @cached_property
     def _resident(self) -> Bytes:
+        """`Workload.resident_bytes` of every segment."""
         workload, layers = self.workload, self.workload.layers
         trained = self.trained
         weights = _sums(_bytes(layer.parameter_bytes for layer in layers)) + self._shared
         state = np.ceil(trained * workload.step.state_bytes_per_parameter_byte).astype(np.int64)
         batch = workload.microbatches * layers[0].input_bytes
-        found: Bytes = weights + workload.step.gradient_copies * trained + state + batch
-        return found
+        resident: Bytes = weights + workload.step.gradient_copies * trained + state + batch
+        return resident
 
     @cached_property
     def trained(self) -> Bytes:
-        """`Workload.trained_bytes` of every run."""
+        """`Workload.trained_bytes` of every segment."""
         gradients = _bytes(layer.gradient_bytes for layer in self.workload.layers)
-        found: Bytes = _sums(gradients) + self._shared
-        return found
+        trained: Bytes = _sums(gradients) + self._shared
+        return trained
 
     @cached_property
     def _shared(self) -> Bytes:
+        """Bytes of the shared parameters of every segment; each parameter counts once."""
         layers = self.workload.layers
         shared = np.zeros((self._count + 1, self._count + 1), np.int64)
         for name, size in {n: b for layer in layers for n, b in layer.shared.items()}.items():
@@ -152,7 +171,7 @@ class Footprint:
 
 
 def smallest_limit(workload: Workload) -> int:
-    """Return the least memory that, given to every device, has a plan."""
+    """Return the smallest memory limit, in bytes and equal for every device, that has a plan."""
     footprint, count = Footprint(workload), len(workload.layers)
     empty = np.tri(count + 1, dtype=bool)
     best = np.full(count + 1, np.inf)
@@ -168,7 +187,7 @@ def _bytes(values: Iterable[int]) -> Bytes:
 
 
 def _sums(values: NDArray[Number]) -> NDArray[Number]:
-    """Return the sum over every run of layers."""
+    """Return the sum over every segment of layers."""
     prefix = np.zeros(len(values) + 1, values.dtype)
     np.cumsum(values, out=prefix[1:])
     return prefix[None, :] - prefix[:, None]

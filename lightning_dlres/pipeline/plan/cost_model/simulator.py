@@ -1,5 +1,4 @@
-"""A step of a plan, event by event (Method E, E6): when every stage computes, sends and waits, and
-what it holds.
+"""Simulator of a plan's step: when each stage computes, sends and waits, and its peak memory.
 
 A pure function of the plan's profile. It follows the same action lists as the runtime.
 """
@@ -16,11 +15,15 @@ from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES
 
 @dataclass(frozen=True)
 class Activity:
-    """What a stage does from `start` to `end`, in seconds since the start of the step.
+    """Activity of a stage from `start` to `end`, in seconds since the start of the step.
 
     Attributes:
-        name: "forward", "loss", "recompute", "backward", "activation", "gradient", "sync".
-        microbatch: index among the replica's micro-batches; -1 where it belongs to all.
+        name: "forward", "loss", "recompute", "backward", "activation", "gradient" or "sync".
+        replica: Replica of the stage.
+        stage: Index of the stage.
+        microbatch: Index among the replica's micro-batches; -1 for all of them.
+        start: Start of the activity.
+        end: End of the activity.
     """
 
     name: str
@@ -36,10 +39,10 @@ class Timeline:
     """One simulated step.
 
     Attributes:
-        activities: everything that takes time, in the order of starting.
-        step_seconds: from the first start to the last end.
-        busy_seconds: for every replica, how long each stage computes.
-        peak_bytes: the most that each stage holds.
+        activities: All activities, in the order of their starts.
+        step_seconds: Seconds from the first start to the last end.
+        busy_seconds: Seconds that each stage computes, for every replica.
+        peak_bytes: Largest number of bytes that each stage holds.
     """
 
     activities: tuple[Activity, ...]
@@ -49,20 +52,20 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a stage does not compute; mean over stages."""
+        """Share of the step in which a stage does not compute, as a mean over stages."""
         stages = [busy for replica in self.busy_seconds for busy in replica]
         return 1.0 - sum(stages) / (len(stages) * self.step_seconds) if self.step_seconds else 0.0
 
     def memory(self, replica: int, stage: int) -> list[tuple[float, int]]:
-        """Return how many micro-batches a stage keeps over time, as (seconds, number)."""
+        """Return the micro-batches in flight on a stage over time, as (seconds, number)."""
         changes = {"forward": 1, "backward": -1}
-        ends = sorted(
+        times = sorted(
             (a.start if a.name == "forward" else a.end, changes[a.name])
             for a in self.activities
             if (a.replica, a.stage) == (replica, stage) and a.name in changes
         )
         count, steps = 0, []
-        for seconds, change in ends:
+        for seconds, change in times:
             count += change
             steps.append((seconds, count))
         return steps
@@ -72,9 +75,9 @@ def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int
     """Return the timeline of one step.
 
     Args:
-        workload: what runs where.
-        split: number of consecutive layers of each stage.
-        recompute: indices of the layers that are recomputed before their backward.
+        workload: The model on its devices.
+        split: Number of consecutive layers of each stage.
+        recompute: Indices of the layers that are recomputed before their backward.
     """
     costs = stage_costs(workload, split, recompute)
     events = event_graph(
@@ -110,14 +113,14 @@ def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int
 def step_seconds(
     workload: Workload, split: Sequence[int], recompute: Collection[int] = ()
 ) -> float:
-    """Return only the time of the step that `simulate` finds."""
+    """Return the seconds of one simulated step."""
     return simulate(workload, split, recompute).step_seconds
 
 
 def stage_costs(
     workload: Workload, split: Sequence[int], recompute: Collection[int]
 ) -> dict[tuple[int, int], StageCost]:
-    """Return the cost of every stage, by (replica, stage)."""
+    """Return the costs of every stage, by (replica, stage)."""
     return {
         (replica, stage): workload.stage_cost(replica, stage, layers, recompute)
         for replica in range(len(workload.replicas))
@@ -128,7 +131,7 @@ def stage_costs(
 def run_events(
     events: Sequence[ScheduleEvent], costs: Mapping[tuple[int, int], StageCost]
 ) -> tuple[list[float], list[float]]:
-    """Return when every event starts and ends: as soon as its predecessors have ended."""
+    """Return the start and the end of every event, which starts when its predecessors end."""
     starts: list[float] = []
     ends: list[float] = []
     for event in events:

@@ -65,7 +65,7 @@ class Segments:
             for replica, share in enumerate(self.workload.shares):
                 if share:
                     whole = np.maximum(whole, self._bound(replica, stage, share))
-            if (limit := self.workload.limit(stage)) is not None:
+            if (limit := self.workload.memory_limit(stage)) is not None:
                 whole[self._footprint.least(stage) > limit] = np.inf
             found.append(whole)
         return found
@@ -154,7 +154,7 @@ class Segments:
         """Return what recomputing each layer frees, and how much has to be freed."""
         workload = self.workload
         freed = [workload.freed_by_recompute(stage, layers, index) for index in layers]
-        return freed, workload.bound_bytes(stage, layers, ()) - (workload.limit(stage) or 0)
+        return freed, workload.bound_bytes(stage, layers, ()) - (workload.memory_limit(stage) or 0)
 
     def _make(self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]) -> Segment:
         layers, workload = range(first, stop), self.workload
@@ -183,12 +183,12 @@ class Segments:
 
     def _recomputed(self, stage: int, layers: range) -> tuple[int, ...] | None:
         workload = self.workload
-        limit = workload.limit(stage)
+        limit = workload.memory_limit(stage)
         everything = tuple(layers) if workload.recompute == "always" else ()
         if limit is None or workload.bound_bytes(stage, layers, everything) <= limit:
             return everything
         # Recomputing frees nothing of what is held while no micro-batch is in flight.
-        if workload.recompute != "auto" or workload.apart_bytes(stage, layers) > limit:
+        if workload.recompute != "auto" or workload.idle_bytes(stage, layers) > limit:
             return None
         freed, need = self._freed(stage, layers)
         kinds = self._kinds(stage)

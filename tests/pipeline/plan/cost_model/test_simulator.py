@@ -474,5 +474,5 @@ class TestMemory:
                 more = workload.bound_bytes(stage, layers, recompute - {index})
                 assert less >= workload.peak_bytes(stage, layers, recompute | {index})
                 # The check of the loss and the optimizer keep nothing for backward.
-                if min(less, more) > workload.apart_bytes(stage, layers):
+                if min(less, more) > workload.idle_bytes(stage, layers):
                     assert more - less == workload.freed_by_recompute(stage, layers, index)

@@ -75,7 +75,7 @@ def choices(workload: Workload, layers: range) -> Iterator[tuple[int, ...]]:
 def fitting(workload: Workload, stage: int, layers: range) -> list[tuple[int, ...]]:
     """What a stage may recompute so that its layers fit into memory. Of sets that contain each
     other the smallest: `test_simulator` shows that the larger one's step is no shorter."""
-    limit, found = workload.limit(stage), list[tuple[int, ...]]()
+    limit, found = workload.memory_limit(stage), list[tuple[int, ...]]()
     for chosen in choices(workload, layers):
         if any(set(less) <= set(chosen) for less in found):
             continue
@@ -131,7 +131,7 @@ def check_sound(found: SearchResult) -> None:
     assert min(found.split) >= 1
     assert sum(found.split) == len(workload.layers)
     for stage, peak in enumerate(timeline.peak_bytes):
-        limit = workload.limit(stage)
+        limit = workload.memory_limit(stage)
         assert limit is None or peak <= limit
 
 
@@ -333,7 +333,7 @@ class TestStart:
         for recompute in ((), range(14)):
             timeline = simulate(start, split, recompute)
             if all(
-                peak <= (start.limit(stage) or inf)
+                peak <= (start.memory_limit(stage) or inf)
                 for stage, peak in enumerate(timeline.peak_bytes)
             ):
                 assert found.seconds <= timeline.step_seconds * (1 + 1e-12)

@@ -166,7 +166,7 @@ class TestDistinctOrders:
         def outcome(order: Slots) -> tuple[object, ...]:
             replicas = replicas_of(order)
             workload = Workload(layers, StepCosts(), cluster, replicas, ONE_F_ONE_B, 3)
-            limits = [workload.limit(stage) for stage in range(stages)]
+            limits = [workload.memory_limit(stage) for stage in range(stages)]
             return round(simulate(workload, split).step_seconds, 9), *limits
 
         distinct = {outcome(order) for order in distinct_orders(cluster, slots)}
