@@ -3,7 +3,6 @@ returns to Lightning."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,8 +34,7 @@ from lightning_dlres.strategies.hetero_pipe.gradient_delivery import (
     without_gradients,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import unsendable_values
-from lightning_dlres.strategies.hetero_pipe.replay.loggers import LoggerCall
-from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_parts
+from lightning_dlres.strategies.hetero_pipe.replay.logs import logs_in
 from lightning_dlres.strategies.hetero_pipe.step.normalisers import doubt_about_batch
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
@@ -181,7 +179,7 @@ class StepRunner:
     ) -> None:
         """Fall back, with everything as it was before the step, if the batch that was just run by
         parts cannot be. All ranks have the same records, and decide alike."""
-        reason = reason_in_records(result.records, self._logs_of(result))
+        reason = reason_in_records(result.records, logs_in(result.records, self.context.metrics))
         if reason is None and self.may_change:
             reason = reason_in_fingerprints(
                 [run for record in result.records for run in record["fingerprints"]]
@@ -203,11 +201,6 @@ class StepRunner:
                 self._doubts += doubt is not None
             if self.loss_by_parts and self.may_change and self._doubts >= _MOST_DOUBTS:
                 self._fall_back(f"{doubt}, so that every batch would have to be checked")
-
-    def _logs_of(self, result: TrainResult) -> list[list[LogRecord]]:
-        metrics = self.context.metrics
-        parts = [part for record in result.records for part in record["logs"]]
-        return [[LogRecord.from_tree(tree, metrics) for tree in part] for part in parts]
 
     def _check_is_due(self) -> bool:
         # A first batch without padding may hide what a later one shows: look again, ever more
@@ -271,33 +264,11 @@ class StepRunner:
     def _conclude(
         self, step: LightningStep, result: TrainResult
     ) -> tuple[Tensor, dict[str, Any] | None]:
-        """Make this rank's logs, metrics, buffers and random state those of the ranks that saw the
-        loss."""
-        metrics, records = self.context.metrics, result.records
-        logs = self._logs_of(result)
-        losses = torch.cat([record["losses"].to(self.context.device) for record in records])
-        if not self.loss_by_parts:
-            loss, merged = losses[0], logs[0]
-            if not step.losses:
-                metrics.apply(records[0]["metrics"])
-        else:
-            weights = torch.tensor(result.sizes, dtype=losses.dtype, device=losses.device) / sum(
-                result.sizes
-            )
-            loss, merged = (losses * weights).sum(), merge_parts(logs, result.sizes)
-            step.restore_metrics()
-            metrics.merge([record["metrics"] for record in records])
-        step.apply(records)
-        rng.restore(records[0]["rng"], self.context.device)
-        module = self.context.module
-        for log in merged:
-            log.replay(module)
-        if module.trainer.is_global_zero:
-            sys.stdout.write(records[0]["printed"])
-        self._say_what_is_not_sent(records[0])
-        for call in records[-1]["logger"]:
-            LoggerCall.replay(call, module.trainer.loggers)
-        return loss, records[0]["extra"]
+        """Apply the step's side effects to this rank; return the loss and the step's other
+        outputs."""
+        loss = step.apply(result.records, result.sizes if self.loss_by_parts else None)
+        self._say_what_is_not_sent(result.records[0])
+        return loss, result.records[0]["extra"]
 
     def _say_what_is_not_sent(self, record: Tree) -> None:
         for path, kind in unsendable_values(record["attributes"]).items():

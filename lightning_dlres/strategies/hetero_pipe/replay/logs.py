@@ -84,6 +84,17 @@ class LogRecord:
         module.log(self.name, self.value, **self.options)
 
 
+def logs_in(records: Sequence[Tree], metrics: MetricStates) -> list[list[LogRecord]]:
+    """Return the calls of `self.log` for every run of a step, in the order of micro-batches.
+
+    Args:
+        records: Records of the last stages.
+        metrics: The metrics of this rank.
+    """
+    runs = [run for record in records for run in record["logs"]]
+    return [[LogRecord.from_tree(tree, metrics) for tree in run] for run in runs]
+
+
 @contextmanager
 def isolated_log_calls(module: LightningModule) -> Iterator[list[LogRecord]]:
     """Context manager that records `self.log` and `self.log_dict` in the yielded list, and does not

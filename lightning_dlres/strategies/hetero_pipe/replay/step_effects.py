@@ -16,6 +16,7 @@ micro-batch. The rules are:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_dlres.core import rng
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
@@ -37,7 +39,12 @@ from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
 from lightning_dlres.strategies.hetero_pipe.replay.attributes import IsolatedState, UserState
 from lightning_dlres.strategies.hetero_pipe.replay.buffers import NonPipelinedBuffers
 from lightning_dlres.strategies.hetero_pipe.replay.loggers import LoggerCall, isolated_loggers
-from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, isolated_log_calls
+from lightning_dlres.strategies.hetero_pipe.replay.logs import (
+    LogRecord,
+    isolated_log_calls,
+    logs_in,
+    merge_parts,
+)
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.replay.printing import PRINTED, isolated_output
 
@@ -84,7 +91,7 @@ class StepEffects:
         device: torch.device,
     ) -> None:
         self._trainer, self._module = module.trainer, module
-        self._state, self._metrics = state, metrics
+        self._state, self._metrics, self._device = state, metrics, device
         self._buffers = NonPipelinedBuffers(layers, device)
         self._buffers_before = self._buffers.snapshot()
         self._metrics_before = metrics.snapshot() if metrics.metrics else {}
@@ -176,7 +183,8 @@ class StepEffects:
         self.logger_calls.append(run.logger_calls)
 
     def to_tree(self, by_parts: bool) -> Tree:
-        """Return the collected side effects as plain data, for all ranks.
+        """Return the collected side effects as plain data, for all ranks; called after the last
+        run.
 
         Args:
             by_parts: Whether the runs were on micro-batches, so that the metrics' states are
@@ -197,21 +205,39 @@ class StepEffects:
             "printed": self._printed,
             "fingerprints": self.fingerprints,
             "once_per_batch": {kind: sorted(n) for kind, n in self._once_per_batch.items()},
+            "rng": rng.snapshot(self._device),
         }
 
-    def apply(self, records: Sequence[Tree]) -> None:
-        """Apply the changes of attributes, buffers and `should_stop` that the step made.
+    def apply(self, records: Sequence[Tree], part_sizes: Sequence[int] | None) -> None:
+        """Apply the side effects of the step to this rank.
 
-        Called once on every rank, also on the ranks that ran the step: there, too, they were
-        undone.
+        Called once on every rank, also on the ranks that ran the step: there they were undone. The
+        first record decides about attributes, buffers, random state and printed text.
 
         Args:
             records: Results of `to_tree` of the ranks that ran the step, the same on all ranks.
+            part_sizes: Samples of every micro-batch, if the step ran per micro-batch; None after a
+                run on the whole batch.
         """
-        self._state.apply(records[0]["attributes"], self._unsendable)
-        self._buffers.apply(records[0]["buffers"])
+        first, logs = records[0], logs_in(records, self._metrics)
+        # Metrics come before the logs: `self.log` reads the value of a metric that it gets.
+        if part_sizes is not None:
+            self.restore_metrics()
+            self._metrics.merge([record["metrics"] for record in records])
+        elif not self.logs:
+            # A rank that ran the step on the whole batch has updated its metrics itself.
+            self._metrics.apply(first["metrics"])
+        self._state.apply(first["attributes"], self._unsendable)
+        self._buffers.apply(first["buffers"])
         if any(record["should_stop"] for record in records):
             self._trainer.should_stop = True
+        rng.restore(first["rng"], self._device)
+        for log in logs[0] if part_sizes is None else merge_parts(logs, part_sizes):
+            log.replay(self._module)
+        if self._trainer.is_global_zero:
+            sys.stdout.write(first["printed"])
+        for call in records[-1]["logger"]:
+            LoggerCall.replay(call, self._trainer.loggers)
 
     def restore_metrics(self) -> None:
         """Put the metrics back to their state of before the step."""

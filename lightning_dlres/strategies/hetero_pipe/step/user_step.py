@@ -238,8 +238,7 @@ class LightningStep:
     def record(self, sizes: Sequence[int]) -> Tree:
         """Return what every rank must know of the step, as plain data; called after the last run.
 
-        These are the losses, the side effects, the signs that the loss is no mean over samples, and
-        the random state.
+        These are the losses, the side effects, and the signs that the loss is no mean over samples.
         """
         return {
             "losses": torch.stack(self.losses),
@@ -248,13 +247,22 @@ class LightningStep:
             "normalisers": self.normalisers,
             "operations": self.operations,
             "finite": [bool(flag) for flag in self.finite],
-            "rng": rng.snapshot(self.context.device),
         }
 
-    def apply(self, records: Sequence[Tree]) -> None:
-        """Apply the step's changes of attributes and buffers to this rank; called once, on every
-        rank."""
-        self.effects.apply(records)
+    def apply(self, records: Sequence[Tree], part_sizes: Sequence[int] | None) -> Tensor:
+        """Apply the step's side effects to this rank, and return the loss of the batch.
+
+        Args:
+            records: Results of `record`, the same on all ranks.
+            part_sizes: Samples of every micro-batch, if the step ran per micro-batch; None after a
+                run on the whole batch.
+        """
+        self.effects.apply(records, part_sizes)
+        losses = torch.cat([record["losses"].to(self.context.device) for record in records])
+        if part_sizes is None:
+            return losses[0]
+        sizes = torch.tensor(part_sizes, dtype=losses.dtype, device=losses.device)
+        return (losses * (sizes / sum(part_sizes))).sum()
 
     @contextmanager
     def undone(self) -> Iterator[None]:

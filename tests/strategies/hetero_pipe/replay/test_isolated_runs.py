@@ -85,13 +85,16 @@ def test_every_run_starts_from_the_same_state_and_one_is_applied(
     assert record["fingerprints"][0] == record["fingerprints"][1]
     assert record["once_per_batch"]["buffers"] == ["centre"]
     assert record["printed"] == "a step\n"
-    effects.apply([record])
-    assert model.observed() == [1, 2.0, 2.0, 2, 1.0]
+    model.log = lambda name, value: logged.append((name, float(value)))  # type: ignore[assignment, misc]
+    logged: list[tuple[str, float]] = []
+    effects.apply([record], [1, 3])
+    # Both micro-batches make one update of the metric, one log and one print.
+    assert model.observed() == [1, 2.0, 2.0, 1, 1.0]
     assert model.sums is sums
     assert model.centre is centre
-    effects.restore_metrics()
-    assert model.observed() == [1, 2.0, 2.0, 0, 1.0]
-    assert capsys.readouterr().out == ""
+    assert float(model.metric.compute()) == 2.0
+    assert logged == [("steps", 1.0)]
+    assert capsys.readouterr().out == "a step\n"
 
 
 def test_failed_run_is_undone_and_prints_its_text(
