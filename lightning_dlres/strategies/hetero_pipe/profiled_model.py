@@ -15,6 +15,7 @@ from lightning_dlres.pipeline.profile.profiled_model import LossRun, ProfiledMod
 from lightning_dlres.pipeline.profile.profiler import profile_for_cluster
 from lightning_dlres.pipeline.profile.run_profile import RunProfile
 from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
+from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
 from lightning_dlres.strategies.hetero_pipe.step.user_step import (
@@ -22,7 +23,6 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import (
     SplitBatch,
     StepContext,
 )
-from lightning_dlres.strategies.hetero_pipe.zeroing import zeroes_every_step
 
 
 def profiled_model(context: StepContext) -> ProfiledModel:

@@ -53,25 +53,32 @@ class StepRunner:
         runtime: this rank's part of the pipeline.
         schedule: "auto", or the name of a registered schedule.
         seed: base seed of what is random in the layers.
-        meet: waits for all ranks.
-        say: prints a line on rank 0.
-        changed: told the schedule, if it is another one than was planned for.
-        zeroes: whether the gradients of the step before are about to be zeroed; see `zeroing`.
+        barrier: Waits for all ranks.
+        log_rank_zero: Logs a line on rank 0.
+        on_schedule_change: Called with the name of the schedule to which the run changes.
+        drops_old_gradients: Returns True if the gradients of the step before may be dropped when a
+            step begins; see `gradient_zeroing`.
+        follow_freezing: Called before every training step, to follow changes of `requires_grad`.
     """
 
     def __init__(
         self,
         context: StepContext,
         runtime: Runtime,
+        *,
         schedule: str,
         seed: int,
-        meet: Callable[[], None],
-        say: Callable[[str], None],
-        changed: Callable[[str], None] = lambda schedule: None,
-        zeroes: Callable[[], bool] = lambda: False,
+        barrier: Callable[[], None],
+        log_rank_zero: Callable[[str], None],
+        on_schedule_change: Callable[[str], None],
+        drops_old_gradients: Callable[[], bool],
+        follow_freezing: Callable[[], None],
     ) -> None:
         self.context, self.runtime, self.seed = context, runtime, seed
-        self.meet, self.say, self._changed, self._zeroes = meet, say, changed, zeroes
+        self._barrier, self._log_rank_zero = barrier, log_rank_zero
+        self._on_schedule_change = on_schedule_change
+        self._drops_old_gradients = drops_old_gradients
+        self._follow_freezing = follow_freezing
         self.may_change = schedule == AUTO
         self.schedule = initial_schedule(schedule).name
         self.changing: list[int] = []
@@ -94,6 +101,7 @@ class StepRunner:
             batch: number of the batch since the start of training; part of the random seed.
             scale: factor of the loss in mixed precision.
         """
+        self._follow_freezing()
         with self.runtime.tracer.span("step", "step", batch=batch):
             return self._train(args, batch, scale)
 
@@ -104,7 +112,7 @@ class StepRunner:
         if checked:
             self._check(args, seed, fingerprint)
         self._steps += 1
-        if self._zeroes():
+        if self._drops_old_gradients():
             for parameter in (*self.runtime.stage.parameters, *self.runtime.non_pipelined):
                 parameter.grad = None
         # The check may have changed the schedule.
@@ -244,7 +252,7 @@ class StepRunner:
         if reason is not None:
             self._fall_back(reason)
         elif self._steps == 0 and self.may_change:
-            self.say(
+            self._log_rank_zero(
                 f"dlres: schedule {self.schedule}: the loss is a mean over samples, so it is "
                 "computed per micro-batch."
             )
@@ -252,13 +260,13 @@ class StepRunner:
     def _fall_back(self, reason: str) -> None:
         if not self.may_change:
             # All ranks know the reason before the first one leaves, so that each gives this error.
-            self.meet()
+            self._barrier()
             raise inexact_schedule_error(reason, self.schedule)
-        self.say(
+        self._log_rank_zero(
             f"dlres: schedule {GPipe.name}, which computes the loss once over the whole batch: "
             f"{reason}."
         )
-        self._changed(GPipe.name)
+        self._on_schedule_change(GPipe.name)
         self.schedule = GPipe.name
 
     def _conclude(
@@ -274,7 +282,7 @@ class StepRunner:
         for path, kind in unsendable_values(record["attributes"]).items():
             if path not in self._not_sent:
                 self._not_sent.add(path)
-                self.say(
+                self._log_rank_zero(
                     f"dlres: training_step makes self.{path} a {kind}, which cannot be sent to "
                     "other ranks: it is on the last stage only."
                 )

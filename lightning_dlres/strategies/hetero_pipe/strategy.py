@@ -3,56 +3,33 @@ LightningModule (Methods D, E)."""
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dlres import _compat
-from lightning_dlres.core.checks import instance, one_of
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.core.trace import Tracer
-from lightning_dlres.pipeline.comm.collectives import any_rank
-from lightning_dlres.pipeline.comm.mailbox import Mailbox
 from lightning_dlres.pipeline.execute.optimizers import set_state_device
 from lightning_dlres.pipeline.execute.partition import is_on_meta, resident_parameter_bytes
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
-from lightning_dlres.strategies.connection import (
-    Connection,
-    join_process_group,
-    require_script,
-)
-from lightning_dlres.strategies.hetero_pipe.data.loaders import (
-    SharedLoader,
-    StatefulSharedLoader,
-    is_stateful,
-    whole_data,
-)
-from lightning_dlres.strategies.hetero_pipe.data.sharding import (
-    describe,
-    refuse_shards,
-    undo_sharding,
-)
-from lightning_dlres.strategies.hetero_pipe.deployment import ContextFactory, Deployment
+from lightning_dlres.strategies.connected_strategy import ConnectedStrategy
+from lightning_dlres.strategies.hetero_pipe.data.loaders import share_loader, whole_data
+from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
+from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
 from lightning_dlres.strategies.hetero_pipe.options import (
     MemoryLimit,
     PipeOptions,
@@ -60,18 +37,22 @@ from lightning_dlres.strategies.hetero_pipe.options import (
 )
 from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
 from lightning_dlres.strategies.hetero_pipe.precision import loss_scale, overflow_shared
+from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates, metric_sync_disabled
 from lightning_dlres.strategies.hetero_pipe.report_sections import pipeline_sections
+from lightning_dlres.strategies.hetero_pipe.runner_setup import make_runner
 from lightning_dlres.strategies.hetero_pipe.step.one_device import sees_single_device
-from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
+from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch, StepContext
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
 from lightning_dlres.strategies.hetero_pipe.unsupported_callbacks import (
     refuse_callbacks,
     refuse_dataloader_iter,
 )
-from lightning_dlres.strategies.signals import DeferredSignals
+
+PrecisionContext = Callable[[], AbstractContextManager[Any]]
 
 
-class HeteroPipeStrategy(ParallelStrategy):
+class HeteroPipeStrategy(ConnectedStrategy):
     """Trains one model over several devices of unlike speed: pipeline parallel inside a
     *replica* of one device per stage, data parallel between replicas.
 
@@ -148,9 +129,6 @@ class HeteroPipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        )
         self._options = PipeOptions(
             stages,
             microbatches,
@@ -165,26 +143,20 @@ class HeteroPipeStrategy(ParallelStrategy):
             profile,
             timeout,
         )
-        if process_group_backend is not None:
-            instance(
-                "process_group_backend",
-                process_group_backend,
-                (str,),
-                "the name of a backend of torch.distributed",
-                "process_group_backend=None",
-            )
-            known = set(dist.Backend.backend_list)
-            for part in process_group_backend.lower().split(","):
-                one_of("process_group_backend", part.split(":")[-1], known, "'gloo'")
-        self._process_group_backend = process_group_backend
-        self._num_nodes = 1
-        self._connection: Connection | None = None
-        self._signals: DeferredSignals | None = None
-        self._run: Deployment | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=self._options.timeout,
+        )
+        self._deployment: Deployment | None = None
         self._runner: StepRunner | PlainSteps | None = None
         self._born_on_meta: bool | None = None
         self._used_schedule: str = schedule
-        self.tracer = Tracer()
+        self._precision_context: PrecisionContext = nullcontext
         self._until_teardown = ExitStack()
 
     @property
@@ -195,7 +167,7 @@ class HeteroPipeStrategy(ParallelStrategy):
     @property
     def plan(self) -> PipelinePlan | None:
         """The plan of the current or last run; None before the first."""
-        return self._run.plan if self._run is not None else None
+        return self._deployment.plan if self._deployment is not None else None
 
     @property
     def schedule(self) -> str:
@@ -233,61 +205,24 @@ class HeteroPipeStrategy(ParallelStrategy):
     def local_rank(self) -> int:
         return 0 if sees_single_device() else super().local_rank
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of hosts."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks on this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """False: Lightning shall neither shard the data nor reduce logs, since every rank sees the
-        whole batch and all logs."""
-        return False
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's place; called by the Trainer."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        _compat.set_rank(self.global_rank)
-
     @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        require_script(self.cluster_environment, self.num_processes)
-        self._launcher = _compat.script_launcher(
-            self.cluster_environment, self.num_processes, self.num_nodes
-        )
+    def _rank_names(self) -> list[str]:
+        return self._options.rank_names(self.world_size)
+
+    @property
+    @override
+    def _has_run(self) -> bool:
+        return self._deployment is not None
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
+        # Options that do not fit the number of ranks are refused before any rank waits for another.
         self._options.rank_names(self.world_size)
         self._options.slowdown(self.global_rank, self.world_size)
         self._options.memory_limit(self.global_rank, self.world_size)
-        join_process_group(
-            self.cluster_environment,
-            self._process_group_backend,
-            self.root_device,
-            self._options.timeout,
-        )
-        # Every rank logs the value of the whole batch: there is nothing that sync_dist could add.
-        warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
         self._born_on_meta = None
-        self._connection = self._connect()
-        self._signals = DeferredSignals(self.cluster_environment, self._connection)
+        self._join_ranks()
 
     @property
     @override
@@ -299,7 +234,7 @@ class HeteroPipeStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        with self._announcing():
+        with self._announcing_failures():
             self._set_up(trainer)
 
     def _set_up(self, trainer: Trainer) -> None:
@@ -323,28 +258,48 @@ class HeteroPipeStrategy(ParallelStrategy):
         if not self._options.cuts_nothing(self.world_size):
             refuse_dataloader_iter(trainer, module)
         self.model = self.precision_plugin.convert_module(module)
-        run = Deployment(
-            self._options,
-            module,
-            self.precision_plugin,
-            self._connected,
-            self.root_device,
-            self.tracer,
-            whole=not self.restore_checkpoint_after_setup,
-        )
-        self._until_teardown.callback(run.take_back)
+        is_whole = not self.restore_checkpoint_after_setup
+        context = self._make_step_context()
+        self._until_teardown.enter_context(metric_sync_disabled(context.all_metrics))
         self.model_to_device()
         if fitting:
             # Before the plan, which counts their state. Parameters keep their identity.
             self.setup_optimizers(trainer)
-        run.deploy(trainer, self.plan, self.optimizers if fitting else [])
-        self._run = run
+        self._precision_context = self.precision_plugin.train_step_context
+        deployment = Deployment.deployed(
+            context=context,
+            options=self._options,
+            connection=self._connected,
+            trainer=trainer,
+            previous=self.plan,
+            optimizers=self.optimizers if fitting else [],
+            is_whole=is_whole,
+        )
+        self._deployment = deployment
         self.setup_precision_plugin()
         # Every rank finds the same fault: one that still waited for weights would blame a peer.
         self.barrier()
         if fitting:
-            run.check_optimizers(self.optimizers)
-        self._runner = run.make_runner(self.barrier)
+            deployment.prepare_optimizers(self.optimizers, self.precision_plugin)
+        self._runner = make_runner(
+            deployment,
+            options=self._options,
+            precision=self.precision_plugin,
+            tracer=self.tracer,
+            barrier=self.barrier,
+            undo=self._until_teardown,
+        )
+
+    def _make_step_context(self) -> StepContext:
+        module = self._module
+        return StepContext(
+            module,
+            find_pipelined_module(module, self._options.module),
+            MetricStates(module),
+            self.root_device,
+            lambda: self._precision_context(),
+            self._options.split_batch,
+        )
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -371,13 +326,12 @@ class HeteroPipeStrategy(ParallelStrategy):
                 f"training_step must be called with positional arguments, got keywords "
                 f"{list(kwargs)}. Use training_step(batch, batch_idx)."
             )
-        with self._announcing(), self._in_context(self.precision_plugin.train_step_context) as run:
+        with self._announcing_failures():
+            runner = self._runner_in(self.precision_plugin.train_step_context)
             batch = self._module.trainer.fit_loop.total_batch_idx
-            if isinstance(run, PlainSteps):
-                return run.train(args, batch)
-            assert self._run is not None
-            self._run.follow_freezing(run.runtime)
-            return run.train(args, batch, loss_scale(self.precision_plugin))
+            if isinstance(runner, PlainSteps):
+                return runner.train(args, batch)
+            return runner.train(args, batch, loss_scale(self.precision_plugin))
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -396,16 +350,15 @@ class HeteroPipeStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args)
 
-    def _evaluate(self, hook: str, context: ContextFactory, args: tuple[Any, ...]) -> Any:
-        with self._announcing(), self._in_context(context) as runner:
-            return runner.evaluate(getattr(self._module, hook), args)
+    def _evaluate(self, hook: str, context: PrecisionContext, args: tuple[Any, ...]) -> Any:
+        with self._announcing_failures():
+            return self._runner_in(context).evaluate(getattr(self._module, hook), args)
 
-    @contextmanager
-    def _in_context(self, context: ContextFactory) -> Iterator[StepRunner | PlainSteps]:
-        assert self._run is not None
+    def _runner_in(self, context: PrecisionContext) -> StepRunner | PlainSteps:
+        """Return the runner; from now on its steps run in this context of the precision plugin."""
         assert self._runner is not None
-        self._run.step_context = context
-        yield self._runner
+        self._precision_context = context
+        return self._runner
 
     @override
     def optimizer_step(
@@ -421,101 +374,44 @@ class HeteroPipeStrategy(ParallelStrategy):
         if self.world_size == 1:
             return dataloader
         self._until_teardown.callback(undo_sharding(dataloader))
-        connection = self._connected
-        told = describe(dataloader)
-        everywhere = [
-            connection.broadcast(told if rank == connection.rank else None, rank)
-            for rank in range(connection.world_size)
-        ]
-        warning = refuse_shards(f"{type(dataloader).__name__}", everywhere)
-        if warning is not None:
-            rank_zero_warn(f"dlres: {warning}")
-        length, stateful = None, False
-        if self.is_global_zero:
-            stateful = is_stateful(dataloader)
-            try:
-                length = len(dataloader)  # type: ignore[arg-type]
-            except (TypeError, NotImplementedError):
-                length = None
-        length, stateful = self._connected.broadcast([length, stateful], 0)
-        kind = StatefulSharedLoader if stateful else SharedLoader
-        return kind(
+        return share_loader(
             dataloader,
-            self.is_global_zero,
-            self._mailbox,
-            self._deferred_signals,
-            self.root_device,
-            length,
+            connection=self._connected,
+            mailbox=self._mailbox,
+            signals=self._deferred_signals,
+            device=self.root_device,
         )
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; after the run, too, so that a checkpoint saved late is there for
-        all."""
-        if name == "run-stage" and self._signals is not None:
-            # The Trainer's first barrier after it has registered its signal handlers.
-            self._signals.install()
-        if self._connection is not None:
-            with self._briefly_after_failure():
-                self._connection.any_rank(False)
-        elif self._run is not None and dist.is_initialized():
-            any_rank(False, self._options.timeout, _nothing_known)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._connection.broadcast(obj, src) if self._connection is not None else obj
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the tensor: every rank has seen the whole batch, so there is nothing to reduce."""
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensor, as on a single device: every rank has it already."""
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._connection is None:
-            return decision
-        return self._connection.all_ranks(decision) if all else self._connection.any_rank(decision)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = self._module.state_dict()
-        if self._run is None or (self._connection is None and self._run.whole):
+        if self._deployment is None or (self._connection is None and self._deployment.is_whole):
             return state
         with self._briefly_after_failure(), self._some_mailbox() as mailbox:
-            return self._run.gather_model_state(state, mailbox)
+            return self._deployment.gather_model_state(state, mailbox)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         state = super().optimizer_state(optimizer)
-        if self._run is None or "state" not in state:
+        if self._deployment is None or "state" not in state:
             return state
         with self._briefly_after_failure(), self._some_mailbox() as mailbox:
-            return self._run.gather_optimizer_state(optimizer, state, mailbox)
+            return self._deployment.gather_optimizer_state(optimizer, state, mailbox)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._run is None or not is_on_meta(self._module):
+        if self._deployment is None or not is_on_meta(self._module):
             super().load_model_state_dict(checkpoint, strict)
         else:
-            self._run.load_model_state(checkpoint["state_dict"], strict)
+            self._deployment.load_model_state(checkpoint["state_dict"], strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._run is not None
+        assert self._deployment is not None
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=False):
-            self._run.load_optimizer_state(optimizer, state)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self._connection is not None and not self._is_agreed_end(exception):
-            self._connection.announce_failure(exception)
+            self._deployment.load_optimizer_state(optimizer, state)
 
     @override
     def teardown(self) -> None:
@@ -526,8 +422,8 @@ class HeteroPipeStrategy(ParallelStrategy):
             if self._connection is not None:
                 closing.callback(self._connection.close)
             closing.push(self._until_teardown.pop_all())
-            if None not in (self._connection, self._run, self._runner):
-                self._run.end(orderly=not self._connection.failed)  # type: ignore[union-attr]
+            if None not in (self._connection, self._deployment, self._runner):
+                self._deployment.end(orderly=not self._connection.failed)  # type: ignore[union-attr]
         self._used_schedule = self.schedule
         self._connection, self._runner = None, None
         for optimizer in self.optimizers:
@@ -538,80 +434,3 @@ class HeteroPipeStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _connected(self) -> Connection:
-        assert self._connection is not None
-        return self._connection
-
-    def _mailbox(self) -> Mailbox:
-        return self._connected.mailbox
-
-    def _deferred_signals(self) -> DeferredSignals:
-        assert self._signals is not None
-        return self._signals
-
-    def _is_agreed_end(self, exception: BaseException) -> bool:
-        """Whether all ranks end here together, after a SIGTERM to one of them."""
-        return isinstance(exception, SIGTERMException) and self._deferred_signals().ends_run()
-
-    def _connect(self) -> Connection:
-        assert self.cluster_environment is not None
-        names = self._options.rank_names(self.world_size)
-        return Connection(
-            names, self.cluster_environment, self.num_nodes, self._options.timeout, self.tracer
-        )
-
-    @contextmanager
-    def _some_mailbox(self) -> Iterator[Mailbox]:
-        """Yield the run's mailbox, or, after the run, one for the moment: a checkpoint may be saved
-        late."""
-        if self._connection is not None:
-            yield self._connection.mailbox
-            return
-        connection = self._connect()
-        try:
-            yield connection.mailbox
-        except BaseException as error:
-            connection.announce_failure(error)
-            raise
-        finally:
-            connection.close()
-
-    @contextmanager
-    def _briefly_after_failure(self) -> Iterator[None]:
-        """Context manager for what all ranks do together. A callback that saves a checkpoint when
-        this rank has raised does not wait long: the others know of nothing."""
-        interrupted = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
-        if self._connection is None or not interrupted:
-            yield
-            return
-        cause = sys.exc_info()[1]
-        self._connection.hurry()
-        try:
-            yield
-        except BaseException as error:
-            self._connection.announce_failure(cause or error)
-            # Lightning tears nothing down after a callback that raises here.
-            self.teardown()
-            raise error from cause
-
-    @contextmanager
-    def _announcing(self) -> Iterator[None]:
-        """Tell the other ranks of a failure at once: Lightning first calls hooks that may wait for
-        them."""
-        try:
-            yield
-        except BaseException as error:
-            if self._connection is not None:
-                self._connection.announce_failure(error)
-            raise
-
-
-def _nothing_known() -> None:
-    """No rank's failure can be known after the run."""

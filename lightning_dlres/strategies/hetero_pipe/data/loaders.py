@@ -15,10 +15,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
 from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
+from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.strategies.hetero_pipe.data.sharding import describe, refuse_shards
 from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
 from lightning_dlres.strategies.signals import DeferredSignals
 
@@ -160,6 +163,46 @@ class StatefulSharedLoader(SharedLoader):
         """Put the reader's loader where the checkpoint left it."""
         if self._reads:
             self._loader.load_state_dict(state)
+
+
+def share_loader(
+    loader: Any,
+    *,
+    connection: Connection,
+    mailbox: Callable[[], Mailbox],
+    signals: Callable[[], DeferredSignals],
+    device: torch.device,
+) -> SharedLoader:
+    """Return a loader that yields rank 0's batches on every rank; called by all ranks.
+
+    Args:
+        loader: The user's loader.
+        connection: Connection to the other ranks.
+        mailbox: Returns the mailbox of the current run.
+        signals: Returns the signals of the current run.
+        device: Device whose random generator is shared along with the CPU's.
+
+    Raises:
+        ConfigError: If the loader holds one rank's part of the data.
+    """
+    own_description = describe(loader)
+    descriptions = [
+        connection.broadcast(own_description if rank == connection.rank else None, rank)
+        for rank in range(connection.world_size)
+    ]
+    warning = refuse_shards(type(loader).__name__, descriptions)
+    if warning is not None:
+        rank_zero_warn(f"dlres: {warning}")
+    length, stateful = None, False
+    if connection.rank == 0:
+        stateful = is_stateful(loader)
+        try:
+            length = len(loader)
+        except (TypeError, NotImplementedError):
+            length = None
+    length, stateful = connection.broadcast([length, stateful], 0)
+    kind = StatefulSharedLoader if stateful else SharedLoader
+    return kind(loader, connection.rank == 0, mailbox, signals, device, length)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.execute.training import TrainingStep
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
+from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
-from lightning_dlres.strategies.hetero_pipe.zeroing import zeroes_every_step
 from tests.support.models import QUIET
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import (

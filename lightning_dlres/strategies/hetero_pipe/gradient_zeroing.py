@@ -1,7 +1,9 @@
-"""May a step's old gradients go before its new ones are computed?
+"""Detection of runs in which old gradients may be dropped before the new ones are computed.
 
-Lightning zeroes gradients between `training_step` and backward. The schedule computes the new ones
-within `training_step`, so a rank would hold both: for AdamW a quarter more than a plain Trainer."""
+Lightning zeroes gradients between `training_step` and backward, but the schedule computes the new
+ones within `training_step`. A rank that kept the old ones would hold both: for AdamW a quarter more
+memory than under a plain Trainer.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 
 def zeroes_every_step(trainer: Trainer, module: LightningModule) -> bool:
-    """Return whether Lightning is about to zero the gradients in every step, and nobody looks at
-    them before: no accumulation, and no hooks of the user's around zeroing."""
+    """Return True if Lightning zeroes the gradients in every step, and no user code sees them
+    before: there is no accumulation, and no hook of the user around zeroing."""
     return (
         trainer.accumulate_grad_batches == 1
         and not is_overridden("optimizer_zero_grad", module)

@@ -1,0 +1,261 @@
+"""Base of strategies whose ranks are joined by a process group, a mailbox and a watch."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dlres import _compat
+from lightning_dlres.core.checks import instance, one_of
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.pipeline.comm.collectives import any_rank
+from lightning_dlres.pipeline.comm.mailbox import Mailbox
+from lightning_dlres.strategies.connection import Connection, join_process_group, require_script
+from lightning_dlres.strategies.signals import DeferredSignals
+
+
+class ConnectedStrategy(ParallelStrategy):
+    """Launches one process per device and joins them in a `Connection`. Every rank sees the whole
+    batch and all logs, so that nothing is reduced or gathered.
+
+    Args:
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Set by the Trainer.
+        precision_plugin: Set by the Trainer.
+        process_group_backend: Backend of torch.distributed; None chooses gloo on the CPU, and NCCL
+            beside gloo on GPUs.
+        timeout: Seconds that a rank waits for another.
+
+    Attributes:
+        tracer: Spans of what this rank has done.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        process_group_backend: str | None,
+        timeout: float,
+    ) -> None:
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        )
+        if process_group_backend is not None:
+            instance(
+                "process_group_backend",
+                process_group_backend,
+                (str,),
+                "the name of a backend of torch.distributed",
+                "process_group_backend=None",
+            )
+            known = set(dist.Backend.backend_list)
+            for part in process_group_backend.lower().split(","):
+                one_of("process_group_backend", part.split(":")[-1], known, "'gloo'")
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._num_nodes = 1
+        self._connection: Connection | None = None
+        self._signals: DeferredSignals | None = None
+        self.tracer = Tracer()
+
+    def _rank_names(self) -> list[str]:
+        """Return the name of each rank in messages."""
+        return [f"rank {rank}" for rank in range(self.world_size)]
+
+    @property
+    def _has_run(self) -> bool:
+        """True once a run was set up. All ranks then meet after the run, too."""
+        return False
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """False: Lightning shall neither shard the data nor reduce logs, since every rank sees the
+        whole batch and all logs."""
+        return False
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment this process's place; called by the Trainer."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _compat.set_rank(self.global_rank)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        require_script(self.cluster_environment, self.num_processes)
+        self._launcher = _compat.script_launcher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+
+    def _join_ranks(self) -> None:
+        """Join the process group and connect the ranks; called by all ranks."""
+        assert self.cluster_environment is not None
+        join_process_group(
+            self.cluster_environment,
+            self._process_group_backend,
+            self.root_device,
+            self._timeout,
+        )
+        # Every rank logs the value of the whole batch: there is nothing that sync_dist could add.
+        warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
+        self._connection = self._connect()
+        self._signals = DeferredSignals(self.cluster_environment, self._connection)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; after the run, too, so that a checkpoint saved late is there for
+        all."""
+        if name == "run-stage" and self._signals is not None:
+            # The Trainer's first barrier after it has registered its signal handlers.
+            self._signals.install()
+        if self._connection is not None:
+            with self._briefly_after_failure():
+                self._connection.any_rank(False)
+        elif self._has_run and dist.is_initialized():
+            any_rank(False, self._timeout, _nothing_known)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._connection.broadcast(obj, src) if self._connection is not None else obj
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the tensor: every rank has seen the whole batch, so there is nothing to reduce."""
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensor, as on a single device: every rank has it already."""
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._connection is None:
+            return decision
+        return self._connection.all_ranks(decision) if all else self._connection.any_rank(decision)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._connection is not None and not self._is_agreed_end(exception):
+            self._connection.announce_failure(exception)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _connected(self) -> Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def _mailbox(self) -> Mailbox:
+        return self._connected.mailbox
+
+    def _deferred_signals(self) -> DeferredSignals:
+        assert self._signals is not None
+        return self._signals
+
+    def _is_agreed_end(self, exception: BaseException) -> bool:
+        """Return True if all ranks end here together, after a SIGTERM to one of them."""
+        return isinstance(exception, SIGTERMException) and self._deferred_signals().ends_run()
+
+    def _connect(self) -> Connection:
+        assert self.cluster_environment is not None
+        return Connection(
+            self._rank_names(), self.cluster_environment, self.num_nodes, self._timeout, self.tracer
+        )
+
+    @contextmanager
+    def _some_mailbox(self) -> Iterator[Mailbox]:
+        """Context manager that yields the run's mailbox, or one of a connection for this purpose
+        after the run: a checkpoint may be saved late."""
+        if self._connection is not None:
+            yield self._connection.mailbox
+            return
+        connection = self._connect()
+        try:
+            yield connection.mailbox
+        except BaseException as error:
+            connection.announce_failure(error)
+            raise
+        finally:
+            connection.close()
+
+    @contextmanager
+    def _briefly_after_failure(self) -> Iterator[None]:
+        """Context manager for collective work, which waits only briefly if this rank has raised.
+
+        A callback may save a checkpoint after an exception on this rank alone. The other ranks
+        do not know of it, so a long wait for them would be in vain.
+        """
+        interrupted = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if self._connection is None or not interrupted:
+            yield
+            return
+        cause = sys.exc_info()[1]
+        self._connection.hurry()
+        try:
+            yield
+        except BaseException as error:
+            self._connection.announce_failure(cause or error)
+            # Lightning tears nothing down after a callback that raises here.
+            self.teardown()
+            raise error from cause
+
+    @contextmanager
+    def _announcing_failures(self) -> Iterator[None]:
+        """Context manager that tells the other ranks of a failure at once: Lightning first calls
+        hooks that may wait for them."""
+        try:
+            yield
+        except BaseException as error:
+            if self._connection is not None:
+                self._connection.announce_failure(error)
+            raise
+
+
+def _nothing_known() -> None:
+    """No rank's failure can be known after the run."""

@@ -1,0 +1,243 @@
+"""The plan of one run: samples are read, the step is tried on them, and the layers are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
+from lightning_dlres.core.wire.tree import Tree
+from lightning_dlres.pipeline.plan.plan import PipelinePlan
+from lightning_dlres.pipeline.plan.planner import (
+    adopt_plan,
+    measured_plan,
+    unmeasured_layers,
+    unmeasured_plan,
+)
+from lightning_dlres.pipeline.plan.search.grouping import stage_counts
+from lightning_dlres.pipeline.profile.config import ProfileSamples
+from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
+from lightning_dlres.pipeline.profile.profiler import Profiler, ProfilingError
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile
+from lightning_dlres.strategies.connection import Connection
+from lightning_dlres.strategies.hetero_pipe.checks.inspection import inspect_step
+from lightning_dlres.strategies.hetero_pipe.data.loader_copy import NoCopyError
+from lightning_dlres.strategies.hetero_pipe.data.profile_samples import read_samples
+from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
+from lightning_dlres.strategies.hetero_pipe.profiled_model import gradient_copies, profiled_model
+from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import untracked_state_warning
+from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import require_layers
+from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """Result of planning, the same on all ranks but for the parameters.
+
+    Attributes:
+        plan: Plan of the run.
+        written_in_forward: Parameters of the layers that their forward writes to, as the trial of
+            the step showed; empty if the step was not tried.
+    """
+
+    plan: PipelinePlan
+    written_in_forward: set[nn.Parameter] = field(default_factory=set)
+
+
+class RunPlanner:
+    """Planner of one run. Its methods are called by all ranks.
+
+    Args:
+        context: Context of the user's steps.
+        options: Options of the strategy.
+        connection: Connection to the other ranks.
+        optimizers: Optimizers of the run; empty outside of `fit`.
+        model_is_whole: True if every rank has the whole model. Otherwise the model was made on the
+            meta device, and layers can neither be tried nor measured as they are.
+        keeps_placement: True if the parameters of an earlier run are still on their ranks only, so
+            that this run needs the same plan.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: StepContext,
+        options: PipeOptions,
+        connection: Connection,
+        optimizers: Sequence[Optimizer],
+        model_is_whole: bool,
+        keeps_placement: bool,
+    ) -> None:
+        self._context, self._options, self._connection = context, options, connection
+        self._optimizers = optimizers
+        self._model_is_whole, self._keeps_placement = model_is_whole, keeps_placement
+        self._pipelined = context.pipelined
+        self._layers = context.pipelined.layers
+
+    @property
+    def _module(self) -> LightningModule:
+        return self._context.module
+
+    def plan(self, trainer: Trainer, previous: PipelinePlan | None) -> PlannedRun:
+        """Return the plan of the run that the Trainer is about to start.
+
+        Args:
+            trainer: Trainer of the run.
+            previous: Plan of the strategy's previous run; used again where it still holds.
+
+        Raises:
+            ConfigError: If no plan fits the model, the ranks or their memory.
+            UnsupportedStepError: If the step takes tensors from layers that a stage cannot have.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        world_size = self._connection.world_size
+        measures = self._options.plan is None and world_size > 1
+        cuts = not self._options.cuts_nothing(world_size)
+        reads = fitting and cuts and (self._model_is_whole or measures)
+        samples = self._read_samples(trainer) if reads else None
+        plan = self._make_plan(trainer, previous, samples)
+        if samples is None or not self._model_is_whole:
+            return PlannedRun(plan=plan)
+        # Last, so that tensors that the user's hooks took while layers were measured are replaced.
+        return PlannedRun(plan=plan, written_in_forward=self._try_step(samples))
+
+    def _make_plan(
+        self, trainer: Trainer, previous: PipelinePlan | None, samples: ProfileSamples | None
+    ) -> PipelinePlan:
+        world_size, options = self._connection.world_size, self._options
+        if options.plan is not None:
+            return adopt_plan(
+                options.plan, self._unmeasured_layers(), self._pipelined.path, world_size
+            )
+        replicas = options.replicas(world_size)
+        fits = previous is not None and _layer_names(previous) == self._layers.names
+        stays = trainer.state.fn != TrainerFn.FITTING or self._keeps_placement
+        if previous is not None and fits and (previous.is_measured or stays):
+            return previous
+        profile = None
+        if samples is not None and world_size > 1:
+            stages = len(replicas[0]) if options.fixed_replicas else options.stages
+            require_layers(self._pipelined, stages or stage_counts(world_size)[0])
+            profile = self._profile(trainer, samples)
+        if profile is None:
+            require_layers(self._pipelined, len(replicas[0]))
+            return unmeasured_plan(self._unmeasured_layers(), replicas)
+        return self._search(profile)
+
+    def _unmeasured_layers(self) -> tuple[LayerProfile, ...]:
+        return unmeasured_layers(self._layers.names, self._layers.parameter_bytes())
+
+    def _search(self, profile: RunProfile) -> PipelinePlan:
+        """Search the fastest plan on rank 0, and return it on all ranks."""
+        connection = self._connection
+        plan_or_error: Tree = [None, None]
+        if connection.rank == 0:
+            try:
+                plan = measured_plan(profile, self._options.wishes, rank_zero_warn)
+                plan_or_error = [plan.to_json(), None]
+            except ConfigError as error:
+                plan_or_error = [None, str(error)]
+        text, reason = connection.broadcast(plan_or_error, 0)
+        if reason is not None:
+            raise ConfigError(reason)
+        return PipelinePlan.from_json(text)
+
+    def _try_step(self, samples: ProfileSamples) -> set[nn.Parameter]:
+        """Run one step on real samples; return the parameters that the layers' forward writes to.
+
+        Raises:
+            UnsupportedStepError: If the step takes tensors from layers that a stage cannot have.
+        """
+        connection, before = self._connection, self._context.untracked_state()
+        inspection = inspect_step(self._context, samples.together)
+        changed = untracked_state_warning(before.changed(self._context.layer_tensors))
+        if changed is not None:
+            rank_zero_info(changed)
+        refusals = [
+            connection.broadcast(inspection.refusal if rank == connection.rank else None, rank)
+            for rank in range(connection.world_size)
+        ]
+        refusal = next(filter(None, refusals), None)
+        if refusal is not None:
+            raise UnsupportedStepError(refusal)
+        if inspection.failure is not None:
+            _log_untried_step(inspection.failure)
+        line = inspection.warning()
+        if line is not None and samples.microbatches > 1:
+            rank_zero_info(line)
+        return inspection.written_parameters
+
+    def _profile(self, trainer: Trainer, samples: ProfileSamples) -> RunProfile | None:
+        """Measure the layers, the loss and the links; None if a rank lacks the memory for it."""
+        options, connection = self._options, self._connection
+        rank, world_size = connection.rank, connection.world_size
+        count = len(self._layers.modules)
+        rank_zero_info(f"dlres: profiling {count} layers on {world_size} ranks ...")
+        profiler = Profiler(
+            profiled_model(self._context),
+            connection,
+            rank_zero_info,
+            options.slowdown(rank, world_size) if options.emulate_speed is not None else None,
+            options.memory_limit(rank, world_size),
+            self._context.precision,
+        )
+        try:
+            copies = gradient_copies(trainer, self._module)
+            return profiler.run(samples, options.profile, self._optimizers, copies)
+        except ProfilingError as error:
+            _log_split_by_bytes(str(error))
+            return None
+
+    def _read_samples(self, trainer: Trainer) -> ProfileSamples | None:
+        """Read samples on rank 0 and return them on all ranks; None if they cannot be read."""
+        options = self._options
+        measures = options.plan is None and self._connection.world_size > 1
+        samples_or_error: Tree = [None, None, None, None, None]
+        if self._connection.rank == 0:
+            try:
+                count = options.microbatches or 4 * self._connection.world_size
+                read = read_samples(trainer, self._context, options.profile, count)
+                samples_or_error = [
+                    read.inputs,
+                    read.batches,
+                    read.microbatches,
+                    read.together,
+                    None,
+                ]
+            except Exception as error:
+                expected = is_lack_of_memory(error) or isinstance(error, NoCopyError)
+                if measures and not expected:
+                    raise
+                samples_or_error = [None, None, None, None, f"{type(error).__name__}: {error}"]
+        *samples, reason = self._connection.broadcast(samples_or_error, 0)
+        if reason is None:
+            return ProfileSamples(*samples)
+        if measures:
+            _log_split_by_bytes(reason)
+        else:
+            _log_untried_step(reason)
+        return None
+
+
+def _log_untried_step(reason: str) -> None:
+    rank_zero_info(
+        f"dlres: training_step could not be tried before training ({reason}): tensors that it "
+        "takes from layers by hooks or attributes are not checked."
+    )
+
+
+def _log_split_by_bytes(reason: str) -> None:
+    rank_zero_info(
+        f"dlres: the layers could not be profiled before training ({reason}); splitting by "
+        "parameter bytes instead."
+    )
+
+
+def _layer_names(plan: PipelinePlan) -> tuple[str, ...]:
+    return tuple(layer.name for layer in plan.layers)

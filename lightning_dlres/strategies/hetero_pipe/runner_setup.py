@@ -1,0 +1,173 @@
+"""Set-up of the object that runs a rank's steps: its stage, its runtime, its groups of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.pipeline.execute.buffers import BufferSync
+from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups
+from lightning_dlres.pipeline.execute.optimizers import require_owned
+from lightning_dlres.pipeline.execute.runtime import Runtime
+from lightning_dlres.pipeline.stage.stage import Stage
+from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
+from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
+from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
+from lightning_dlres.strategies.hetero_pipe.plain_steps import PlainSteps
+from lightning_dlres.strategies.hetero_pipe.precision import clipping_over_stages
+from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import gradient_read_warning
+from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
+
+SyncFactory = Callable[[list[list[nn.Parameter]], list[nn.Parameter]], GradientSync]
+
+
+def make_runner(
+    deployment: Deployment,
+    *,
+    options: PipeOptions,
+    precision: Precision,
+    tracer: Tracer,
+    barrier: Callable[[], None],
+    undo: ExitStack,
+) -> StepRunner | PlainSteps:
+    """Return the runner of this rank's steps; called by all ranks.
+
+    Args:
+        deployment: The model on this rank.
+        options: Options of the strategy.
+        precision: Precision plugin of the Trainer.
+        tracer: Gets a span for every computation and transfer.
+        barrier: Waits for all ranks.
+        undo: Gets the undo of all changes outside of the model; closed at the run's end.
+    """
+    context, connection = deployment.context, deployment.connection
+    if options.cuts_nothing(connection.world_size):
+        return PlainSteps(deployment.module, context.precision, tracer)
+    plan, stage, layers = deployment.plan, deployment.stage, deployment.layers
+    indices = plan.layers_of(stage)
+    modules = [layers.modules[index] for index in indices]
+    trainable, non_pipelined = layers.trainable(indices), layers.non_pipelined_parameters()
+    timeout, check = options.timeout, connection.check
+    groups = make_groups(plan, deployment.owners, timedelta(seconds=timeout))
+    for group in groups.values():
+        undo.callback(dist.destroy_process_group, group)
+
+    def make_sync(
+        trainable: list[list[nn.Parameter]], non_pipelined: list[nn.Parameter]
+    ) -> GradientSync:
+        return GradientSync(
+            trainable,
+            non_pipelined,
+            owners=deployment.owners,
+            groups=groups,
+            stage=stage,
+            timeout=timeout,
+            check=check,
+            tracer=tracer,
+        )
+
+    def changed_in_forward() -> list[Tensor]:
+        written = deployment.written_in_forward
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        return buffers + [p for some in modules for p in some.parameters() if p in written]
+
+    buffers = BufferSync(
+        changed_in_forward,
+        groups.get((stage,)) if len(plan.replicas) > 1 else None,
+        plan.replicas[0][stage],
+        timeout,
+        check,
+    )
+    runtime = Runtime(
+        plan=plan,
+        rank=connection.rank,
+        stage=Stage(
+            [context.pipelined.bind(i, module) for i, module in zip(indices, modules, strict=True)],
+            trainable,
+            first_layer=indices.start,
+            device=context.device,
+            context=context.precision,
+            recomputed={
+                p: modules[p] for p, layer in enumerate(indices) if layer in plan.recompute
+            },
+            by_layer=len(plan.replicas) > 1,
+        ),
+        non_pipelined=non_pipelined,
+        sync=make_sync(trainable, non_pipelined),
+        buffers=buffers,
+        mailbox=connection.mailbox,
+        tracer=tracer,
+        microbatches=options.microbatches or plan.microbatches or 4 * plan.world_size,
+        slowdown=options.slowdown(connection.rank, connection.world_size),
+    )
+
+    def sum_over_stages(value: float) -> float:
+        # Added up in one order everywhere, so that all replicas clip by the same bits.
+        values = connection.gather([value])
+        return sum(values[rank][0] for rank in deployment.plan.replicas[0])
+
+    undo.enter_context(clipping_over_stages(precision, deployment.owners, stage, sum_over_stages))
+    undo.enter_context(
+        gradient_read_warning(deployment.module, deployment.optimizers, rank_zero_warn)
+    )
+    runner = StepRunner(
+        context,
+        runtime,
+        schedule=options.schedule,
+        seed=deployment.seed,
+        barrier=barrier,
+        log_rank_zero=rank_zero_info,
+        on_schedule_change=deployment.follow_schedule,
+        drops_old_gradients=lambda: zeroes_every_step(deployment.module.trainer, deployment.module),
+        follow_freezing=_FreezingFollower(deployment, runtime, make_sync).update,
+    )
+    # Calls outside of steps (a summary, samples at the end of an epoch) come from all ranks.
+    undo.enter_context(context.pipelined.intercepted(runner.forward))
+    return runner
+
+
+class _FreezingFollower:
+    """Follower of `requires_grad`: the user may freeze and unfreeze parameters between steps.
+
+    Args:
+        deployment: The model on this rank.
+        runtime: The runtime that is told of each change.
+        make_sync: Makes the gradient synchronisation of trainable parameters, by layer, and of
+            non-pipelined ones.
+    """
+
+    def __init__(self, deployment: Deployment, runtime: Runtime, make_sync: SyncFactory) -> None:
+        self._deployment, self._runtime, self._make_sync = deployment, runtime, make_sync
+        self._flags = self._current_flags()
+
+    def update(self) -> None:
+        """Tell the runtime which parameters are trainable now, if that has changed.
+
+        Raises:
+            ConfigError: If an optimizer has got a parameter that is not the model's.
+        """
+        deployment = self._deployment
+        for optimizer in deployment.optimizers:
+            # Hooks may add parameter groups at any time.
+            require_owned(optimizer, deployment.owners, type(deployment.module).__name__)
+        flags = self._current_flags()
+        if flags == self._flags:
+            return
+        self._flags = flags
+        layers = deployment.layers
+        trainable = layers.trainable(deployment.plan.layers_of(deployment.stage))
+        non_pipelined = layers.non_pipelined_parameters()
+        self._runtime.set_trainable(
+            trainable, non_pipelined, self._make_sync(trainable, non_pipelined)
+        )
+
+    def _current_flags(self) -> list[bool]:
+        owners, stage = self._deployment.owners, self._deployment.stage
+        return [p.requires_grad for p, stages in owners.items() if stage in stages]
