@@ -112,12 +112,12 @@ class _Planner(Callback):
         profile = profile_here(
             trainer,
             pl_module,
-            options.module,
-            options.split_batch,
-            options.profile,
-            options.microbatches or 4 * len(self._cluster.devices),
-            self._cluster,
-            self._factors,
+            path=options.module,
+            split_batch=options.split_batch,
+            config=options.profile,
+            microbatches=options.microbatches or 4 * len(self._cluster.devices),
+            cluster=self._cluster,
+            factors=self._factors,
         )
         raise _Planned(measured_plan(profile, options.wishes, rank_zero_warn))
 

@@ -1,4 +1,4 @@
-"""Lightning strategies: thin, hooks in and engine calls out."""
+"""Lightning strategies: thin classes whose hooks call the engines of the rooms below."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["HeteroPipeStrategy", "register_strategies"]
 
 
 def register_strategies() -> None:
-    """Register the strategies' names with Lightning's Trainer; safe to call again."""
+    """Register the names of the strategies with Lightning's Trainer; safe to call again."""
     if HeteroPipeStrategy.strategy_name not in StrategyRegistry:
         StrategyRegistry.register(
             HeteroPipeStrategy.strategy_name,
             HeteroPipeStrategy,
-            description="Pipeline and data parallel training over devices of unlike speed",
+            description="Pipeline and data parallel training over devices of different speed",
         )

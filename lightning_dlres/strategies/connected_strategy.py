@@ -30,8 +30,10 @@ from lightning_dlres.strategies.signals import DeferredSignals
 
 
 class ConnectedStrategy(ParallelStrategy):
-    """Launches one process per device and joins them in a `Connection`. Every rank sees the whole
-    batch and all logs, so that nothing is reduced or gathered.
+    """Strategy that launches one process per device and joins them in a `Connection`.
+
+    Every rank sees the whole batch and all logs, so `reduce` and `all_gather` return their
+    argument.
 
     Args:
         accelerator: Set by the Trainer.
@@ -85,7 +87,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def _has_run(self) -> bool:
-        """True once a run was set up. All ranks then meet after the run, too."""
+        """True after the first run was set up: all ranks then also wait for each other after it."""
         return False
 
     @property
@@ -104,12 +106,12 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """False: Lightning shall neither shard the data nor reduce logs, since every rank sees the
+        """False, so that Lightning neither shards the data nor reduces logs: every rank sees the
         whole batch and all logs."""
         return False
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's place; called by the Trainer."""
+        """Set this process's global rank in the cluster environment; called by the Trainer."""
         if self.cluster_environment is not None:
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
@@ -145,8 +147,10 @@ class ConnectedStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; after the run, too, so that a checkpoint saved late is there for
-        all."""
+        """Wait for all ranks.
+
+        After the run, too: a checkpoint that is saved late must be there before any rank reads it.
+        """
         if name == "run-stage" and self._signals is not None:
             # The Trainer's first barrier after it has registered its signal handlers.
             self._signals.install()
@@ -154,7 +158,7 @@ class ConnectedStrategy(ParallelStrategy):
             with self._briefly_after_failure():
                 self._connection.any_rank(False)
         elif self._has_run and dist.is_initialized():
-            any_rank(False, self._timeout, _nothing_known)
+            any_rank(False, self._timeout, _no_check)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -209,9 +213,11 @@ class ConnectedStrategy(ParallelStrategy):
         )
 
     @contextmanager
-    def _some_mailbox(self) -> Iterator[Mailbox]:
-        """Context manager that yields the run's mailbox, or one of a connection for this purpose
-        after the run: a checkpoint may be saved late."""
+    def _run_or_late_mailbox(self) -> Iterator[Mailbox]:
+        """Context manager that yields the run's mailbox, or after the run that of a new connection.
+
+        A script may save a checkpoint after the run.
+        """
         if self._connection is not None:
             yield self._connection.mailbox
             return
@@ -226,29 +232,31 @@ class ConnectedStrategy(ParallelStrategy):
 
     @contextmanager
     def _briefly_after_failure(self) -> Iterator[None]:
-        """Context manager for collective work, which waits only briefly if this rank has raised.
+        """Context manager for collective calls that waits only briefly if this rank has raised.
 
-        A callback may save a checkpoint after an exception on this rank alone. The other ranks
-        do not know of it, so a long wait for them would be in vain.
+        A callback may save a checkpoint after an exception on this rank alone. The other ranks then
+        do not answer, because they do not know of it.
         """
         interrupted = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
         if self._connection is None or not interrupted:
             yield
             return
         cause = sys.exc_info()[1]
-        self._connection.hurry()
+        self._connection.shorten_timeout()
         try:
             yield
         except BaseException as error:
             self._connection.announce_failure(cause or error)
-            # Lightning tears nothing down after a callback that raises here.
+            # Lightning does not call teardown after a callback that raises here.
             self.teardown()
             raise error from cause
 
     @contextmanager
     def _announcing_failures(self) -> Iterator[None]:
-        """Context manager that tells the other ranks of a failure at once: Lightning first calls
-        hooks that may wait for them."""
+        """Context manager that tells the other ranks of a failure at once.
+
+        Lightning calls hooks before `on_exception`, and these may wait for the other ranks.
+        """
         try:
             yield
         except BaseException as error:
@@ -257,5 +265,5 @@ class ConnectedStrategy(ParallelStrategy):
             raise
 
 
-def _nothing_known() -> None:
-    """No rank's failure can be known after the run."""
+def _no_check() -> None:
+    """Do nothing: after the run, no failure of a rank can be known."""

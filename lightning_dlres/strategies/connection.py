@@ -1,5 +1,5 @@
-"""What ties the ranks of a run together: process group, mailbox, and the watch that notices a
-rank's death."""
+"""Connection between the ranks of a run: process group, mailbox, and a watch that notices when a
+rank dies."""
 
 from __future__ import annotations
 
@@ -27,15 +27,27 @@ from lightning_dlres.pipeline.comm.collectives import (
 from lightning_dlres.pipeline.comm.liveness import Watch
 from lightning_dlres.pipeline.comm.mailbox import Mailbox
 
+# Timeout of the gloo group itself. `Connection` enforces its own, shorter timeout, and names the
+# rank that did not answer; gloo's error would name none.
 _LONGER_THAN_ANY_RUN = timedelta(days=365)
-# Seconds that a rank which raised waits for the others: most often it has raised alone.
-_INTERRUPTED_SECONDS = 10.0
+# Timeout of a rank that has raised, in seconds. Most often it has raised alone, and the other ranks
+# will not answer.
+_TIMEOUT_AFTER_FAILURE_SECONDS = 10.0
+# Longest wait for the watch's connections at the start, in seconds.
+_WATCH_DEADLINE_SECONDS = 30.0
 
 
 def join_process_group(
     environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: float
 ) -> None:
-    """Initialise torch's default process group unless somebody has."""
+    """Initialise torch's default process group, unless it is initialised already.
+
+    Args:
+        environment: Lightning's cluster environment.
+        backend: Backend of torch.distributed; None chooses one for the device.
+        device: Device of this rank.
+        timeout: Seconds after which a collective call fails.
+    """
     if dist.is_initialized():
         return
     os.environ["MASTER_ADDR"] = environment.main_address
@@ -50,11 +62,14 @@ def join_process_group(
 
 
 def require_script(environment: ClusterEnvironment, processes: int) -> None:
-    """Raise where Lightning is to start the user's script again for the other devices and has no
-    file to start.
+    """Raise if Lightning must start the user's script for other devices and has no file to start.
+
+    Args:
+        environment: Lightning's cluster environment.
+        processes: Number of processes on this host.
 
     Raises:
-        ConfigError: The script was read from standard input, or given with -c.
+        ConfigError: If the script was read from standard input, or given with -c.
     """
     if processes < 2 or environment.creates_processes_externally:
         return
@@ -63,20 +78,20 @@ def require_script(environment: ClusterEnvironment, processes: int) -> None:
     if script in ("", "-", "-c") and not is_module and not Path(script).is_file():
         got = {"-": "standard input", "-c": "python -c"}.get(script, "no script")
         raise ConfigError(
-            f"devices={processes} needs a script in a file, which is started once for each device; "
+            f"devices={processes} needs a script in a file, which is started once per device, "
             f"got {got}. Save the script as train.py and run `python train.py`."
         )
 
 
 class Connection:
-    """The ranks of one run, from the strategy's setup to its teardown.
+    """Connection of this rank to all ranks of a run, from the strategy's setup to its teardown.
 
     Args:
-        names: what each rank is called in messages.
+        names: Name of each rank in messages.
         environment: Lightning's cluster environment.
-        nodes: number of hosts.
-        timeout: seconds that a rank waits for another.
-        tracer: gets a span for every transfer.
+        nodes: Number of hosts.
+        timeout: Seconds that a rank waits for another.
+        tracer: Gets a span for every transfer.
     """
 
     def __init__(
@@ -89,7 +104,8 @@ class Connection:
     ) -> None:
         self.rank, self.world_size, self.timeout = dist.get_rank(), len(names), timeout
         self._failure: str | None = None
-        self._signals: dict[int, int] = {}  # of a run without a watch
+        # Number of times that each signal came; used by a run of one rank, which has no watch.
+        self._signals: dict[int, int] = {}
         self._group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
         self._watch = self._start_watch(names, environment, nodes) if len(names) > 1 else None
         assert isinstance(self._group, dist.ProcessGroup)
@@ -98,13 +114,17 @@ class Connection:
         )
 
     def rename(self, names: list[str]) -> None:
-        """Call the ranks otherwise in messages: which stage each is, is known after planning."""
+        """Change the ranks' names in messages; a rank's stage is known only after planning."""
         self.mailbox.names[:] = names
         if self._watch is not None:
             self._watch.rename(names)
 
     def check(self) -> None:
-        """Raise if this rank or another is known to have failed."""
+        """Raise if this rank or another is known to have failed.
+
+        Raises:
+            PeerLostError: If a failure is known; the message names the rank and its error.
+        """
         if self._failure is not None:
             raise PeerLostError(f"This run has failed: {self._failure}")
         if self._watch is not None:
@@ -112,54 +132,63 @@ class Connection:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank or another is known to have failed."""
+        """True if this rank or another is known to have failed."""
         return self._failure is not None or (
             self._watch is not None and self._watch.failure is not None
         )
 
     def announce_failure(self, error: BaseException) -> None:
-        """Tell all ranks that this one gives up; only the first reason counts."""
+        """Tell all ranks that this one has failed; only the first failure is reported."""
         if self._failure is None:
             self._failure = f"{type(error).__name__}: {error}"
             if self._watch is not None and self._watch.failure is None:
                 self._watch.announce(self._failure)
 
-    def hurry(self) -> None:
-        """Wait for other ranks a few seconds only from now on: this rank has raised."""
-        self.timeout = self.mailbox.timeout = min(self.timeout, _INTERRUPTED_SECONDS)
+    def shorten_timeout(self) -> None:
+        """Wait for other ranks only briefly from now on, because this rank has raised."""
+        self.timeout = self.mailbox.timeout = min(self.timeout, _TIMEOUT_AFTER_FAILURE_SECONDS)
 
     def note_signal(self, number: int) -> None:
-        """Count a signal that this rank has got; rank 0 learns it within about a second. May be
-        called from a signal handler."""
+        """Count a signal that this rank has received; rank 0 learns of it within about a second.
+
+        A signal handler may call this.
+        """
         if self._watch is not None:
             self._watch.count_signal(number)
         else:
+            # A new dict, since a signal may interrupt a reader of the old one.
             self._signals = {**self._signals, number: self._signals.get(number, 0) + 1}
 
     def noted_signals(self) -> dict[int, int]:
-        """Return how often each signal came to the rank that got it most often, as far as this
-        rank knows: rank 0 hears of all."""
+        """Return, by signal number, the largest count of any rank as far as this rank knows.
+
+        Rank 0 knows the counts of all ranks; another rank may know only its own.
+        """
         return self._watch.signal_counts() if self._watch is not None else self._signals
 
     def broadcast(self, tree: Tree, source: int) -> Tree:
-        """Return the source's tree on all ranks."""
+        """Return the tree of rank `source` on all ranks."""
         return broadcast_tree(tree, source, self.timeout, self.check)
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Return every rank's numbers."""
+        """Return the numbers of every rank, by rank."""
         return gather_numbers(values, self.timeout, self.check)
 
     def any_rank(self, flag: bool, while_waiting: Callable[[], None] | None = None) -> bool:
-        """Return True if the flag is set on any rank. `while_waiting` is called repeatedly until
-        all ranks take part."""
+        """Return True on all ranks if the flag is set on any.
+
+        Args:
+            flag: This rank's flag.
+            while_waiting: Called again and again until all ranks have called this method.
+        """
         return any_rank(flag, self.timeout, self.check, while_waiting)
 
     def all_ranks(self, flag: bool) -> bool:
-        """Return whether the flag is set on all ranks."""
+        """Return True on all ranks if the flag is set on all."""
         return all_ranks(flag, self.timeout, self.check)
 
     def close(self) -> None:
-        """End the run: in order, if no rank has failed."""
+        """Close the connection; wait for the other ranks only if none has failed."""
         orderly = not self.failed
         self.mailbox.close(orderly)
         if orderly:
@@ -170,21 +199,21 @@ class Connection:
             dist.destroy_process_group(self._group)
 
     def _start_watch(self, names: list[str], environment: ClusterEnvironment, nodes: int) -> Watch:
-        patience = min(self.timeout, 30.0)
+        deadline = min(self.timeout, _WATCH_DEADLINE_SECONDS)
         if self.rank == 0:
             address = "127.0.0.1" if nodes == 1 else socket.gethostbyname(environment.main_address)
-            watch = Watch.host(names, bind=address, deadline=patience)
-            broadcast_tree(watch.invitation, 0, self.timeout, _nothing)
+            watch = Watch.host(names, bind=address, deadline=deadline)
+            broadcast_tree(watch.invitation, 0, self.timeout, _no_check)
             return watch
-        invitation = broadcast_tree(None, 0, self.timeout, _nothing)
+        invitation = broadcast_tree(None, 0, self.timeout, _no_check)
         launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
         return Watch.join(
             self.rank,
             invitation,
-            deadline=patience,
+            deadline=deadline,
             watch_parent=os.getppid() if launched else None,
         )
 
 
-def _nothing() -> None:
-    """No failure can be known yet."""
+def _no_check() -> None:
+    """Do nothing: before the watch has started, no failure can be known."""

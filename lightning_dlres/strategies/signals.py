@@ -1,8 +1,8 @@
-"""Signals that Lightning answers with work of all ranks, such as the checkpoint of a SLURM job that
-is queued again, put off to a place that all ranks reach together.
+"""Deferral of signals whose handlers need all ranks to a place that all ranks reach together.
 
-A signal interrupts a rank anywhere, and often only one of them. Lightning's handlers then wait for
-the other ranks, which wait for this one.
+Lightning answers SIGTERM, and the signal before the end of a requeued SLURM job, with collective
+work such as a checkpoint. A signal interrupts a rank anywhere, and often only one rank. Handled at
+once, Lightning's handler would wait for the other ranks, and these for the interrupted one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightning_dlres.strategies.connection import Connection
 
 
 class DeferredSignals:
-    """The signals of one run: SIGTERM, and the one that announces a SLURM job's end.
+    """Deferred signals of one run: SIGTERM, and the signal that announces a SLURM job's end.
 
     Args:
         environment: Lightning's cluster environment.
-        connection: the ranks.
+        connection: Connection to the other ranks.
     """
 
     def __init__(self, environment: ClusterEnvironment, connection: Connection) -> None:
@@ -32,30 +32,37 @@ class DeferredSignals:
         numbers: list[int] = [signal.SIGTERM]
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             numbers.append(environment.requeue_signal or signal.SIGUSR1)
-        self._before = {number: signal.getsignal(number) for number in numbers}
+        self._handlers_before = {number: signal.getsignal(number) for number in numbers}
+        # Lightning's handlers, by signal number.
         self._handlers: dict[int, Callable[..., Any]] = {}
+        # Count of each signal, as `noted_signals` had it when the signal was last handled.
         self._handled: dict[int, int] = {}
 
     def install(self) -> None:
-        """Take the place of the handlers that Lightning has registered since this object was made.
-        Lightning puts the former ones back at the end of the run."""
+        """Replace the handlers that Lightning has registered since this object was made.
+
+        Lightning restores the handlers from before the run at the run's end.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, before in self._before.items():
+        for number, before in self._handlers_before.items():
             handler = signal.getsignal(number)
             if callable(handler) and handler is not before:
                 self._handlers[number] = handler
                 signal.signal(number, self._note)
 
     def due(self) -> list[int]:
-        """Return the signals that some rank has got and none has handled; called on rank 0, which
-        tells the others."""
+        """Return the signals that a rank has received and no rank has handled.
+
+        Only rank 0 calls this, and tells the others.
+        """
         counts = self._connection.noted_signals()
         return [n for n, count in counts.items() if count > self._handled.get(n, 0)]
 
     def handle(self, numbers: list[int]) -> None:
         """Run Lightning's handlers; called by all ranks at the same place."""
-        # One preemption reaches the ranks one after the other: only a rank's second signal is new.
+        # One preemption signals the ranks one after the other. `noted_signals` holds the largest
+        # count of a rank, so only a second signal to the same rank is handled again.
         counts = self._connection.noted_signals()
         for number in numbers:
             self._handled[number] = counts.get(number, 0)
@@ -63,7 +70,7 @@ class DeferredSignals:
                 self._handlers[number](number, inspect.currentframe())
 
     def ends_run(self) -> bool:
-        """Return whether all ranks have handled SIGTERM, and so end together."""
+        """Return True if all ranks have handled SIGTERM, and so end together."""
         return signal.SIGTERM in self._handled
 
     def _note(self, number: int, frame: Any) -> None:

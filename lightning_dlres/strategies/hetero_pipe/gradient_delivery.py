@@ -1,9 +1,8 @@
-"""Gradients that the schedule has computed, delivered through the backward of the loss that the
-step returns.
+"""Delivery of the schedule's gradients through the backward of the loss that a step returns.
 
 Lightning zeroes gradients between the step and its backward, divides the loss for accumulation,
-scales it for mixed precision and runs hooks. An autograd function between the loss and the
-parameters lets all of this happen as it always does.
+scales it for mixed precision, and runs hooks. An autograd function between the loss and the
+parameters leaves all of this as it is.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class _Deliver(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise UnsupportedStepError(
-                "backward ran twice on the loss of one step (retain_graph=True?): the gradients "
-                "were computed by the schedule, once. Scale the loss instead, or return a sum of "
-                "losses."
+                "backward must run once on the loss of a step, got a second call (retain_graph?): "
+                "the schedule computes the gradients only once. Scale the loss instead, or return "
+                "a sum of losses."
             )
         factor = float(grad_output) / ctx.scale
         if factor != 1.0:
@@ -50,12 +49,12 @@ def with_gradients(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
     """Return a loss of the same value whose backward adds `gradients` to the parameters' `.grad`.
 
     Args:
-        loss: a scalar.
-        gradients: gradient of scale * loss for every parameter held here.
-        scale: what the gradients were multiplied by; they are divided by it, and multiplied by what
-            arrives in backward.
+        loss: Loss, a scalar tensor.
+        gradients: Gradient of `scale * loss` for every parameter of this rank.
+        scale: Factor in the gradients. Backward divides them by it, and multiplies them by the
+            gradient of the loss that autograd passes.
     """
-    # The anchor makes the loss ask for a backward on a stage that has nothing to train.
+    # The anchor makes the loss require a gradient on a stage that has no trainable parameter.
     anchor = torch.zeros((), requires_grad=True)
     return _Deliver.apply(loss.detach(), anchor, list(gradients.values()), scale, *gradients)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -68,15 +67,20 @@ class _NoGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         raise UnsupportedStepError(
-            "A gradient was asked of the pipelined module outside of training_step, where the "
+            "Gradients of the pipelined module are available in training_step only: elsewhere the "
             "pipeline runs it forward only. Compute gradients in training_step, or validate on a "
             "single device: Trainer(devices=1)."
         )
 
 
 def without_gradients(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return an output of the module that asks for gradients, as in plain training, and whose
-    backward, to any of the inputs, says why there are none."""
+    """Return a module output that requires gradients, as in plain training, but whose backward
+    raises.
+
+    Args:
+        output: Output of the pipelined module; returned as it is if it cannot have a gradient.
+        inputs: Inputs of the module; a gradient for any of them raises, too.
+    """
     if not (output.is_floating_point() or output.is_complex()):
         return output
     anchor = torch.zeros((), requires_grad=True)

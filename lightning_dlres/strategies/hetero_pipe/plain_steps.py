@@ -1,4 +1,4 @@
-"""Steps of a run on one device whose batch is not cut: user code as in plain training."""
+"""Steps of a run on one device whose batch is not cut: the user's code as in plain training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 
 
 class PlainSteps:
-    """Runs training and evaluation steps where there is no peer and one micro-batch.
+    """Runner of training and evaluation steps for one rank and one micro-batch.
 
-    Schedules, random states of layers and replayed logs would change nothing here, and take time
+    A schedule, random states of layers and replayed logs would change nothing here, and take time
     in every step.
 
     Args:
-        module: the LightningModule.
-        precision: returns the context that a step runs in.
-        tracer: gets spans of every training step.
+        module: The LightningModule.
+        precision: Returns the context manager in which a step runs.
+        tracer: Gets the spans of every training step.
     """
 
     schedule: ClassVar[str] = GPipe.name
@@ -38,14 +38,19 @@ class PlainSteps:
         self._batch, self._start_ns = 0, 0
 
     def train(self, args: tuple[Any, ...], batch: int) -> Any:
-        """Run one training step, number `batch` since the start of training."""
+        """Run one training step.
+
+        Args:
+            args: Arguments of `training_step`; the first is the batch.
+            batch: Index of the batch since the start of training.
+        """
         self._batch, self._start_ns = batch, time.perf_counter_ns()
         with self._computing("forward"), self._precision():
             return self._module.training_step(*args)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context manager that traces a backward, which ends the step."""
+        """Context manager that traces a backward pass, and with it the end of the step."""
         with self._computing("backward"):
             yield
         end_ns = time.perf_counter_ns()

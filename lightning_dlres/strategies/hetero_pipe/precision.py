@@ -1,8 +1,7 @@
-"""What a precision plugin decides from gradients, decided over all stages: the clipping norm, and
-whether a step overflowed.
+"""Gradient norms and overflows of a precision plugin, computed over all stages.
 
-The plugin itself stays as it is (its class name is a key in checkpoints); one method of the
-instance is replaced for the run.
+The plugin's class is not replaced, because its name is a key in checkpoints. One method of the
+instance is replaced during the run.
 """
 
 from __future__ import annotations
@@ -26,24 +25,26 @@ AnyRank = Callable[[bool], bool]
 def clipping_over_stages(
     precision: Precision, owners: Owners, stage: int, sum_over_stages: Callable[[float], float]
 ) -> Iterator[None]:
-    """While active, `precision.clip_grad_by_norm` clips by the norm of the whole model's gradient.
+    """Context manager that makes `precision.clip_grad_by_norm` clip by the norm of the whole model.
 
     Args:
-        owners: stages that hold each parameter; the first counts it.
-        sum_over_stages: returns the sum of its argument over the stages of a pipeline, the same
-            bits on every rank.
+        precision: Precision plugin of the Trainer.
+        owners: Stages that hold each parameter. Only the first adds it to the norm.
+        stage: Stage of this rank.
+        sum_over_stages: Returns the sum of its argument over the stages of a replica. The result
+            must be bitwise equal on all ranks, or replicas would diverge.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = [p for p in precision.main_params(optimizer) if p.grad is not None]
-        counted = [p.grad for p in parameters if owners[p][0] == stage and p.grad is not None]
-        local = float(torch.nn.utils.get_total_norm(counted)) if counted else 0.0
-        total = math.sqrt(sum_over_stages(local * local))
+        own = [p.grad for p in parameters if owners[p][0] == stage and p.grad is not None]
+        stage_norm = float(torch.nn.utils.get_total_norm(own)) if own else 0.0
+        total_norm = math.sqrt(sum_over_stages(stage_norm * stage_norm))
         if parameters:
             grad = parameters[0].grad
             assert grad is not None
             # The norm of complex gradients is a real number.
-            norm = grad.new_tensor(total, dtype=grad.real.dtype)
+            norm = grad.new_tensor(total_norm, dtype=grad.real.dtype)
             torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), norm)
 
     precision.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
@@ -54,7 +55,7 @@ def clipping_over_stages(
 
 
 def loss_scale(precision: Precision) -> float:
-    """Return the factor by which a gradient scaler multiplies the loss; 1 without one."""
+    """Return the factor by which the gradient scaler multiplies the loss; 1.0 without a scaler."""
     scaler = getattr(precision, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
@@ -62,13 +63,18 @@ def loss_scale(precision: Precision) -> float:
 def overflow_shared(
     closure: Callable[[], Any], parameters: Sequence[nn.Parameter], any_rank: AnyRank
 ) -> Callable[[], Any]:
-    """Return a closure after which either no rank has a gradient that is not finite, or every rank
-    has one.
+    """Return a closure that spreads an overflow on one rank to all ranks.
 
-    The scaler of every rank then finds the overflow by itself, and all skip the same step.
+    After an overflow on any rank, every rank has a gradient that is infinite or NaN. Each rank's
+    scaler then detects the overflow, and all ranks skip the same step.
+
+    Args:
+        closure: Closure of the optimizer step, which computes the gradients.
+        parameters: Parameters of the optimizer.
+        any_rank: Returns True on all ranks if its argument is True on any.
     """
 
-    def shared() -> Any:
+    def closure_with_shared_overflow() -> Any:
         result = closure()
         gradients = [p.grad for p in parameters if p.grad is not None]
         overflow = any(not bool(torch.isfinite(g).all()) for g in gradients)
@@ -78,4 +84,4 @@ def overflow_shared(
                 break
         return result
 
-    return shared
+    return closure_with_shared_overflow

@@ -1,4 +1,4 @@
-"""The user's LightningModule, given to a profile as layers and a loss."""
+"""Adapter between the user's LightningModule and a profiler, which runs its layers and loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import (
 
 
 def profiled_model(context: StepContext) -> ProfiledModel:
-    """Return the model whose steps share this context, as a profile runs it."""
+    """Return the context's LightningModule in the form that a profiler runs."""
     takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
     layers = context.pipelined.layers
 
@@ -47,14 +47,18 @@ def profiled_model(context: StepContext) -> ProfiledModel:
 
 
 def gradient_copies(trainer: Trainer, module: LightningModule) -> int:
-    """Return how many gradients of a parameter there are at once: the old one stays until Lightning
-    zeroes it, unless the schedule may drop it before."""
+    """Return the number of gradients that a parameter has at once.
+
+    It is 2 while the schedule computes new gradients, since Lightning zeroes the old ones later. It
+    is 1 if the old gradients are dropped when a step begins.
+    """
     return 1 if zeroes_every_step(trainer, module) else 2
 
 
 def profile_here(
     trainer: Trainer,
     module: LightningModule,
+    *,
     path: str | None,
     split_batch: SplitBatch | None,
     config: ProfileConfig,
@@ -62,19 +66,20 @@ def profile_here(
     cluster: Cluster,
     factors: Sequence[float],
 ) -> RunProfile:
-    """Measure in this process alone, for devices that are described.
+    """Return a profile for described devices, measured in this process alone.
 
     Args:
-        trainer: one that is about to train `module` on a single device.
-        path: name of the module to pipeline; None finds it.
-        split_batch: the user's way to cut a batch.
-        config: how to measure.
-        microbatches: into how many the batch is cut.
-        cluster: the devices.
-        factors: by how much a layer takes longer on each kind of device than here.
+        trainer: Trainer that is about to train `module` on a single device.
+        module: The LightningModule.
+        path: Name of the module to pipeline; None finds it.
+        split_batch: The user's function that cuts a batch; None cuts along the first dimension.
+        config: Options of the profile.
+        microbatches: Number of micro-batches of a batch.
+        cluster: The described devices.
+        factors: For each kind of device, the time of a layer on it divided by the time here.
 
     Raises:
-        ConfigError: If a layer does not fit into this machine's memory.
+        ConfigError: If a layer does not fit into the memory of this host.
     """
     pipelined, device = find_pipelined_module(module, path), trainer.strategy.root_device
     precision = trainer.precision_plugin.train_step_context

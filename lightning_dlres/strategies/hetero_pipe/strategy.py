@@ -27,7 +27,7 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
 from lightning_dlres.strategies.connected_strategy import ConnectedStrategy
-from lightning_dlres.strategies.hetero_pipe.data.loaders import share_loader, whole_data
+from lightning_dlres.strategies.hetero_pipe.data.loaders import share_loader, unsharded_loaders
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
 from lightning_dlres.strategies.hetero_pipe.deployment import Deployment
 from lightning_dlres.strategies.hetero_pipe.options import (
@@ -244,7 +244,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
         if self.world_size > 1:
             self._until_teardown.callback(_compat.without_sigterm_broadcast(trainer))
         if self.is_global_zero and self.world_size > 1:
-            self._until_teardown.enter_context(whole_data(module, trainer.datamodule))  # type: ignore[attr-defined]
+            self._until_teardown.enter_context(unsharded_loaders(module, trainer.datamodule))  # type: ignore[attr-defined]
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not module.automatic_optimization:
             raise ConfigError(
@@ -387,7 +387,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
         state = self._module.state_dict()
         if self._deployment is None or (self._connection is None and self._deployment.is_whole):
             return state
-        with self._briefly_after_failure(), self._some_mailbox() as mailbox:
+        with self._briefly_after_failure(), self._run_or_late_mailbox() as mailbox:
             return self._deployment.gather_model_state(state, mailbox)
 
     @override
@@ -396,7 +396,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
         state = super().optimizer_state(optimizer)
         if self._deployment is None or "state" not in state:
             return state
-        with self._briefly_after_failure(), self._some_mailbox() as mailbox:
+        with self._briefly_after_failure(), self._run_or_late_mailbox() as mailbox:
             return self._deployment.gather_optimizer_state(optimizer, state, mailbox)
 
     @override

@@ -1,4 +1,4 @@
-"""Callbacks and steps of the user's that cannot work with a pipeline, refused before the run."""
+"""Refusal of callbacks and steps that cannot work with a pipeline, before the run starts."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ _STEPS = {
     TrainerFn.PREDICTING: "predict_step",
 }
 
-_EACH = "each rank holds the weights of one stage, and "
+# First half of a reason that several callbacks share.
+_ONE_STAGE = "each rank holds the weights of one stage, and "
 
-_INSTEAD: dict[type[Callback], str] = {
+# For each class of callbacks: the reason, and the advice for the user.
+_REASON_AND_FIX: dict[type[Callback], str] = {
     BatchSizeFinder: (
-        "ranks run out of memory one at a time, and it saves a file on each. Set the batch size, "
-        "and let memory_limit and the plan fit it"
+        "the ranks run out of memory at different times, and it saves a file on each rank. Set "
+        "the batch size yourself, and memory_limit to make the plan fit it"
     ),
     BaseFinetuning: (
-        f"{_EACH}it compares weights of all stages. Give all parameters to the optimizer, and "
+        f"{_ONE_STAGE}it compares weights of all stages. Give all parameters to the optimizer, and "
         "freeze and unfreeze them by `requires_grad_` in a hook such as on_train_epoch_start"
     ),
     WeightAveraging: (
-        f"{_EACH}it averages the weights of all stages. Average the weights of checkpoints after "
-        "training"
+        f"{_ONE_STAGE}it averages the weights of all stages. Average the weights of checkpoints "
+        "after training"
     ),
     StochasticWeightAveraging: (
-        f"{_EACH}it averages the weights of all stages. Average the weights of checkpoints after "
-        "training"
+        f"{_ONE_STAGE}it averages the weights of all stages. Average the weights of checkpoints "
+        "after training"
     ),
-    ModelPruning: f"{_EACH}it compares weights of all stages. Prune the trained model",
+    ModelPruning: f"{_ONE_STAGE}it compares weights of all stages. Prune the trained model",
 }
 
 
@@ -51,21 +53,21 @@ def refuse_callbacks(trainer: Trainer) -> None:
     """Raise if a callback needs the whole model on one rank.
 
     Raises:
-        ConfigError: names it, and what to do instead.
+        ConfigError: If one does; the message names it and an alternative.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, instead in _INSTEAD.items():
+        for kind, reason_and_fix in _REASON_AND_FIX.items():
             if isinstance(callback, kind):
                 raise ConfigError(
-                    f"{type(callback).__name__} cannot work with a pipeline: {instead}."
+                    f"{type(callback).__name__} cannot work with a pipeline: {reason_and_fix}."
                 )
 
 
 def refuse_dataloader_iter(trainer: Trainer, module: LightningModule) -> None:
-    """Raise if a step of this run reads batches itself, where a pipeline must cut each of them.
+    """Raise if a step of this run reads batches itself: a pipeline must cut each batch.
 
     Raises:
-        ConfigError: It takes `dataloader_iter`.
+        ConfigError: If a step has an argument `dataloader_iter`.
     """
     steps = [_STEPS[trainer.state.fn]]  # type: ignore[index]
     if steps == ["training_step"] and trainer.enable_validation:

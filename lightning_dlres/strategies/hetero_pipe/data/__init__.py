@@ -1,1 +1,1 @@
-"""Loaders: one rank reads the data for all ranks."""
+"""Data of a pipeline run: one rank reads it and sends each batch to all ranks."""

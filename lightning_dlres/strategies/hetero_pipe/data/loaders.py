@@ -1,10 +1,9 @@
-"""One rank reads for all: a loader that hands the reader's batches, and the state of its random
-generators, to every rank.
+"""Shared loaders: rank 0 reads each batch and sends it to every rank.
 
-Processes that each draw from their own generators see different shuffles and augmentations from the
-second epoch on. Here rank 0 alone iterates the user's loader; every rank yields that batch, with
-its own generators set to the reader's, so that what user code draws next is the same everywhere and
-the same as in plain training.
+Processes that each draw from their own random generators see different shuffles and augmentations
+from the second epoch on. Here rank 0 alone, the reader, iterates the user's loader. Every rank
+yields the reader's batch, and sets its random generators to the reader's state. The user's code
+then draws the same numbers on every rank as in plain training.
 """
 
 from __future__ import annotations
@@ -25,34 +24,43 @@ from lightning_dlres.strategies.hetero_pipe.data.sharding import describe, refus
 from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
 from lightning_dlres.strategies.signals import DeferredSignals
 
-_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-_WHERE = "The loader's code"
+# Hooks of a LightningModule or data module that make loaders.
+_LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+# Name of the user code in errors.
+_USER_CODE = "The loader's code"
 
 
 class SharedLoader:
-    """Wraps the user's loader; attributes that it lacks are those of the user's loader.
+    """Loader that yields the reader's batches on every rank. Its other attributes are those of the
+    user's loader.
+
+    A message of the reader is a list of four items: signals to handle, a list with the batch (empty
+    at the end of an epoch or with signals), the state of the reader's random generators, and
+    indices of the samples in the batch.
 
     Args:
-        loader: the user's loader; iterated on rank 0 only.
-        reads: whether this rank is the reader, rank 0.
-        mailbox: returns the messages of the current run.
-        signals: returns those of the current run; they are handled between two batches.
-        device: the device whose generator is shared along with the CPU's.
-        length: the reader's number of batches; None if unknown.
+        loader: The user's loader; iterated on rank 0 only.
+        is_reader: True on rank 0, the reader.
+        mailbox: Returns the mailbox of the current run. A loader may outlive a run.
+        signals: Returns the signals of the current run; they are handled between two batches.
+        device: Device whose random generator is shared along with the CPU's.
+        length: The reader's number of batches; None if unknown.
     """
 
     def __init__(
         self,
         loader: Any,
-        reads: bool,
+        *,
+        is_reader: bool,
         mailbox: Callable[[], Mailbox],
         signals: Callable[[], DeferredSignals],
         device: torch.device,
         length: int | None,
     ) -> None:
+        # `__setattr__` below passes attributes on to the user's loader.
         self.__dict__.update(
             _loader=loader,
-            _reads=reads,
+            _is_reader=is_reader,
             _mailbox=mailbox,
             _signals=signals,
             _device=device,
@@ -71,11 +79,11 @@ class SharedLoader:
         return int(self._length)
 
     def __iter__(self) -> Iterator[Any]:
-        # The reader's iterator is made at once, as in plain training: making it draws from the
-        # global generator.
-        if not self._reads:
+        # The reader makes its iterator at once, as plain training does: that draws from the global
+        # random generator.
+        if not self._is_reader:
             return self._follow()
-        with single_device_view(_WHERE):
+        with single_device_view(_USER_CODE):
             iterator = iter(self._loader)
         return self._read(iterator)
 
@@ -84,14 +92,15 @@ class SharedLoader:
         indices = _SeenIndices(self._loader)
         content: list[Any]
         while True:
-            # Before the next batch is read: a checkpoint has the loader's position.
+            # Signals come before the next batch is read, because a handler may save a checkpoint
+            # with the loader's position.
             due = signals.due()
             if due:
                 message = [due, [], rng.snapshot(self._device), []]
                 mailbox.broadcast(0, Channel.BATCH, ("batch",), message, "a batch")
                 signals.handle(due)
             try:
-                with single_device_view(_WHERE):
+                with single_device_view(_USER_CODE):
                     content = [next(iterator)]
             except StopIteration:
                 content = []
@@ -106,62 +115,62 @@ class SharedLoader:
         indices = _SeenIndices(self._loader)
         indices.clear()
         while True:
-            due, content, state, drawn = mailbox.broadcast(
+            due, content, random_state, indices_of_batch = mailbox.broadcast(
                 0, Channel.BATCH, ("batch",), None, "the next batch"
             )
-            rng.restore(state, self._device)
+            rng.restore(random_state, self._device)
             if due:
                 signals.handle(due)
                 continue
-            indices.add(drawn)
+            indices.add(indices_of_batch)
             if not content:
                 return
             yield content[0]
 
 
 class _SeenIndices:
-    """The indices of the samples in each batch. In prediction Lightning's own batch sampler keeps
-    them for callbacks that write predictions; it runs on the reader only.
+    """Copy of the reader's sample indices of each batch, for callbacks that write predictions.
+
+    In prediction, Lightning's own batch sampler records these indices. It runs on the reader only.
 
     Args:
-        loader: the user's loader.
+        loader: The user's loader.
     """
 
     def __init__(self, loader: Any) -> None:
         sampler = getattr(loader, "batch_sampler", None)
         self._sampler = sampler if isinstance(sampler, _compat.INDEX_SAMPLER) else None
-        self._told = 0
+        self._num_sent = 0
 
     def clear(self) -> None:
-        """Begin an epoch on a rank that does not read."""
+        """Begin an epoch on a rank that is not the reader."""
         if self._sampler is not None:
             self._sampler.seen_batch_indices = []
 
     def new(self) -> list[list[int]]:
-        """Return those of the batches drawn since the last call."""
+        """Return the indices of the batches drawn since the last call."""
         if self._sampler is None:
             return []
-        drawn = self._sampler.seen_batch_indices[self._told :]
-        self._told += len(drawn)
+        drawn = self._sampler.seen_batch_indices[self._num_sent :]
+        self._num_sent += len(drawn)
         return drawn
 
     def add(self, drawn: list[list[int]]) -> None:
-        """Take over what the reader has drawn."""
+        """Append the indices of batches that the reader has drawn."""
         if self._sampler is not None:
             self._sampler.seen_batch_indices += drawn
 
 
 class StatefulSharedLoader(SharedLoader):
-    """A `SharedLoader` over a loader that can save and restore its position; only the reader's
-    counts."""
+    """Shared loader over a loader that can save and restore its position on the reader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reader's state; empty on the other ranks, which write no checkpoint."""
-        return dict(self._loader.state_dict()) if self._reads else {}
+        """Return the loader's state; empty on ranks that do not read, and write no checkpoint."""
+        return dict(self._loader.state_dict()) if self._is_reader else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the reader's loader where the checkpoint left it."""
-        if self._reads:
+        """Restore the position of the reader's loader."""
+        if self._is_reader:
             self._loader.load_state_dict(state)
 
 
@@ -202,17 +211,28 @@ def share_loader(
             length = None
     length, stateful = connection.broadcast([length, stateful], 0)
     kind = StatefulSharedLoader if stateful else SharedLoader
-    return kind(loader, connection.rank == 0, mailbox, signals, device, length)
+    return kind(
+        loader,
+        is_reader=connection.rank == 0,
+        mailbox=mailbox,
+        signals=signals,
+        device=device,
+        length=length,
+    )
 
 
 @contextmanager
-def whole_data(*owners: Any) -> Iterator[None]:
-    """Context manager that lets the owners' hooks make loaders as on a single device."""
+def unsharded_loaders(*owners: Any) -> Iterator[None]:
+    """Context manager in which the owners' hooks make loaders as on a single device.
+
+    Args:
+        *owners: The LightningModule and the data module; None is skipped.
+    """
     saved = []
     for owner in filter(None, owners):
-        for name in _HOOKS:
+        for name in _LOADER_HOOKS:
             saved.append((vars(owner), name, vars(owner).get(name)))
-            vars(owner)[name] = _made_alone(getattr(owner, name))
+            vars(owner)[name] = _on_single_device(getattr(owner, name))
     try:
         yield
     finally:
@@ -222,7 +242,7 @@ def whole_data(*owners: Any) -> Iterator[None]:
                 attributes[name] = own
 
 
-def _made_alone(hook: Callable[[], Any]) -> Callable[[], Any]:
+def _on_single_device(hook: Callable[[], Any]) -> Callable[[], Any]:
     @wraps(hook)
     def make() -> Any:
         with single_device_view(hook.__name__, allows_collectives=True):
@@ -232,5 +252,5 @@ def _made_alone(hook: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether the loader can save and restore its position."""
+    """Return True if the loader can save and restore its position."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -1,7 +1,8 @@
-"""Which training samples the profile of a run measures (Method E, E5), and how.
+"""Training samples on which the layers of a run are profiled.
 
-They come straight from the dataset, beside the loader, and random state is put back: training sees
-the same batches as without profiling."""
+They come from a copy of the loader or straight from the dataset, and the random state is restored.
+Training sees the same batches as without profiling.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from lightning_dlres import _compat
 from lightning_dlres.core import rng
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
-from lightning_dlres.strategies.hetero_pipe.data.loader_copy import a_copy
+from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_of
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
 from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
@@ -26,32 +27,48 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep,
 def read_samples(
     trainer: Trainer, context: StepContext, config: ProfileConfig, microbatches: int
 ) -> ProfileSamples:
-    """Read a few training samples, beside the loader; on one rank."""
-    # Of a single one it cannot be told whether the model treats samples one by one.
+    """Return a few training samples, read without an effect on the loader. Called on one rank.
+
+    Args:
+        trainer: Trainer of the run.
+        context: Context of the user's steps.
+        config: Options of the profile.
+        microbatches: Number of micro-batches of a training batch.
+
+    Raises:
+        NoCopyError: If the loader cannot be copied.
+    """
     rewind_random_state = rng.held(context.device)
     try:
         loader = _compat.train_loader(trainer)
-        batch = _whole(config.batch, getattr(loader, "batch_size", None))
-        size = _whole(config.microbatch, -(-batch // microbatches) if batch else None)
-        wanted = _whole(config.samples, size)
+        batch_size = _resolved(config.batch, getattr(loader, "batch_size", None))
+        microbatch_size = _resolved(
+            config.microbatch, -(-batch_size // microbatches) if batch_size else None
+        )
+        num_profiled = _resolved(config.samples, microbatch_size)
         with single_device_view("The loader's code"):
-            data, read = _few_samples(loader, max(wanted, 2) if wanted else None)
+            # At least two: a single one does not show if the model treats samples one by one.
+            data, num_read = _few_samples(loader, max(num_profiled, 2) if num_profiled else None)
         data = trainer.precision_plugin.convert_input(data)
-        # Hooks of the transfer may count or draw: this rank must not be ahead of the others.
+        # The user's transfer hooks may count calls or draw random numbers. Their effects are taken
+        # back, so that this rank is not ahead of the others.
         with LightningStep(context, (data,), is_trial=True).undone():
             data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
         takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
-        together, found = data, read or samples_in(data) or 1
+        together, num_samples = data, num_read or samples_in(data) or 1
         split = context.split_batch or cut_batch
-        # A split of the user's may count samples otherwise than by the first dimension.
-        whole = context.split_batch is not None and read is None
-        if wanted == 1 and found > 1 and not whole:
-            data, found = split(data, [1, found - 1])[0], 1
-        if size is None:
-            # The loader makes whole batches only.
-            batch, size = found, max(microbatch_sizes(found, microbatches))
-        parts = 1 if whole else max(1, found // size)
-        sizes = [size] * (parts - 1) + [found - size * (parts - 1)]
+        # The user's split_batch may count samples in another way than by the first dimension, so a
+        # batch with an unknown number of samples is not cut.
+        uncut = context.split_batch is not None and num_read is None
+        if num_profiled == 1 and num_samples > 1 and not uncut:
+            data, num_samples = split(data, [1, num_samples - 1])[0], 1
+        if microbatch_size is None:
+            # The loader does not tell its batch size, and was asked for a whole batch.
+            batch_size = num_samples
+            microbatch_size = max(microbatch_sizes(num_samples, microbatches))
+        parts = 1 if uncut else max(1, num_samples // microbatch_size)
+        sizes = [microbatch_size] * (parts - 1)
+        sizes.append(num_samples - sum(sizes))
         batches = [data] if parts == 1 else list(split(data, sizes))
         inputs = []
         for part in batches:
@@ -60,29 +77,39 @@ def read_samples(
                 inputs.append(
                     LightningStep(context, args, keeps_batch=True, is_trial=True).module_inputs()
                 )
-        known = min(microbatches, batch or microbatches)
-        return ProfileSamples(inputs, batches, known, together)
+        # A small batch is cut into single samples, and so into fewer micro-batches.
+        num_microbatches = min(microbatches, batch_size or microbatches)
+        return ProfileSamples(inputs, batches, num_microbatches, together)
     finally:
         rewind_random_state()
 
 
-def _whole(asked: int | str, otherwise: int | None) -> Any:
-    return asked if isinstance(asked, int) else otherwise
+def _resolved(option: int | str, default: int | None) -> Any:
+    """Return the option, or the default if the option is "auto"."""
+    return option if isinstance(option, int) else default
 
 
 def _few_samples(loader: Any, samples: int | None) -> tuple[Any, int | None]:
-    """Return a batch, and how many samples it has where that is known."""
-    loader = a_copy(loader)
+    """Return one batch and its number of samples.
+
+    Args:
+        loader: Loader of the training data; a copy of it is read.
+        samples: Number of samples in the batch; None for a batch of the loader.
+
+    Returns:
+        The batch, and its number of samples or None if the loader made the batch.
+    """
+    loader = copy_of(loader)
     undo_sharding(loader)
     dataset: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if indexed and callable(collate) and samples is not None:
-        # Its sampler may yield other keys: what the loader itself does is what counts.
+        # Indices may be no keys of this dataset. If so, the loader's own batch is taken below.
         with suppress(Exception):
             count = min(samples, len(dataset))
             return collate([dataset[index] for index in range(count)]), count
-    # As Lightning's training loop does, which takes a list or dict of loaders too.
+    # Lightning's training loop does the same, since it also takes a list or dict of loaders.
     if not isinstance(loader, CombinedLoader):
         loader = CombinedLoader(loader, "max_size_cycle")
     batch, _, _ = next(iter(loader))
