@@ -115,11 +115,11 @@ class _Planner(Callback):
             path=options.module,
             split_batch=options.split_batch,
             config=options.profile,
-            microbatches=options.microbatches or 4 * len(self._cluster.devices),
+            microbatches=options.num_microbatches(len(self._cluster.devices)),
             cluster=self._cluster,
             factors=self._factors,
         )
-        raise _Planned(measured_plan(profile, options.wishes, rank_zero_warn))
+        raise _Planned(measured_plan(profile, options.plan_constraints, rank_zero_warn))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -199,7 +199,7 @@ def fit_pipeline(
     **options: Any,
 ) -> Trainer:
     """Train as a pipeline of two stages over the job's ranks."""
-    strategy = HeteroPipeStrategy(2, microbatches=4, timeout=60, plan=plan, profile=QUICK)
+    strategy = HeteroPipeStrategy(stages=2, microbatches=4, timeout=60, plan=plan, profile=QUICK)
     arguments = {"logger": False, "max_epochs": 1, **QUIET, "devices": context.world_size}
     trainer = Trainer(
         **{**arguments, **options},

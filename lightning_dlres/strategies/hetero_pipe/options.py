@@ -1,8 +1,9 @@
-"""The options of the pipeline strategy, checked before anything is started."""
+"""Options of the pipeline strategy, checked at construction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -22,98 +23,142 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import SplitBatch
 
 Replicas = tuple[tuple[int, ...], ...]
 Recompute = Literal["auto", "never", "always"]
-RECOMPUTE = ("auto", "never", "always")
-_LONGEST_TIMEOUT = 100 * 86400.0  # in seconds; torch counts them in nanoseconds in 64 bits
 MemoryLimit = int | str | Sequence[int | str] | None
+RECOMPUTE = ("auto", "never", "always")
+# In seconds. torch counts timeouts in nanoseconds in 64 bits, and longer ones would overflow.
+_LONGEST_TIMEOUT = 100 * 86400.0
+_DEFAULT_MICROBATCHES_PER_DEVICE = 4
 
 
+@dataclass(frozen=True, kw_only=True)
 class PipeOptions:
-    """The arguments of `HeteroPipeStrategy`; see there.
+    """Arguments of `HeteroPipeStrategy`, whose docstring explains them.
+
+    Attributes:
+        stages: Number of stages of a replica, or "auto".
+        microbatches: Number of micro-batches of a batch, or "auto".
+        schedule: Name of a registered schedule, or "auto".
+        module: Name of the module to cut into stages; None finds it.
+        device_map: Ranks of every replica in stage order; None for the planner's choice.
+        plan: Plan to use, or the path of its JSON file; None plans.
+        split_batch: Function that cuts a batch; None cuts along the first dimension.
+        emulate_speed: Relative speed of every rank, above 0 and up to 1; None for real devices.
+        memory_limit: Bytes for the model on a device, one size or one per rank; None finds out.
+        recompute: "auto", "never" or "always".
+        profile: Options of the profile.
+        timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
+        given_plan: The option `plan`, loaded.
 
     Raises:
-        ConfigError: an argument is of no use; the message says what was expected.
+        ConfigError: If an option has a wrong value.
     """
 
-    def __init__(
-        self,
-        stages: int | Literal["auto"],
-        microbatches: int | Literal["auto"],
-        schedule: str,
-        module: str | None,
-        device_map: Sequence[Sequence[int]] | None,
-        plan: PipelinePlan | str | Path | None,
-        split_batch: SplitBatch | None,
-        emulate_speed: Sequence[float] | None,
-        memory_limit: MemoryLimit,
-        recompute: Recompute,
-        profile: ProfileConfig | None,
-        timeout: float | str | timedelta,
-    ) -> None:
-        self.stages = _count("stages", stages)
-        self.microbatches = _count("microbatches", microbatches)
-        if not isinstance(schedule, str) or schedule not in (AUTO, *schedule_names()):
-            names = f"'auto' or one of {schedule_names()}"
-            raise ConfigError(got_expected("schedule", schedule, names, "schedule='auto'"))
-        self.schedule = schedule
-        if module is not None:
-            instance("module", module, (str,), "the name of a module", "module=None")
-        self.module = module
-        self.device_map = _replicas(device_map)
-        if plan is not None:
+    stages: int | Literal["auto"] = "auto"
+    microbatches: int | Literal["auto"] = "auto"
+    schedule: str = AUTO
+    module: str | None = None
+    device_map: Sequence[Sequence[int]] | None = None
+    plan: PipelinePlan | str | Path | None = None
+    split_batch: SplitBatch | None = None
+    emulate_speed: Sequence[float] | None = None
+    memory_limit: MemoryLimit = None
+    recompute: Recompute = "auto"
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    timeout: float | str | timedelta = "10min"
+    given_plan: PipelinePlan | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        _count("stages", self.stages)
+        _count("microbatches", self.microbatches)
+        if not isinstance(self.schedule, str) or self.schedule not in (AUTO, *schedule_names()):
+            rule = f"'auto' or one of {schedule_names()}"
+            raise ConfigError(got_expected("schedule", self.schedule, rule, "schedule='auto'"))
+        if self.module is not None:
+            instance("module", self.module, (str,), "the name of a module", "module='net'")
+        # Tuples replace the user's lists, which may change later.
+        object.__setattr__(self, "device_map", _replicas(self.device_map))
+        if self.plan is not None:
             kinds = (PipelinePlan, str, Path)
-            instance("plan", plan, kinds, "a PipelinePlan or the path of one", "plan=None")
-        self.plan = PipelinePlan.load(plan) if isinstance(plan, (str, Path)) else plan
-        function("split_batch", split_batch)
-        self.split_batch = split_batch
-        self.emulate_speed = _speeds(emulate_speed)
-        self._memory_limit = _limits(memory_limit)
-        if recompute not in RECOMPUTE:
-            expected = f"one of {', '.join(map(repr, RECOMPUTE))}"
-            raise ConfigError(got_expected("recompute", recompute, expected, "recompute='auto'"))
-        self.recompute = recompute
-        if profile is not None:
-            instance("profile", profile, (ProfileConfig,), "a ProfileConfig", "ProfileConfig()")
-        self.profile = profile or ProfileConfig()
-        self.timeout = parse_seconds(timeout, "timeout")
-        if not 0 < self.timeout <= _LONGEST_TIMEOUT:
+            rule = "a PipelinePlan or the path of one"
+            instance("plan", self.plan, kinds, rule, "plan='plan.json'")
+        loads = isinstance(self.plan, (str, Path))
+        object.__setattr__(self, "given_plan", PipelinePlan.load(self.plan) if loads else self.plan)  # type: ignore[arg-type]
+        function("split_batch", self.split_batch)
+        object.__setattr__(self, "emulate_speed", _speeds(self.emulate_speed))
+        object.__setattr__(self, "memory_limit", _limits(self.memory_limit))
+        if self.recompute not in RECOMPUTE:
+            rule = f"one of {', '.join(map(repr, RECOMPUTE))}"
+            raise ConfigError(got_expected("recompute", self.recompute, rule, "recompute='auto'"))
+        instance("profile", self.profile, (ProfileConfig,), "a ProfileConfig", "ProfileConfig()")
+        if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
             rule = "a time above 0 and up to 100 days"
-            raise ConfigError(got_expected("timeout", timeout, rule, "timeout='10min'"))
+            raise ConfigError(got_expected("timeout", self.timeout, rule, "timeout='10min'"))
+
+    @property
+    def fixed_stages(self) -> int | None:
+        """Number of stages of a replica; None if the planner chooses it."""
+        return _count("stages", self.stages)
+
+    @property
+    def fixed_microbatches(self) -> int | None:
+        """Number of micro-batches of a batch; None if the default applies."""
+        return _count("microbatches", self.microbatches)
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Seconds that a rank waits for another."""
+        return parse_seconds(self.timeout, "timeout")
+
+    def num_microbatches(self, devices: int, planned: int | None = None) -> int:
+        """Return the number of micro-batches of a batch.
+
+        Args:
+            devices: Number of devices, on which the default depends.
+            planned: Number in the plan; None or 0 if there is none. The option comes first.
+        """
+        return self.fixed_microbatches or planned or _DEFAULT_MICROBATCHES_PER_DEVICE * devices
 
     def cuts_nothing(self, world_size: int) -> bool:
-        """Return whether steps are those of plain training: one device, and no wish for more."""
-        wishes = (self.microbatches, self.plan, self.split_batch, self.emulate_speed)
+        """Return True if steps are those of plain training: one device, and no option that asks for
+        a pipeline on it."""
+        needs_pipeline = (
+            self.fixed_microbatches,
+            self.given_plan,
+            self.split_batch,
+            self.emulate_speed,
+        )
         return (
             world_size == 1
             and self.schedule == AUTO
             and self.recompute != "always"
-            and all(wish is None for wish in wishes)
+            and all(option is None for option in needs_pipeline)
         )
 
     def replicas(self, world_size: int) -> Replicas:
         """Return the ranks of every replica, in stage order.
 
         Raises:
-            ConfigError: they do not fit the number of ranks.
+            ConfigError: If they do not fit the number of ranks.
         """
         replicas = self._replicas(world_size)
         if sum(len(replica) for replica in replicas) != world_size:
             raise ConfigError(
                 f"plan must place each of the {world_size} ranks, got replicas "
-                f"{[list(m) for m in replicas]}. Plan again, or change devices."
+                f"{[list(replica) for replica in replicas]}. Plan again, or change devices."
             )
         return replicas
 
     def rank_names(self, world_size: int) -> list[str]:
-        """Return what each rank is called in messages."""
+        """Return the name of each rank in messages."""
         replicas = self.replicas(world_size)
         placed = PipelinePlan(replicas=replicas, split=(1,) * len(replicas[0]))
         return [placed.rank_name(rank) for rank in range(world_size)]
 
     def slowdown(self, rank: int, world_size: int) -> float:
-        """Return by which factor a rank's computations are stretched.
+        """Return the factor by which the computations of a rank are stretched.
 
         Raises:
-            ConfigError: emulated speeds were given, but not one for every rank.
+            ConfigError: If `emulate_speed` does not have one entry per rank.
         """
         if self.emulate_speed is None:
             return 1.0
@@ -124,13 +169,14 @@ class PipeOptions:
             )
         return 1.0 / self.emulate_speed[rank]
 
-    def memory_limit(self, rank: int, world_size: int) -> int | None:
-        """Return the bytes that the model may take on a rank's device; None: as many as are found.
+    def memory_limit_of(self, rank: int, world_size: int) -> int | None:
+        """Return the bytes that the model may take on a rank's device; None if only the free memory
+        limits it.
 
         Raises:
-            ConfigError: limits were given, but not one for every rank.
+            ConfigError: If `memory_limit` is a list and does not have one entry per rank.
         """
-        limits = self._memory_limit
+        limits = _limits(self.memory_limit)
         if isinstance(limits, tuple):
             if len(limits) != world_size:
                 raise ConfigError(
@@ -141,30 +187,35 @@ class PipeOptions:
         return limits
 
     @property
-    def wishes(self) -> PlanConstraints:
-        """What is fixed of the plan."""
+    def plan_constraints(self) -> PlanConstraints:
+        """The options that constrain the plan."""
         schedule = initial_schedule(self.schedule)
-        return PlanConstraints(self.stages, self.fixed_replicas, schedule, self.recompute)
+        return PlanConstraints(self.fixed_stages, self.fixed_replicas, schedule, self.recompute)
 
     @property
     def fixed_replicas(self) -> Replicas | None:
-        """The ranks of every replica in stage order, where the user fixed them."""
-        return self.plan.replicas if self.plan is not None else self.device_map
+        """Ranks of every replica in stage order; None if the planner chooses them."""
+        return self.given_plan.replicas if self.given_plan is not None else self._device_map
+
+    @property
+    def _device_map(self) -> Replicas | None:
+        return _replicas(self.device_map)
 
     def _replicas(self, world_size: int) -> Replicas:
-        if self.plan is not None:
-            return self.plan.replicas
-        if self.device_map is None:
-            return arrange(world_size, self.stages or world_size)
-        ranks = sorted(rank for replica in self.device_map for rank in replica)
-        lengths = {len(replica) for replica in self.device_map}
+        if self.given_plan is not None:
+            return self.given_plan.replicas
+        device_map = self._device_map
+        if device_map is None:
+            return arrange(world_size, self.fixed_stages or world_size)
+        ranks = sorted(rank for replica in device_map for rank in replica)
+        lengths = {len(replica) for replica in device_map}
         if ranks != list(range(world_size)) or len(lengths) != 1:
             raise ConfigError(
                 f"device_map must name each rank from 0 to {world_size - 1} once, in "
-                f"replicas of equal length, got {[list(m) for m in self.device_map]}. Use "
+                f"replicas of equal length, got {[list(replica) for replica in device_map]}. Use "
                 f"device_map={[list(range(world_size))]}."
             )
-        return self.device_map
+        return device_map
 
 
 def _replicas(device_map: object) -> Replicas | None:
@@ -189,21 +240,21 @@ def _count(name: str, value: object) -> int | None:
     return value
 
 
-def _limits(given: MemoryLimit) -> int | tuple[int, ...] | None:
-    if given is None:
+def _limits(memory_limit: MemoryLimit) -> int | tuple[int, ...] | None:
+    if memory_limit is None:
         return None
-    limits = given if isinstance(given, (list, tuple)) else [given]
-    found = tuple(_limit(limit) for limit in limits)
-    if not found:
+    if not isinstance(memory_limit, (list, tuple)):
+        return _limit(memory_limit)
+    if not memory_limit:
         rule = "a size, or one for each rank"
-        raise ConfigError(got_expected("memory_limit", given, rule, "memory_limit='8GiB'"))
-    return found if isinstance(given, (list, tuple)) else found[0]
+        raise ConfigError(got_expected("memory_limit", memory_limit, rule, "memory_limit='8GiB'"))
+    return tuple(_limit(limit) for limit in memory_limit)
 
 
-def _limit(given: object) -> int:
-    instance("memory_limit", given, (int, str), "a number of bytes", "memory_limit='8GiB'")
-    found = parse_bytes(given, "memory_limit")  # type: ignore[arg-type]
-    return whole_number("memory_limit", found, "memory_limit='8GiB'")
+def _limit(limit: object) -> int:
+    instance("memory_limit", limit, (int, str), "a number of bytes", "memory_limit='8GiB'")
+    size = parse_bytes(limit, "memory_limit")  # type: ignore[arg-type]
+    return whole_number("memory_limit", size, "memory_limit='8GiB'")
 
 
 def _speeds(speeds: Sequence[float] | None) -> tuple[float, ...] | None:

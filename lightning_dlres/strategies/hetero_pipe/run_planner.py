@@ -97,7 +97,7 @@ class RunPlanner:
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         world_size = self._connection.world_size
-        measures = self._options.plan is None and world_size > 1
+        measures = self._options.given_plan is None and world_size > 1
         cuts = not self._options.cuts_nothing(world_size)
         reads = fitting and cuts and (self._model_is_whole or measures)
         samples = self._read_samples(trainer) if reads else None
@@ -111,9 +111,9 @@ class RunPlanner:
         self, trainer: Trainer, previous: PipelinePlan | None, samples: ProfileSamples | None
     ) -> PipelinePlan:
         world_size, options = self._connection.world_size, self._options
-        if options.plan is not None:
+        if options.given_plan is not None:
             return adopt_plan(
-                options.plan, self._unmeasured_layers(), self._pipelined.path, world_size
+                options.given_plan, self._unmeasured_layers(), self._pipelined.path, world_size
             )
         replicas = options.replicas(world_size)
         fits = previous is not None and _layer_names(previous) == self._layers.names
@@ -122,7 +122,7 @@ class RunPlanner:
             return previous
         profile = None
         if samples is not None and world_size > 1:
-            stages = len(replicas[0]) if options.fixed_replicas else options.stages
+            stages = len(replicas[0]) if options.fixed_replicas else options.fixed_stages
             require_layers(self._pipelined, stages or stage_counts(world_size)[0])
             profile = self._profile(trainer, samples)
         if profile is None:
@@ -139,7 +139,7 @@ class RunPlanner:
         plan_or_error: Tree = [None, None]
         if connection.rank == 0:
             try:
-                plan = measured_plan(profile, self._options.wishes, rank_zero_warn)
+                plan = measured_plan(profile, self._options.plan_constraints, rank_zero_warn)
                 plan_or_error = [plan.to_json(), None]
             except ConfigError as error:
                 plan_or_error = [None, str(error)]
@@ -184,7 +184,7 @@ class RunPlanner:
             connection,
             rank_zero_info,
             options.slowdown(rank, world_size) if options.emulate_speed is not None else None,
-            options.memory_limit(rank, world_size),
+            options.memory_limit_of(rank, world_size),
             self._context.precision,
         )
         try:
@@ -197,11 +197,11 @@ class RunPlanner:
     def _read_samples(self, trainer: Trainer) -> ProfileSamples | None:
         """Read samples on rank 0 and return them on all ranks; None if they cannot be read."""
         options = self._options
-        measures = options.plan is None and self._connection.world_size > 1
+        measures = options.given_plan is None and self._connection.world_size > 1
         samples_or_error: Tree = [None, None, None, None, None]
         if self._connection.rank == 0:
             try:
-                count = options.microbatches or 4 * self._connection.world_size
+                count = options.num_microbatches(self._connection.world_size)
                 read = read_samples(trainer, self._context, options.profile, count)
                 samples_or_error = [
                     read.inputs,

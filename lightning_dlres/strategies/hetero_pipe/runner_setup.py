@@ -54,7 +54,7 @@ def make_runner(
     indices = plan.layers_of(stage)
     modules = [layers.modules[index] for index in indices]
     trainable, non_pipelined = layers.trainable(indices), layers.non_pipelined_parameters()
-    timeout, check = options.timeout, connection.check
+    timeout, check = options.timeout_seconds, connection.check
     groups = make_groups(plan, deployment.owners, timedelta(seconds=timeout))
     for group in groups.values():
         undo.callback(dist.destroy_process_group, group)
@@ -104,7 +104,7 @@ def make_runner(
         buffers=buffers,
         mailbox=connection.mailbox,
         tracer=tracer,
-        microbatches=options.microbatches or plan.microbatches or 4 * plan.world_size,
+        microbatches=options.num_microbatches(plan.world_size, plan.microbatches),
         slowdown=options.slowdown(connection.rank, connection.world_size),
     )
 

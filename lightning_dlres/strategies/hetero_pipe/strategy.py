@@ -110,6 +110,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
 
     def __init__(
         self,
+        *,
         stages: int | Literal["auto"] = "auto",
         microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
@@ -130,18 +131,18 @@ class HeteroPipeStrategy(ConnectedStrategy):
         process_group_backend: str | None = None,
     ) -> None:
         self._options = PipeOptions(
-            stages,
-            microbatches,
-            schedule,
-            module,
-            device_map,
-            plan,
-            split_batch,
-            emulate_speed,
-            memory_limit,
-            recompute,
-            profile,
-            timeout,
+            stages=stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            module=module,
+            device_map=device_map,
+            plan=plan,
+            split_batch=split_batch,
+            emulate_speed=emulate_speed,
+            memory_limit=memory_limit,
+            recompute=recompute,
+            profile=ProfileConfig() if profile is None else profile,
+            timeout=timeout,
         )
         super().__init__(
             accelerator=accelerator,
@@ -150,7 +151,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=self._options.timeout,
+            timeout=self._options.timeout_seconds,
         )
         self._deployment: Deployment | None = None
         self._runner: StepRunner | PlainSteps | None = None
@@ -220,7 +221,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
         # Options that do not fit the number of ranks are refused before any rank waits for another.
         self._options.rank_names(self.world_size)
         self._options.slowdown(self.global_rank, self.world_size)
-        self._options.memory_limit(self.global_rank, self.world_size)
+        self._options.memory_limit_of(self.global_rank, self.world_size)
         self._born_on_meta = None
         self._join_ranks()
 
