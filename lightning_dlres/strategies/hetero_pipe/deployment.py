@@ -39,7 +39,8 @@ from lightning_dlres.strategies.hetero_pipe.precision import loss_scale
 from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPlanner
 from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 
-# Models made on the meta device, whose parameters stay where they were trained.
+# Models made on the meta device that an earlier run has partitioned. Their parameters stay on the
+# ranks that trained them, since no rank may have memory for the whole model.
 _LEFT_PARTITIONED: WeakSet[nn.Module] = WeakSet()
 
 
@@ -132,7 +133,7 @@ class Deployment:
             _require_own_parameters(module, owners, stage)
         partition(layers, owners, plan, stage, device)
         if is_whole or plan != previous:
-            # Other stages' weights, and the copies that were profiled, may be held by cycles only.
+            # Reference cycles may still hold other stages' weights and the profiled copies.
             gc.collect()
         if not is_whole:
             materialise(layers, plan, stage, device=device, seed=seed)
@@ -167,20 +168,20 @@ class Deployment:
             require_owned(optimizer, self.owners, type(self.module).__name__)
             require_dense(optimizer, summed)
             require_separable(optimizer)
-            # Adagrad makes state for every parameter at once; remote ones have none.
+            # Adagrad creates state for all parameters at once. Remote parameters must have none.
             for parameter in [p for p in optimizer.state if p.is_meta]:
                 del optimizer.state[parameter]
             set_state_device(optimizer, self.context.device)
         trainable = any(p.requires_grad and self.stage in held for p, held in self.owners.items())
         if loss_scale(precision) != 1.0 and not trainable:
             raise ConfigError(
-                f"Stage {self.stage} has nothing to train, and a gradient scaler needs a gradient "
-                "on every rank. Use precision='bf16-mixed', or another split: "
+                f"Every stage must have a trainable parameter under a gradient scaler, got none in "
+                f"stage {self.stage}. Use precision='bf16-mixed', or another split: "
                 "HeteroPipeStrategy(plan=...)."
             )
 
     def follow_schedule(self, schedule: str) -> None:
-        """Make the plan that of another schedule, to which the run has changed."""
+        """Adapt the plan to another schedule, to which the run has changed."""
         self.plan = with_schedule(self.plan, schedule)
 
     def end(self, orderly: bool) -> None:
@@ -223,9 +224,9 @@ class Deployment:
         wrong = [k for k in both if isinstance(own[k], Tensor) and own[k].shape != state[k].shape]
         if strict and (own.keys() != state.keys() or wrong):
             raise ConfigError(
-                f"The checkpoint does not fit {type(self.module).__name__}: missing "
-                f"{sorted(own.keys() - both)}, unexpected {sorted(state.keys() - both)}, of "
-                f"another shape {wrong}. Load it into the model that wrote it, or set "
+                f"The checkpoint does not fit {type(self.module).__name__}: missing keys "
+                f"{sorted(own.keys() - both)}, unexpected keys {sorted(state.keys() - both)}, keys "
+                f"of another shape {wrong}. Load it into the model that wrote it, or set "
                 "strict_loading=False."
             )
         meta = {k for k, value in own.items() if isinstance(value, Tensor) and value.is_meta}
@@ -237,6 +238,6 @@ def _require_own_parameters(module: LightningModule, owners: Owners, stage: int)
     if lost:
         raise ConfigError(
             f"{type(module).__name__} was left partitioned by an earlier run with another "
-            f"split; stage {stage} would have to invent {lost[:3]}. Use the same Trainer, "
+            f"split: stage {stage} has no values for {lost[:3]}. Use the same Trainer, "
             "or load a checkpoint into a new model."
         )

@@ -109,7 +109,7 @@ def make_runner(
     )
 
     def sum_over_stages(value: float) -> float:
-        # Added up in one order everywhere, so that all replicas clip by the same bits.
+        # All ranks add in the same order. Otherwise rounding would make replicas diverge.
         values = connection.gather([value])
         return sum(values[rank][0] for rank in deployment.plan.replicas[0])
 
@@ -128,19 +128,19 @@ def make_runner(
         drops_old_gradients=lambda: zeroes_every_step(deployment.module.trainer, deployment.module),
         follow_freezing=_FreezingFollower(deployment, runtime, make_sync).update,
     )
-    # Calls outside of steps (a summary, samples at the end of an epoch) come from all ranks.
+    # Calls outside of steps (a summary, generated samples) go through the pipeline on all ranks.
     undo.enter_context(context.pipelined.intercepted(runner.forward))
     return runner
 
 
 class _FreezingFollower:
-    """Follower of `requires_grad`: the user may freeze and unfreeze parameters between steps.
+    """Updater of the runtime after the user froze or unfroze parameters between steps.
 
     Args:
         deployment: The model on this rank.
-        runtime: The runtime that is told of each change.
-        make_sync: Makes the gradient synchronisation of trainable parameters, by layer, and of
-            non-pipelined ones.
+        runtime: The runtime to update.
+        make_sync: Makes the gradient synchronisation from the trainable parameters of each layer
+            and the non-pipelined parameters.
     """
 
     def __init__(self, deployment: Deployment, runtime: Runtime, make_sync: SyncFactory) -> None:
@@ -148,14 +148,14 @@ class _FreezingFollower:
         self._flags = self._current_flags()
 
     def update(self) -> None:
-        """Tell the runtime which parameters are trainable now, if that has changed.
+        """Set the runtime's trainable parameters if any `requires_grad` has changed.
 
         Raises:
-            ConfigError: If an optimizer has got a parameter that is not the model's.
+            ConfigError: If an optimizer has a new parameter that is not the model's.
         """
         deployment = self._deployment
         for optimizer in deployment.optimizers:
-            # Hooks may add parameter groups at any time.
+            # The user's hooks may add parameter groups at any time.
             require_owned(optimizer, deployment.owners, type(deployment.module).__name__)
         flags = self._current_flags()
         if flags == self._flags:

@@ -1,5 +1,5 @@
-"""`Trainer(strategy="dlres_hetero_pipe")`: pipeline and data parallel training of an unchanged
-LightningModule (Methods D, E)."""
+"""Strategy `dlres_hetero_pipe`: pipeline and data parallel training of an unchanged
+LightningModule."""
 
 from __future__ import annotations
 
@@ -53,45 +53,47 @@ PrecisionContext = Callable[[], AbstractContextManager[Any]]
 
 
 class HeteroPipeStrategy(ConnectedStrategy):
-    """Trains one model over several devices of unlike speed: pipeline parallel inside a
-    *replica* of one device per stage, data parallel between replicas.
+    """Strategy that trains one model over several devices of different speed.
 
-    The loader's batch is the optimizer's batch, whatever the plan: it is cut into micro-batches,
-    and results are those of single-device training. One rank reads the data for all. Each rank
-    holds the parameters and the optimizer state of its stage only. Checkpoints are ordinary
-    single-device Lightning checkpoints.
+    A *replica* of the model has one device per stage and works as a pipeline. Several replicas
+    train data parallel. The loader's batch is the optimizer's batch under every plan. It is cut into
+    micro-batches, and results are those of single-device training. Rank 0 reads the data for all
+    ranks. Each rank holds the parameters and the optimizer state of its stage only. Checkpoints are
+    ordinary single-device Lightning checkpoints.
 
     Args:
-        stages: Number of stages of a replica; must divide the number of devices. "auto":
-            whatever is fastest in the simulator, two or more on several devices; one
-            replica of all devices where nothing is measured. 1 is data parallel training.
-        microbatches: Into how many parts the batch is cut; a smaller batch is cut into single
-            samples. "auto": four per device; one device does not cut the batch. What is random in
-            the layers (dropout) depends on this number, and on nothing else of the plan.
-        schedule: "gpipe" computes the loss once over the whole batch, exact for any loss; "1f1b"
-            holds fewer activations, and computes the loss per micro-batch, which is checked on real
-            batches and refused where it is not exact. "auto": 1f1b where it is exact, else gpipe.
+        stages: Number of stages of a replica; must divide the number of devices. "auto" takes the
+            number that is fastest in the simulator, and at least two on several devices. If nothing
+            is measured, all devices form one replica. 1 is data parallel training.
+        microbatches: Number of micro-batches of a batch. A smaller batch is cut into single
+            samples. "auto": four per device, or an uncut batch on one device. Random numbers in
+            the layers (dropout) depend on this number, and on nothing else of the plan.
+        schedule: "gpipe" computes the loss once over the whole batch, which is exact for any loss.
+            "1f1b" holds fewer activations and computes the loss per micro-batch; real batches show
+            if that is exact, and it is refused otherwise. "auto": 1f1b if it is exact, else gpipe.
             Any other name is that of a schedule registered with `register_schedule`.
         module: Name of the module to cut into stages: an `nn.Sequential`, or an `nn.ModuleList`
             whose members are called one after the other. None finds it.
-        device_map: For every replica its ranks in stage order. None: consecutive ranks.
-        plan: A `PipelinePlan`, or the path of one written as JSON, as it was or edited; nothing is
-            measured then.
-        split_batch: Called with (batch, sizes), returns the batch cut into parts of these sizes;
-            for batches that are more than tensors with samples along the first dimension. Used
-            under 1f1b.
-        emulate_speed: For demos and tests on one machine: relative speed of every rank, 1.0 the
-            fastest; slower ones sleep after computing.
-        memory_limit: Bytes (or "8GiB") that the model may take on a device, for all ranks or a list
-            with one for each: weights, gradients, optimizer state, and what micro-batches in flight
-            keep. None: nine tenths of what is free, on each GPU or, for CPU ranks together, on
-            their host. A limit that no plan meets is refused with the smallest that works.
-        recompute: "auto": layers run again before their backward instead of keeping what they save
-            for it, where the memory limit asks for it; "never"; "always". Results are the same to
-            the bit.
-        profile: How layers and links are measured before training.
-        timeout: How long a rank waits for another, in seconds or as "10min", before it ends the
-            run.
+        device_map: Ranks of every replica in stage order, such as [[0, 2], [1, 3]]. None lets the
+            planner choose, and takes consecutive ranks if nothing is measured.
+        plan: A `PipelinePlan`, or the path of its JSON file, as it was written or edited. Nothing
+            is measured then.
+        split_batch: Function that gets (batch, sizes) and returns the batch in parts of these
+            sizes. Needed under 1f1b for batches that are more than tensors with samples along the
+            first dimension.
+        emulate_speed: For demos and tests on one machine: relative speed of every rank, above 0 and
+            up to 1.0, the fastest. Slower ranks sleep after computing.
+        memory_limit: Bytes, or text such as "8GiB", that the model may take on a device: one for
+            all ranks, or a list with one per rank. It covers weights, gradients, optimizer state,
+            and activations of micro-batches in flight. None: nine tenths of the free memory of each
+            GPU, or of the host for its CPU ranks together. If no plan meets a limit, the error
+            names the smallest limit that works.
+        recompute: "auto" runs layers again before their backward instead of keeping their saved
+            tensors, where the memory limit needs it. "never" and "always" do so for no layer and
+            for all. Results are bitwise the same.
+        profile: Options of the measurement of layers and links before training.
+        timeout: Time that a rank waits for another before it ends the run, in seconds or as text
+            such as "10min".
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -101,7 +103,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
             beside gloo on GPUs.
 
     Raises:
-        ConfigError: an argument is of no use; the message says what was expected.
+        ConfigError: If an argument has a wrong value.
     """
 
     strategy_name: ClassVar[str] = "dlres_hetero_pipe"
@@ -155,24 +157,24 @@ class HeteroPipeStrategy(ConnectedStrategy):
         )
         self._deployment: Deployment | None = None
         self._runner: StepRunner | PlainSteps | None = None
-        self._born_on_meta: bool | None = None
+        self._made_on_meta: bool | None = None
         self._used_schedule: str = schedule
         self._precision_context: PrecisionContext = nullcontext
         self._until_teardown = ExitStack()
 
     @property
     def options(self) -> PipeOptions:
-        """The arguments, checked."""
+        """The checked arguments."""
         return self._options
 
     @property
     def plan(self) -> PipelinePlan | None:
-        """The plan of the current or last run; None before the first."""
+        """Plan of the current or last run; None before the first."""
         return self._deployment.plan if self._deployment is not None else None
 
     @property
     def schedule(self) -> str:
-        """The schedule of the current or last run; before the first the one that was asked for."""
+        """Schedule of the current or last run; before the first, the option `schedule`."""
         return self._runner.schedule if self._runner is not None else self._used_schedule
 
     def report_sections(self, run: MeasuredRun) -> ReportSections | None:
@@ -218,20 +220,21 @@ class HeteroPipeStrategy(ConnectedStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Options that do not fit the number of ranks are refused before any rank waits for another.
+        # Refuse options that do not fit the number of ranks before any rank waits for another.
         self._options.rank_names(self.world_size)
         self._options.slowdown(self.global_rank, self.world_size)
         self._options.memory_limit_of(self.global_rank, self.world_size)
-        self._born_on_meta = None
+        self._made_on_meta = None
         self._join_ranks()
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # A model made on the meta device has nothing to load into before it is materialised.
-        if self._born_on_meta is None:
-            self._born_on_meta = is_on_meta(self._module)
-        return self._born_on_meta
+        # A model on the meta device has no storage for a checkpoint before `setup` materialises it.
+        # Read once: after `setup`, remote parameters of every model are on the meta device.
+        if self._made_on_meta is None:
+            self._made_on_meta = is_on_meta(self._module)
+        return self._made_on_meta
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -249,10 +252,9 @@ class HeteroPipeStrategy(ConnectedStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not module.automatic_optimization:
             raise ConfigError(
-                f"{type(module).__name__} uses manual optimization "
-                "(automatic_optimization=False), which runs forward and backward where it likes; "
-                "a pipeline needs to schedule them. Use automatic optimization with one "
-                "optimizer, or another strategy."
+                f"automatic_optimization must be True for a pipeline, which schedules forward and "
+                f"backward itself, got False in {type(module).__name__}. Use automatic "
+                "optimization with one optimizer, or another strategy."
             )
         if fitting and not self._options.cuts_nothing(self.world_size):
             refuse_callbacks(trainer)
@@ -264,7 +266,8 @@ class HeteroPipeStrategy(ConnectedStrategy):
         self._until_teardown.enter_context(metric_sync_disabled(context.all_metrics))
         self.model_to_device()
         if fitting:
-            # Before the plan, which counts their state. Parameters keep their identity.
+            # Before planning, because the plan counts the optimizers' state. The optimizers stay
+            # valid, because partitioning keeps the identity of parameters.
             self.setup_optimizers(trainer)
         self._precision_context = self.precision_plugin.train_step_context
         deployment = Deployment.deployed(
@@ -278,7 +281,8 @@ class HeteroPipeStrategy(ConnectedStrategy):
         )
         self._deployment = deployment
         self.setup_precision_plugin()
-        # Every rank finds the same fault: one that still waited for weights would blame a peer.
+        # The next checks fail on all ranks alike. Without this barrier, a rank that still waits for
+        # weights would report the failure of a peer instead.
         self.barrier()
         if fitting:
             deployment.prepare_optimizers(self.optimizers, self.precision_plugin)
@@ -310,14 +314,14 @@ class HeteroPipeStrategy(ConnectedStrategy):
             if "multiple optimizers" not in str(error):
                 raise
             raise ConfigError(
-                f"{type(self._module).__name__}.configure_optimizers returns several optimizers, "
-                "expected one: a pipeline steps once per batch. Use parameter groups of one "
-                "optimizer."
+                f"{type(self._module).__name__}.configure_optimizers must return one optimizer, "
+                "since a pipeline steps once per batch, got several optimizers. Use parameter "
+                "groups of one optimizer."
             ) from error
 
     @override
     def model_to_device(self) -> None:
-        # Parameters and buffers went to their place when the model was deployed.
+        # `Deployment` moves the parameters and buffers. Only the `device` property is left.
         _compat.set_device_property(self._module, self.root_device)
 
     @override
@@ -419,7 +423,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         with ExitStack() as closing:
-            # Also where the run could not be set up, or does not end well.
+            # Runs in reverse order. These two also run after a failed setup or run.
             if self._connection is not None:
                 closing.callback(self._connection.close)
             closing.push(self._until_teardown.pop_all())

@@ -203,8 +203,8 @@ def fit(
 
 SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
     (BoringModel, {}, "has 1 layer, expected at least one for each of the 2 stages"),
-    (Manual, {}, "manual optimization"),
-    (TwoOptimizers, {}, "several optimizers, expected one"),
+    (Manual, {}, "automatic_optimization must be True"),
+    (TwoOptimizers, {}, "configure_optimizers must return one optimizer"),
     (NeedsAllParameters, {}, "LBFGS needs a closure"),
     (ReadsItself, {}, "must be a batch, got dataloader_iter in ReadsItself"),
     (TwoNetworks, {}, "2 modules that could be the pipeline (net, other)"),
