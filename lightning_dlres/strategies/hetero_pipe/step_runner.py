@@ -1,5 +1,5 @@
-"""Steps of a run, one after the other: which schedule, what every rank logs, and what the step
-returns to Lightning."""
+"""Steps of a run on one rank: the choice of the schedule, the replay of logs on every rank, and the
+loss that a step returns to Lightning."""
 
 from __future__ import annotations
 
@@ -39,20 +39,25 @@ from lightning_dlres.strategies.hetero_pipe.step.normalisers import doubt_about_
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
+# Part of the seed of forward calls outside of training steps. It keeps their random numbers apart
+# from those of training steps.
 _EVALUATION = 1
-# After this many batches that only looked wrong, a loss over the whole batch costs less than
-# checking each batch.
-_MOST_DOUBTS = 3
+# After this many batches that were checked without need, a loss over the whole batch costs less
+# than checking each batch.
+_MAX_FALSE_ALARMS = 3
 
 
 class StepRunner:
-    """Runs training and evaluation steps on one rank.
+    """Runner of training and evaluation steps on one rank.
+
+    All ranks call its methods in the same order. They decide from the same records, so that all
+    change the schedule, or raise, in the same step.
 
     Args:
-        context: what all steps share.
-        runtime: this rank's part of the pipeline.
+        context: Context of the user's steps.
+        runtime: This rank's part of the pipeline.
         schedule: "auto", or the name of a registered schedule.
-        seed: base seed of what is random in the layers.
+        seed: Base seed of the layers' random numbers.
         barrier: Waits for all ranks.
         log_rank_zero: Logs a line on rank 0.
         on_schedule_change: Called with the name of the schedule to which the run changes.
@@ -79,27 +84,30 @@ class StepRunner:
         self._on_schedule_change = on_schedule_change
         self._drops_old_gradients = drops_old_gradients
         self._follow_freezing = follow_freezing
-        self.may_change = schedule == AUTO
+        self.may_change_schedule = schedule == AUTO
         self.schedule = initial_schedule(schedule).name
-        self.changing: list[int] = []
-        self._steps = 0
-        self._not_sent: set[str] = set()
-        self._doubts = 0
+        # Indices of the runtime's buffers that a forward changes, as the last check found them.
+        self.changing_buffers: list[int] = []
+        self._num_steps = 0
+        # Attributes of which the user was told that they cannot be sent to other ranks.
+        self._reported_attributes: set[str] = set()
+        self._false_alarms = 0
         self._checked_operations: set[str] = set()
-        self._evaluations = 0
+        self._num_forwards = 0
 
     @property
-    def loss_by_parts(self) -> bool:
-        """Whether the schedule computes the loss per micro-batch, which only a mean allows."""
+    def loss_per_microbatch(self) -> bool:
+        """True if the schedule computes the loss per micro-batch, exact only for a mean over
+        samples."""
         return not schedule_named(self.schedule).whole_batch_loss
 
     def train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
         """Run one training step and return its loss, whose backward delivers the gradients.
 
         Args:
-            args: arguments of `training_step`; the first is the batch.
-            batch: number of the batch since the start of training; part of the random seed.
-            scale: factor of the loss in mixed precision.
+            args: Arguments of `training_step`; the first is the batch.
+            batch: Index of the batch since the start of training; part of the random seed.
+            scale: Factor of the loss in mixed precision.
         """
         self._follow_freezing()
         with self.runtime.tracer.span("step", "step", batch=batch):
@@ -107,29 +115,43 @@ class StepRunner:
 
     def _train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
         seed, fingerprint = derive_seed(self.seed, batch), digest(args[0])
-        by_parts = self.loss_by_parts and self.runtime.microbatches > 1
-        checked = by_parts and self._check_is_due()
+        per_microbatch = self.loss_per_microbatch and self.runtime.microbatches > 1
+        checked = per_microbatch and self._check_is_due()
         if checked:
             self._check(args, seed, fingerprint)
-        self._steps += 1
+        self._num_steps += 1
         if self._drops_old_gradients():
             for parameter in (*self.runtime.stage.parameters, *self.runtime.non_pipelined):
                 parameter.grad = None
         # The check may have changed the schedule.
-        by_parts = by_parts and self.loss_by_parts
-        before = _Before(self, args) if by_parts else None
+        per_microbatch = per_microbatch and self.loss_per_microbatch
+        before = _StateBeforeStep(self, args) if per_microbatch else None
         step, result = self._run(args, seed, scale, fingerprint)
         if before is not None and len(result.sizes) > 1:
-            self._look_at(before, step, result, seed, scale, fingerprint, checked)
-            if not self.loss_by_parts:
+            self._check_finished_step(
+                before,
+                step,
+                result,
+                seed=seed,
+                scale=scale,
+                fingerprint=fingerprint,
+                checked=checked,
+            )
+            if not self.loss_per_microbatch:
                 step, result = self._run(before.args, seed, scale, fingerprint)
-        loss, extra = self._conclude(step, result)
+        loss, extra = self._apply_effects(step, result)
         delivered = with_gradients(loss, result.gradients, scale)
         return {"loss": delivered, **extra} if extra is not None else delivered
 
     def evaluate(self, hook: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a validation, test or predict step on all ranks; every call of the pipelined module
-        goes through the pipeline."""
+        """Run a validation, test or predict step; called by all ranks.
+
+        Every call of the pipelined module goes through the pipeline.
+
+        Args:
+            hook: Bound method of the LightningModule, such as `validation_step`.
+            args: Arguments of the hook; the first is the batch.
+        """
         fingerprint = digest(args[0])
         intercepted = self.context.pipelined.intercepted(
             lambda inputs: self.forward(inputs, fingerprint)
@@ -142,14 +164,14 @@ class StepRunner:
             return hook(*args)
 
     def forward(self, inputs: Tree, fingerprint: int | None = None) -> Tree:
-        """Run the pipelined module, without recording; called by all ranks.
+        """Run the pipelined module forward, without autograd; called by all ranks.
 
         Args:
-            inputs: what the module is called with, the same on all ranks.
-            fingerprint: of the batch; None takes that of the inputs.
+            inputs: Inputs of the module, the same on all ranks.
+            fingerprint: Digest of the batch, compared between ranks; None takes that of the inputs.
         """
-        self._evaluations += 1
-        seed = derive_seed(self.seed, self._evaluations, _EVALUATION)
+        self._num_forwards += 1
+        seed = derive_seed(self.seed, self._num_forwards, _EVALUATION)
         place = "outside of a step" if fingerprint is None else "in an evaluation step"
         fingerprint = digest(inputs) if fingerprint is None else fingerprint
         reason = (
@@ -160,11 +182,11 @@ class StepRunner:
         with torch.no_grad(), self.runtime.explaining(reason):
             output = self.runtime.forward(inputs, seed, fingerprint, place=place)
         output = map_tensors(lambda t: t.to(self.context.device), output)
-        wants_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if not wants_gradients:
+        requires_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if not requires_gradients:
             return output
-        given = tensors_of(inputs)
-        return map_tensors(lambda t: without_gradients(t, given), output)
+        input_tensors = tensors_of(inputs)
+        return map_tensors(lambda t: without_gradients(t, input_tensors), output)
 
     def _run(
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int
@@ -175,20 +197,33 @@ class StepRunner:
         training = TrainingStep(self.runtime, step, schedule, seed, scale)
         return step, training.run(fingerprint)
 
-    def _look_at(
+    def _check_finished_step(
         self,
-        before: _Before,
+        before: _StateBeforeStep,
         step: LightningStep,
         result: TrainResult,
+        *,
         seed: int,
         scale: float,
         fingerprint: int,
         checked: bool,
     ) -> None:
-        """Fall back, with everything as it was before the step, if the batch that was just run by
-        parts cannot be. All ranks have the same records, and decide alike."""
+        """Fall back, or check the loss, if the step's records cast doubt on a loss per micro-batch.
+
+        The state from before the step is restored for a check, and stays restored after a fallback.
+        All ranks have the same records, and decide alike.
+
+        Args:
+            before: State before the step.
+            step: The user's step.
+            result: Result of the step, with the records of all replicas.
+            seed: Seed of the step.
+            scale: Factor of the loss in mixed precision.
+            fingerprint: Digest of the batch.
+            checked: True if the loss was already checked on this batch.
+        """
         reason = reason_in_records(result.records, logs_in(result.records, self.context.metrics))
-        if reason is None and self.may_change:
+        if reason is None and self.may_change_schedule:
             reason = reason_in_fingerprints(
                 [run for record in result.records for run in record["fingerprints"]]
             )
@@ -201,19 +236,23 @@ class StepRunner:
         if doubt is None and not is_new:
             return
         step.restore_metrics()
-        with before.again():
+        with before.restored():
             if reason is not None:
                 self._fall_back(reason)
             else:
                 self._check(before.args, seed, fingerprint)
-                self._doubts += doubt is not None
-            if self.loss_by_parts and self.may_change and self._doubts >= _MOST_DOUBTS:
+                self._false_alarms += doubt is not None
+            if (
+                self.loss_per_microbatch
+                and self.may_change_schedule
+                and self._false_alarms >= _MAX_FALSE_ALARMS
+            ):
                 self._fall_back(f"{doubt}, so that every batch would have to be checked")
 
     def _check_is_due(self) -> bool:
-        # A first batch without padding may hide what a later one shows: look again, ever more
-        # rarely.
-        return self._steps & (self._steps - 1) == 0
+        # Steps 0, 1, 2, 4, 8, ... A first batch without padding may hide a difference that a later
+        # batch shows.
+        return self._num_steps & (self._num_steps - 1) == 0
 
     def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
         runtime, context = self.runtime, self.context
@@ -230,8 +269,10 @@ class StepRunner:
             changed = [i for i, (now, value) in enumerate(pairs) if not torch.equal(now, value)]
             for now, value in pairs:
                 now.copy_(value)
-        # Those of several replicas are made alike in every step.
-        self.changing = list(range(len(saved))) if len(runtime.plan.replicas) > 1 else changed
+        # With several replicas, every step changes all buffers: it makes the replicas' alike.
+        self.changing_buffers = (
+            list(range(len(saved))) if len(runtime.plan.replicas) > 1 else changed
+        )
         rewind_random_state()
         reason = None
         source = runtime.plan.replicas[0][-1]
@@ -242,7 +283,7 @@ class StepRunner:
                     lambda: LightningStep(context, args, keeps_batch=True, is_trial=True),
                     output,
                     sizes,
-                    self.may_change,
+                    self.may_change_schedule,
                 )
                 if len(sizes) > 1
                 else None
@@ -251,15 +292,16 @@ class StepRunner:
         (reason,) = runtime.gather_records(reason, [source])
         if reason is not None:
             self._fall_back(reason)
-        elif self._steps == 0 and self.may_change:
+        elif self._num_steps == 0 and self.may_change_schedule:
             self._log_rank_zero(
                 f"dlres: schedule {self.schedule}: the loss is a mean over samples, so it is "
                 "computed per micro-batch."
             )
 
     def _fall_back(self, reason: str) -> None:
-        if not self.may_change:
-            # All ranks know the reason before the first one leaves, so that each gives this error.
+        if not self.may_change_schedule:
+            # Wait until all ranks know the reason. Otherwise the first rank that raises would be
+            # reported as a lost peer by the others.
             self._barrier()
             raise inexact_schedule_error(reason, self.schedule)
         self._log_rank_zero(
@@ -269,30 +311,38 @@ class StepRunner:
         self._on_schedule_change(GPipe.name)
         self.schedule = GPipe.name
 
-    def _conclude(
+    def _apply_effects(
         self, step: LightningStep, result: TrainResult
     ) -> tuple[Tensor, dict[str, Any] | None]:
         """Apply the step's side effects to this rank; return the loss and the step's other
         outputs."""
-        loss = step.apply(result.records, result.sizes if self.loss_by_parts else None)
-        self._say_what_is_not_sent(result.records[0])
+        loss = step.apply(result.records, result.sizes if self.loss_per_microbatch else None)
+        self._log_unsendable_values(result.records[0])
         return loss, result.records[0]["extra"]
 
-    def _say_what_is_not_sent(self, record: Tree) -> None:
+    def _log_unsendable_values(self, record: Tree) -> None:
         for path, kind in unsendable_values(record["attributes"]).items():
-            if path not in self._not_sent:
-                self._not_sent.add(path)
+            if path not in self._reported_attributes:
+                self._reported_attributes.add(path)
                 self._log_rank_zero(
-                    f"dlres: training_step makes self.{path} a {kind}, which cannot be sent to "
-                    "other ranks: it is on the last stage only."
+                    f"dlres: training_step sets self.{path} to a {kind}, which cannot be sent to "
+                    "other ranks: only the last stage has it."
                 )
 
 
-class _Before:
-    """What a step by parts changes before its loss is known, as it was before the step.
+class _StateBeforeStep:
+    """State from before a step with a loss per micro-batch, for a check or a second run of it.
+
+    It covers what the step changes before its records are known: the batch, buffers of the layers,
+    and random state.
+
+    Args:
+        runner: Runner of the step.
+        args: Arguments of `training_step`; the first is the batch.
 
     Attributes:
-        args: arguments of `training_step`, with a copy of the batch where user code runs.
+        args: The arguments, with a copy of the batch on ranks that run user code, which may change
+            the batch in place.
     """
 
     def __init__(self, runner: StepRunner, args: tuple[Any, ...]) -> None:
@@ -301,28 +351,29 @@ class _Before:
         batch = map_tensors(Tensor.clone, args[0]) if runs_user_code else args[0]
         self.args = (batch, *args[1:])
         self._runner = runner
-        self._buffers = [buffer.clone() for buffer in self._changing()]
+        self._saved_buffers = [buffer.clone() for buffer in self._changing_buffers()]
         self._rewind_random_state = rng.held(runner.context.device)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Context manager that puts everything back; it stays so if the schedule changes inside."""
+    def restored(self) -> Iterator[None]:
+        """Context manager that restores the state; it stays restored if the schedule changes to one
+        with a loss over the whole batch."""
         device = self._runner.context.device
-        after, redo_random_state = [b.clone() for b in self._changing()], rng.held(device)
-        self._put(self._buffers)
+        after, redo_random_state = [b.clone() for b in self._changing_buffers()], rng.held(device)
+        self._set_buffers(self._saved_buffers)
         self._rewind_random_state()
         yield
-        if self._runner.loss_by_parts:
-            self._put(after)
+        if self._runner.loss_per_microbatch:
+            self._set_buffers(after)
             redo_random_state()
 
-    def _put(self, values: Sequence[Tensor]) -> None:
+    def _set_buffers(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            for buffer, value in zip(self._changing(), values, strict=True):
+            for buffer, value in zip(self._changing_buffers(), values, strict=True):
                 buffer.copy_(value)
 
-    def _changing(self) -> list[Tensor]:
-        if not self._runner.changing:
+    def _changing_buffers(self) -> list[Tensor]:
+        if not self._runner.changing_buffers:
             return []
         tensors = self._runner.runtime.buffers.tensors()
-        return [tensors[index] for index in self._runner.changing]
+        return [tensors[index] for index in self._runner.changing_buffers]

@@ -56,10 +56,10 @@ class HeteroPipeStrategy(ConnectedStrategy):
     """Strategy that trains one model over several devices of different speed.
 
     A *replica* of the model has one device per stage and works as a pipeline. Several replicas
-    train data parallel. The loader's batch is the optimizer's batch under every plan. It is cut into
-    micro-batches, and results are those of single-device training. Rank 0 reads the data for all
-    ranks. Each rank holds the parameters and the optimizer state of its stage only. Checkpoints are
-    ordinary single-device Lightning checkpoints.
+    train data parallel. The loader's batch is the optimizer's batch under every plan. It is cut
+    into micro-batches, and results are those of single-device training. Rank 0 reads the data for
+    all ranks. Each rank holds the parameters and the optimizer state of its stage only. Checkpoints
+    are ordinary single-device Lightning checkpoints.
 
     Args:
         stages: Number of stages of a replica; must divide the number of devices. "auto" takes the
