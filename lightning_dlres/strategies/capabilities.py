@@ -7,15 +7,16 @@ attributes are optional: a strategy of Lightning has none of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.strategies import Strategy
 
 from lightning_dlres.core.trace import Span, Tracer
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.strategies.hetero_pipe.options import PipeOptions
+from lightning_dlres.pipeline.plan.planner import PlanConstraints
+from lightning_dlres.pipeline.profile.config import ProfileConfig
 
 # Name of the picture that `ResourceReport` removes if a later report in the directory has none.
 TIMELINE_PICTURE = "timeline.png"
@@ -59,6 +60,33 @@ class ReportSections:
     rank_names: Mapping[int, str] = field(default_factory=dict)
 
 
+class PlanningOptions(Protocol):
+    """Options that constrain a pipeline plan.
+
+    Attributes:
+        module: Name of the module to pipeline; None finds it.
+        split_batch: The user's way to cut a batch into parts of given sizes; None for the built-in
+            one.
+        profile: How the model is profiled.
+        plan_constraints: Parts of the plan that the user fixed.
+    """
+
+    @property
+    def module(self) -> str | None: ...
+
+    @property
+    def split_batch(self) -> Callable[[Any, Sequence[int]], Sequence[Any]] | None: ...
+
+    @property
+    def profile(self) -> ProfileConfig: ...
+
+    @property
+    def plan_constraints(self) -> PlanConstraints: ...
+
+    def num_microbatches(self, devices: int) -> int:
+        """Return the number of micro-batches of a batch on this many devices."""
+
+
 @runtime_checkable
 class PipelinePlanning(Protocol):
     """A strategy that plans a pipeline for the model.
@@ -72,7 +100,7 @@ class PipelinePlanning(Protocol):
     def plan(self) -> PipelinePlan | None: ...
 
     @property
-    def options(self) -> PipeOptions: ...
+    def options(self) -> PlanningOptions: ...
 
 
 @runtime_checkable
