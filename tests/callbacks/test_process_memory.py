@@ -49,7 +49,7 @@ def test_offloading_to_disk_shrinks_the_process(tmp_path: Path) -> None:
         plain, ours = AtTurn(), AtTurn()
         fit(Wide("large"), loader("large", 2), plain)
         callback = dlres.ActivationOffload(
-            "1TiB", saved_budget=0.5, disk=tmp_path, actions=["offload"], profile_steps=1
+            budget="1TiB", saved_budget=0.5, disk=tmp_path, actions=["offload"], profile_steps=1
         )
         fit(Wide("large"), loader("large", 3), ours, callback)
     finally:
@@ -76,7 +76,7 @@ class Resident(Callback):
             steps = self.offload.training_steps
             assert steps is not None
             assert steps.offloader is not None
-            slabs = sum(tier.nbytes for tier in steps.offloader._tiers.values())
+            slabs = sum(tier.nbytes for tier in steps.offloader._tiers.slabs.values())
             self.seen.append((anonymous_bytes(), len(os.listdir("/proc/self/fd")), slabs))
 
 

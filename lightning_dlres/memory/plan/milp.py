@@ -162,7 +162,7 @@ class OffloadProgram:
             ]
         self._options = options
         self._events = len(profile.seconds) - 1
-        self._kept = _Load(profile, [(storage, KEEP) for storage in profile.storages])
+        self._baseline = _Load(profile, [(storage, KEEP) for storage in profile.storages])
         self._loads = [self._difference(option) for option in options]
 
     def _difference(self, option: _Option) -> _Load:
@@ -215,7 +215,7 @@ class OffloadProgram:
             return None
         # Recomputed from the choices: the solver's value may be a byte too small.
         (curve,) = [curve for curve in self._curves(limits) if curve.name == limit_name]
-        load = curve.kept + sum(
+        load = curve.baseline + sum(
             curve.options[index] for index in np.flatnonzero(solved[1]).tolist()
         )
         return int(np.ceil(load.max(initial=0.0) - 1e-3))
@@ -289,8 +289,8 @@ class OffloadProgram:
         """Return the limited loads over time."""
         events = self._events
         base = np.array(self._profile.base, dtype=float)
-        held = self._kept.held[: events + 1] + base
-        resident = self._kept.resident[:events]
+        held = self._baseline.held[: events + 1] + base
+        resident = self._baseline.resident[:events]
         return [
             _Curve("device", held, [x.held[: events + 1] for x in self._loads], limits.device),
             _Curve("saved", resident, [x.resident[:events] for x in self._loads], limits.saved),
@@ -308,7 +308,7 @@ class OffloadProgram:
         violations: list[tuple[float, int, int]] = []
         for which, curve in enumerate(curves):
             limit = value if curve.name == smallest else curve.limit
-            load = curve.kept.copy()
+            load = curve.baseline.copy()
             for index in np.flatnonzero(chosen).tolist():
                 load += curve.options[index]
             for place in np.flatnonzero(load > limit + max(1.0, 1e-7 * value)).tolist():
@@ -324,7 +324,7 @@ class OffloadProgram:
         if curve.name == smallest:
             values[-1], limit = -1.0, 0.0
         used = np.flatnonzero(values).astype(np.int32)
-        highest = (limit - curve.kept[place]) / _UNIT
+        highest = (limit - curve.baseline[place]) / _UNIT
         highs.addRow(-highspy.kHighsInf, highest, len(used), used, values[used])
 
     def _add_exclusions(self, highs: highspy.Highs) -> None:
@@ -400,13 +400,13 @@ class _Curve:
 
     Attributes:
         name: "device" or "saved".
-        kept: Bytes at every interval or event, if every storage is kept.
-        options: Change of `kept` by every option.
+        baseline: Bytes at every interval or event, if every storage is kept.
+        options: Change of `baseline` by every option.
         limit: Limit in bytes.
     """
 
     name: str
-    kept: Curve
+    baseline: Curve
     options: Sequence[Curve]
     limit: float
 

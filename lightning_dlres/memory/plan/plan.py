@@ -111,7 +111,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         return (
             f"peak {format_bytes(self.peak)} instead of {format_bytes(self.plain_peak)}, saved "
-            f"data {format_bytes(self.saved_peak)} instead of "
+            f"tensors {format_bytes(self.saved_peak)} instead of "
             f"{format_bytes(self.plain_saved_peak)}, step {format_seconds(self.seconds)} "
             f"({slower:+.1%})"
         )

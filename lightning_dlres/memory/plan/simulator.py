@@ -2,8 +2,8 @@
 
 One link to each tier carries both directions. A link that overlaps with the computation runs beside
 the device. An offloaded storage then holds its memory until it has left, and a fetched one from the
-start of its fetch. The device waits where memory or data are missing. Over any other link the
-device waits for every copy.
+start of its fetch. The device waits where memory is full or a storage has not arrived. Over any
+other link the device waits for every copy.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class _Step:
         self._excess = max(self._excess, nbytes - limit)
 
     def _save(self, number: int, event: int) -> int:
-        """Save a storage; return the most bytes of storages on the device meanwhile."""
+        """Save a storage; return the most bytes of storages on the device at this event."""
         storage, choice = self._profile.storages[number], self._choices[number]
         if number in self._recomputed_at:
             return self._held
@@ -278,7 +278,7 @@ class _Step:
         return most
 
     def _use(self, number: int, event: int) -> int:
-        """Use a storage; return the most bytes of storages on the device meanwhile."""
+        """Use a storage; return the most bytes of storages on the device at this event."""
         storage, choice = self._profile.storages[number], self._choices[number]
         if number in self._recomputed_at:
             if self._recomputed_at[number] == event:
