@@ -230,7 +230,7 @@ def _serving(bed: Testbed, source: Path, settings: Settings) -> Iterator[str]:
     running = []
     # By its path: importing the package would bring torch, which this process does without.
     light = runpy.run_path(str(ROOT / "lightning_dlres/core/host/lightweight_process.py"))[
-        "light_command"
+        "lightweight_command"
     ]
     try:
         for node in range(STORES):

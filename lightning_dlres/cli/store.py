@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_dlres.core.errors import ConfigError, DlresError, StorageError, got_expected
-from lightning_dlres.core.host.lightweight_process import light_command
+from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.tables import render
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.keys import create_keys, load_keys, load_public_key
@@ -39,7 +39,7 @@ def store(options: Sequence[str]) -> int:
     if settings.command == "serve":
         # Nodes need neither torch nor Lightning, and may be many.
         sys.stdout.flush()
-        command = light_command("lightning_dlres.cli.store:serve_main", *options)
+        command = lightweight_command("lightning_dlres.cli.store:serve_main", *options)
         os.execv(command[0], command)
     try:
         run: Callable[[argparse.Namespace], int] = settings.run

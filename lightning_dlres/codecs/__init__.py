@@ -1,4 +1,7 @@
-"""Codecs: one algorithm per file, registered by name."""
+"""Codecs: one algorithm per file, registered by name.
+
+A codec from outside of this package subclasses `Codec` and is decorated with `register`.
+"""
 
 from lightning_dlres.codecs.base import Codec, Encoded, codec, decode, names, register
 from lightning_dlres.codecs.raw import Raw

@@ -1,7 +1,7 @@
-"""What every codec can do, and where one is found by its name.
+"""Base class of codecs, and their registry.
 
-What a codec has made of a tensor says itself by which codec: a codec that would not pay hands the
-tensor to another one (dense data to `raw`), and who decodes need not know.
+`Encoded` names its codec, so `decode` needs no argument. A codec may therefore pass a tensor that
+it cannot shrink to another codec (dense data goes to `raw`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from torch import Tensor
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A tensor as a codec has left it.
+    """An encoded tensor.
 
     Attributes:
-        codec: name of the codec that decodes it.
-        dtype, shape, stride: of the tensor, and of the one that `decode` returns.
-        data: uint8[...], on the tensor's device; what lies behind `used` bytes is undefined.
-        used: how many bytes of `data` count. Where a GPU finds out, int64[] there: reading it waits
-            for the stream.
+        codec: Name of the codec that decodes it.
+        dtype: Dtype of the original tensor, which `decode` returns.
+        shape: Shape of the original tensor.
+        stride: Strides of the original tensor.
+        data: uint8[n], on the tensor's device. Bytes from `used` on are undefined.
+        used: Number of bytes of `data` in use. A GPU kernel leaves it as int64[] on the GPU;
+            reading it synchronizes the stream.
     """
 
     codec: str
@@ -38,21 +40,24 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes count. On a GPU the stream is waited for."""
+        """Number of bytes in use. On a GPU this synchronizes the stream."""
         return int(self.used)
 
     @property
     def payload(self) -> Tensor:
-        """Return the bytes that count. On a GPU the stream is waited for."""
+        """Bytes in use, a view of `data`. On a GPU this synchronizes the stream."""
         return self.data[: self.nbytes]
 
 
 class Codec(ABC):
-    """A way to make a tensor smaller.
+    """A method of encoding tensors in fewer bytes.
+
+    A codec from outside of this package is one class in one file, decorated with `register`. Its
+    constructor must need no arguments.
 
     Attributes:
-        name: under which it is registered, and which travels with what it has made.
-        is_lossless: whether `decode` returns every bit.
+        name: Name in the registry, which `Encoded` carries.
+        is_lossless: True if `decode` returns every bit.
     """
 
     name: ClassVar[str]
@@ -60,49 +65,49 @@ class Codec(ABC):
 
     @abstractmethod
     def bound(self, tensor: Tensor) -> int:
-        """Return the most bytes that `encode` may need room for."""
+        """Return the largest number of bytes that `encode` may write for a tensor."""
 
     @abstractmethod
     def encode(self, tensor: Tensor, out: Tensor | None = None) -> Encoded:
         """Encode a tensor, on the current stream.
 
         Args:
-            tensor: strided, of any shape and dtype.
-            out: uint8[at least `bound(tensor)`], on the tensor's device, aligned to 8 bytes, which
-                the result keeps; None allocates what is needed.
+            tensor: Strided tensor of any shape and dtype.
+            out: uint8[at least `bound(tensor)`] for the result, on the tensor's device, aligned to
+                8 bytes. The result keeps it. None allocates memory.
         """
 
     @abstractmethod
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Return the tensor, on the current stream.
+        """Return the original tensor, on the current stream.
 
         Args:
-            encoded: what this codec has made.
-            out: a tensor of that dtype, shape and stride to write to; None allocates it.
+            encoded: A result of this codec.
+            out: Tensor of the same dtype, shape and strides for the result; None allocates one.
 
         Raises:
-            ProtocolError: the data cannot be what this codec has made.
+            ProtocolError: If the data cannot be a result of this codec.
         """
 
     def is_worthwhile(self, tensor: Tensor) -> bool:
-        """Return whether `encode` is likely to make a tensor small enough to be worth its time.
+        """Return True if `encode` is likely to make a tensor small enough to be worth its time.
 
-        The estimate may read a sample of the tensor. On a GPU the host waits for it.
+        The estimate may read a sample of the tensor. On a GPU this synchronizes the stream.
         """
         return True
 
     def can_encode_within(self, tensor: Tensor) -> bool:
-        """Return whether `encode_within` supports a tensor."""
+        """Return True if `encode_within` supports a tensor."""
         return False
 
     def encode_within(self, tensor: Tensor, out: Tensor) -> Encoded:
         """Encode a tensor into memory of limited size, without waiting for the GPU.
 
-        The encoding has failed if `used` of the result is more than the bytes of `out`.
+        The encoding failed if `used` of the result is larger than the size of `out`.
 
         Args:
             tensor: Tensor to encode.
-            out: uint8[n], which the result keeps.
+            out: uint8[n] for the result, which keeps it.
 
         Raises:
             ConfigError: If the codec does not support it; see `can_encode_within`.
@@ -112,19 +117,21 @@ class Codec(ABC):
         )
 
     def runs_on_gpus(self) -> bool:
-        """Return whether the codec can encode tensors on a GPU in this process."""
+        """Return True if the codec can encode tensors on a GPU in this process."""
         return True
 
     def merge(self, parts: Sequence[Encoded]) -> Encoded:
-        """Return the sum of tensors, encoded; they may be of several codecs.
+        """Return the encoded sum of tensors, which may be encoded by different codecs.
 
         Raises:
-            ConfigError: they differ in shape or dtype, or there are none.
+            ConfigError: If they differ in shape or dtype, or if there are none.
         """
         if len({(part.dtype, part.shape) for part in parts}) != 1:
-            found = [(part.dtype, tuple(part.shape)) for part in parts]
+            kinds = [(part.dtype, tuple(part.shape)) for part in parts]
             raise ConfigError(
-                got_expected("merge", found, "tensors of one dtype and shape", "one at a time")
+                got_expected(
+                    "parts", kinds, "tensors of one dtype and shape", "parts of one tensor"
+                )
             )
         total = decode(parts[0])
         for part in parts[1:]:
@@ -137,25 +144,25 @@ C = TypeVar("C", bound=type[Codec])
 
 
 def register(cls: C) -> C:
-    """Make a codec known by its name; used as a decorator of its class.
+    """Class decorator that adds a codec to the registry by its name.
 
     Raises:
-        ConfigError: another class has that name.
+        ConfigError: If another class has that name.
     """
-    known = _codecs.setdefault(cls.name, cls())
-    if type(known) is not cls:
+    registered = _codecs.setdefault(cls.name, cls())
+    if type(registered) is not cls:
         raise ConfigError(
-            f"codec {cls.name!r}: got {cls.__qualname__}, but {type(known).__qualname__} has that "
-            "name. Give it another one."
+            f"name of codec {cls.__qualname__} must be new, got {cls.name!r}, the name of "
+            f"{type(registered).__qualname__}. Use another name."
         )
     return cls
 
 
 def codec(name: str) -> Codec:
-    """Return a codec by its name.
+    """Return the codec of a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: If no codec has that name.
     """
     if name not in _codecs:
         raise ConfigError(got_expected("codec", name, f"one of {names()}", "'zvc'"))
@@ -163,10 +170,10 @@ def codec(name: str) -> Codec:
 
 
 def names() -> list[str]:
-    """Return the names of all codecs."""
+    """Return the names of all registered codecs."""
     return sorted(_codecs)
 
 
 def decode(encoded: Encoded, out: Tensor | None = None) -> Tensor:
-    """Return the tensor, by the codec that has encoded it; see `Codec.decode`."""
+    """Return the original tensor, decoded by the codec that `encoded` names; see `Codec.decode`."""
     return codec(encoded.codec).decode(encoded, out)

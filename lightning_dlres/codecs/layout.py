@@ -1,5 +1,7 @@
-"""A tensor's elements in the order in which they lie in memory, where they fill it without gaps: a
-permuted tensor is then encoded without a copy, and comes back permuted alike."""
+"""Elements of a tensor as bytes, in the order of memory.
+
+A permuted tensor without gaps is encoded without a copy, and is decoded with the same strides.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from lightning_dlres.core.errors import ConfigError
 
 
 def dense_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the elements as uint8[count * width], a view where that is possible, and the strides
-    of a tensor that has them in this order.
+    """Return the elements as uint8[count * width], and the strides of a tensor in this order.
+
+    The bytes are a view if the tensor fills its memory, else a copy.
 
     Raises:
-        ConfigError: the tensor is sparse or quantized.
+        ConfigError: If the tensor is sparse or quantized.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ConfigError(
-            f"a tensor to encode: got layout {tensor.layout}"
-            f"{', quantized' if tensor.is_quantized else ''}, expected a dense one of numbers. "
-            "Try its to_dense() or dequantize()."
+            f"tensor must be strided and not quantized, got layout {tensor.layout}"
+            f"{', quantized' if tensor.is_quantized else ''}. Use its to_dense() or dequantize()."
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not fills_its_memory(tensor):
@@ -34,13 +36,12 @@ def dense_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """Return whether every place between the first and the last element belongs to exactly one."""
+    """Return True if a tensor's elements lie in memory without gaps or overlaps."""
     return tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether a tensor of this shape and these strides fills its memory: every place between
-    the first and the last element belongs to exactly one."""
+    """Return True if a tensor of this shape and these strides has no gaps and no overlaps."""
     if len(shape) != len(stride):
         return False
     if 0 in shape:

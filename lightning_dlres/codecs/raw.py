@@ -1,4 +1,4 @@
-"""The bytes as they are: what a tensor is handed to when nothing would make it smaller."""
+"""Uncompressed bytes: the codec for tensors that no other codec makes smaller."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from lightning_dlres.codecs.base import Codec, Encoded, register
 from lightning_dlres.codecs.layout import dense_bytes, is_dense
 from lightning_dlres.core.errors import ProtocolError
-from lightning_dlres.kernels.copying import put_away
+from lightning_dlres.kernels.copying import copy_past_cache
 
 
 @register
 class Raw(Codec):
-    """Copies."""
+    """Codec that copies the bytes unchanged."""
 
     name = "raw"
     is_lossless = True
@@ -22,44 +22,55 @@ class Raw(Codec):
         return tensor.numel() * tensor.element_size()
 
     def encode(self, tensor: Tensor, out: Tensor | None = None) -> Encoded:
-        return copied(tensor, *dense_bytes(tensor), out)
+        return encode_raw(tensor, *dense_bytes(tensor), out)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        result, target = target_of(encoded, out)
+        result, target = decode_target(encoded, out)
         if encoded.nbytes != target.numel():
             raise ProtocolError(
-                f"raw data: got {encoded.nbytes} bytes, expected {target.numel()} for "
-                f"{encoded.dtype} of {tuple(encoded.shape)}."
+                f"raw data must have {target.numel()} bytes for {encoded.dtype} of "
+                f"{tuple(encoded.shape)}, got {encoded.nbytes} bytes. Check that both sides use "
+                "the same tensor."
             )
         target.copy_(encoded.payload)
         return result
 
 
-def copied(tensor: Tensor, source: Tensor, stride: tuple[int, ...], out: Tensor | None) -> Encoded:
-    """Return a tensor as this codec does; `source` and `stride` are what `dense_bytes` says."""
+def encode_raw(
+    tensor: Tensor, source: Tensor, stride: tuple[int, ...], out: Tensor | None
+) -> Encoded:
+    """Return a tensor encoded by `Raw`; `source` and `stride` are its `dense_bytes`."""
     count = source.numel()
-    data = put_away(torch.empty_like(source) if out is None else out[:count], source)
-    return Encoded(Raw.name, tensor.dtype, tensor.shape, stride, data, count)
+    data = copy_past_cache(torch.empty_like(source) if out is None else out[:count], source)
+    return Encoded(
+        codec=Raw.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        stride=stride,
+        data=data,
+        used=count,
+    )
 
 
-def target_of(encoded: Encoded, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the tensor that decoding returns, and its memory as uint8[count * width].
+def decode_target(encoded: Encoded, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the tensor for a decoded result, and its memory as uint8[count * width].
 
     Raises:
-        ProtocolError: `out` is of another dtype, shape or stride, or these strides are of no tensor
-            that fills its memory.
+        ProtocolError: If `out` has another dtype, shape or stride, or if a tensor with these
+            strides would not fill its memory.
     """
     if not is_dense(encoded.shape, encoded.stride):
         raise ProtocolError(
-            f"decoding: got the strides {encoded.stride} for {tuple(encoded.shape)}, expected "
-            "those of a tensor that fills its memory."
+            f"strides of encoded data must be those of a tensor that fills its memory, got "
+            f"{encoded.stride} for {tuple(encoded.shape)}. Check that both sides run the same "
+            "version."
         )
     if out is None:
         out = torch.empty_strided(
             encoded.shape, encoded.stride, dtype=encoded.dtype, device=encoded.data.device
         )
-    found = (out.dtype, tuple(out.shape), out.stride())
+    given = (out.dtype, tuple(out.shape), out.stride())
     expected = (encoded.dtype, tuple(encoded.shape), encoded.stride)
-    if found != expected:
-        raise ProtocolError(f"decoding: got a tensor of {found} to write to, expected {expected}.")
+    if given != expected:
+        raise ProtocolError(f"out must be a tensor of {expected}, got {given}. Pass out=None.")
     return out, dense_bytes(out)[0]

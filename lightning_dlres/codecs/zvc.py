@@ -1,7 +1,7 @@
-"""Zero-value compression (Method D, D5): a mask of the elements that are not zero, and these.
+"""Zero-value compression: a bit mask of the non-zero elements, followed by these elements.
 
-Of elements of b bits, of which a part d is not zero, d + 1/b of the bytes remain: a half of what a
-ReLU leaves, more than all of dense data, which therefore goes raw.
+For elements of b bits with a share d of non-zero elements, d + 1/b of the bytes remain. That is
+about a half after a ReLU. Dense data would grow, and is therefore encoded raw.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from torch import Tensor
 
 from lightning_dlres.codecs.base import Codec, Encoded, register
 from lightning_dlres.codecs.layout import dense_bytes
-from lightning_dlres.codecs.raw import copied, target_of
+from lightning_dlres.codecs.raw import decode_target, encode_raw
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.kernels import zvc
 
-# Of the bytes: what does not save a tenth costs more time than it saves.
-_WORTH = 0.9
+# Largest share of the bytes that may remain. Saving less than a tenth costs more time than it
+# saves.
+_WORTHWHILE_SHARE = 0.9
 
 
 @register
 class ZeroValue(Codec):
-    """Keeps what is not zero, bit for bit: NaN, -0.0, infinities and denormal numbers too.
+    """Codec that stores non-zero elements bit for bit: NaN, -0.0, infinities and subnormals too.
 
-    Elements of 8 bytes or more, and data of which a sample shows few zeros, go raw.
+    Elements of 8 bytes or more are encoded raw. So are data whose sample has few zeros.
     """
 
     name = "zvc"
@@ -35,41 +36,43 @@ class ZeroValue(Codec):
     def encode(
         self, tensor: Tensor, out: Tensor | None = None, density: float | None = None
     ) -> Encoded:
-        """See `Codec.encode`.
+        """Encode a tensor; see `Codec.encode`.
 
         Args:
-            density: which part of the elements is not zero, if that is known: on a GPU the stream
-                is waited for where it is not.
+            tensor: See `Codec.encode`.
+            out: See `Codec.encode`.
+            density: Share of non-zero elements, if it is known. None samples the tensor; on a GPU
+                this synchronizes the stream.
         """
         width = tensor.element_size()
         source, stride = dense_bytes(tensor)
-        if width not in zvc.WIDTHS or not pays(
+        if width not in zvc.WIDTHS or not _saves_enough(
             zvc.density(source, width) if density is None else density, width
         ):
-            return copied(tensor, source, stride, out)
+            return encode_raw(tensor, source, stride, out)
         if out is None and not tensor.is_cuda:
-            tight = zvc.encode_tightly(source, width)
-            if tight is None:
-                # The sample has promised too much.
-                return copied(tensor, source, stride, out)
-            return Encoded(self.name, tensor.dtype, tensor.shape, stride, tight, tight.numel())
+            exact_size = zvc.encode_tightly(source, width)
+            if exact_size is None:
+                # The sample had more zeros than the whole tensor.
+                return encode_raw(tensor, source, stride, out)
+            return self._encoded(tensor, stride, exact_size, exact_size.numel())
         data, bound = out, self.bound(tensor)
         if data is None:
             data = torch.empty(bound, dtype=torch.uint8, device=tensor.device)
         if data.numel() < bound:
             raise ConfigError(
-                f"out must have room for {bound} bytes, got {data.numel()}. Ask `bound`, or use "
+                f"out must have at least {bound} bytes, got {data.numel()}. Use `bound`, or "
                 "`encode_within`."
             )
         used = zvc.encode(source, width, data)
         if isinstance(used, int) and used >= source.numel():
-            return copied(tensor, source, stride, out)
-        return Encoded(self.name, tensor.dtype, tensor.shape, stride, data, used)
+            return encode_raw(tensor, source, stride, out)
+        return self._encoded(tensor, stride, data, used)
 
     def is_worthwhile(self, tensor: Tensor) -> bool:
-        """See `Codec.is_worthwhile`. The density of a sample decides."""
+        """Return True if a sample of the tensor has enough zeros; see `Codec.is_worthwhile`."""
         width = tensor.element_size()
-        return width in zvc.WIDTHS and pays(
+        return width in zvc.WIDTHS and _saves_enough(
             float(zvc.density(dense_bytes(tensor)[0], width)), width
         )
 
@@ -80,24 +83,35 @@ class ZeroValue(Codec):
         return tensor.element_size() in zvc.WIDTHS
 
     def encode_within(self, tensor: Tensor, out: Tensor) -> Encoded:
-        """Encode a tensor of elements of 1, 2 or 4 bytes, whether that pays or not. Nothing is
-        waited for. Where it uses more bytes than `out` has, it has failed.
+        """Encode a tensor even if it grows, without waiting for the GPU; see the base class.
 
         Args:
-            tensor: see `Codec.encode`.
-            out: uint8[at least the mask's bytes], which the result keeps.
+            tensor: Tensor with elements of 1, 2 or 4 bytes.
+            out: uint8[at least the mask's bytes] for the result, which keeps it.
         """
         source, stride = dense_bytes(tensor)
         used = zvc.encode(source, tensor.element_size(), out)
-        return Encoded(self.name, tensor.dtype, tensor.shape, stride, out, used)
+        return self._encoded(tensor, stride, out, used)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        result, target = target_of(encoded, out)
+        result, target = decode_target(encoded, out)
         data = encoded.data if encoded.data.is_cuda else encoded.payload
         zvc.decode(data, encoded.dtype.itemsize, target)
         return result
 
+    def _encoded(
+        self, tensor: Tensor, stride: tuple[int, ...], data: Tensor, used: Tensor | int
+    ) -> Encoded:
+        return Encoded(
+            codec=self.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            stride=stride,
+            data=data,
+            used=used,
+        )
 
-def pays(density: float, width: int) -> bool:
-    """Return whether compression is worth it for elements of so many bytes."""
-    return density + 1 / (8 * width) < _WORTH
+
+def _saves_enough(density: float, width: int) -> bool:
+    """Return True if compression is worthwhile for elements of `width` bytes."""
+    return density + 1 / (8 * width) < _WORTHWHILE_SHARE

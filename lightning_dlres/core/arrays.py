@@ -1,5 +1,8 @@
-"""A tensor's memory as a NumPy array. `Tensor.numpy` does that too, but forbids from then on to
-resize the tensor's storage, which others do: FSDP frees parameters so."""
+"""Views of a tensor's memory as a NumPy array, without `Tensor.numpy`.
+
+`Tensor.numpy` forbids any later resizing of the tensor's storage, and FSDP frees parameters by
+resizing.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from lightning_dlres.core.errors import ConfigError
 
 
 class _Memory:
+    """Object with NumPy's array interface over a tensor's memory."""
+
     def __init__(self, tensor: Tensor) -> None:
-        # Lives as long as the array.
+        # The array holds this object, and so keeps the tensor alive.
         self._tensor = tensor
         self.__array_interface__ = {
             "version": 3,
@@ -23,10 +28,10 @@ class _Memory:
 
 
 def array_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the memory of uint8[n], contiguous and on the CPU, as an array.
+    """Return the memory of a contiguous uint8[n] tensor on the CPU as an array.
 
     Raises:
-        ConfigError: the tensor is not that, or has no memory (a fake one).
+        ConfigError: If the tensor is not contiguous or not on the CPU, or is fake.
     """
     if not tensor.numel():
         return np.empty(0, np.uint8)
@@ -35,13 +40,13 @@ def array_of(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def require_memory(tensor: Tensor) -> None:
-    """Raise where the bytes of a tensor cannot be read one after another from its address.
+    """Raise unless the bytes of a tensor can be read in sequence from its address.
 
     Raises:
-        ConfigError: the tensor is not contiguous or not on the CPU, or has no memory (a fake one).
+        ConfigError: If the tensor is not contiguous or not on the CPU, or is fake.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.data_ptr():
         raise ConfigError(
-            f"memory of a tensor: got {tuple(tensor.shape)} of strides {tensor.stride()} on "
-            f"{tensor.device}, expected contiguous bytes of the CPU. Try contiguous() or cpu()."
+            f"tensor must be contiguous and on the CPU, got {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()} on {tensor.device}. Use its contiguous() or cpu()."
         )

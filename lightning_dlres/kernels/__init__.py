@@ -1,4 +1,4 @@
-"""Numba kernels: each operation with a CPU and a CUDA body, chosen by the tensor's device.
+"""Numba kernels: each operation has a CPU and a CUDA implementation, chosen by the tensor's device.
 
-Numba is imported by the first call, not with the package.
+The first call imports Numba; importing the package does not.
 """

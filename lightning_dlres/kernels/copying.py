@@ -1,5 +1,7 @@
-"""Copies past the processor's cache, for what is put away and not read again soon: an ordinary
-store first reads the line that it fills, so that half as many bytes again go over the memory's bus.
+"""Copies that bypass the processor's cache, for data that is not read again soon.
+
+An ordinary store first reads the cache line that it fills. That adds half as many bytes again to
+the traffic on the memory bus.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from lightning_dlres.core.arrays import require_memory
 from lightning_dlres.core.compiled import compiled_for_addresses
 from lightning_dlres.kernels.x86 import finish_stores, has_avx2, store_past_cache
 
-# Less stays in the cache, where an ordinary copy is as fast.
+# Smaller copies stay in the cache, where an ordinary copy is as fast.
 _LEAST_BYTES = 1 << 20
 _LINE_BYTES = 64
 
 
-def put_away(target: Tensor, source: Tensor) -> Tensor:
+def copy_past_cache(target: Tensor, source: Tensor) -> Tensor:
     """Copy uint8[n] to uint8[n], on any devices; return the target.
 
-    Where torch computes with several threads, their ordinary copy is faster.
+    If torch computes with several threads, their ordinary copy is faster and is used.
     """
     if not _can_stream(target, source, source.numel()):
         return target.copy_(source)
     _copy(target.data_ptr(), source.data_ptr(), source.numel())
-    # As copy_ would: whoever has saved it sees that it has changed.
+    # Autograd must notice the change of a saved tensor, as after `copy_`.
     torch.autograd.graph.increment_version(target)
     return target
 
@@ -57,13 +59,12 @@ def _copy(target: int, source: int, count: int) -> None:
 
 @cache
 def _streamer() -> Any:
-    """Return the compiled function: of addresses, since it is to let go of the interpreter's
-    lock."""
+    """Return the compiled loop, which takes addresses and releases the interpreter's lock."""
     return compiled_for_addresses(_stream, types.void(types.int64, types.int64, types.int64))
 
 
 def _stream(target: int, source: int, count: int) -> None:
-    for place in range(0, count, _LINE_BYTES):
-        store_past_cache(target, source, place)
-        store_past_cache(target, source, place + 32)
+    for offset in range(0, count, _LINE_BYTES):
+        store_past_cache(target, source, offset)
+        store_past_cache(target, source, offset + 32)
     finish_stores()

@@ -1,7 +1,8 @@
-"""Threads for kernels that let go of the interpreter's lock: as many as torch computes with.
+"""Threads for kernels that release the interpreter's lock: as many as torch computes with.
 
-Numba's own parallel loops may run on a layer that breaks down when two threads call it at a time,
-and in a forked process; a copy in the background does the one, a data loader the other."""
+Numba's own parallel loops may use a threading layer that crashes in two cases. One is two threads
+that call it at once, as a background copy does. The other is a forked process, as of a data loader.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def count() -> int:
-    """Return how many threads compute at once, the calling one included."""
+    """Return the number of threads that compute at once, including the calling thread."""
     return max(torch.get_num_threads(), 1)
 
 
 def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """Run tasks at once, the last one in this thread, and return what they return, in order.
+    """Run tasks in parallel, the last one in this thread; return their results in order.
 
     Raises:
-        Exception: what the first failing task has raised, once all have ended.
+        Exception: The first failing task's exception, after all tasks have ended.
     """
     if len(tasks) < 2:
         return [task() for task in tasks]
@@ -45,10 +46,10 @@ def _threads() -> ThreadPoolExecutor:
     return _pool
 
 
-def _forget() -> None:
+def _forget_pool() -> None:
     global _pool
     _pool = None
 
 
-# A fork has the object, and none of its threads.
-os.register_at_fork(after_in_child=_forget)
+# A forked process has the pool object, but none of its threads.
+os.register_at_fork(after_in_child=_forget_pool)

@@ -1,7 +1,10 @@
-"""Gathering and scattering the bits of a 64-bit word (BMI2) and eight elements of 32 bits (AVX2) in
-one instruction, words at any byte of an array, and stores past the cache: Numba has no functions
-for them. Without the former zero-value compression is bound by one element for each cycle or two,
-without the latter a copy by half as much again on the memory's bus."""
+"""Intrinsics for x86 instructions that Numba lacks.
+
+They gather and scatter the bits of a 64-bit word (BMI2) or eight elements of 32 bits (AVX2), access
+words at any byte of an array, and store past the cache. Without the gathering, zero-value
+compression takes a cycle or two for each element. Without the stores, a copy moves half as many
+bytes again over the memory bus.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ _EIGHT = ir.VectorType(ir.IntType(32), 8)
 _FOUR = ir.VectorType(_WORD, 4)
 _EIGHT_BITS = ir.VectorType(ir.IntType(1), 8)
 _ROW_BYTES = 32
-# Before Zen 3, AMD's processors carry these out in microcode: slower than a loop over the elements.
+# AMD processors before Zen 3 execute these in microcode, slower than a loop over the elements.
 _SLOW = {"bdver4", "znver1", "znver2"}
 
 
 @cache
 def has_fast_bit_gather() -> bool:
-    """Return whether `gather_bits` and `scatter_bits` may be called here, and pay."""
+    """Return True if this processor has `gather_bits` and `scatter_bits`, and they are fast."""
     # Empty on processors other than x86.
     features = llvm.get_host_cpu_features()
     return bool(features.get("bmi2")) and llvm.get_host_cpu_name() not in _SLOW
@@ -32,7 +35,7 @@ def has_fast_bit_gather() -> bool:
 
 @cache
 def has_avx2() -> bool:
-    """Return whether `pack_elements` and `spread_elements` may be called here."""
+    """Return True if this processor can run `pack_elements` and `spread_elements`."""
     return bool(llvm.get_host_cpu_features().get("avx2"))
 
 
@@ -46,19 +49,19 @@ def _of_two_words(name: str) -> Any:
 
 @intrinsic
 def gather_bits(typing_context: Any, word: Any, mask: Any) -> Any:
-    """Return the bits of `word` at the places that are set in `mask`, side by side from bit 0."""
+    """Return the bits of `word` at the set places of `mask`, packed from bit 0 on."""
     return _of_two_words("llvm.x86.bmi.pext.64")
 
 
 @intrinsic
 def scatter_bits(typing_context: Any, word: Any, mask: Any) -> Any:
-    """Return the lowest bits of `word`, spread over the places that are set in `mask`."""
+    """Return the lowest bits of `word`, spread over the set places of `mask`."""
     return _of_two_words("llvm.x86.bmi.pdep.64")
 
 
 @intrinsic
 def count_bits(typing_context: Any, word: Any) -> Any:
-    """Return how many bits of a 64-bit word are set; on any processor."""
+    """Return the number of set bits of a 64-bit word; on any processor."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
@@ -91,11 +94,16 @@ def store_word(typing_context: Any, array: Any, offset: Any, word: Any) -> Any:
 def pack_elements(
     typing_context: Any, source: Any, offset: Any, values: Any, at: Any, orders: Any
 ) -> Any:
-    """Read eight elements of 32 bits at a byte offset, and write those that are not zero side by
-    side at another one, where room for eight is written to; return their mask.
+    """Copy the non-zero ones of eight elements of 32 bits, packed; return their mask.
+
+    All eight places of the target are overwritten.
 
     Args:
-        orders: int32[256, 8]: for every mask from where each place takes its element.
+        source: Array to read.
+        offset: Byte offset in `source`.
+        values: Array to write.
+        at: Byte offset in `values`.
+        orders: int32[256, 8]: for each mask, the index of the element that each place takes.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -116,9 +124,16 @@ def pack_elements(
 def spread_elements(
     typing_context: Any, values: Any, at: Any, mask: Any, out: Any, offset: Any, orders: Any
 ) -> Any:
-    """Read eight elements of 32 bits at a byte offset, and write the first of them to the places of
-    eight at another one that are set in `mask`, zeros to the others; `orders` as in
-    `pack_elements`."""
+    """Spread packed elements of 32 bits over the set places of `mask`; write zeros to the others.
+
+    Args:
+        values: Array to read; eight elements are read.
+        at: Byte offset in `values`.
+        mask: Lowest 8 bits: the places of non-zero elements.
+        out: Array to write; eight elements are written.
+        offset: Byte offset in `out`.
+        orders: See `pack_elements`, for spreading.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def at(array: int, place: Any) -> Any:
@@ -137,16 +152,18 @@ def spread_elements(
 
 @intrinsic
 def store_past_cache(typing_context: Any, target: Any, source: Any, place: Any) -> Any:
-    """Copy 32 bytes from one address to another, both `place` bytes further on, without bringing
-    the target into the cache. The target's must be a multiple of 32."""
+    """Copy 32 bytes from `source + place` to `target + place`, past the cache.
+
+    The target's address must be a multiple of 32.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def at(address: Any) -> Any:
             return builder.inttoptr(builder.add(address, args[2]), _FOUR.as_pointer())
 
         store = builder.store(builder.load(at(args[1]), align=1), at(args[0]), align=_ROW_BYTES)
-        yes = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        store.set_metadata("nontemporal", yes)
+        enabled = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        store.set_metadata("nontemporal", enabled)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -154,7 +171,7 @@ def store_past_cache(typing_context: Any, target: Any, source: Any, place: Any) 
 
 @intrinsic
 def finish_stores(typing_context: Any) -> Any:
-    """Let other cores see what `store_past_cache` has stored before anything that follows."""
+    """Make other cores see the writes of `store_past_cache` before any later write."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [])
@@ -173,8 +190,10 @@ def _permuted(builder: Any, elements: Any, order: Any) -> Any:
 def _at(
     context: Any, builder: Any, signature: Any, args: Any, array: int, place: Any, kind: Any
 ) -> Any:
-    """Return a pointer of this kind to a byte of an argument that is an array; `place` is the
-    number of the argument that says which, or the value itself."""
+    """Return a pointer of this kind to a byte of an array argument.
+
+    `place` is the offset's argument number, or the offset itself.
+    """
     made = context.make_array(signature.args[array])(context, builder, args[array])
     offset = args[place] if isinstance(place, int) else place
     byte = builder.gep(builder.bitcast(made.data, _BYTE.as_pointer()), [offset])

@@ -1,9 +1,8 @@
-"""Zero-value compression (Method D, D5): a bit for every element, and the elements that are not
-zero, side by side.
+"""Zero-value compression: a mask with a bit for each element, followed by the non-zero elements.
 
-The bytes are the same whichever device made them: a mask of `mask_bytes(count)` bytes, in which bit
-i % 8 of byte i // 8 says whether element i has a bit that is set (so -0.0 is kept), and then these
-elements in order. The mask is as long as whole 64-bit words, which keeps the elements aligned.
+CPU and GPU write the same bytes. The mask has `mask_bytes(count)` bytes. Bit i % 8 of its byte
+i // 8 is set if any bit of element i is set, so that -0.0 is stored. The non-zero elements follow
+in order. The mask fills whole 64-bit words, which keeps the elements aligned.
 """
 
 from __future__ import annotations
@@ -17,22 +16,24 @@ from torch import Tensor
 from lightning_dlres.core.arrays import array_of, require_memory
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 
+# Bytes of an element that can be compressed.
 WIDTHS = (1, 2, 4)
+# Runs of a density sample, and elements of each run.
 _SAMPLES, _SAMPLE_ELEMENTS = 32, 64
 
 
 def runs_on_gpus() -> bool:
-    """Return whether what compiles the kernels for GPUs is installed."""
+    """Return True if the compiler of GPU kernels (numba-cuda) is installed."""
     return find_spec("numba_cuda") is not None
 
 
 def mask_bytes(count: int) -> int:
-    """Return the bytes of the mask of so many elements."""
+    """Return the size in bytes of the mask of `count` elements."""
     return -(-count // 64) * 8
 
 
 def bound(count: int, width: int) -> int:
-    """Return the most bytes that so many elements can take, and that `encode` needs room for."""
+    """Return the largest size in bytes of `count` encoded elements."""
     return mask_bytes(count) + count * width
 
 
@@ -41,22 +42,22 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
 
     Args:
         source: uint8[count * width], contiguous.
-        width: bytes of an element: 1, 2 or 4.
-        out: uint8[at least `mask_bytes(count)`] on the same device, aligned to 8 bytes; what lies
-            behind the bytes that count is undefined. `bound(count, width)` bytes are always enough.
+        width: Bytes of an element: 1, 2 or 4.
+        out: uint8[at least `mask_bytes(count)`] on the same device, aligned to 8 bytes. Bytes after
+            the result are undefined. `bound(count, width)` bytes are always enough.
 
     Returns:
-        How many bytes count; more than `out` has where the elements do not fit. From a GPU int64[],
-        which is there once the current stream has come so far: nothing is waited for.
+        Size of the result in bytes; larger than `out` if the elements do not fit. On a GPU it is
+        int64[], valid when the current stream gets there; the call does not synchronize.
 
     Raises:
-        ConfigError: there is too little room for the mask.
+        ConfigError: If `out` is too small for the mask.
     """
     count = source.numel() // width
     if out.numel() < mask_bytes(count):
         raise ConfigError(
-            f"zvc.encode: out must have room for the mask of {mask_bytes(count)} bytes, got "
-            f"{out.numel()}. `bound` says how much is enough."
+            f"out must have at least the mask of {mask_bytes(count)} bytes, got {out.numel()}. Use "
+            "`bound` bytes."
         )
     if source.is_cuda:
         from lightning_dlres.kernels import zvc_cuda
@@ -70,17 +71,18 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
     from lightning_dlres.kernels import zvc_cpu
 
     head, values = out[: mask_bytes(count)], out[mask_bytes(count) : bound(count, width)]
-    kept = zvc_cpu.encode(array_of(source), width, array_of(head), array_of(values))
-    return mask_bytes(count) + kept * width
+    nonzero = zvc_cpu.encode(array_of(source), width, array_of(head), array_of(values))
+    return mask_bytes(count) + nonzero * width
 
 
 def encode_tightly(source: Tensor, width: int) -> Tensor | None:
-    """Return the compressed elements in memory of just their size, on the CPU: they are counted
-    first. None where they would take no less than `source`.
+    """Return the compressed elements in memory of exactly their size, on the CPU.
+
+    The elements are counted first. Return None if compression would not shrink them.
 
     Args:
         source: uint8[count * width], contiguous.
-        width: bytes of an element: 1, 2 or 4.
+        width: Bytes of an element: 1, 2 or 4.
     """
     from lightning_dlres.kernels import zvc_cpu
 
@@ -88,28 +90,28 @@ def encode_tightly(source: Tensor, width: int) -> Tensor | None:
     used = head + zvc_cpu.count_nonzero(elements, width) * width
     if used >= source.numel():
         return None
-    room = torch.empty(-(-used // 8) * 8 + zvc_cpu.OVERRUN, dtype=torch.uint8)
-    zvc_cpu.encode_on_one_core(elements, width, array_of(room[:head]), array_of(room[head:]))
-    return room[:used]
+    memory = torch.empty(-(-used // 8) * 8 + zvc_cpu.OVERRUN, dtype=torch.uint8)
+    zvc_cpu.encode_on_one_core(elements, width, array_of(memory[:head]), array_of(memory[head:]))
+    return memory[:used]
 
 
 def decode(data: Tensor, width: int, out: Tensor) -> None:
-    """Write the elements that `encode` has compressed.
+    """Write the elements that `encode` compressed.
 
     Args:
-        data: uint8[at least the bytes that count], aligned to 8 bytes. On a GPU more may follow.
-        width: bytes of an element.
+        data: uint8[size of the result], aligned to 8 bytes. On a GPU more bytes may follow.
+        width: Bytes of an element.
         out: uint8[count * width], contiguous, on the same device.
 
     Raises:
-        ProtocolError: on the CPU, where the mask and the number of elements disagree.
+        ProtocolError: If the mask and the number of elements disagree; only checked on the CPU.
     """
     count = out.numel() // width
     head, values = data[: mask_bytes(count)], data[mask_bytes(count) :]
     if head.numel() < mask_bytes(count):
         raise ProtocolError(
-            f"compressed data: got {data.numel()} bytes, expected a mask of {mask_bytes(count)} "
-            f"bytes for {count} elements. Check that both sides mean the same tensor."
+            f"compressed data must have at least a mask of {mask_bytes(count)} bytes for {count} "
+            f"elements, got {data.numel()} bytes. Check that both sides use the same tensor."
         )
     if data.is_cuda:
         from lightning_dlres.kernels import zvc_cuda
@@ -120,25 +122,26 @@ def decode(data: Tensor, width: int, out: Tensor) -> None:
 
     if count % 64 and int(array_of(head[-8:]).view(np.uint64)[0]) >> count % 64:
         raise ProtocolError(
-            f"compressed data: got a mask with bits behind element {count - 1}, expected none. "
-            "Check that both sides mean the same tensor."
+            f"compressed data must have a mask of {count} elements, got one with "
+            f"bits after element {count - 1}. Check that both sides use the same tensor."
         )
-    kept = zvc_cpu.kept(array_of(head))
-    if kept * width != values.numel():
+    nonzero = zvc_cpu.count_set_bits(array_of(head))
+    if nonzero * width != values.numel():
         raise ProtocolError(
-            f"compressed data: got {values.numel()} bytes behind the mask, expected {kept} "
-            f"elements of {width} bytes. Check that both sides mean the same tensor."
+            f"compressed data must have {nonzero} elements of {width} bytes after the mask, got "
+            f"{values.numel()} bytes. Check that both sides use the same tensor."
         )
     zvc_cpu.decode(array_of(head), array_of(values), width, array_of(out))
 
 
 def density(source: Tensor, width: int) -> float:
-    """Return about which part of the elements is not zero: of 32 runs of 64 elements at most. On a
-    GPU the stream is waited for.
+    """Return the estimated share of non-zero elements, from at most 32 runs of 64 elements.
+
+    On a GPU this synchronizes the stream.
 
     Args:
         source: uint8[count * width], contiguous.
-        width: bytes of an element: 1, 2, 4 or 8.
+        width: Bytes of an element: 1, 2, 4 or 8.
     """
     if not source.is_cuda:
         from lightning_dlres.kernels import zvc_cpu

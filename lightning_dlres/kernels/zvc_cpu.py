@@ -1,7 +1,7 @@
 """Zero-value compression on the CPU, on as many cores as torch computes with.
 
-Every thread takes a piece that begins at a whole word of the mask. The loops are in `zvc_portable`
-and `zvc_x86`.
+Each thread takes a piece that begins at a whole 64-bit word of the mask. The loops are in
+`zvc_portable` and `zvc_x86`.
 """
 
 from __future__ import annotations
@@ -20,70 +20,73 @@ from lightning_dlres.kernels import workers, zvc_portable, zvc_x86
 from lightning_dlres.kernels.x86 import count_bits
 
 Bytes = NDArray[np.uint8]
-# Less than this for a thread costs more to hand over than it saves.
+# Bytes of a thread's smallest piece. Handing over a smaller one costs more time than it saves.
 _PIECE_BYTES = 1 << 19
 _WORD_ELEMENTS = 64
-# Bytes behind what counts that the loops may write to: a vector.
+# Bytes after the result that the loops may overwrite: one vector.
 OVERRUN = 32
 
 
 def encode(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
-    """Write the mask and, side by side, the elements that are not zero; return their number.
+    """Write the mask and the non-zero elements, in order; return the number of these elements.
 
     Args:
-        source: the elements' bytes.
-        width: bytes of an element: 1, 2 or 4.
+        source: Bytes of the elements.
+        width: Bytes of an element: 1, 2 or 4.
         mask: uint8[mask_bytes(count)].
-        values: as many bytes as `source`; more than what counts is overwritten.
+        values: As many bytes as `source`. Bytes after the result are overwritten, too.
     """
     body, kind = ENCODERS[width], _KINDS[width]
-    elements, room = source.view(kind), values.view(kind)
+    elements, target = source.view(kind), values.view(kind)
     mask[elements.size // 8 :] = 0
     pieces = _pieces(elements.size, width)
-    found = workers.run(
+    counts = workers.run(
         [
-            partial(body, elements[a:b], mask[a // 8 : -(-b // 8)], room[a:b])
+            partial(body, elements[a:b], mask[a // 8 : -(-b // 8)], target[a:b])
             for a, b in pairwise(pieces)
         ]
     )
-    kept = found[0]
-    for start, more in zip(pieces[1:], found[1:], strict=False):
-        # Each thread has left its own where they would be if nothing were zero.
+    total = counts[0]
+    for start, count in zip(pieces[1:], counts[1:], strict=False):
+        # Each thread wrote its values from the start of its own piece on. Close the gaps.
         ctypes.memmove(
-            values.ctypes.data + kept * width, values.ctypes.data + start * width, more * width
+            values.ctypes.data + total * width, values.ctypes.data + start * width, count * width
         )
-        kept += more
-    return int(kept)
+        total += count
+    return int(total)
 
 
 def encode_on_one_core(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
-    """Do what `encode` does, where `values` has room for what counts and `OVERRUN` bytes more:
-    threads would write over each other's beginnings."""
+    """Encode as `encode` does, into `values` of the result's size and `OVERRUN` bytes more.
+
+    Several threads would overwrite the beginnings of each other's pieces there.
+    """
     elements = source.view(_KINDS[width])
     mask[elements.size // 8 :] = 0
-    room = values[: values.size // width * width].view(_KINDS[width])
-    return int(ENCODERS[width](elements, mask, room))
+    target = values[: values.size // width * width].view(_KINDS[width])
+    return int(ENCODERS[width](elements, mask, target))
 
 
 def count_nonzero(source: Bytes, width: int) -> int:
-    """Return how many elements are not zero, bit for bit."""
+    """Return the number of elements with any bit set."""
     return int(np.count_nonzero(source.view(_KINDS[width])))
 
 
 def decode(mask: Bytes, values: Bytes, width: int, out: Bytes) -> None:
-    """Write the elements that `encode` was given.
+    """Write the elements that `encode` compressed.
 
     Args:
         mask: uint8[mask_bytes(count)].
-        values: the bytes of the elements that are not zero: as many as the mask says.
-        width: bytes of an element: 1, 2 or 4.
-        out: the elements' bytes.
+        values: Bytes of the non-zero elements; their number must equal the mask's set bits.
+        width: Bytes of an element: 1, 2 or 4.
+        out: Memory for the elements' bytes.
     """
     body, kind = DECODERS[width], _KINDS[width]
     elements, packed = out.view(kind), values.view(kind)
     pieces = _pieces(elements.size, width)
     masks = [mask[a // 8 : -(-b // 8)] for a, b in pairwise(pieces)]
-    ends = np.cumsum([0, *(kept(mask[a // 8 : -(-b // 64) * 8]) for a, b in pairwise(pieces))])
+    counts = [count_set_bits(mask[a // 8 : -(-b // 64) * 8]) for a, b in pairwise(pieces)]
+    ends = np.cumsum([0, *counts])
     workers.run(
         [
             partial(body, part, packed[start:end], elements[a:b])
@@ -94,18 +97,20 @@ def decode(mask: Bytes, values: Bytes, width: int, out: Bytes) -> None:
     )
 
 
-def kept(mask: Bytes) -> int:
-    """Return how many bits of a mask are set; its length is a multiple of 8 bytes."""
+def count_set_bits(mask: Bytes) -> int:
+    """Return the number of set bits of a mask; its length is a multiple of 8 bytes."""
     return int(_count(mask.view(np.uint64)))
 
 
 def density(address: int, count: int, width: int, runs: int, length: int) -> float:
-    """Return which part of the elements is not zero, of so many runs of this length, or of all
-    elements where there are no more.
+    """Return the share of non-zero elements in a sample, or in all elements if they are fewer.
 
     Args:
-        address: of the first element.
-        count: how many there are.
+        address: Address of the first element.
+        count: Number of elements.
+        width: Bytes of an element: 1, 2, 4 or 8.
+        runs: Runs of the sample, evenly spaced.
+        length: Elements of a run.
     """
     if count <= runs * length:
         runs, length = 1, count
@@ -115,8 +120,7 @@ def density(address: int, count: int, width: int, runs: int, length: int) -> flo
 
 @cache
 def _counter(width: int) -> Any:
-    """Return the compiled function: from an address, as arrays take longer to hand over than the
-    sample takes."""
+    """Return the compiled counter, by address: passing an array would take longer than counting."""
     address = types.CPointer(_TYPES[width])
     return compiled_for_addresses(
         _count_nonzero, types.int64(address, types.int64, types.int64, types.int64)
@@ -124,7 +128,7 @@ def _counter(width: int) -> Any:
 
 
 def _pieces(count: int, width: int) -> list[int]:
-    """Return where the threads' pieces begin and end: at whole words of the mask."""
+    """Return the bounds of the threads' pieces; each is at a whole word of the mask."""
     number = min(workers.count(), max(count * width // _PIECE_BYTES, 1))
     words = -(-count // _WORD_ELEMENTS)
     return [min(words * i // number * _WORD_ELEMENTS, count) for i in range(number + 1)]
@@ -139,11 +143,11 @@ def _count(words: Any) -> Any:
 
 
 def _count_nonzero(first: Any, step: Any, runs: Any, length: Any) -> Any:
-    elements, found = carray(first, (step * runs,)), 0
+    elements, nonzero = carray(first, (step * runs,)), 0
     for run in range(runs):
         for place in range(length):
-            found += elements[run * step + place] != 0
-    return found
+            nonzero += elements[run * step + place] != 0
+    return nonzero
 
 
 _TYPES: dict[int, Any] = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}

@@ -1,12 +1,12 @@
-"""Zero-value compression on a GPU: one pass over the data, on the current stream, and nothing that
-the host waits for.
+"""Zero-value compression on a GPU: one pass over the data, on the current stream, without waiting.
 
-A block takes a tile. Warps vote which elements are not zero; the sums of the warps, then of the
-tiles before, say where a tile's elements belong. A tile publishes its own sum at once, and the sum
-up to its end as soon as it has it, so that the next ones look back only as far as the last tile
-that is through (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back",
-2016). Tiles are numbered by a ticket, in the order in which blocks start: a block waits for running
-ones only.
+Each block processes one tile. The warps vote which elements are non-zero. A tile's elements go to
+the position given by the sums of its warps and of the tiles before it.
+
+A tile publishes its own sum at once, and the sum of all elements up to its end when it is known.
+Later tiles look back only to the last tile with such a sum (Merrill and Garland, "Single-pass
+parallel prefix scan with decoupled look-back", 2016). A ticket numbers the tiles in the order in
+which blocks start. A block therefore waits only for blocks that already run, and cannot deadlock.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 _KINDS = {1: types.uint8, 2: types.uint16, 4: types.uint32}
 _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-# The two lowest bits of a tile's word: what the others are. No bit: nothing yet.
+# The two lowest bits of a tile's state word give the kind of sum in the other bits: of the tile, or
+# up to the tile's end. Zero: no sum yet.
 _OF_TILE, _UP_TO_TILE = 1, 2
 
 
 def encode(source: Tensor, width: int, out: Tensor) -> Tensor:
-    """See `zvc.encode`."""
+    """Compress elements; see `zvc.encode`."""
     count = source.numel() // width
     mask_size = -(-count // 64) * 8
     used = torch.full((1,), mask_size, dtype=torch.int64, device=source.device)
     if count:
-        room = min(count, (out.numel() - mask_size) // width)
-        values = out[mask_size : mask_size + room * width]
+        capacity = min(count, (out.numel() - mask_size) // width)
+        values = out[mask_size : mask_size + capacity * width]
         kernel, _ = kernels(width)
         _launch(
             kernel,
@@ -51,7 +52,7 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor:
 
 
 def decode(mask: Tensor, values: Tensor, width: int, out: Tensor) -> None:
-    """See `zvc.decode`."""
+    """Decompress elements; see `zvc.decode`."""
     count = out.numel() // width
     if count:
         _, kernel = kernels(width)
@@ -66,15 +67,15 @@ def decode(mask: Tensor, values: Tensor, width: int, out: Tensor) -> None:
 
 
 def tiles(count: int) -> int:
-    """Return into how many tiles so many elements are cut."""
+    """Return the number of tiles of `count` elements."""
     return -(-count // TILE)
 
 
 def _launch(kernel: Any, count: int, *tensors: Tensor) -> None:
     device = tensors[0].device
-    # The ticket, and a word for every tile.
+    # Word 0 is the ticket; word 1 + i belongs to tile i.
     state = torch.zeros(1 + tiles(count), dtype=torch.int64, device=device)
-    # Numba keeps a context of its own for every thread, which torch's does not switch.
+    # Numba keeps a current device for each thread, which torch's does not change.
     with torch.cuda.device(device), cuda.gpus[device.index]:
         stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
         kernel[tiles(count), THREADS, stream](
@@ -84,7 +85,7 @@ def _launch(kernel: Any, count: int, *tensors: Tensor) -> None:
 
 @cache
 def kernels(width: int) -> tuple[Any, Any]:
-    """Return what compresses and what decompresses elements of so many bytes."""
+    """Return the compiled encoder and decoder of elements of `width` bytes."""
     encoder, decoder = bodies(width)
     return cuda.jit(encoder), cuda.jit(decoder)
 
@@ -94,7 +95,7 @@ if SIMULATED:
 
     @_part_of_kernels
     def _vote(is_set: Any, votes: Any, warp: Any, lane: Any) -> Any:
-        """Return the votes of a warp, lane by lane: the simulator has no ballot."""
+        """Return the votes of a warp, one bit per lane. The simulator has no ballot."""
         cuda.syncthreads()
         if lane == 0:
             votes[warp] = 0
@@ -105,25 +106,25 @@ if SIMULATED:
         return votes[warp]
 
 else:
-    # Inlined, they need no driver where kernels are compiled to be read only.
+    # Inlined functions need no driver when kernels are only compiled to PTX.
     _part_of_kernels = cuda.jit(device=True, inline="always")
 
     @_part_of_kernels
     def _vote(is_set: Any, votes: Any, warp: Any, lane: Any) -> Any:
-        """Return the votes of a warp, lane by lane."""
+        """Return the votes of a warp, one bit per lane."""
         return cuda.ballot_sync(0xFFFFFFFF, is_set)
 
 
 @_part_of_kernels
 def _elements_before(state: Any, tile: Any, own: Any) -> Any:
-    """Publish the sum of a tile, and return that of all tiles before it. One thread calls this."""
+    """Publish a tile's sum, and return the sum of all tiles before it; called by one thread."""
     if tile == 0:
         cuda.atomic.exch(state, 1, int64(own * 4 + _UP_TO_TILE))
         return int64(0)
     cuda.atomic.exch(state, tile + 1, int64(own * 4 + _OF_TILE))
     before, other = int64(0), tile
     while other > 0:
-        # Adding nothing reads what another block has written, past this one's cache.
+        # An atomic addition of 0 reads another block's write; a plain read may hit a stale cache.
         word = cuda.atomic.add(state, other, int64(0))
         if word & 3 == _UP_TO_TILE:
             before += word >> 2
@@ -137,7 +138,7 @@ def _elements_before(state: Any, tile: Any, own: Any) -> Any:
 
 @_part_of_kernels
 def _take_tile(state: Any, place: Any) -> Any:
-    """Return the number of the tile that is next, the same for all threads of a block."""
+    """Return the number of the next tile, the same for all threads of a block."""
     if cuda.threadIdx.x == 0:
         place[0] = cuda.atomic.add(state, 0, int64(1))
     cuda.syncthreads()
@@ -148,8 +149,10 @@ def _take_tile(state: Any, place: Any) -> Any:
 
 @_part_of_kernels
 def _start_of_warp(state: Any, tile: Any, total: Any, sums: Any, place: Any) -> Any:
-    """Return how many elements are kept before those of this warp, which keeps `total`; `place[1]`
-    is then how many are kept up to the tile's end."""
+    """Return the number of non-zero elements before this warp, which has `total` of them.
+
+    `place[1]` becomes the number of non-zero elements up to the tile's end.
+    """
     warp = cuda.threadIdx.x // LANES
     if cuda.threadIdx.x % LANES == 0:
         sums[warp] = total
@@ -169,10 +172,10 @@ def _start_of_warp(state: Any, tile: Any, total: Any, sums: Any, place: Any) -> 
 def bodies(width: int) -> tuple[Any, Any]:
     """Return the two kernels as plain functions, to be compiled.
 
-    The first takes (elements, mask, values, used, state), the second (mask, values, elements,
-    state): elements and values are of the width's unsigned type, the mask is uint32, and `state`
-    int64, zeros: one word for the ticket and one for each tile. `used` is int64[1], the bytes of
-    the mask, to which those of the values are added, also of those that have no room.
+    The encoder takes (elements, mask, values, used, state), the decoder (mask, values, elements,
+    state). Elements and values have the width's unsigned type; the mask is uint32. `state` is
+    int64 zeros: one word for the ticket and one for each tile. `used` is int64[1], initially the
+    size of the mask. The encoder adds the size of all values, including those that do not fit.
     """
     kind = _KINDS[width]
 
@@ -180,53 +183,53 @@ def bodies(width: int) -> tuple[Any, Any]:
         place = cuda.shared.array(2, int64)
         sums = cuda.shared.array(WARPS, int64)
         votes = cuda.shared.array(WARPS, uint32)
-        found = cuda.local.array(WORDS, uint32)
-        held = cuda.local.array(WORDS, kind)
+        ballots = cuda.local.array(WORDS, uint32)
+        own_values = cuda.local.array(WORDS, kind)
         warp, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         tile = _take_tile(state, place)
         first = tile * (WARPS * WORDS) + warp * WORDS
         total = 0
         for number in range(WORDS):
             index = (first + number) * LANES + lane
-            held[number] = 0
+            own_values[number] = 0
             if index < elements.size:
-                held[number] = elements[index]
-            found[number] = _vote(held[number] != 0, votes, warp, lane)
-            total += cuda.popc(found[number])
+                own_values[number] = elements[index]
+            ballots[number] = _vote(own_values[number] != 0, votes, warp, lane)
+            total += cuda.popc(ballots[number])
             if lane == 0 and first + number < mask.size:
-                mask[first + number] = found[number]
+                mask[first + number] = ballots[number]
         at = _start_of_warp(state, tile, total, sums, place)
         before_lane = uint32((1 << lane) - 1)
         for number in range(WORDS):
-            target = at + cuda.popc(found[number] & before_lane)
-            # There may be room for some only.
-            if held[number] != 0 and target < values.size:
-                values[target] = held[number]
-            at += cuda.popc(found[number])
+            target = at + cuda.popc(ballots[number] & before_lane)
+            # The memory for values may be too small.
+            if own_values[number] != 0 and target < values.size:
+                values[target] = own_values[number]
+            at += cuda.popc(ballots[number])
         if cuda.threadIdx.x == 0 and (tile + 1) * TILE >= elements.size:
             used[0] += place[1] * width
 
     def zvc_decode(mask: Any, values: Any, elements: Any, state: Any) -> None:
         place = cuda.shared.array(2, int64)
         sums = cuda.shared.array(WARPS, int64)
-        found = cuda.local.array(WORDS, uint32)
+        ballots = cuda.local.array(WORDS, uint32)
         warp, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         tile = _take_tile(state, place)
         first = tile * (WARPS * WORDS) + warp * WORDS
         total = 0
         for number in range(WORDS):
-            found[number] = 0
+            ballots[number] = 0
             if first + number < mask.size:
-                found[number] = mask[first + number]
-            total += cuda.popc(found[number])
+                ballots[number] = mask[first + number]
+            total += cuda.popc(ballots[number])
         at = _start_of_warp(state, tile, total, sums, place)
         bit, before_lane = uint32(1 << lane), uint32((1 << lane) - 1)
         for number in range(WORDS):
             index = (first + number) * LANES + lane
             if index < elements.size:
                 elements[index] = 0
-                if found[number] & bit:
-                    elements[index] = values[at + cuda.popc(found[number] & before_lane)]
-            at += cuda.popc(found[number])
+                if ballots[number] & bit:
+                    elements[index] = values[at + cuda.popc(ballots[number] & before_lane)]
+            at += cuda.popc(ballots[number])
 
     return zvc_encode, zvc_decode

@@ -1,5 +1,8 @@
-"""The loops of zero-value compression with instructions of x86 processors: eight bytes at a time of
-elements of one and two bytes (BMI2), and eight elements of four bytes (AVX2)."""
+"""Loops of zero-value compression with instructions of x86 processors.
+
+Elements of one and two bytes are processed eight bytes at a time (BMI2). Elements of four bytes are
+processed eight elements at a time (AVX2).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,10 @@ _TOP_1, _TOP_2, _FOUR = np.uint64(7), np.uint64(15), np.uint64(4)
 
 
 def _orders() -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return, for each of the 256 masks of eight elements, from where each place takes its element
-    when they are packed, and when they are spread again: int32[256, 8] twice."""
+    """Return the permutations that pack and spread eight elements, by their mask.
+
+    Both are int32[256, 8]: for each mask, the index of the element that each place takes.
+    """
     pack, spread = np.zeros((256, 8), np.int32), np.zeros((256, 8), np.int32)
     for mask in range(256):
         places = [place for place in range(8) if mask >> place & 1]
@@ -49,85 +54,85 @@ _PACK, _SPREAD = _orders()
 
 @compiled(encoder_types(1), nogil=True)
 def _encode_gathering_1(source: Any, mask: Any, values: Any) -> Any:
-    kept: Any = 0
+    nonzero: Any = 0
     for group in range(source.size // 8):
         word = load_word(source, group * 8)
-        # The highest bit of every byte that is not zero; the carry of no byte reaches another.
-        found = (((word & _LOW_1) + _LOW_1) | word) & _HIGH_1
-        mask[group] = np.uint8(gather_bits(found, _HIGH_1))
-        store_word(values, kept, gather_bits(word, (found >> _TOP_1) * _ALL_1))
-        kept += np.int64(count_bits(found))
-    return encode_rest(source, mask, values, kept)
+        # Set the highest bit of every non-zero byte. No byte carries into the next one.
+        top_bits = (((word & _LOW_1) + _LOW_1) | word) & _HIGH_1
+        mask[group] = np.uint8(gather_bits(top_bits, _HIGH_1))
+        store_word(values, nonzero, gather_bits(word, (top_bits >> _TOP_1) * _ALL_1))
+        nonzero += np.int64(count_bits(top_bits))
+    return encode_rest(source, mask, values, nonzero)
 
 
 @compiled(encoder_types(2), nogil=True)
 def _encode_gathering_2(source: Any, mask: Any, values: Any) -> Any:
-    kept: Any = 0
+    nonzero: Any = 0
     for group in range(source.size // 8):
         word = load_word(source, group * 16)
-        found = (((word & _LOW_2) + _LOW_2) | word) & _HIGH_2
-        store_word(values, kept * 2, gather_bits(word, (found >> _TOP_2) * _ALL_2))
-        kept += np.int64(count_bits(found))
-        bits = gather_bits(found, _HIGH_2)
+        top_bits = (((word & _LOW_2) + _LOW_2) | word) & _HIGH_2
+        store_word(values, nonzero * 2, gather_bits(word, (top_bits >> _TOP_2) * _ALL_2))
+        nonzero += np.int64(count_bits(top_bits))
+        bits = gather_bits(top_bits, _HIGH_2)
         word = load_word(source, group * 16 + 8)
-        found = (((word & _LOW_2) + _LOW_2) | word) & _HIGH_2
-        store_word(values, kept * 2, gather_bits(word, (found >> _TOP_2) * _ALL_2))
-        kept += np.int64(count_bits(found))
-        mask[group] = np.uint8(bits | (gather_bits(found, _HIGH_2) << _FOUR))
-    return encode_rest(source, mask, values, kept)
+        top_bits = (((word & _LOW_2) + _LOW_2) | word) & _HIGH_2
+        store_word(values, nonzero * 2, gather_bits(word, (top_bits >> _TOP_2) * _ALL_2))
+        nonzero += np.int64(count_bits(top_bits))
+        mask[group] = np.uint8(bits | (gather_bits(top_bits, _HIGH_2) << _FOUR))
+    return encode_rest(source, mask, values, nonzero)
 
 
 @compiled(decoder_types(1), nogil=True)
 def _decode_scattering_1(mask: Any, values: Any, out: Any) -> Any:
     groups, group = out.size // 8, 0
-    kept: Any = 0
-    while group < groups and kept + 8 <= values.size:
-        found = scatter_bits(np.uint64(mask[group]), _HIGH_1)
-        word = load_word(values, kept)
-        store_word(out, group * 8, scatter_bits(word, (found >> _TOP_1) * _ALL_1))
-        kept += np.int64(count_bits(found))
+    nonzero: Any = 0
+    while group < groups and nonzero + 8 <= values.size:
+        top_bits = scatter_bits(np.uint64(mask[group]), _HIGH_1)
+        word = load_word(values, nonzero)
+        store_word(out, group * 8, scatter_bits(word, (top_bits >> _TOP_1) * _ALL_1))
+        nonzero += np.int64(count_bits(top_bits))
         group += 1
-    return decode_rest(mask, values, out, group, kept)
+    return decode_rest(mask, values, out, group, nonzero)
 
 
 @compiled(decoder_types(2), nogil=True)
 def _decode_scattering_2(mask: Any, values: Any, out: Any) -> Any:
     groups, group = out.size // 8, 0
-    kept: Any = 0
-    while group < groups and kept + 8 <= values.size:
+    nonzero: Any = 0
+    while group < groups and nonzero + 8 <= values.size:
         bits = np.uint64(mask[group])
-        found = scatter_bits(bits, _HIGH_2)
-        word = load_word(values, kept * 2)
-        store_word(out, group * 16, scatter_bits(word, (found >> _TOP_2) * _ALL_2))
-        kept += np.int64(count_bits(found))
-        found = scatter_bits(bits >> _FOUR, _HIGH_2)
-        word = load_word(values, kept * 2)
-        store_word(out, group * 16 + 8, scatter_bits(word, (found >> _TOP_2) * _ALL_2))
-        kept += np.int64(count_bits(found))
+        top_bits = scatter_bits(bits, _HIGH_2)
+        word = load_word(values, nonzero * 2)
+        store_word(out, group * 16, scatter_bits(word, (top_bits >> _TOP_2) * _ALL_2))
+        nonzero += np.int64(count_bits(top_bits))
+        top_bits = scatter_bits(bits >> _FOUR, _HIGH_2)
+        word = load_word(values, nonzero * 2)
+        store_word(out, group * 16 + 8, scatter_bits(word, (top_bits >> _TOP_2) * _ALL_2))
+        nonzero += np.int64(count_bits(top_bits))
         group += 1
-    return decode_rest(mask, values, out, group, kept)
+    return decode_rest(mask, values, out, group, nonzero)
 
 
 @compiled(encoder_types(4), nogil=True)
 def _encode_packing_4(source: Any, mask: Any, values: Any) -> Any:
-    kept: Any = 0
+    nonzero: Any = 0
     for group in range(source.size // 8):
-        bits = pack_elements(source, group * 32, values, kept * 4, _PACK)
+        bits = pack_elements(source, group * 32, values, nonzero * 4, _PACK)
         mask[group] = np.uint8(bits)
-        kept += np.int64(count_bits(bits))
-    return encode_rest(source, mask, values, kept)
+        nonzero += np.int64(count_bits(bits))
+    return encode_rest(source, mask, values, nonzero)
 
 
 @compiled(decoder_types(4), nogil=True)
 def _decode_spreading_4(mask: Any, values: Any, out: Any) -> Any:
     groups, group = out.size // 8, 0
-    kept: Any = 0
-    while group < groups and kept + 8 <= values.size:
+    nonzero: Any = 0
+    while group < groups and nonzero + 8 <= values.size:
         bits = np.uint64(mask[group])
-        spread_elements(values, kept * 4, bits, out, group * 32, _SPREAD)
-        kept += np.int64(count_bits(bits))
+        spread_elements(values, nonzero * 4, bits, out, group * 32, _SPREAD)
+        nonzero += np.int64(count_bits(bits))
         group += 1
-    return decode_rest(mask, values, out, group, kept)
+    return decode_rest(mask, values, out, group, nonzero)
 
 
 ENCODERS: dict[int, Any] = {}

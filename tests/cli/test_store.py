@@ -19,7 +19,7 @@ from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 # What `dlres store serve` goes over into.
 LIGHT = f"""
 import os, runpy, sys
-light = runpy.run_path({light.__file__!r})["light_command"]
+light = runpy.run_path({light.__file__!r})["lightweight_command"]
 command = light("lightning_dlres.cli.store:serve_main", *sys.argv[1:])
 os.execv(command[0], command)
 """

@@ -1,4 +1,4 @@
-"""Zero-value compression: any bits come back, and the bytes are what the format says."""
+"""Tests of zero-value compression: lossless round trips, and bytes that follow the format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = [
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Let kernels use several threads, whatever the machine has."""
+    """Fixture that lets kernels use three threads on any machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -44,7 +44,7 @@ def threads() -> Iterator[None]:
 
 
 def random_tensor(seed: int, dtype: torch.dtype, shape: tuple[int, ...], density: float) -> Tensor:
-    """Return a tensor of random bits, a part of whose elements is not zero."""
+    """Return a tensor of random bits in which a share `density` of the elements is not zero."""
     random = np.random.default_rng(seed)
     count = int(np.prod(shape))
     data = random.integers(0, 256, (count, dtype.itemsize), dtype=np.uint8)
@@ -55,12 +55,13 @@ def random_tensor(seed: int, dtype: torch.dtype, shape: tuple[int, ...], density
 
 
 def bits(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as uint8[n]."""
     flat = tensor.contiguous().view(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def expected_bytes(elements: np.ndarray) -> bytes:
-    """Return what the format says, without the kernels."""
+    """Return the bytes that the format prescribes, computed without the kernels."""
     mask = np.packbits(elements != 0, bitorder="little").tobytes()
     return mask.ljust(-(-elements.size // 64) * 8, b"\0") + elements[elements != 0].tobytes()
 
@@ -78,7 +79,7 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple) | st.integers(0, 300
     order=st.randoms(),
     step=st.integers(1, 3),
 )
-def test_any_bits_shape_and_stride_come_back(
+def test_any_bits_shape_and_stride_survive_a_round_trip(
     seed: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -106,27 +107,27 @@ def test_any_bits_shape_and_stride_come_back(
     density=st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]),
     native=st.booleans(),
 )
-def test_bytes_are_what_the_format_says(
+def test_bytes_follow_the_format(
     seed: int, width: int, count: int, density: float, native: bool
 ) -> None:
     dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[width]
     source = random_tensor(seed, dtype, (count,), density)
     elements = source.numpy()
-    room = np.full(zvc.bound(count, width), 0xA5, np.uint8)
-    mask, values = np.split(room, [zvc.mask_bytes(count)])
+    memory = np.full(zvc.bound(count, width), 0xA5, np.uint8)
+    mask, values = np.split(memory, [zvc.mask_bytes(count)])
     with pytest.MonkeyPatch.context() as patch:
         if not native:
             patch.setitem(zvc_cpu.ENCODERS, width, zvc_portable.ENCODERS[width])
             patch.setitem(zvc_cpu.DECODERS, width, zvc_portable.DECODERS[width])
-        kept = zvc_cpu.encode(elements.view(np.uint8), width, mask, values)
-        found = room[: zvc.mask_bytes(count) + kept * width]
-        assert found.tobytes() == expected_bytes(elements)
+        nonzero = zvc_cpu.encode(elements.view(np.uint8), width, mask, values)
+        encoded = memory[: zvc.mask_bytes(count) + nonzero * width]
+        assert encoded.tobytes() == expected_bytes(elements)
         out = np.full(count * width, 0x5A, np.uint8)
-        zvc_cpu.decode(mask, values[: kept * width].copy(), width, out)
+        zvc_cpu.decode(mask, values[: nonzero * width].copy(), width, out)
     assert out.tobytes() == elements.tobytes()
 
 
-def test_numbers_that_are_hard_to_keep() -> None:
+def test_nan_infinity_negative_zero_and_subnormals_survive_a_round_trip() -> None:
     words = [0x7FC00001, 0xFFC00000, 0x80000000, 0x7F800000, 0xFF800000, 1, 0x80000001, 0]
     data = bytearray(struct.pack("<8I", *words) * 100 + bytes(8000))
     tensor = torch.frombuffer(data, dtype=torch.float32)
@@ -137,7 +138,7 @@ def test_numbers_that_are_hard_to_keep() -> None:
 
 @pytest.mark.parametrize("width", zvc.WIDTHS)
 @pytest.mark.usefixtures("threads")
-def test_threads_change_no_byte(width: int) -> None:
+def test_several_threads_write_the_same_bytes(width: int) -> None:
     count = 5 * zvc_cpu._PIECE_BYTES // width + 77
     dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[width]
     source = random_tensor(1, dtype, (count,), 0.4)
@@ -148,7 +149,7 @@ def test_threads_change_no_byte(width: int) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_several_threads_may_encode_at_once() -> None:
+def test_several_threads_can_encode_at_once() -> None:
     sources = [random_tensor(seed, torch.float16, (1_500_000,), 0.3) for seed in range(6)]
     with ThreadPoolExecutor(len(sources)) as pool:
         encoded = list(pool.map(ZVC.encode, sources))
@@ -158,10 +159,10 @@ def test_several_threads_may_encode_at_once() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_forked_process_may_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_can_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     source = random_tensor(2, torch.float32, (500_000,), 0.3)
     expected = ZVC.encode(source).payload
-    # The threads of torch itself do not outlive a fork.
+    # torch's own threads do not survive a fork.
     monkeypatch.setattr(workers, "count", lambda: 3)
     torch.set_num_threads(1)
     if not (child := os.fork()):
@@ -169,26 +170,26 @@ def test_a_forked_process_may_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_permuted_memory_is_not_copied_and_comes_back_permuted() -> None:
+def test_permuted_memory_keeps_its_strides() -> None:
     tensor = torch.relu(torch.randn(4, 8, 5, 5) - 1).to(memory_format=torch.channels_last)
     encoded = ZVC.encode(tensor)
     assert encoded.stride == tensor.stride()
     assert codecs.decode(encoded).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_dense_data_goes_raw() -> None:
+def test_dense_data_is_encoded_raw() -> None:
     tensor = torch.randn(10_000)
     encoded = ZVC.encode(tensor)
     assert (encoded.codec, encoded.nbytes) == ("raw", 40_000)
     assert torch.equal(codecs.decode(encoded), tensor)
 
 
-def test_eight_bytes_go_raw() -> None:
+def test_elements_of_eight_bytes_are_encoded_raw() -> None:
     encoded = ZVC.encode(torch.zeros(100, dtype=torch.float64))
     assert encoded.codec == "raw"
 
 
-def test_data_that_deceives_the_sample_goes_raw() -> None:
+def test_data_denser_than_its_sample_is_encoded_raw() -> None:
     tensor = torch.ones(64, 640, dtype=torch.int8)
     tensor[:, :64] = 0
     assert zvc.density(tensor.view(-1).view(torch.uint8), 1) == 0
@@ -198,15 +199,17 @@ def test_data_that_deceives_the_sample_goes_raw() -> None:
 
 
 @given(seed=st.integers(0, 1 << 30), density=st.floats(0, 1), count=st.integers(1, 50_000))
-def test_density_is_about_right(seed: int, density: float, count: int) -> None:
+def test_density_is_close_to_the_share_of_nonzero_elements(
+    seed: int, density: float, count: int
+) -> None:
     tensor = random_tensor(seed, torch.int32, (count,), density)
-    found = zvc.density(tensor.view(torch.uint8), 4)
+    estimate = zvc.density(tensor.view(torch.uint8), 4)
     true = float((tensor != 0).float().mean())
-    # Five standard deviations of a sample of 2048.
-    assert abs(found - true) <= (1e-6 if count <= 2048 else 0.056)
+    # Five standard deviations of a sample of 2048 elements.
+    assert abs(estimate - true) <= (1e-6 if count <= 2048 else 0.056)
 
 
-def test_memory_of_the_caller_is_used() -> None:
+def test_the_memory_of_the_caller_is_used() -> None:
     tensor = torch.relu(torch.randn(5000))
     out = torch.empty(ZVC.bound(tensor), dtype=torch.uint8)
     encoded = ZVC.encode(tensor, out)
@@ -216,21 +219,21 @@ def test_memory_of_the_caller_is_used() -> None:
     assert torch.equal(target, tensor)
 
 
-def test_what_is_encoded_holds_no_more_than_it_needs() -> None:
+def test_encoded_data_hold_only_the_memory_that_they_need() -> None:
     encoded = ZVC.encode(torch.zeros(1 << 16))
-    # A vector more, that the last store may write to.
+    # The mask, and a vector that the last store may write to.
     assert encoded.data.untyped_storage().nbytes() == (1 << 16) // 8 + 32
 
 
-def test_too_little_room_is_refused() -> None:
+def test_too_little_memory_is_refused() -> None:
     small = torch.empty(10, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="room for 4128 bytes, got 10"):
+    with pytest.raises(ConfigError, match="at least 4128 bytes, got 10"):
         ZVC.encode(torch.zeros(1000), small)
     with pytest.raises(ConfigError, match="mask of 128 bytes, got 10"):
         ZVC.encode_within(torch.zeros(1000), small)
 
 
-def test_a_target_of_another_kind_is_refused() -> None:
+def test_a_target_of_another_shape_is_refused() -> None:
     encoded = ZVC.encode(torch.zeros(8, 8))
     with pytest.raises(ProtocolError, match=r"\(8, 8\)"):
         codecs.decode(encoded, torch.zeros(64))
@@ -241,17 +244,17 @@ def test_damaged_data_is_refused(cut: int) -> None:
     good = ZVC.encode(torch.relu(torch.randn(1000) - 0.5))
     payload = good.payload[:-cut].clone()
     bad = replace(good, data=payload, used=payload.numel())
-    with pytest.raises(ProtocolError, match="compressed data: got"):
+    with pytest.raises(ProtocolError, match="compressed data must have"):
         codecs.decode(bad)
 
 
 @pytest.mark.parametrize("count", [1, 63, 65, 1000])
-def test_a_mask_of_more_elements_than_there_are_is_refused(count: int) -> None:
+def test_a_mask_of_too_many_elements_is_refused(count: int) -> None:
     good = ZVC.encode(torch.zeros(count).index_fill(0, torch.tensor([0]), 1.0), density=0.0)
     bad = replace(good, codec="zvc", data=torch.zeros(-(-count // 64) * 8 + 4, dtype=torch.uint8))
-    # The one value belongs to an element behind the last one, and the number of values is right.
+    # The mask gives the one value to an element after the last one. The number of values is right.
     bad.data[count // 8] = 1 << count % 8
-    with pytest.raises(ProtocolError, match=f"bits behind element {count - 1}"):
+    with pytest.raises(ProtocolError, match=f"bits after element {count - 1}"):
         codecs.decode(replace(bad, used=bad.data.numel()))
 
 
@@ -262,22 +265,22 @@ def test_a_sparse_tensor_is_refused() -> None:
 
 def test_memory_that_cannot_be_read_or_written_is_refused() -> None:
     tensor = torch.zeros(1000)
-    with pytest.raises(ConfigError, match="expected contiguous bytes of the CPU"):
+    with pytest.raises(ConfigError, match="must be contiguous and on the CPU"):
         ZVC.encode(tensor.to("meta"))
     one = torch.zeros(1, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="expected contiguous bytes of the CPU"):
+    with pytest.raises(ConfigError, match="must be contiguous and on the CPU"):
         ZVC.encode(tensor, one.expand(ZVC.bound(tensor)))
 
 
-def test_what_does_not_fit_is_left_out_and_said() -> None:
+def test_encode_within_reports_the_bytes_that_do_not_fit() -> None:
     tensor = torch.relu(torch.randn(1000))
     whole = ZVC.encode(tensor)
-    for room in (whole.nbytes + 8, whole.nbytes, whole.nbytes - 4, 128):
-        memory = torch.full((room + 8,), 0xA5, dtype=torch.uint8)
-        encoded = ZVC.encode_within(tensor, memory[:room])
+    for size in (whole.nbytes + 8, whole.nbytes, whole.nbytes - 4, 128):
+        memory = torch.full((size + 8,), 0xA5, dtype=torch.uint8)
+        encoded = ZVC.encode_within(tensor, memory[:size])
         assert encoded.nbytes == whole.nbytes
-        common = min(room, whole.nbytes)
+        common = min(size, whole.nbytes)
         assert torch.equal(memory[:common], whole.payload[:common])
-        assert set(memory[room:].tolist()) == {0xA5}
-        if room >= whole.nbytes:
+        assert set(memory[size:].tolist()) == {0xA5}
+        if size >= whole.nbytes:
             assert torch.equal(codecs.decode(encoded), tensor)

@@ -18,7 +18,7 @@ from numba import float64, int64
 from lightning_dlres.core import compiled as compiled_module
 from lightning_dlres.core.compiled import compiled, in_turn
 from lightning_dlres.core.errors import PeerTimeoutError
-from lightning_dlres.core.host.lightweight_process import light_command
+from lightning_dlres.core.host.lightweight_process import lightweight_command
 
 MODULE = """
     import sys
@@ -50,7 +50,7 @@ def test_every_process_gets_the_code_for_its_types(
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(kept)}
     running = [
         subprocess.Popen(
-            light_command("totals:main", order),
+            lightweight_command("totals:main", order),
             env=environment,
             stdout=subprocess.PIPE,
             text=True,

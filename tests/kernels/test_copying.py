@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.kernels import copying
-from lightning_dlres.kernels.copying import put_away
+from lightning_dlres.kernels.copying import copy_past_cache
 from tests.support.examples import examples
 
 
@@ -28,7 +28,7 @@ def test_any_bytes_from_any_place_to_any_other(count: int, to: int, start: int) 
     room = torch.full((to + count + 100,), 7, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "_LEAST_BYTES", 1)
-        put_away(room[to : to + count], source)
+        copy_past_cache(room[to : to + count], source)
     assert torch.equal(room[to : to + count], source)
     assert bool((room[:to] == 7).all())
     assert bool((room[to + count :] == 7).all())
@@ -38,7 +38,7 @@ def test_a_large_copy() -> None:
     source = torch.randint(256, ((5 << 20) + 13,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     version = target._version
-    assert put_away(target, source) is target
+    assert copy_past_cache(target, source) is target
     assert torch.equal(target, source)
     assert target._version > version
 
@@ -53,4 +53,6 @@ def test_what_lies_over_itself_is_copied_as_torch_does() -> None:
 
 def test_other_sizes_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="size"):
-        put_away(torch.zeros(1 << 21, dtype=torch.uint8), torch.zeros(3, 5, dtype=torch.uint8))
+        copy_past_cache(
+            torch.zeros(1 << 21, dtype=torch.uint8), torch.zeros(3, 5, dtype=torch.uint8)
+        )

@@ -14,7 +14,7 @@ import torch
 
 from lightning_dlres import codecs
 from lightning_dlres.codecs import ZeroValue
-from lightning_dlres.core.host.lightweight_process import light_command
+from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.kernels import zvc
 
 CASES = ["1,1,1", "1,400,0.4", "2,129,1", "4,300,0.4", "4,64,0", "2,31,0.5"]
@@ -22,7 +22,7 @@ CASES = ["1,1,1", "1,400,0.4", "2,129,1", "4,300,0.4", "4,64,0", "2,31,0.5"]
 
 def test_simulated_bytes_equal_those_of_the_cpu() -> None:
     done = subprocess.run(
-        light_command("tests.support.simulated_zvc:main", *CASES),
+        lightweight_command("tests.support.simulated_zvc:main", *CASES),
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
         capture_output=True,
         text=True,

@@ -1,15 +1,18 @@
-"""Starting a process that needs only the lower floors of this package: importing the package itself
-brings torch and Lightning, which cost seconds and hundreds of megabytes."""
+"""Command lines for processes that import only parts of this package.
+
+Importing the package itself imports torch and Lightning, which cost seconds and hundreds of
+megabytes.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-# What no path has in it.
+# A character that no path contains.
 _SEPARATOR = "\x1f"
-# Modules come from where this process has them from: `python -c` would look into the current
-# directory first. And a package with the same name and path, and without its `__init__`.
+# The child imports modules from this process's `sys.path`: `python -c` would search the current
+# directory first. The package gets its name and path, but its `__init__` does not run.
 _CODE = (
     f"import sys; sys.path[:] = sys.argv.pop(1).split({_SEPARATOR!r}); import importlib, types; "
     "package = types.ModuleType('lightning_dlres'); "
@@ -19,9 +22,13 @@ _CODE = (
 )
 
 
-def light_command(function: str, *arguments: str) -> list[str]:
-    """Return the command line that calls a function, such as "lightning_dlres.room.module:main",
-    with arguments in `sys.argv[1:]`, and exits with what it returns."""
+def lightweight_command(function: str, *arguments: str) -> list[str]:
+    """Return the command line of a process that calls a function and exits with its result.
+
+    Args:
+        function: Function, such as "lightning_dlres.prefetch.module:main".
+        arguments: Arguments of the process, in `sys.argv[1:]`.
+    """
     package = str(Path(__file__).resolve().parents[2])
     path = _SEPARATOR.join(sys.path)
     return [sys.executable, "-c", _CODE, path, package, function, *arguments]

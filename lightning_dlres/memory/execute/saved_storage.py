@@ -360,4 +360,11 @@ class SavedStorage:
 
 def _uncompressed(data: Tensor, allocation: Allocation) -> Encoded:
     """Return the uncompressed bytes of a tensor as they lie in a tier."""
-    return Encoded(Raw.name, data.dtype, data.shape, data.stride(), allocation.data, data.numel())
+    return Encoded(
+        codec=Raw.name,
+        dtype=data.dtype,
+        shape=data.shape,
+        stride=data.stride(),
+        data=allocation.data,
+        used=data.numel(),
+    )

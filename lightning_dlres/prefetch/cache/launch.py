@@ -20,7 +20,7 @@ from typing import IO
 import msgspec
 
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError, PeerTimeoutError
-from lightning_dlres.core.host.lightweight_process import light_command
+from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.host.locks import LOCK, locked, private_directory, sweep
 from lightning_dlres.core.names import path_part
 from lightning_dlres.core.units import format_seconds
@@ -183,7 +183,7 @@ def start_program(
         The process, with a pipe to its standard input.
     """
     return subprocess.Popen(
-        light_command(function, *arguments),
+        lightweight_command(function, *arguments),
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dlres.core.host.lightweight_process import light_command
+from lightning_dlres.core.host.lightweight_process import lightweight_command
 
 
 def test_modules_come_from_where_this_process_has_them(
@@ -19,7 +19,7 @@ def test_modules_come_from_where_this_process_has_them(
         (directory / "dlres_twin.py").write_text(f"def main(): print({words!r})")
     monkeypatch.syspath_prepend(known)
     done = subprocess.run(
-        light_command("dlres_twin:main"), cwd=here, capture_output=True, text=True, timeout=60
+        lightweight_command("dlres_twin:main"), cwd=here, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "known\n", "")
 
@@ -34,6 +34,9 @@ def test_torch_is_not_loaded_and_arguments_arrive(
     )
     monkeypatch.syspath_prepend(tmp_path)
     done = subprocess.run(
-        light_command("dlres_looks:main", "a b", ""), capture_output=True, text=True, timeout=60
+        lightweight_command("dlres_looks:main", "a b", ""),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "['a b', ''] False\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from lightning_dlres.core.host.lightweight_process import light_command
+from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.host.service import STATUS
 from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.frames import pack
@@ -202,7 +202,7 @@ def test_the_log_of_refusals_stays_short() -> None:
 
 def test_a_service_that_dies_ends_its_process() -> None:
     ended = subprocess.run(
-        light_command("tests.support.dying_service:main"),
+        lightweight_command("tests.support.dying_service:main"),
         capture_output=True,
         text=True,
         timeout=120,

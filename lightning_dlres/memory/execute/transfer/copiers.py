@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_dlres.kernels.copying import put_away
+from lightning_dlres.kernels.copying import copy_past_cache
 from lightning_dlres.memory.execute.transfer.gpu import Gpu, GpuEvent, Stream
 
 
@@ -54,12 +54,12 @@ class DirectCopier:
     overlaps = False
 
     def to_tier(self, source: Tensor, target: Tensor) -> PendingCopy:
-        put_away(target, source)
+        copy_past_cache(target, source)
         return _DONE
 
     def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, PendingCopy]:
         data = torch.empty(source.numel(), dtype=torch.uint8, device=device)
-        # A copy through the processor's cache, unlike `put_away`: backward reads the data at once.
+        # A copy through the processor's cache, unlike `copy_past_cache`: backward reads the data at once.
         data.copy_(source)
         return data, _DONE
 
