@@ -349,7 +349,10 @@ class SavedStorage:
             if encoded.codec == Raw.name:
                 return data
             encoded = replace(encoded, data=data)
-        restored = codecs.decode(encoded).view(torch.uint8)
+        if encoded.codec == Raw.name:
+            restored = encoded.payload.clone()
+        else:
+            restored = codecs.decode(encoded).view(torch.uint8)
         self._loans.append(self._byte_counter.lend(restored))
         return restored
 
