@@ -17,13 +17,9 @@ from lightning_dlres.pipeline.comm.mailbox import Channel
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer, Gradients, storage_id
 from lightning_dlres.pipeline.stage.microbatch import cut, join, share
-from lightning_dlres.pipeline.stage.stage import (
-    GradientBuffer,
-    Gradients,
-    enter_inplace_safe,
-    storage_id,
-)
+from lightning_dlres.pipeline.stage.stage import enter_inplace_safe
 
 
 class UserStep(Protocol):

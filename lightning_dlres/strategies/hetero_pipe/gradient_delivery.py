@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core.errors import UnsupportedStepError
-from lightning_dlres.pipeline.stage.stage import Gradients
+from lightning_dlres.pipeline.stage.gradient_buffer import Gradients
 
 
 class _Deliver(torch.autograd.Function):

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dlres.core.rng import derive_seed, forked
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
-from lightning_dlres.pipeline.stage.stage import GradientBuffer, Gradients, Stage
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer, Gradients
+from lightning_dlres.pipeline.stage.stage import Stage
 
 CPU = torch.device("cpu")
 SEED = 11
@@ -363,43 +364,6 @@ def test_an_in_place_change_that_autograd_refuses_is_refused() -> None:
     stage.forward(0, torch.randn(2, 6), SEED)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stage.backward(0, [torch.ones(2, 6)], GradientBuffer())
-
-
-def test_the_buffer_never_writes_to_gradients_that_share_storage() -> None:
-    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-    gradient, expanded = torch.ones(3), torch.ones(1).expand(3)
-    buffer = GradientBuffer()
-    for _ in range(3):
-        buffer.add(a, gradient)
-        buffer.add(b, gradient)
-        buffer.add(b, expanded)
-    assert torch.equal(gradient, torch.ones(3))
-    assert torch.equal(expanded, torch.ones(3))
-    assert buffer.gradients[a].tolist() == [3.0] * 3
-    assert buffer.gradients[b].tolist() == [6.0] * 3
-
-
-def sparse() -> Tensor:
-    return torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
-
-
-def total_of(*gradients: Tensor) -> Tensor:
-    parameter, buffer = nn.Parameter(torch.zeros(3, 2)), GradientBuffer()
-    for gradient in gradients:
-        buffer.add(parameter, gradient)
-    return buffer.gradients[parameter].to_dense()
-
-
-def test_sparse_gradients_are_summed() -> None:
-    expected = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    assert torch.equal(total_of(sparse(), sparse(), sparse()), 3 * expected)
-    dense = torch.ones(3, 2)
-    assert torch.equal(total_of(dense, sparse(), sparse(), dense), 2 * expected + 2)
-    assert torch.equal(dense, torch.ones(3, 2))
-
-
-def test_a_dense_gradient_can_follow_a_sparse_one() -> None:
-    assert float(total_of(sparse(), torch.ones(3, 2)).sum()) == 8.0
 
 
 def test_a_tied_embedding_sums_sparse_and_dense_gradients() -> None:

@@ -1,0 +1,45 @@
+"""The buffer sums dense and sparse gradients, and never writes to tensors of autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
+
+
+def test_the_buffer_never_writes_to_gradients_that_share_storage() -> None:
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    gradient, expanded = torch.ones(3), torch.ones(1).expand(3)
+    buffer = GradientBuffer()
+    for _ in range(3):
+        buffer.add(a, gradient)
+        buffer.add(b, gradient)
+        buffer.add(b, expanded)
+    assert torch.equal(gradient, torch.ones(3))
+    assert torch.equal(expanded, torch.ones(3))
+    assert buffer.gradients[a].tolist() == [3.0] * 3
+    assert buffer.gradients[b].tolist() == [6.0] * 3
+
+
+def sparse() -> Tensor:
+    return torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
+
+
+def total_of(*gradients: Tensor) -> Tensor:
+    parameter, buffer = nn.Parameter(torch.zeros(3, 2)), GradientBuffer()
+    for gradient in gradients:
+        buffer.add(parameter, gradient)
+    return buffer.gradients[parameter].to_dense()
+
+
+def test_sparse_gradients_are_summed() -> None:
+    expected = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    assert torch.equal(total_of(sparse(), sparse(), sparse()), 3 * expected)
+    dense = torch.ones(3, 2)
+    assert torch.equal(total_of(dense, sparse(), sparse(), dense), 2 * expected + 2)
+    assert torch.equal(dense, torch.ones(3, 2))
+
+
+def test_a_dense_gradient_can_follow_a_sparse_one() -> None:
+    assert float(total_of(sparse(), torch.ones(3, 2)).sum()) == 8.0
