@@ -123,8 +123,8 @@ class ResourceReport(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # This is the last hook in which the ranks can exchange messages: the strategy closes its
-        # connection before on_fit_end. After an exception Lightning calls only on_exception, in which
-        # other ranks may not take part in an exchange.
+        # connection before on_fit_end. After an exception Lightning calls only on_exception, and
+        # there other ranks may not take part in an exchange.
         tracer = tracer_of(trainer.strategy)
         if tracer is not None:
             self._gathered = gather(

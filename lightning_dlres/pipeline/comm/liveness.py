@@ -95,15 +95,13 @@ class Watch:
         kill: Callable[[], None] | None,
         parent: int | None,
     ) -> None:
-        self.names = endpoint.names
-        self.rank = endpoint.rank
+        self.names, self.rank = endpoint.names, endpoint.rank
         self.invitation = invitation
         self.failed = threading.Event()
         self._endpoint = endpoint
         self._timeouts = timeouts
         self._grace = grace
-        self._report = report or _to_stderr
-        self._kill = kill or _exit
+        self._report, self._kill = report or _to_stderr, kill or _exit
         self._parent = parent
         # Failure of another rank (set by the watch's thread) and this rank's own (by `announce`).
         self._failure: RankFailure | None = None
