@@ -254,9 +254,9 @@ def peak_of(way: Way, x: Tensor, device: torch.device) -> int:
     meter = AllocatorMeter(device) if device.type == "cuda" else ProfilerMeter()
     way.gradients = []
     with meter.running(lambda: [x, *way.network.parameters()]):
-        first = meter.mark(ours=False)
+        first = meter.mark(is_own_work=False)
         way.step(x)
-        last = meter.mark(ours=False)
+        last = meter.mark(is_own_work=False)
     return meter.trace().peak(first, last)
 
 
