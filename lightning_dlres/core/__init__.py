@@ -1,2 +1,1 @@
-"""The ground floor: what every subsystem needs once (units, errors, wire format, network, trace,
-tables)."""
+"""Shared basics of all subsystems: units, errors, checks, wire format, sockets, traces, tables."""

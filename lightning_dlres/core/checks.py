@@ -1,5 +1,7 @@
-"""Checks of arguments, shared by all constructors, so that a wrong value is refused where it is
-given, in one form."""
+"""Checks of arguments, shared by all constructors.
+
+They refuse a wrong value where it is given, with one form of message.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,16 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 
 
 def whole_number(name: str, value: object, fix: str, least: int = 1) -> int:
-    """Return a whole number of at least `least`.
+    """Return the value if it is a whole number of at least `least`.
+
+    Args:
+        name: Argument, for the error.
+        value: Value of the argument.
+        fix: Value to use instead, for the error.
+        least: Smallest allowed value.
 
     Raises:
-        ConfigError: It is another type (a bool, too) or less; `fix` is a value to use instead.
+        ConfigError: If the value is of another type (including bool), or less.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(got_expected(name, value, f"a whole number of at least {least}", fix))
@@ -22,10 +30,10 @@ def whole_number(name: str, value: object, fix: str, least: int = 1) -> int:
 
 
 def finite(name: str, value: object, fix: str, *, least: float = 0.0, above: bool = False) -> float:
-    """Return a finite number of at least `least`, or, with `above`, more than that.
+    """Return the value if it is a finite number of at least `least`, or above it with `above`.
 
     Raises:
-        ConfigError: It is another type (a bool, too), NaN, infinite or less.
+        ConfigError: If the value is of another type (including bool), NaN, infinite, or too small.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not isinstance(value, (int, float)) or not is_number or not isfinite(value):
@@ -39,10 +47,10 @@ def finite(name: str, value: object, fix: str, *, least: float = 0.0, above: boo
 
 
 def one_of(name: str, value: Any, choices: Collection[str], fix: str) -> str:
-    """Return one of some words.
+    """Return the value if it is one of the allowed words.
 
     Raises:
-        ConfigError: It is none of them.
+        ConfigError: If it is not.
     """
     if not isinstance(value, str) or value not in choices:
         words = " or ".join(map(repr, choices))
@@ -51,10 +59,10 @@ def one_of(name: str, value: Any, choices: Collection[str], fix: str) -> str:
 
 
 def flag(name: str, value: object) -> bool:
-    """Return True or False.
+    """Return the value if it is True or False.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: If it is not.
     """
     if not isinstance(value, bool):
         raise ConfigError(got_expected(name, value, "True or False", f"{name}=True"))
@@ -64,18 +72,25 @@ def flag(name: str, value: object) -> bool:
 def instance(name: str, value: object, kinds: tuple[type, ...], rule: str, fix: str) -> None:
     """Raise unless a value is of one of the types.
 
+    Args:
+        name: Argument, for the error.
+        value: Value of the argument.
+        kinds: Allowed types.
+        rule: Description of the allowed types, for the error.
+        fix: Value to use instead, for the error.
+
     Raises:
-        ConfigError: It is of another type; `rule` says which in words.
+        ConfigError: If the value is of another type.
     """
     if not isinstance(value, kinds):
         raise ConfigError(got_expected(name, value, rule, fix))
 
 
 def function(name: str, value: Callable[..., Any] | None) -> None:
-    """Raise unless a value can be called or is None.
+    """Raise unless a value is callable or None.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: If it is neither.
     """
     if value is not None and not callable(value):
-        raise ConfigError(got_expected(name, value, "a function or None", f"{name}=None"))
+        raise ConfigError(got_expected(name, value, "a function or None", "a function"))

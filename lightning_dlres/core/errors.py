@@ -1,6 +1,6 @@
-"""One family of errors, so that a caller can tell a wrong argument from a lost peer.
+"""Errors of this package, by cause: a caller can tell a wrong argument from a lost peer.
 
-Every message says what was got, what was expected and what to do about it.
+Each message names the rule, the value or event that breaks it, and a fix.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ class DlresError(Exception):
 
 
 class ConfigError(DlresError, ValueError):
-    """An argument, a plan or a model that cannot work, found before the first step."""
+    """An argument, a plan or a model that cannot work; raised before the first step."""
 
 
 class UnsupportedStepError(DlresError, RuntimeError):
-    """User code did something during a step that the method cannot carry out exactly."""
+    """User code did something during a step that this package cannot reproduce exactly."""
 
 
 class PeerError(DlresError, RuntimeError):
-    """Something is wrong with another process; the message names it."""
+    """Another process failed or misbehaved; the message names it."""
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
@@ -27,15 +27,15 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class PeerLostError(PeerError):
-    """A peer died, closed its connection, or announced that it gives up."""
+    """A peer died, closed its connection, or announced a failure."""
 
 
 class ProtocolError(PeerError):
-    """Bytes from a peer are not what the protocol says must come next."""
+    """A peer sent bytes that break the protocol."""
 
 
 class StorageError(PeerError):
-    """A sample cannot be had; the message names where it should be, and its key."""
+    """A sample cannot be read; the message names its storage and its key."""
 
 
 class BatchMismatchError(PeerError):
@@ -43,12 +43,17 @@ class BatchMismatchError(PeerError):
 
 
 def text_of(error: object) -> str:
-    """Return the text of an error as a message can carry it: the name of a file in it may have
-    bytes that are no UTF-8."""
+    """Return the text of an error in valid UTF-8; a file name in it may be invalid UTF-8."""
     return str(error).encode(errors="backslashreplace").decode()
 
 
 def got_expected(what: str, got: object, expected: str, try_: str) -> str:
-    """Return the standard sentences for a bad value: the argument, its rule, the value, and one
-    value that works."""
+    """Return the standard message for a bad value.
+
+    Args:
+        what: Name of the argument.
+        got: Its value.
+        expected: Rule for the value; follows "must be".
+        try_: Value that works; follows "Use".
+    """
     return f"{what} must be {expected}, got {got!r}. Use {try_}."

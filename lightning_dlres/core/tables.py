@@ -1,6 +1,6 @@
-"""Tables as plain text, so that plans and reports read the same in a log, a file and a terminal.
+"""Tables as plain text that look the same in a log, a file and a terminal.
 
-`rich` does the layout; this module fixes the choices (ASCII, no colour, no lost text) in one place.
+`rich` does the layout. This module fixes its settings: ASCII, no colour, no lost text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 
-# Wide enough that no table is folded unless the caller names a width.
+# Characters; wide enough that no table is folded unless the caller gives a width.
 _UNBOUNDED = 100_000
 
 
@@ -26,14 +26,19 @@ def render(
     *,
     width: int | None = None,
 ) -> str:
-    """Return a title line and a table in ASCII rules, without a final newline.
+    """Return a title line and a table with ASCII rules, without a final newline.
 
-    Columns that hold only numbers (and None, shown as "-") are aligned to the right. Floats show
-    four significant digits. With `width`, in characters, long cells fold onto more lines instead of
-    losing text; without it the table is as wide as its content, whatever the terminal.
+    Columns with only numbers (and None, shown as "-") are aligned to the right. Floats show four
+    significant digits.
+
+    Args:
+        title: Line above the table; "" omits it.
+        columns: Names of the columns.
+        rows: Cells of each row.
+        width: Width in characters, at which long cells are folded. None: as wide as the content.
 
     Raises:
-        ConfigError: a row has not one cell for each column.
+        ConfigError: If a row does not have one cell for each column.
     """
     for row in rows:
         if len(row) != len(columns):
@@ -50,7 +55,7 @@ def render(
 
 
 def _lines(table: Table, width: int | None) -> list[str]:
-    # Every terminal property is pinned: a log must not depend on who runs the program where.
+    # All properties of the terminal are fixed: a log must not depend on where the program runs.
     console = Console(
         file=io.StringIO(),
         width=_UNBOUNDED if width is None else width,

@@ -1,6 +1,7 @@
-"""Sizes and durations as people write them: every budget, window and timeout is parsed here.
+"""Parsers and formatters of sizes, rates and durations, such as "8GiB" and "30s".
 
-One parser means that "8GiB" and "30s" mean the same in each constructor, config file and command.
+All budgets, windows and timeouts use them, so that a text means the same in each constructor,
+config file and command.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from datetime import timedelta
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 
-# Decimal and binary prefixes; one-letter forms follow SI ("1.5k" is 1500), as disks and links do.
+# Decimal and binary prefixes. One-letter forms follow SI ("1.5k" is 1500), as for disks and links.
 _BYTES: Mapping[str, int] = {
     "": 1,
     "b": 1,
@@ -37,11 +38,11 @@ _QUANTITY = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*([a-
 def parse_bytes(value: str | int | float, what: str = "size") -> int:
     """Return a number of bytes from "8GiB", "512 MB", "1.5k" or a plain number.
 
-    "k", "kB" are 1000, "Ki", "KiB" are 1024; letter case is ignored; fractions of a byte are
-    rounded. `what` names the argument in the error.
+    "k" and "kB" are 1000; "Ki" and "KiB" are 1024. Letter case is ignored, and fractions of a byte
+    are rounded. `what` names the argument in the error.
 
     Raises:
-        ConfigError: the value is no size, or is negative, infinite or not a number.
+        ConfigError: If the value is not a size, or is negative, infinite or NaN.
     """
     number = _quantity(value, _BYTES)
     if number is None:
@@ -53,19 +54,19 @@ def parse_rate(value: str | int | float, what: str = "bandwidth") -> float:
     """Return bytes a second from "10GB/s", "500Mbit/s", "1.2 GiB" or a plain number of bytes.
 
     Raises:
-        ConfigError: the value is no rate, or is not positive.
+        ConfigError: If the value is not a rate, or not positive.
     """
     text = str(value).strip()
     text = text[:-2] if text.lower().endswith("/s") else text
     bits = text.lower().endswith("bit")
-    found = _quantity(text[:-3] if bits else text, _BYTES)
-    if not found:
+    number = _quantity(text[:-3] if bits else text, _BYTES)
+    if not number:
         raise ConfigError(got_expected(what, value, "a rate", 'a value such as "10GB/s"'))
-    return found / 8 if bits else found
+    return number / 8 if bits else number
 
 
 def format_bytes(count: int) -> str:
-    """Return bytes for people, in binary units and four digits: 1536 -> "1.5 KiB"."""
+    """Return bytes as text, in binary units and four digits: 1536 -> "1.5 KiB"."""
     for unit, size in _SHOWN_BYTES:
         if abs(count) >= size:
             return f"{_digits(count / size)} {unit}"
@@ -78,7 +79,7 @@ def parse_seconds(value: str | int | float | timedelta, what: str = "duration") 
     A text without a unit is in seconds. `what` names the argument in the error.
 
     Raises:
-        ConfigError: the value is no duration, or is negative, infinite or not a number.
+        ConfigError: If the value is not a duration, or is negative, infinite or NaN.
     """
     plain = value.total_seconds() if isinstance(value, timedelta) else value
     number = _quantity(plain, _SECONDS)
@@ -88,7 +89,7 @@ def parse_seconds(value: str | int | float | timedelta, what: str = "duration") 
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration for people, in one unit and four digits: 90.0 -> "1.5 min"."""
+    """Return a duration as text, in one unit and four digits: 90.0 -> "1.5 min"."""
     for unit, size in _SHOWN_SECONDS:
         if abs(seconds) >= size:
             return f"{_digits(seconds / size)} {unit}"
@@ -96,14 +97,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def _quantity(value: object, units: Mapping[str, int] | Mapping[str, float]) -> float | None:
-    """Return value in base units, or None where it is not a finite amount of at least zero."""
+    """Return the value in base units, or None if it is not a finite amount of at least zero."""
     if isinstance(value, str):
-        found = _QUANTITY.fullmatch(value)
-        factor = units.get(found[2].lower()) if found else None
-        if found is None or factor is None:
+        match = _QUANTITY.fullmatch(value)
+        factor = units.get(match[2].lower()) if match else None
+        if match is None or factor is None:
             return None
         # Whole numbers stay integers: a float would round sizes above 2**53 bytes.
-        number = int(found[1]) * factor if found[1].isdecimal() else float(found[1]) * factor
+        number = int(match[1]) * factor if match[1].isdecimal() else float(match[1]) * factor
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = value
     else:
@@ -112,5 +113,5 @@ def _quantity(value: object, units: Mapping[str, int] | Mapping[str, float]) -> 
 
 
 def _digits(number: float) -> str:
-    """Return four significant digits, never in exponent form for a large number."""
+    """Return a number with four significant digits, without an exponent if it is large."""
     return f"{number:.4g}" if abs(number) < 9999 else f"{number:.0f}"

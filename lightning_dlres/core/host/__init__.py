@@ -1,1 +1,1 @@
-"""Host: files, memory, locks and processes of the machine a process runs on."""
+"""Resources of one host: files, memory, locks and processes."""

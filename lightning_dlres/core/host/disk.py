@@ -1,4 +1,4 @@
-"""Files on a disk that hold memory's overflow: their room is there before they are used."""
+"""Files on disk for data that exceeds memory; their disk space is allocated in advance."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
 
 
-def trim(descriptor: int, most: int) -> None:
-    """Empty a file that is being appended to, if it has more than so many bytes."""
+def trim(descriptor: int, max_bytes: int) -> None:
+    """Empty a file that is open for appending, if it has more than `max_bytes` bytes."""
     state = os.fstat(descriptor)
-    if stat.S_ISREG(state.st_mode) and state.st_size > most:
+    if stat.S_ISREG(state.st_mode) and state.st_size > max_bytes:
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"({state.st_size} bytes were here.)\n".encode())
+        os.write(descriptor, f"({state.st_size} bytes removed.)\n".encode())
 
 
 def temporary_file(directory: Path, name: str, nbytes: int) -> tuple[int, str]:
-    """Return the descriptor and the path of a new file of so many bytes, which the caller closes
-    and removes.
+    """Return the descriptor and the path of a new file of `nbytes` bytes.
+
+    The caller closes and removes it.
 
     Raises:
-        ConfigError: the directory cannot be written to, or has too little room.
+        ConfigError: If the directory is not writable, or has too little free space.
     """
     try:
         descriptor, path = tempfile.mkstemp(prefix=f"{name}-", dir=directory)
     except OSError as error:
         raise ConfigError(
-            f"a file in {directory}: {error.strerror}. Expected a directory that can be written to."
+            f"directory must be writable, got {directory}: {error.strerror}. Use another directory."
         ) from error
     try:
-        # A file with holes would end the process when the disk is full at the wrong moment.
+        # Without allocated space, a write through `mmap` to a full disk kills the process (SIGBUS).
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     except OSError as error:
         os.close(descriptor)
@@ -44,7 +45,7 @@ def temporary_file(directory: Path, name: str, nbytes: int) -> tuple[int, str]:
         state = os.statvfs(directory)
         free = format_bytes(state.f_bavail * state.f_frsize)
         raise ConfigError(
-            f"a file in {directory}: got {free} of free room, expected {format_bytes(nbytes)}. Try "
-            "another directory, or a smaller size."
+            f"directory must have {format_bytes(nbytes)} of free space, got {free} in {directory}. "
+            "Use another directory, or a smaller size."
         ) from error
     return descriptor, path

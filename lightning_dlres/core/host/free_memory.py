@@ -1,5 +1,7 @@
-"""How much memory this process could still take on its host: what is available there, and what its
-control groups (containers, schedulers) leave of it."""
+"""Memory that this process can still allocate on its host.
+
+The host's available memory limits it. So do the control groups of containers and schedulers.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _KIB = 1024
+# Counters of the page cache in `memory.stat`.
 _CACHE = ("active_file", "inactive_file")
-# Version 1 says so where there is no limit.
+# Version 1 of control groups reports at least this many bytes if there is no limit.
 _NO_LIMIT = 1 << 60
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that could be taken now without swapping, the page cache given up; None
-    where the system does not say (it is not Linux).
+    """Return the bytes that can be allocated now without swapping, or None outside of Linux.
+
+    The page cache counts as available.
 
     Args:
-        root: where `proc` and `sys` are mounted.
+        root: Directory in which `proc` and `sys` are mounted.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -42,8 +46,8 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         else:
             continue
         group = Path(path.lstrip("/"))
-        # Every ancestor limits, too. Inside a container the path may be the host's: only its root
-        # is there then.
+        # The limits of all ancestors apply, too. Inside a container the path may be the host's.
+        # Then only its root exists here.
         for directory in (group, *group.parents):
             left = _left(root / mount / directory, limit, usage)
             if left is not None:
@@ -58,6 +62,7 @@ def _left(group: Path, limit: str, usage: str) -> int | None:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    # The page cache is given up before anything fails. Version 1 counts child groups apart.
+    # The kernel frees the page cache before an allocation fails. Version 1 has separate counters
+    # that include child groups (`total_...`).
     cache = [int(stat.get(f"total_{name}", stat.get(name, 0))) for name in _CACHE]
     return int(allowed) - used + sum(cache)

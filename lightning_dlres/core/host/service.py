@@ -1,5 +1,7 @@
-"""Threads that others count on: one that dies takes its process with it, so that nobody waits for a
-process that lives and does not answer."""
+"""Service threads: if one dies, its process ends.
+
+Otherwise clients would wait for a process that lives but no longer answers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-# EX_SOFTWARE of sysexits.h.
+# Exit status of a process whose service thread died: EX_SOFTWARE of sysexits.h.
 STATUS = 70
 
 
@@ -19,16 +21,16 @@ def start_service(
     """Start a daemon thread and return it.
 
     Args:
-        run: what it does, until it returns.
-        name: of the thread, for the last words.
-        died: called after an exception has been printed. None: the process ends with `STATUS`.
+        run: Function that the thread runs.
+        name: Name of the thread, for the message when it dies.
+        died: Function called after an exception is printed. None ends the process with `STATUS`.
     """
 
     def guarded() -> None:
         try:
             run()
         except BaseException:
-            sys.stderr.write(f"dlres: thread {name!r} has died, and this process with it:\n")
+            sys.stderr.write(f"dlres: thread {name!r} died; this process ends:\n")
             traceback.print_exc()
             sys.stderr.flush()
             (died or _end)()
@@ -39,5 +41,5 @@ def start_service(
 
 
 def _end() -> None:
-    # Other threads may hold locks for ever, so nothing is cleaned up.
+    # No cleanup: other threads may hold locks forever.
     os._exit(STATUS)

@@ -1,8 +1,7 @@
-"""Memory that processes of one host share, and that is gone with the last of them, however they
-end.
+"""Memory shared by processes of one host; the kernel frees it when the last of them ends.
 
-On Linux it has no name in any file system: others open it through the process that made it. That
-also needs no room in /dev/shm, of which containers have little.
+On Linux it has no name in any file system: other processes open it through its creator's /proc
+entry. It also takes no space in /dev/shm, which is small in containers.
 """
 
 from __future__ import annotations
@@ -21,27 +20,32 @@ from lightning_dlres.core.host.disk import temporary_file
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """So many bytes as uint8[nbytes], and the path by which others on this host can open them."""
+    """Shared memory of this process.
+
+    Attributes:
+        data: uint8[nbytes].
+        path: Path with which other processes of this host can open it.
+    """
 
     data: NDArray[np.uint8]
     path: str
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """Size in bytes."""
         return len(self.data)
 
 
 def create(name: str, nbytes: int, directory: Path | None = None) -> SharedMemory:
-    """Return new memory, which this process keeps open until it ends.
+    """Return new shared memory, which this process keeps open until it ends.
 
     Args:
-        name: shown in /proc/PID/maps; need not be unique.
-        nbytes: size; 0 has no memory.
-        directory: where a nameless file on a local disk holds the bytes instead.
+        name: Name shown in /proc/PID/maps; need not be unique.
+        nbytes: Size in bytes; 0 allocates nothing.
+        directory: Directory on a local disk for a nameless file that holds the bytes. None: memory.
 
     Raises:
-        ConfigError: the directory cannot be written to, or has too little room.
+        ConfigError: If the directory is not writable, or has too little free space.
     """
     if not nbytes:
         return SharedMemory(np.empty(0, dtype=np.uint8), "")
@@ -50,10 +54,10 @@ def create(name: str, nbytes: int, directory: Path | None = None) -> SharedMemor
 
 
 def attach(path: str, nbytes: int) -> NDArray[np.uint8]:
-    """Return the memory that another process of this host has made.
+    """Return the shared memory of another process of this host.
 
     Raises:
-        OSError: that process has ended, or belongs to somebody else.
+        OSError: If that process has ended, or belongs to another user.
     """
     if not nbytes:
         return np.empty(0, dtype=np.uint8)
@@ -71,7 +75,7 @@ def _open(name: str, nbytes: int, directory: Path | None) -> tuple[int, str]:
         return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
     descriptor, path = temporary_file(directory or Path(tempfile.gettempdir()), name, nbytes)
     if not Path("/proc/self/fd").is_dir():
-        # Without /proc others need the name; whoever starts the next cache removes what is left.
+        # Without /proc other processes need the file's name. The next cache removes leftover files.
         return descriptor, path
     os.unlink(path)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,8 +1,7 @@
-"""One region of memory that is cut into pieces: in the host's memory, or a file that is mapped into
-it, which counts as the file's cache and not as this process's own.
+"""Memory region that is divided into pieces: in host memory, or in a memory-mapped file.
 
-Asking the system for memory once costs less than for every tensor, and shows at the start that
-there is enough.
+A mapped file counts as page cache and not as memory of this process. One allocation costs less than
+one for each tensor. It also shows at the start that there is enough memory.
 """
 
 from __future__ import annotations
@@ -19,22 +18,23 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.disk import temporary_file
 from lightning_dlres.core.units import format_bytes
 
-# Of every piece: what vector instructions and pages of a GPU's copy engine like.
+# Bytes. Alignment of every piece, for vector instructions and the GPU's copy engine.
 ALIGNMENT = 512
 
 
 class Slab:
-    """So many bytes.
+    """A region of `nbytes` bytes.
 
     Args:
-        nbytes: size.
-        directory: where the file lies; None: in memory. The file has no name, and is gone with the
-            process, however that ends.
-        pinned: whether the memory is locked, so that a GPU copies from and to it beside its other
-            work. Needs CUDA; a file is not pinned.
+        nbytes: Size in bytes.
+        directory: Directory of the mapped file; None: host memory. The file has no name, and is
+            removed when the process ends, even by a crash.
+        pinned: Lock the memory, so that the GPU copies asynchronously. Needs CUDA; a mapped file is
+            not pinned.
 
     Raises:
-        ConfigError: the directory cannot be written to, or has too little room.
+        ConfigError: If the directory is not writable or has too little free space, or if CUDA
+            cannot lock the memory.
     """
 
     def __init__(self, nbytes: int, directory: Path | None = None, pinned: bool = False) -> None:
@@ -50,23 +50,25 @@ class Slab:
             self.data = torch.empty(nbytes, dtype=torch.uint8)
 
     def piece(self, offset: int, nbytes: int) -> Tensor:
-        """Return uint8[nbytes], a view from this offset on."""
+        """Return uint8[nbytes], a view from byte `offset` on."""
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ConfigError(
-                f"a piece of a slab: got bytes {offset} to {offset + nbytes}, expected them within "
-                f"its {self.nbytes}. Plan again."
+                f"a piece of a slab must lie within its {self.nbytes} bytes, got bytes {offset} to "
+                f"{offset + nbytes}. Plan again."
             )
         return self.data[offset : offset + nbytes]
 
 
 def aligned(nbytes: int) -> int:
-    """Return what a piece of so many bytes takes."""
+    """Return the aligned size in bytes of a piece of `nbytes` bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _whole_pages(nbytes: int) -> Tensor:
-    """Return pages of memory that hold so many bytes, and nothing else: CUDA refuses to lock a page
-    that it has locked for another slab."""
+    """Return whole pages of memory for `nbytes` bytes.
+
+    They share no page with other memory: CUDA refuses to lock a page twice.
+    """
     pages = -(-nbytes // PAGESIZE) * PAGESIZE
     memory = torch.empty(pages + PAGESIZE, dtype=torch.uint8)
     first = -memory.data_ptr() % PAGESIZE
@@ -74,14 +76,16 @@ def _whole_pages(nbytes: int) -> Tensor:
 
 
 def _pin(data: Tensor) -> None:
-    """Lock memory for as long as it is held. torch's own pinned memory is rounded up to a power of
-    two, which for one large slab may be twice what is needed."""
+    """Lock memory until it is freed.
+
+    torch's own pinned memory is rounded up to a power of two. That may double a large slab.
+    """
     address, runtime = data.data_ptr(), torch.cuda.cudart()
     status = runtime.cudaHostRegister(address, data.numel(), 0)
     if int(status) != 0:
         raise ConfigError(
-            f"a pinned slab of {format_bytes(data.numel())}: CUDA cannot lock that much (error "
-            f"{int(status)}). Try a smaller host_budget, or raise the limit (ulimit -l)."
+            f"CUDA cannot lock a pinned slab of {format_bytes(data.numel())} (error "
+            f"{int(status)}). Use a smaller host_budget, or raise the limit (ulimit -l)."
         )
     storage = data.untyped_storage()
     weakref.finalize(storage, runtime.cudaHostUnregister, address).atexit = False

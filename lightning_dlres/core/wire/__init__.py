@@ -1,1 +1,1 @@
-"""Wire: trees of tensors as bytes, framed messages, and the sockets that carry them."""
+"""Wire format and transport: trees of tensors as bytes, framed messages, sockets and keys."""

@@ -200,7 +200,7 @@ def test_the_log_of_refusals_stays_short() -> None:
     assert counted > 90_000
 
 
-def test_a_service_that_dies_ends_its_process() -> None:
+def test_a_dead_service_thread_ends_its_process() -> None:
     ended = subprocess.run(
         lightweight_command("tests.support.dying_service:main"),
         capture_output=True,
@@ -211,4 +211,4 @@ def test_a_service_that_dies_ends_its_process() -> None:
     )
     assert ended.returncode == STATUS
     assert "KeyError: 'bug'" in ended.stderr
-    assert "'the service' has died" in ended.stderr
+    assert "'the service' died" in ended.stderr
