@@ -39,7 +39,7 @@ def hooks_suspended(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             hooks.update(entries)
 
 
-def numpy_draws_noticed(state: Any) -> Callable[[], bool]:
+def numpy_change_detector(state: Any) -> Callable[[], bool]:
     """Return a function that says whether NumPy's global generator may be in another state than
     `state`, what `np.random.get_state()` returned.
 

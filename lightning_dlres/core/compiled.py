@@ -1,9 +1,9 @@
-"""Numba functions whose compiled code several processes may keep in one place.
+"""Numba functions whose cache directory several processes can share safely.
 
-Numba keeps code of one function for two signatures in numbered files, and looks for a free number
-without locking: of two processes that compile another signature each, one may leave its code under
-the other's name. Whoever loads that later runs code for other types than it has: it computes
-nonsense, or crashes. So the signatures are said beforehand, and compiled by one process at a time.
+Numba stores the code of a function's signatures in numbered files, and picks a free number without
+a lock. If two processes compile two signatures at once, one may store its code under the other's
+number. A later process would load code for wrong types, and compute wrong results or crash.
+Signatures are therefore declared in advance, and one process at a time compiles them.
 """
 
 from __future__ import annotations
@@ -24,99 +24,109 @@ from numba import cfunc, njit, types
 from lightning_dlres.core.errors import PeerTimeoutError
 from lightning_dlres.core.units import format_seconds
 
-# All that others compile at a time takes a minute on a slow machine.
-PATIENCE = 300.0
+# Seconds to wait for another process. Compiling all functions takes a minute on a slow machine.
+LOCK_TIMEOUT = 300.0
+# Seconds between two attempts to take the lock.
 _POLL = 0.01
-# What file systems without locks say (Lustre and NFS may be mounted so), and NFS of a file that
-# this process may only read: then there are none.
+# Errors of file systems without locks (Lustre and NFS may be mounted so), and of NFS for a file
+# that is open only for reading. The code is then compiled without a lock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
 
-_made: list[Compiled] = []
+_functions: list[Compiled] = []
 
 
 class Compiled:
-    """A function compiled for some signatures when it is first called, or loaded from where an
-    earlier process has kept it. Called with other types it raises a TypeError.
+    """A function compiled for fixed signatures, or loaded from the cache, at its first call.
+
+    A call with other types raises a TypeError.
 
     Args:
-        function: what to compile.
-        signatures: tuples of Numba types, one for each argument.
-        nogil: whether it lets go of the interpreter's lock.
+        function: Function to compile.
+        signatures: Tuples of Numba types, one type for each argument.
+        nogil: Release the interpreter's lock during a call.
     """
 
     def __init__(
         self, function: Callable[..., Any], signatures: Sequence[Any], nogil: bool = False
     ) -> None:
         self.__doc__ = function.__doc__
-        self._dispatcher = part(function, nogil=nogil)
-        self._waiting = list(signatures)
-        self._compiling = threading.Lock()
-        _made.append(self)
+        self._dispatcher = subroutine(function, nogil=nogil)
+        # Signatures that are not compiled yet.
+        self._pending = list(signatures)
+        self._compile_lock = threading.Lock()
+        _functions.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._waiting:
+        if self._pending:
             self.load()
         return self._dispatcher(*arguments)
 
     @property
-    def kept_in(self) -> str | None:
-        """The directory where the code is kept, if there is one."""
-        found: str | None = self._dispatcher.stats.cache_path
-        return found
+    def cache_directory(self) -> str | None:
+        """Directory of the compiled code; None if no directory is writable."""
+        directory: str | None = self._dispatcher.stats.cache_path
+        return directory
 
     def load(self) -> None:
-        """Compile now, or load what was compiled.
+        """Compile the signatures now, or load them from the cache.
 
         Raises:
-            PeerTimeoutError: another process compiles and does not end.
+            PeerTimeoutError: If another process compiles for too long.
         """
-        with self._compiling:
-            if not self._waiting:
+        with self._compile_lock:
+            if not self._pending:
                 return
-            with in_turn(self.kept_in):
-                for signature in self._waiting:
+            with cache_lock(self.cache_directory):
+                for signature in self._pending:
                     self._dispatcher.compile(signature)
             self._dispatcher.disable_compile()
-            self._waiting = []
+            self._pending = []
 
 
 def compiled(*signatures: Any, nogil: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a function a `Compiled` one."""
+    """Return a decorator that makes a function a `Compiled` one; see there."""
     return lambda function: Compiled(function, signatures, nogil)
 
 
-def part(function: Callable[..., Any], nogil: bool = False) -> Any:
-    """Return a function for compiled ones to call; with their types, and in their turn."""
+def subroutine(function: Callable[..., Any], nogil: bool = False) -> Any:
+    """Return a function for compiled functions to call; it is compiled with them."""
     try:
         return njit(function, nogil=nogil, cache=True)
     except RuntimeError:
-        # There is no directory where code could be kept.
+        # Numba found no writable cache directory.
         return njit(function, nogil=nogil)
 
 
 def compiled_for_addresses(function: Callable[..., Any], signature: Any) -> Any:
-    """Return a C function with a Numba signature, whose arguments are numbers and addresses; it
-    lets go of the interpreter's lock."""
-    kept = part(function).stats.cache_path
-    with in_turn(kept):
-        found = cfunc(signature, cache=kept is not None)(function).ctypes
+    """Return a C function whose arguments are numbers and addresses, by its Numba signature.
+
+    A call releases the interpreter's lock.
+    """
+    directory = subroutine(function).stats.cache_path
+    with cache_lock(directory):
+        compiled_function = cfunc(signature, cache=directory is not None)(function).ctypes
     is_address = [isinstance(kind, types.CPointer) for kind in signature.args]
-    found.argtypes = [ctypes.c_void_p if address else ctypes.c_int64 for address in is_address]
-    return found
+    compiled_function.argtypes = [
+        ctypes.c_void_p if address else ctypes.c_int64 for address in is_address
+    ]
+    return compiled_function
 
 
 def load_all() -> None:
-    """Compile or load every such function of the modules that were imported."""
-    for function in list(_made):
+    """Compile or load all `Compiled` functions of the imported modules."""
+    for function in list(_functions):
         function.load()
 
 
 @contextlib.contextmanager
-def in_turn(directory: str | None) -> Iterator[None]:
-    """Let one process at a time change the code that is kept in a directory (None: nowhere).
+def cache_lock(directory: str | None) -> Iterator[None]:
+    """Context manager that lets one process at a time change the code in a directory.
+
+    Args:
+        directory: Cache directory; None: no cache and no lock.
 
     Raises:
-        PeerTimeoutError: another one has not ended after `PATIENCE` seconds.
+        PeerTimeoutError: If another process holds the lock for `LOCK_TIMEOUT` seconds.
     """
     if directory is None:
         yield
@@ -124,40 +134,41 @@ def in_turn(directory: str | None) -> Iterator[None]:
     path = Path(directory) / "dlres.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _opened(path)
+        descriptor = _open_lock_file(path)
     except OSError:
-        # Numba cannot write there, either.
+        # Numba cannot write to this directory, either.
         yield
         return
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + LOCK_TIMEOUT
     try:
-        while not _locked(descriptor):
+        while not _try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
-                    f"waited {format_seconds(PATIENCE)} for another process that compiles into "
-                    f"{directory}. See who has {path} open, and end it; or set NUMBA_CACHE_DIR to "
-                    "another directory."
+                    f"waited {format_seconds(LOCK_TIMEOUT)} for another process that compiles into "
+                    f"{directory}. End the process that has {path} open, or set NUMBA_CACHE_DIR "
+                    "to another directory."
                 )
             time.sleep(_POLL)
         yield
     finally:
-        # Not only closed: a process forked meanwhile has it open, too.
+        # Closing alone may keep the lock: a process forked since then has the file open, too.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
-def _opened(path: Path) -> int:
+def _open_lock_file(path: Path) -> int:
     flags = os.O_CREAT | os.O_CLOEXEC
     try:
-        # NFS locks only what may be written.
+        # NFS locks only files that are open for writing.
         return os.open(path, os.O_RDWR | flags, 0o666)
     except PermissionError:
-        # Somebody else has made it.
+        # The file belongs to another user.
         return os.open(path, os.O_RDONLY | flags, 0o666)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
+    """Return False if another process holds the lock; without file locks, return True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

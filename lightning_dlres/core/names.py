@@ -9,8 +9,8 @@ from lightning_dlres.core.errors import ConfigError
 
 # Bytes. With an ending such as ".key_secret" a name must stay below a file name's 255 bytes.
 _LONGEST = 100
-# Excludes separators, control characters, leading dots and leading dashes. A leading dash would look
-# like an option.
+# No separators, control characters, leading dots or leading dashes. A leading dash would look like
+# an option.
 _NAME = re.compile(r"\w[\w.~+@=-]*")
 
 

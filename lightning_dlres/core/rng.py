@@ -1,10 +1,10 @@
-"""Global random state as data: taken, put back, sent to another rank, or forked for one layer.
+"""Global random state as data: saved, restored, sent to another rank, or forked for one layer.
 
-Two processes that draw from their own generators drift apart at the first shuffle. The reading rank
-therefore sends the state of its generators along with every batch (`snapshot`, `restore`), and the
-layers of the model run under a generator that depends on what is computed, not on who computes it
-(`derive_seed`, `forked`). What is put back often, and on this rank only, is `held`: that spares
-turning 1249 words into a tree and back.
+Two processes that draw from their own generators diverge at the first shuffle. The reading rank
+therefore sends the state of its generators with every batch (`snapshot`, `restore`). The layers of
+the model run under a generator that depends on the step, micro-batch and layer, not on the rank
+(`derive_seed`, `forked`). `rewinder` restores a state often and on this rank only. It avoids the
+conversion of 1249 words to a tree and back.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_dlres.core._compat import numpy_draws_noticed
+from lightning_dlres.core._compat import numpy_change_detector
 
 _MASK = (1 << 64) - 1
 
 
 def snapshot(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of the Python, NumPy (legacy) and torch generators as a tree of plain data
-    and tensors.
+    """Return the state of the global Python, NumPy (legacy) and torch generators.
 
-    With a CUDA `device` its generator is included.
+    It is a tree of plain data and tensors. With a CUDA `device` it includes the device's generator.
     """
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
@@ -47,7 +46,7 @@ def snapshot(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Put back what `snapshot` returned, here or on another rank."""
+    """Restore the state of a `snapshot`, from this or another rank."""
     torch.random.set_rng_state(state["torch"].cpu())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -57,27 +56,25 @@ def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
 
-def held(device: torch.device | None = None) -> Callable[[], None]:
-    """Return a function that puts the generators of `snapshot` back to their state of now, as often
-    as it is called."""
+def rewinder(device: torch.device | None = None) -> Callable[[], None]:
+    """Return a function that restores the present state of the generators at each call."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    numpy_was_drawn_from = numpy_draws_noticed(numpy)
+    numpy_has_changed = numpy_change_detector(numpy)
     cuda = torch.cuda.get_rng_state(device) if device and device.type == "cuda" else None
 
-    def put_back() -> None:
+    def rewind() -> None:
         random.setstate(python)
-        if numpy_was_drawn_from():
+        if numpy_has_changed():
             np.random.set_state(numpy)
         torch.random.set_rng_state(cpu)
         if cuda is not None and device is not None:
             torch.cuda.set_rng_state(cuda, device)
 
-    return put_back
+    return rewind
 
 
 def derive_seed(*parts: int) -> int:
-    """Mix integers into one 63-bit seed (SplitMix64 finaliser over the running sum); order
-    matters."""
+    """Return a 63-bit seed of integers, in order (SplitMix64 finaliser over the running sum)."""
     value = 0
     for part in parts:
         value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -88,10 +85,10 @@ def derive_seed(*parts: int) -> int:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seed the CPU's generator and, where given, the CUDA device's.
+    """Seed the CPU's generator and, for a CUDA device, the device's.
 
-    Without CUDA in use, `torch.manual_seed` notes down the whole call stack for every other kind of
-    device, which takes a hundred times as long.
+    If CUDA is not initialized, `torch.manual_seed` takes a hundred times as long: it records the
+    call stack for every other kind of device.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -101,8 +98,10 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Leave torch's generators (CPU and, where given, the CUDA device's) afterwards as they were
-    before."""
+    """Context manager that restores torch's generators at its end.
+
+    These are the CPU's and, for a CUDA device, the device's.
+    """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield

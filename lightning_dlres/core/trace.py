@@ -1,7 +1,7 @@
-"""Spans of time, recorded cheaply while training runs and shown in Perfetto afterwards.
+"""Tracer of time spans, cheap enough for training; a trace file shows them in Perfetto.
 
-Engines record what they did and when; reports and pictures read it back. `perf_counter_ns` is one
-clock for all processes of a machine on Linux, so that the spans of local ranks line up.
+Engines record spans, and reports and charts read them. On Linux, `perf_counter_ns` is one clock for
+all processes of a machine, so that the spans of local ranks are aligned.
 """
 
 from __future__ import annotations
@@ -21,13 +21,22 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 
 Scalar = str | int | float | bool | None
 
-# One shared object: a disabled tracer allocates nothing per span.
-_NOTHING: AbstractContextManager[None] = nullcontext()
+# One shared object, so that a disabled tracer allocates nothing per span.
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of work on one thread; times are `time.perf_counter_ns` values."""
+    """Work of one thread between two times.
+
+    Attributes:
+        name: Name of the work, such as "forward".
+        category: Category, such as "compute".
+        start_ns: Start, from `time.perf_counter_ns`.
+        end_ns: End, from `time.perf_counter_ns`.
+        thread: Name of the thread.
+        args: Further values, shown in the trace.
+    """
 
     name: str
     category: str
@@ -38,15 +47,15 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Length of the span."""
+        """Length of the span, in seconds."""
         return (self.end_ns - self.start_ns) / 1e9
 
 
 class Tracer:
-    """A thread-safe ring of the last `capacity` spans; the oldest give way to the newest.
+    """A thread-safe ring buffer of the last `capacity` spans; new spans replace the oldest.
 
     Raises:
-        ConfigError: the capacity is not a positive integer.
+        ConfigError: If the capacity is less than 1.
     """
 
     def __init__(self, capacity: int = 100_000, *, enabled: bool = True) -> None:
@@ -58,33 +67,33 @@ class Tracer:
         self._lock = threading.Lock()
 
     def span(self, name: str, category: str, /, **args: Scalar) -> AbstractContextManager[None]:
-        """Record the time from entering to leaving the `with` block, also where it raises."""
-        return _Open(self, name, category, args) if self.enabled else _NOTHING
+        """Context manager that records the time of its block, even if the block raises."""
+        return _Open(self, name, category, args) if self.enabled else _NO_SPAN
 
     def add(self, name: str, category: str, /, start_ns: int, end_ns: int, **args: Scalar) -> None:
-        """Record a span whose times the caller took itself; it counts for the calling thread."""
+        """Record a span with times measured by the caller, for the calling thread."""
         if self.enabled:
             self._record(name, category, start_ns, end_ns, args)
 
     def spans(self) -> tuple[Span, ...]:
-        """Return what the ring holds, in the order in which the spans ended."""
+        """Return the spans in the buffer, in the order of their ends."""
         with self._lock:
             return tuple(self._spans)
 
     @property
     def dropped(self) -> int:
-        """How many spans the ring has forgotten."""
+        """Number of spans that newer spans replaced."""
         with self._lock:
             return self._recorded - len(self._spans)
 
     def clear(self) -> None:
-        """Forget all spans."""
+        """Remove all spans."""
         with self._lock:
             self._spans.clear()
             self._recorded = 0
 
     def chrome_events(self, pid: int, process_name: str) -> list[dict[str, object]]:
-        """Return the spans as trace events of one process; see the function of the same name."""
+        """Return the spans as trace events of one process; see the module's `chrome_events`."""
         return chrome_events(self.spans(), pid, process_name)
 
     def _record(
@@ -97,7 +106,7 @@ class Tracer:
 
 
 class _Open:
-    """The `with` block of an enabled tracer."""
+    """Context manager that records one span of an enabled tracer."""
 
     __slots__ = ("_args", "_category", "_name", "_start_ns", "_tracer")
 
@@ -122,7 +131,7 @@ class _Open:
 
 
 def chrome_events(spans: Iterable[Span], pid: int, process_name: str) -> list[dict[str, object]]:
-    """Return Chrome trace events (times in microseconds), one row per thread, named."""
+    """Return Chrome trace events (times in microseconds), with one named row per thread."""
     events: list[dict[str, object]] = [_label("process_name", pid, 0, process_name)]
     threads: dict[str, int] = {}
     for span in spans:
@@ -147,9 +156,12 @@ def chrome_events(spans: Iterable[Span], pid: int, process_name: str) -> list[di
 def write_chrome_trace(
     path: str | os.PathLike[str], processes: Mapping[str, Tracer | Iterable[Span]]
 ) -> None:
-    """Write one trace file for chrome://tracing or ui.perfetto.dev, one group per process name.
+    """Write one trace file for chrome://tracing or ui.perfetto.dev, with one group per process.
 
-    The file appears whole or not at all. Raises OSError where the path cannot be written.
+    The file appears complete or not at all.
+
+    Raises:
+        OSError: If the path cannot be written.
     """
     events: list[dict[str, object]] = []
     for pid, (name, source) in enumerate(processes.items(), start=1):

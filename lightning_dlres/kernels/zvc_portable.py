@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from lightning_dlres.core.compiled import compiled, part
+from lightning_dlres.core.compiled import compiled, subroutine
 
 _WIDTHS = (1, 2, 4)
 _ELEMENTS: dict[int, Any] = {1: types.uint8, 2: types.uint16, 4: types.uint32}
@@ -44,7 +44,7 @@ def _encode_elements(source: Any, mask: Any, values: Any) -> Any:
     return encode_rest(source, mask, values, nonzero)
 
 
-@part
+@subroutine
 def encode_rest(source: Any, mask: Any, values: Any, nonzero: Any) -> Any:
     """Encode the elements after the last group of eight; return the total of non-zero elements."""
     first = source.size // 8 * 8
@@ -73,7 +73,7 @@ def _decode_elements(mask: Any, values: Any, out: Any) -> Any:
     return decode_rest(mask, values, out, group, nonzero)
 
 
-@part
+@subroutine
 def decode_rest(mask: Any, values: Any, out: Any, group: Any, nonzero: Any) -> Any:
     """Decode from a group of eight elements on; return the total of non-zero elements."""
     # Fewer than eight values are left, so that reading a whole group would exceed the array.

@@ -1,5 +1,4 @@
-"""Code that several processes compile and keep in one place: one at a time, and always the right
-one."""
+"""Tests of compiled functions whose cache several processes share."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import pytest
 from numba import float64, int64
 
 from lightning_dlres.core import compiled as compiled_module
-from lightning_dlres.core.compiled import compiled, in_turn
+from lightning_dlres.core.compiled import cache_lock, compiled
 from lightning_dlres.core.errors import PeerTimeoutError
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 
@@ -30,14 +29,15 @@ MODULE = """
 
     @compiled(*(KINDS if sys.argv[1:] == ["forwards"] else KINDS[::-1]))
     def total(numbers):
-        found = numbers[0] - numbers[0]
+        result = numbers[0] - numbers[0]
         for number in numbers:
-            found += number
-        return found
+            result += number
+        return result
 
     def main():
         print(total(np.arange(5)), total(np.arange(5) / 2))
 """
+# Seconds.
 DEADLINE = 120
 
 
@@ -46,8 +46,8 @@ def test_every_process_gets_the_code_for_its_types(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "totals.py").write_text(textwrap.dedent(MODULE))
-    kept = tmp_path / "kept"
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(kept)}
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
     running = [
         subprocess.Popen(
             lightweight_command("totals:main", order),
@@ -55,16 +55,16 @@ def test_every_process_gets_the_code_for_its_types(
             stdout=subprocess.PIPE,
             text=True,
         )
-        # The last one loads what the others have kept.
+        # The last one loads the code that the others stored.
         for order in ("forwards", "backwards", "forwards")
     ]
-    found = [process.communicate(timeout=DEADLINE)[0].split() for process in running]
-    assert found == [["10", "5.0"]] * 3
-    assert len(list(kept.rglob("*.nbc"))) == 2
+    printed = [process.communicate(timeout=DEADLINE)[0].split() for process in running]
+    assert printed == [["10", "5.0"]] * 3
+    assert len(list(cache.rglob("*.nbc"))) == 2
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_network_file_systems_lock_what_may_be_written(
+def test_network_file_systems_lock_only_writable_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
 ) -> None:
     lock, open_ = fcntl.flock, os.open
@@ -77,18 +77,18 @@ def test_network_file_systems_lock_what_may_be_written(
         lock(descriptor, kind)
         held.append(kind)
 
-    def of_somebody_else(path: Path, flags: int, *mode: int) -> int:
+    def of_another_user(path: Path, flags: int, *mode: int) -> int:
         if flags & os.O_RDWR and not writable:
             raise PermissionError(errno.EACCES, "Permission denied")
         return open_(path, flags, *mode)
 
     monkeypatch.setattr(fcntl, "flock", as_nfs)
-    monkeypatch.setattr(os, "open", of_somebody_else)
-    with in_turn(str(tmp_path)):
+    monkeypatch.setattr(os, "open", of_another_user)
+    with cache_lock(str(tmp_path)):
         assert bool(held) == writable
 
 
-def test_other_types_are_not_compiled() -> None:
+def test_other_types_are_refused() -> None:
     @compiled((int64[::1],))
     def first(numbers: np.ndarray) -> int:
         """Return the first."""
@@ -102,23 +102,23 @@ def test_other_types_are_not_compiled() -> None:
         first(np.arange(8)[::2])
 
 
-def test_compiling_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_module, "PATIENCE", 0.05)
+def test_one_process_at_a_time_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module, "LOCK_TIMEOUT", 0.05)
 
     @compiled((float64,))
     def twice(number: float) -> float:
         return 2 * number
 
-    directory = twice.kept_in
+    directory = twice.cache_directory
     assert directory is not None
-    with in_turn(directory), pytest.raises(PeerTimeoutError, match=r"NUMBA_CACHE_DIR"):
+    with cache_lock(directory), pytest.raises(PeerTimeoutError, match=r"NUMBA_CACHE_DIR"):
         twice(1.0)
     monkeypatch.undo()
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(twice(1.5)))
-    with in_turn(directory):
+    results = []
+    waiting = threading.Thread(target=lambda: results.append(twice(1.5)))
+    with cache_lock(directory):
         waiting.start()
         waiting.join(0.2)
-        assert not found
+        assert not results
     waiting.join(DEADLINE)
-    assert found == [3.0]
+    assert results == [3.0]

@@ -1,4 +1,4 @@
-"""A name never leads out of the directory that it is meant for."""
+"""Tests of names in paths: no name leaves its directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", sorted(BAD, key=ascii), ids=ascii)
-def test_names_that_are_no_part_of_a_path(
+def test_names_that_cannot_be_part_of_a_path_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -38,7 +38,7 @@ def test_names_that_are_no_part_of_a_path(
     assert os.listdir(tmp_path) == ["precious"]
 
 
-def test_other_types_and_files_of_others_are_refused() -> None:
+def test_other_types_and_reserved_endings_are_refused() -> None:
     for name in (None, 5, b"bytes", Path("a")):
         with pytest.raises(ConfigError, match="must be a name"):
             path_part("name", name)
@@ -49,7 +49,7 @@ def test_other_types_and_files_of_others_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "7", "train-1.5", "höst.example_org", "a~b", "x" * 100])
-def test_usual_names_are_kept(name: str) -> None:
+def test_usual_names_are_accepted(name: str) -> None:
     assert path_part("name", name) == name
 
 

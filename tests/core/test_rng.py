@@ -1,4 +1,4 @@
-"""Random state comes back exactly, seeds never meet, and a fork leaves no trace."""
+"""Tests of random state: exact restoration, distinct seeds, and forks without side effects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlres.core._compat import numpy_draws_noticed
+from lightning_dlres.core._compat import numpy_change_detector
 from lightning_dlres.core.rng import (
     derive_seed,
     forked,
-    held,
     restore,
+    rewinder,
     seed_device,
     snapshot,
 )
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def draw() -> list[float]:
-    """Draw from every generator, the ones with a cached second value included."""
+    """Draw from every generator, including those that cache a second value."""
     return [
         random.random(),
         random.gauss(0, 1),
@@ -45,7 +45,7 @@ def draw() -> list[float]:
 
 @settings(max_examples=examples(30))
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3))
-def test_what_is_restored_draws_the_same(seed: int, before: int) -> None:
+def test_a_restored_state_draws_the_same_numbers(seed: int, before: int) -> None:
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     for _ in range(before):
         draw()
@@ -53,14 +53,14 @@ def test_what_is_restored_draws_the_same(seed: int, before: int) -> None:
     expected = [draw() for _ in range(3)]
     restore(state)
     assert [draw() for _ in range(3)] == expected
-    # Not used up, and not a view of the generator's own memory.
+    # A state can be restored again: it is no view of the generator's own memory.
     restore(state)
     assert [draw() for _ in range(3)] == expected
     restore(state)
-    put_back = held(CPU)
+    rewind = rewinder(CPU)
     for _ in range(2):
         assert [draw() for _ in range(3)] == expected
-        put_back()
+        rewind()
     assert [draw() for _ in range(3)] == expected
 
 
@@ -82,33 +82,33 @@ def test_every_use_of_numpy_is_undone(use: Callable[[], object], cached: bool) -
     np.random.seed(1)
     if cached:
         np.random.randn()
-    put_back = held(CPU)
+    rewind = rewinder(CPU)
     expected = np.random.randn(5).tolist()
     for _ in range(2):
-        put_back()
+        rewind()
         use()
-        put_back()
+        rewind()
         assert np.random.randn(5).tolist() == expected
 
 
-def test_another_generator_of_numpy_is_noticed() -> None:
+def test_another_numpy_generator_counts_as_a_change() -> None:
     before = np.random.get_bit_generator()
     state = np.random.RandomState(1).get_state()
     np.random.set_state(state)
-    noticed = numpy_draws_noticed(state)
-    assert not noticed()
+    changed = numpy_change_detector(state)
+    assert not changed()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
-        assert noticed()
-        assert numpy_draws_noticed(state)()
+        assert changed()
+        assert numpy_change_detector(state)()
     finally:
         np.random.set_bit_generator(before)
-    assert not noticed()
+    assert not changed()
     np.random.rand()
-    assert noticed()
+    assert changed()
 
 
-def test_the_state_of_another_rank() -> None:
+def test_the_state_of_another_rank_can_be_restored() -> None:
     random.gauss(0, 1), np.random.randn()
     data, large = encode(snapshot(CPU), ("rng",))
     expected = draw()
@@ -148,8 +148,8 @@ def test_each_part_matters(parts: list[int], data: st.DataObject) -> None:
     assert derive_seed(*parts) != derive_seed(*other)
 
 
-def test_seeds_stay_what_they_are() -> None:
-    # A plan, a resumed run and another machine must get the same dropout.
+def test_seeds_are_the_same_in_every_version() -> None:
+    # Another plan, a resumed run and another machine must get the same dropout.
     assert [derive_seed(), derive_seed(0), derive_seed(1, 2, 3)] == [
         0,
         8147104208329303767,
@@ -157,7 +157,7 @@ def test_seeds_stay_what_they_are() -> None:
     ]
 
 
-def test_a_fork_leaves_no_trace() -> None:
+def test_a_fork_changes_no_state() -> None:
     before = torch.get_rng_state()
     with forked(CPU):
         torch.manual_seed(5)

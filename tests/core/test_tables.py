@@ -1,4 +1,4 @@
-"""Tables keep every character, line their numbers up, and ignore the terminal."""
+"""Tests of tables: no lost text, aligned numbers, and no effect of the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_column_with_a_word_is_text() -> None:
     assert "| 1   |" in render("t", ["x"], [[1], ["abc"]])
 
 
-def test_markup_is_shown_as_it_is() -> None:
+def test_markup_is_shown_unchanged() -> None:
     assert "[bold]x[/bold] [3]" in render("t", ["c"], [["[bold]x[/bold] [3]"]])
 
 
@@ -37,7 +37,7 @@ def test_a_width_folds_long_cells_without_losing_text() -> None:
     assert sum(text.count(letter) for letter in "bcdfghij") >= 80
 
 
-def test_no_rows() -> None:
+def test_a_table_without_rows_has_its_header() -> None:
     assert "| a | b |" in render("empty", ["a", "b"], [])
 
 

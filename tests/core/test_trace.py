@@ -1,4 +1,4 @@
-"""Spans are recorded from any thread, bounded, free when disabled, and readable by Perfetto."""
+"""Tests of the tracer: any thread, limited memory, no cost when disabled, and Perfetto files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_span_has_its_times_and_arguments() -> None:
         outer.name = "other"  # type: ignore[misc]
 
 
-def test_a_span_that_raises_is_recorded_and_says_so() -> None:
+def test_a_span_that_raises_is_recorded_with_its_error() -> None:
     tracer = Tracer()
     with pytest.raises(KeyError), tracer.span("step", "compute"):
         raise KeyError("x")
@@ -49,7 +49,7 @@ def test_a_disabled_tracer_records_nothing_and_allocates_no_spans() -> None:
     assert len(tracer.spans()) == 1
 
 
-def test_the_ring_keeps_the_newest() -> None:
+def test_the_buffer_keeps_the_newest_spans() -> None:
     tracer = Tracer(capacity=3)
     for number in range(5):
         tracer.add(str(number), "c", number, number + 1)

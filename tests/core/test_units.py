@@ -1,4 +1,4 @@
-"""Sizes and durations survive being written and read, and nonsense is refused by name."""
+"""Tests of sizes, rates and durations: parsing, formatting, and errors that name the argument."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_dlres.core.units import (
         ("9007199254740993", 2**53 + 1),
     ],
 )
-def test_parse_bytes(text: str | int | float, count: int) -> None:
+def test_sizes_are_parsed(text: str | int | float, count: int) -> None:
     assert parse_bytes(text) == count
 
 
@@ -52,7 +52,7 @@ def test_parse_bytes(text: str | int | float, count: int) -> None:
         (timedelta(minutes=2), 120.0),
     ],
 )
-def test_parse_seconds(value: str | int | float | timedelta, seconds: float) -> None:
+def test_durations_are_parsed(value: str | int | float | timedelta, seconds: float) -> None:
     assert parse_seconds(value) == pytest.approx(seconds)
 
 
@@ -73,7 +73,7 @@ def test_parse_seconds(value: str | int | float | timedelta, seconds: float) -> 
         "1e999",
     ],
 )
-def test_nonsense_is_refused_by_name(bad: object) -> None:
+def test_invalid_values_are_refused_with_the_name_of_the_argument(bad: object) -> None:
     with pytest.raises(ConfigError, match="budget must be"):
         parse_bytes(bad, "budget")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="timeout must be"):
@@ -86,18 +86,18 @@ def test_a_negative_timedelta_is_refused() -> None:
 
 
 @given(st.integers(0, 10**18))
-def test_bytes_round_trip(count: int) -> None:
+def test_sizes_survive_a_round_trip(count: int) -> None:
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=1e-3)
     assert parse_bytes(str(count)) == count
 
 
 @given(st.floats(1e-9, 1e9))
-def test_seconds_round_trip(seconds: float) -> None:
+def test_durations_survive_a_round_trip(seconds: float) -> None:
     assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=1e-3)
     assert parse_seconds(repr(seconds)) == pytest.approx(seconds)
 
 
-def test_format_for_people() -> None:
+def test_formatted_values_have_one_unit_and_few_digits() -> None:
     assert format_bytes(0) == "0 B"
     assert format_bytes(1536) == "1.5 KiB"
     assert format_bytes(8 * 1024**3) == "8 GiB"
@@ -111,11 +111,11 @@ def test_format_for_people() -> None:
     ("value", "rate"),
     [("10GB/s", 10e9), ("500Mbit/s", 62.5e6), ("1 Gbit", 125e6), ("2MiB/s", 2 << 20), (1e6, 1e6)],
 )
-def test_parse_rate(value: str | float, rate: float) -> None:
+def test_rates_are_parsed(value: str | float, rate: float) -> None:
     assert parse_rate(value) == rate
 
 
 @pytest.mark.parametrize("bad", ["fast", "", "0", "-1MB/s", "10 parsec/s"])
-def test_a_rate_that_is_none_is_refused(bad: str) -> None:
+def test_an_invalid_rate_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match="bandwidth must be"):
         parse_rate(bad)

@@ -1,4 +1,4 @@
-"""A process whose service dies."""
+"""Program whose service thread dies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_dlres.core.host.service import start_service
 
 
 def main() -> None:
-    """Start the service and wait for ever."""
+    """Start the service and wait forever."""
     start_service(_die, "the service")
     threading.Event().wait()
 

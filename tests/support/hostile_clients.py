@@ -1,4 +1,4 @@
-"""Bytes that no client of a server sends, and ways to send them."""
+"""Bytes that no real client sends, and functions that send them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BANNERS = {
 
 
 def connect_raw(stack: ExitStack, endpoint: str) -> socket.socket:
-    """Return a connection to "tcp://..." or "ipc://..." that ZeroMQ knows nothing about."""
+    """Return a plain socket that is connected to "tcp://..." or "ipc://...", without ZeroMQ."""
     kind, _, address = endpoint.partition("://")
     if kind == "ipc":
         raw = socket.socket(socket.AF_UNIX)
@@ -44,7 +44,7 @@ def connect_raw(stack: ExitStack, endpoint: str) -> socket.socket:
 
 
 def is_closed(raw: socket.socket) -> bool:
-    """Return whether the other side closes a connection, after all that it has sent."""
+    """Return True if the other side has closed the connection, after reading all that it sent."""
     try:
         while raw.recv(65536):
             pass
@@ -56,13 +56,13 @@ def is_closed(raw: socket.socket) -> bool:
 
 
 def frame(data: bytes, more: bool = False, claimed: int | None = None) -> bytes:
-    """Return a ZMTP 3 frame, which may claim another length than it has."""
+    """Return a ZMTP 3 frame; `claimed` is a false length for its header."""
     length = len(data) if claimed is None else claimed
     return bytes([2 | more]) + struct.pack(">Q", length) + data
 
 
 def greeting(name: bytes = b"") -> bytes:
-    """Return the bytes with which a client without keys introduces itself."""
+    """Return the handshake of a client without keys."""
     properties = b"".join(
         bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
         for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", name))
@@ -72,22 +72,22 @@ def greeting(name: bytes = b"") -> bytes:
 
 
 def greet(raw: socket.socket, name: bytes = b"") -> None:
-    """Do what a client without keys does before its first message."""
+    """Do the handshake of a client without keys."""
     raw.sendall(greeting(name))
-    came = b""
-    while b"READY" not in came:
+    received = b""
+    while b"READY" not in received:
         more = raw.recv(4096)
-        assert more, "the server has closed the connection"
-        came += more
+        assert more, "the server closed the connection"
+        received += more
 
 
 def malformed(draw: random.Random, kinds: list[str], typed: list[bytes]) -> Iterator[list[bytes]]:
-    """Yield messages for ever: frames that are almost right, deep, large, or random.
+    """Yield messages forever: frames that are almost valid, deeply nested, large, or random.
 
     Args:
-        draw: of random numbers.
-        kinds: of messages that the server knows.
-        typed: payloads that it knows.
+        draw: Generator of random numbers.
+        kinds: Kinds of messages that the server accepts.
+        typed: Payloads that the server accepts.
     """
     while True:
         kind = draw.choice([*kinds, "", "sing", "k" * 64, "\x1b[2J\n"])
@@ -113,6 +113,6 @@ def malformed(draw: random.Random, kinds: list[str], typed: list[bytes]) -> Iter
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Return the memory that a process has for itself."""
+    """Return the private resident memory of a process, in bytes."""
     text = Path(f"/proc/{pid}/status").read_text()
     return 1024 * int(text.partition("RssAnon:")[2].split()[0])

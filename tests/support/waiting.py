@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, with a deadline and without guessed pauses."""
+"""Waiting for other threads and processes, with a deadline instead of fixed pauses."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 20.0
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout} s in vain until {what}")
+            raise AssertionError(f"waited {timeout} s, but it never happened that {what}")
         time.sleep(0.01)

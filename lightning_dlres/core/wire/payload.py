@@ -1,9 +1,8 @@
-"""The wire format of a tree of tensors: one for pipeline, parameter server and gradient
-synchronisation.
+"""Wire format of a tree of tensors.
 
-A payload is a header (msgpack: version, key, structure, and for every tensor codec, dtype, shape,
-size in bytes and whether it asks for a gradient) followed by small tensors in line and large
-tensors as byte strings of their own, so that those land in their final memory without a copy.
+A payload begins with a msgpack header: version, key, structure, small tensors, and a description of
+each tensor (codec, dtype, shape, size in bytes, `requires_grad`). Large tensors follow as separate
+byte strings. The receiver can read them into their final memory without a copy.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.tree import Structure, Tree, flatten, unflatten
 
 VERSION = 1
+# Largest tensor, in bytes, that travels in the header.
 INLINE_BYTES = 4096
 RAW = "raw"
 
 
 class TensorHeader(msgspec.Struct, array_like=True, frozen=True):
-    """One tensor of a payload: how it is coded and what it becomes."""
+    """Description of one tensor of a payload; `nbytes` is its size in bytes."""
 
     codec: str
     dtype: str
@@ -35,7 +35,7 @@ class TensorHeader(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PayloadHeader(msgspec.Struct, array_like=True, frozen=True):
-    """What travels before the tensors. `key` says which message of the protocol this is."""
+    """Header of a payload; `key` identifies the message in the protocol."""
 
     version: int
     key: tuple[str | int, ...]
@@ -48,10 +48,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]:
-    """Return the header and the large tensors as flat uint8 tensors, on the device where they are.
+    """Return the encoded header, and the large tensors as uint8[n] on their devices.
 
     Raises:
-        ConfigError: the tree holds something that cannot travel (see `core.tree`).
+        ConfigError: If the tree holds an object that cannot be sent; see `tree`.
     """
     structure, tensors = flatten(tree)
     _refuse_attributes(tensors)
@@ -71,26 +71,28 @@ def encode(tree: Tree, key: tuple[str | int, ...]) -> tuple[bytes, list[Tensor]]
         return _ENCODER.encode(header), large
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"A batch or output cannot be sent to another rank: {error}. Expected tensors, arrays, "
+            f"A batch or output cannot be sent to another rank: {error}. Use only tensors, arrays, "
             "numbers and ordinary strings in it."
         ) from error
 
 
 def decode_header(data: bytes | bytearray | memoryview, peer: str) -> PayloadHeader:
-    """Return the header.
+    """Return the decoded and checked header.
 
     Raises:
-        ProtocolError: the bytes are no header of this version; the message names `peer`.
+        ProtocolError: If the bytes are not a header of this version. The message names `peer`.
     """
     try:
         header = from_msgpack(data, PayloadHeader)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
-            f"{peer} sent a header that cannot be read ({error}): do all ranks run one version?"
+            f"{peer} sent a header that cannot be decoded ({error}). Check that all ranks run the "
+            "same version."
         ) from None
     if header.version != VERSION or not all(_is_known(t) for t in header.tensors):
         raise ProtocolError(
-            f"{peer} sent a payload of another version or codec: do all ranks run one version?"
+            f"{peer} sent a payload of another version or codec. Check that all ranks run the same "
+            "version."
         )
     inline = sum(t.nbytes for t in header.tensors if t.nbytes <= INLINE_BYTES)
     if inline != len(header.inline) or not all(_is_consistent(t) for t in header.tensors):
@@ -99,21 +101,24 @@ def decode_header(data: bytes | bytearray | memoryview, peer: str) -> PayloadHea
 
 
 def large_sizes(header: PayloadHeader) -> list[int]:
-    """Return the sizes in bytes of the tensors that follow the header on their own."""
+    """Return the sizes in bytes of the large tensors, which follow the header."""
     return [t.nbytes for t in header.tensors if t.nbytes > INLINE_BYTES]
 
 
 def decode(header: PayloadHeader, large: list[Tensor]) -> Tree:
-    """Return the tree; `large` are the flat uint8 tensors that followed. `requires_grad` is set as
-    it was sent.
+    """Return the tree; `requires_grad` of its tensors is as the sender had it.
+
+    Args:
+        header: Decoded header.
+        large: The large tensors as uint8[n], in order.
 
     Raises:
-        ProtocolError: the header does not describe a tree that can be built here.
+        ProtocolError: If this process cannot build the tree that the header describes.
     """
     try:
         tensors = _tensors(header, large)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ProtocolError(f"A tensor arrived that cannot be made here: {error}.") from error
+        raise ProtocolError(f"A tensor arrived that cannot be built here: {error}.") from error
     return unflatten(header.structure, tensors)
 
 
@@ -134,8 +139,10 @@ def _tensors(header: PayloadHeader, large: list[Tensor]) -> list[Tensor]:
 
 
 def _refuse_attributes(tensors: list[Tensor]) -> None:
-    """Refuse tensors of classes of users that know more than their values, such as boxes that know
-    the size of their image; what is only of another class arrives as a plain tensor."""
+    """Refuse tensors of users' classes with attributes, such as boxes with the size of their image.
+
+    The attributes would be lost. A subclass without attributes arrives as a plain tensor.
+    """
     for tensor in tensors:
         kind = type(tensor)
         if kind not in (Tensor, Parameter) and getattr(tensor, "__dict__", None):
@@ -159,10 +166,10 @@ def _is_consistent(entry: TensorHeader) -> bool:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the contents of a tensor as a flat uint8 tensor, a view where that is possible.
+    """Return the contents of a tensor as uint8[n], a view if the tensor is contiguous.
 
     Raises:
-        ProtocolError: the tensor is sparse, nested or quantized, or has no contents.
+        ProtocolError: If the tensor is sparse, nested or quantized, or on the meta device.
     """
     if tensor.is_quantized:
         raise ProtocolError("A quantized tensor cannot be sent; dequantize it.")
@@ -174,5 +181,5 @@ def as_bytes(tensor: Tensor) -> Tensor:
     data = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not data.numel():
         return torch.empty(0, dtype=torch.uint8)
-    # One element counts as contiguous at any stride, but can be seen as bytes at stride 1 only.
+    # A tensor of one element is contiguous with any stride, but a view as bytes needs stride 1.
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)

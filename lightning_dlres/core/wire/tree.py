@@ -1,10 +1,10 @@
-"""Nested containers of tensors, taken apart into plain data and put together again.
+"""Trees: nested containers of tensors, split into plain data and tensors, and rebuilt.
 
 A batch or a layer's output may be a tensor, or lists, tuples, dicts, named tuples, dataclasses and
-other mappings of them. To send one to another rank without pickle it is split into a *structure*
-(plain data that msgpack can carry) and its tensors. Classes are named in the structure, and only
-data classes, named tuples and mappings that the receiver has already imported are built again:
-nothing that arrives can choose code to run.
+other mappings of them. To send a tree to another rank without pickle, it is split into a
+*structure* (plain data for msgpack) and its tensors. The structure names classes. The receiver
+builds only data classes, named tuples and mappings that it has already imported, so that no message
+can choose code to run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 Tree = Any
 Structure = list[Any]
 
-# Arrays that are no more than their values: others have a mask, a unit or another product.
+# Array classes without further state. Others have a mask, a unit or other operators.
 _PLAIN_ARRAYS = (np.ndarray, np.memmap)
 _WORD = 1 << 63
 _CONVERT = (
     "Make a tensor of it in the dataset or its collate function if a batch holds it, else in the "
     "layer that returns it."
 )
+# Tags of structure nodes without children: tensor, array, NumPy scalar, plain value, large integer,
+# complex number, torch.Size, dtype or device, and path.
 _LEAVES = ("t", "a", "g", "v", "i", "z", "s", "k", "p")
 
 
@@ -40,8 +42,8 @@ def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
     """Return the structure of `tree` and its tensors in order (NumPy arrays count as tensors).
 
     Raises:
-        ConfigError: the tree holds an object that is neither data nor a container of data, or
-            holds itself.
+        ConfigError: If the tree contains itself, or an object that is neither data nor a container
+            of data.
     """
     tensors: list[Tensor] = []
     try:
@@ -49,16 +51,16 @@ def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
     except RecursionError:
         raise ConfigError(
             "A batch or a layer's output cannot be sent to another rank: it is nested too deep, or "
-            f"holds itself. {_CONVERT}"
+            f"contains itself. {_CONVERT}"
         ) from None
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
-    """Build the tree that `flatten` took apart.
+    """Return the tree of a structure and its tensors.
 
     Raises:
-        ProtocolError: the structure is malformed, or names a class that is not imported here or is
-            not a container of data.
+        ProtocolError: If the structure is malformed, or names a class that is not imported here or
+            is not a container of data.
     """
     try:
         return _build(structure, tensors)
@@ -116,7 +118,7 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
     if isinstance(node, bytes):
         return ["v", bytes(node)]
     if isinstance(node, int):
-        # Python makes no decimal text of an integer with thousands of digits.
+        # Hexadecimal: Python refuses to convert thousands of digits to or from decimal text.
         return ["v", int(node)] if -_WORD <= node < _WORD else ["i", hex(node)]
     if isinstance(node, complex):
         return ["z", node.real, node.imag]
@@ -158,17 +160,20 @@ def _refused(kind: type, why: str) -> ConfigError:
 
 
 def _attributes(node: Any) -> list[str]:
-    """Return the names of a data class's fields that are set, and of its other attributes."""
+    """Return the names of a data class's fields that are set, and of its other attributes.
+
+    Values of `cached_property` are omitted: the receiver computes them again, perhaps for another
+    part of the batch.
+    """
     kind = type(node)
     fields = [f.name for f in dataclasses.fields(node) if hasattr(node, f.name)]
     if isinstance(node, Mapping):
         return fields
-    # A value that was cached is made again: here it may be that of another part of the batch.
     others = [
         name
         for name in getattr(node, "__dict__", {})
         if name not in fields
-        # As `__orig_class__`, which typing sets by itself.
+        # `typing` sets such names, as `__orig_class__`.
         and not name.startswith("__")
         and not isinstance(getattr(kind, name, None), functools.cached_property)
     ]
@@ -176,14 +181,14 @@ def _attributes(node: Any) -> list[str]:
 
 
 def _advice(kind: type) -> str:
-    """Return how to avoid an object of a class that cannot be sent."""
+    """Return advice on replacing an object of a class that cannot be sent."""
     for base in kind.__mro__:
         if base.__module__ == "PIL.Image":
             return (
                 "Make a tensor of each image in the dataset, as torchvision's "
                 "transforms.functional.pil_to_tensor does."
             )
-        # Models return these unless told otherwise, so no collate function can help.
+        # Models return caches by default, so advice about the dataset would not help.
         if base.__module__.startswith("transformers.") and base.__name__.endswith("Cache"):
             return "Call the model with use_cache=False, or set model.config.use_cache = False."
     if issubclass(kind, Iterator):
@@ -204,7 +209,7 @@ def _is_made_of_a_mapping(kind: Any) -> bool:
     try:
         return isinstance(kind({}), kind)
     except Exception:
-        # Whatever a foreign constructor raises: it does not make a mapping of a mapping.
+        # A user's constructor may raise any exception. Then it cannot build a mapping from one.
         return False
 
 
@@ -222,10 +227,10 @@ def _class_name(kind: type) -> str:
     """Return the name by which another rank finds a class.
 
     Raises:
-        ConfigError: it would not find it.
+        ConfigError: If another rank could not find it by that name.
     """
     name = f"{kind.__module__}:{kind.__qualname__}"
-    if _found(name) is not kind:
+    if _lookup(name) is not kind:
         raise _refused(
             kind, "Other ranks find a class by its name: define it at the top level of its module."
         )
@@ -255,7 +260,7 @@ def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
     if tag == "v":
         return node[1]
     if tag == "i":
-        # Also decimal, as earlier versions have written it into stores.
+        # Earlier versions wrote decimal text into stores.
         return int(node[1], 0)
     if tag == "z":
         return complex(node[1], node[2])
@@ -267,7 +272,7 @@ def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
         return torch.device(node[2])
     dtype = getattr(torch, node[2])
     if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"{node[2]!r} arrived as a dtype, but is none.")
+        raise ProtocolError(f"{node[2]!r} arrived as a dtype, but is not one.")
     return dtype
 
 
@@ -288,22 +293,23 @@ def _build_object(node: Structure, tensors: Sequence[Tensor]) -> Tree:
         for field, value in values.items():
             object.__setattr__(instance, field, value)
         return instance
-    raise ProtocolError(f"{name!r} arrived as a container of data, but here it is none.")
+    raise ProtocolError(f"{name!r} arrived as a container of data, but is not one in this process.")
 
 
-def _found(name: str) -> Any:
+def _lookup(name: str) -> Any:
+    """Return the object of a name such as "module:Class", or None; imports nothing."""
     module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found
+        target = getattr(target, part, None)
+    return target
 
 
 def _resolve(name: str) -> type:
-    found = _found(name)
-    if not isinstance(found, type):
+    kind = _lookup(name)
+    if not isinstance(kind, type):
         raise ProtocolError(
-            f"{name!r} arrived in a batch, but no such class is imported here: import it on all "
+            f"{name!r} arrived in a batch, but no such class is imported here. Import it on all "
             "ranks."
         )
-    return found
+    return kind

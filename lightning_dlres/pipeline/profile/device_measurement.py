@@ -148,7 +148,7 @@ def _measure_loss(
 ) -> tuple[float, int]:
     """Return the clock's seconds and the temporary bytes of a step after the module's call, forward
     and backward. Both are 0 if user code cannot run outside of training."""
-    clock, rewind_random_state = ComputeClock(model.device), rng.held(model.device)
+    clock, rewind_random_state = ComputeClock(model.device), rng.rewinder(model.device)
     leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
     differentiable = [t for t in tensors_of(leaves) if t.requires_grad]
     differentiable += [p for p in model.non_pipelined if p.device == model.device]

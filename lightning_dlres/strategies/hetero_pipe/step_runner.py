@@ -256,7 +256,7 @@ class StepRunner:
 
     def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
         runtime, context = self.runtime, self.context
-        rewind_random_state = rng.held(context.device)
+        rewind_random_state = rng.rewinder(context.device)
         inputs = (
             LightningStep(context, args, keeps_batch=True, is_trial=True).module_inputs()
             if runtime.is_first
@@ -352,14 +352,17 @@ class _StateBeforeStep:
         self.args = (batch, *args[1:])
         self._runner = runner
         self._saved_buffers = [buffer.clone() for buffer in self._changing_buffers()]
-        self._rewind_random_state = rng.held(runner.context.device)
+        self._rewind_random_state = rng.rewinder(runner.context.device)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context manager that restores the state; it stays restored if the schedule changes to one
         with a loss over the whole batch."""
         device = self._runner.context.device
-        after, redo_random_state = [b.clone() for b in self._changing_buffers()], rng.held(device)
+        after, redo_random_state = (
+            [b.clone() for b in self._changing_buffers()],
+            rng.rewinder(device),
+        )
         self._set_buffers(self._saved_buffers)
         self._rewind_random_state()
         yield

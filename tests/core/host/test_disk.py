@@ -1,4 +1,4 @@
-"""A log that never ends stays short."""
+"""Tests that an endless log stays short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_dlres.core.host.disk import trim
 
 
-def test_a_log_is_cut_off(tmp_path: Path) -> None:
+def test_a_long_log_is_emptied(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("ab", buffering=0) as log:
         for _ in range(1000):

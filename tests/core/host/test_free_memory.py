@@ -1,4 +1,4 @@
-"""What the host and its control groups leave is found in either version of their files."""
+"""Tests of the free memory of a host and its control groups, in both versions of their files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def group(directory: str, allowed: str, used: int, cache: int) -> dict[str, str]
     }
 
 
-def test_here() -> None:
+def test_this_host_has_free_memory() -> None:
     found = available_bytes()
     if not sys.platform.startswith("linux"):
         assert found is None
@@ -36,12 +36,12 @@ def test_here() -> None:
         assert 0 < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_host_without_groups(tmp_path: Path) -> None:
+def test_a_host_without_control_groups(tmp_path: Path) -> None:
     write(tmp_path, {})
     assert available_bytes(tmp_path) == 1000 * 1024
 
 
-def test_another_system(tmp_path: Path) -> None:
+def test_another_system_has_no_answer(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) is None
 
 
@@ -54,7 +54,7 @@ def test_another_system(tmp_path: Path) -> None:
         (("50000", 60000, 0), ("max", 60000, 0), 0),
     ],
 )
-def test_version_2(
+def test_control_groups_of_version_2_limit_memory(
     tmp_path: Path, job: tuple[str, int, int], slurm: tuple[str, int, int], expected: int
 ) -> None:
     files = {"proc/self/cgroup": "0::/slurm/job\n"}
@@ -63,8 +63,8 @@ def test_version_2(
     assert available_bytes(tmp_path) == expected
 
 
-def test_version_1_in_a_container(tmp_path: Path) -> None:
-    # The path is the host's; inside, the group is the root.
+def test_control_groups_of_version_1_limit_memory_in_a_container(tmp_path: Path) -> None:
+    # The path is the host's. Inside the container the group is the root.
     directory = "sys/fs/cgroup/memory"
     files = {
         "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n",

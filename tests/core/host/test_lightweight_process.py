@@ -1,4 +1,4 @@
-"""Processes that need only the lower floors."""
+"""Tests of processes that import only parts of the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 
 
-def test_modules_come_from_where_this_process_has_them(
+def test_the_process_imports_modules_from_the_same_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, here = tmp_path / "known", tmp_path / "here"
@@ -24,7 +24,7 @@ def test_modules_come_from_where_this_process_has_them(
     assert (done.returncode, done.stdout, done.stderr) == (0, "known\n", "")
 
 
-def test_torch_is_not_loaded_and_arguments_arrive(
+def test_the_process_gets_its_arguments_and_does_not_import_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "dlres_looks.py").write_text(

@@ -1,4 +1,4 @@
-"""Typed data read by many threads at once, for the first time."""
+"""Tests of decoding typed data in many threads at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hasty_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hasty_threads")
-def test_threads_that_read_a_struct_for_the_first_time() -> None:
+def test_threads_can_decode_a_new_struct_at_once() -> None:
     # With msgspec's own functions the process crashes in the first few rounds.
     values = {f"field{place}": place for place in range(30)}
     packed, text = msgspec.msgpack.encode(values), msgspec.json.encode(values)
@@ -49,7 +49,7 @@ def test_threads_that_read_a_struct_for_the_first_time() -> None:
         assert found == [kind(**values)] * 4
 
 
-def test_something_else_is_refused() -> None:
+def test_data_of_another_type_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="Expected `int`"):
         from_json('"a"', int)
     with pytest.raises(msgspec.DecodeError):

@@ -1,5 +1,7 @@
-"""Storage node, cache and watch among hostile clients, with a good client beside them: none of them
-dies, the good client sees no error, and memory stays bounded."""
+"""Tests of storage node, cache and watch with hostile clients beside a good one.
+
+The servers survive, the good client sees no error, and memory stays limited.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def attack(
     typed: list[bytes],
     good: Callable[[], None],
 ) -> None:
-    """Send a server so many hostile messages; use it as a good client does in between."""
+    """Send hostile messages to a server, and use it as a good client in between."""
     draw = random.Random(count)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.destroy, linger=0)
@@ -103,7 +105,7 @@ def attack(
         frames = next(hostile)
         bare.send_multipart(frames)
         if number % 10 == 0:
-            # It never reads what it is answered, and is closed at some time.
+            # This client never reads its replies, and is dropped at some point.
             with suppress(OSError):
                 for at, part in enumerate(frames):
                     slow.sendall(frame(part, more=at + 1 < len(frames)))
@@ -113,7 +115,9 @@ def attack(
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_storage_node(stack: ExitStack, folder: Path, count: int) -> None:
+def test_a_storage_node_survives_hostile_clients(
+    stack: ExitStack, folder: Path, count: int
+) -> None:
     node = stack.enter_context(StoreNode(open_reader(folder)))
     storage = NodeStorage([node.endpoint], timeout=SECONDS)
     stack.callback(storage.close)
@@ -142,7 +146,9 @@ def test_a_storage_node(stack: ExitStack, folder: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_cache(stack: ExitStack, folder: Path, tmp_path: Path, count: int) -> None:
+def test_a_cache_survives_hostile_clients(
+    stack: ExitStack, folder: Path, tmp_path: Path, count: int
+) -> None:
     config = host_config(folder, storage="files", capacity="64KiB", prefetch=8)
     loader = PrefetchLoader(
         "fuzz", config, batch_size=SAMPLES, decode=lambda sample: sample.sample_id, shuffle=False
@@ -189,7 +195,7 @@ def test_a_cache(stack: ExitStack, folder: Path, tmp_path: Path, count: int) -> 
         messages.METRICS,
         messages.LEAVE,
     ]
-    # One that belongs to it, and is wrong in what it says.
+    # A member of the cache that sends wrong messages.
     member = Client("member", f"ipc://{socket_of(tmp_path)}")
     stack.callback(member.close)
     member.send(messages.JOIN, typed[-3])
@@ -208,7 +214,7 @@ def socket_of(base: Path) -> Path:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_watch(stack: ExitStack, count: int) -> None:
+def test_a_watch_survives_hostile_clients(stack: ExitStack, count: int) -> None:
     killed = threading.Event()
     hub = Watch.host(["rank 0", "rank 1"], deadline=SECONDS, grace=0.0, kill=killed.set)
     stack.callback(hub.close)

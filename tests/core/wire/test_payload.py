@@ -1,4 +1,4 @@
-"""What is sent is what arrives, bit by bit, whatever the dtype and layout; nothing is pickled."""
+"""Tests of payloads: every dtype and layout arrives bit by bit, and nothing is pickled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DTYPES = [
 
 
 def transfer(tree: Any) -> Any:
-    """Encode, copy the bytes as a socket would, and decode."""
+    """Encode a tree, copy the bytes as a socket would, and decode them."""
     data, large = encode(tree, KEY)
     assert all(t.dtype == torch.uint8 and t.dim() == 1 and t.is_contiguous() for t in large)
     header = decode_header(bytes(data), "rank 1")
@@ -115,7 +115,7 @@ def test_small_and_large_tensors_keep_their_places(kinds: list[tuple[int, torch.
     assert [(t.dtype, bits(t)) for t in found] == [(t.dtype, bits(t)) for t in tree]
 
 
-def test_whether_a_gradient_is_wanted_travels_along() -> None:
+def test_requires_grad_is_sent() -> None:
     leaf = nn.Parameter(torch.ones(2))
     for tensor in (leaf, leaf * 2, leaf.detach(), torch.ones(3000, requires_grad=True)):
         assert_arrives(tensor)
@@ -128,7 +128,7 @@ def test_a_large_tensor_is_not_copied() -> None:
     assert large.data_ptr() == tensor.data_ptr()
 
 
-def test_what_arrives_can_be_written_to() -> None:
+def test_received_tensors_are_writable() -> None:
     small, array, large = transfer([torch.zeros(2), np.zeros(2), torch.zeros(INLINE_BYTES)])
     small += 1
     array += 1
@@ -191,7 +191,7 @@ def test_another_version_or_codec_is_a_protocol_error(options: dict[str, Any]) -
     ],
     ids=["not UTF-8", "too deep"],
 )
-def test_more_garbage_is_a_protocol_error(data: bytes) -> None:
+def test_random_bytes_are_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_header(data, "stage 1")
 
@@ -229,10 +229,10 @@ def test_layouts_without_plain_memory_are_refused() -> None:
 
 
 class Boxes(Tensor):
-    """A tensor that knows more than its values."""
+    """A tensor with an attribute."""
 
 
-def test_attributes_of_a_tensor_are_not_lost_without_a_word() -> None:
+def test_a_tensor_with_attributes_is_refused() -> None:
     boxes = torch.ones(2).as_subclass(Boxes)
     assert type(transfer([boxes])[0]) is Tensor
     boxes.canvas = (5, 5)  # type: ignore[attr-defined]
@@ -241,7 +241,7 @@ def test_attributes_of_a_tensor_are_not_lost_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1 << 62, 4, 0), (0, 1 << 63)])
-def test_a_shape_that_no_tensor_has_is_a_protocol_error(shape: tuple[int, ...]) -> None:
+def test_an_impossible_shape_is_a_protocol_error(shape: tuple[int, ...]) -> None:
     with pytest.raises(ProtocolError):
         decode(decode_header(header(shape=shape, nbytes=0, inline=b""), "stage 1"), [])
 
@@ -251,6 +251,6 @@ def test_a_column_of_a_single_row_arrives(dtype: torch.dtype) -> None:
     assert_arrives(torch.ones(1, 4, dtype=dtype)[:, 0])
 
 
-def test_a_gradient_wanted_for_whole_numbers_is_a_protocol_error() -> None:
+def test_requires_grad_of_integers_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
         decode(decode_header(header(wanted=True), "stage 1"), [])

@@ -1,4 +1,4 @@
-"""Trees of every kind come back from the wire as they were, and what cannot travel is refused."""
+"""Tests of trees: every kind survives a round trip, and other objects are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Frozen:
 
 
 class Encoding(UserDict[str, Any]):
-    """A mapping as tokenizers return it."""
+    """A mapping as tokenizers return them."""
 
 
 class ModelOutput(OrderedDict[str, Any]):
@@ -64,20 +64,20 @@ class Logits(ModelOutput):
 
 
 class Trap:
-    """Has run if any of its kind exists."""
+    """A class that must never be instantiated by a message."""
 
     def __init__(self, *_: object) -> None:
         raise AssertionError("something that arrived has chosen code to run")
 
 
 def on_the_wire(tree: Any) -> Any:
-    """Flatten, send the structure through msgpack, and build it again."""
+    """Flatten a tree, encode and decode its structure with msgpack, and rebuild it."""
     structure, tensors = flatten(tree)
     return unflatten(msgspec.msgpack.decode(msgspec.msgpack.encode(structure)), tensors)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and value, tensors and arrays bit by bit."""
+    """Return True if two trees have the same types and values, bit by bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -131,11 +131,11 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=examples(150))
 @given(st.recursive(leaves, containers, max_leaves=12))
-def test_every_tree_comes_back(tree: Any) -> None:
+def test_every_tree_survives_a_round_trip(tree: Any) -> None:
     assert same(on_the_wire(tree), tree)
 
 
-def test_numpy_arrays_are_views_where_they_can_be() -> None:
+def test_contiguous_numpy_arrays_are_not_copied() -> None:
     array = np.arange(6.0).reshape(2, 3)
     (tensor,) = tensors_of(array)
     assert tensor.data_ptr() == array.ctypes.data
@@ -143,7 +143,7 @@ def test_numpy_arrays_are_views_where_they_can_be() -> None:
     assert same(on_the_wire(array[:, ::-1]), array[:, ::-1])
 
 
-def test_classes_of_libraries() -> None:
+def test_classes_of_libraries_survive_a_round_trip() -> None:
     packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     again = on_the_wire(packed)
     assert isinstance(again, PackedSequence)
@@ -162,7 +162,7 @@ def test_a_field_that_was_never_set_stays_unset() -> None:
 
 @dataclasses.dataclass
 class Counted(Generic[T]):
-    """A data class with more than its fields."""
+    """A data class with attributes that are not fields."""
 
     values: T
     count = 0
@@ -175,7 +175,7 @@ class Counted(Generic[T]):
         return self.values[0]  # type: ignore[index]
 
 
-def test_attributes_that_are_no_fields_travel_and_cached_ones_are_made_again() -> None:
+def test_other_attributes_are_sent_and_cached_ones_are_computed_again() -> None:
     sent = Counted[Any](torch.arange(3))
     assert int(sent.first) == 0
     came = map_tensors(lambda t: t + 5, sent)
@@ -183,7 +183,7 @@ def test_attributes_that_are_no_fields_travel_and_cached_ones_are_made_again() -
     assert int(came.first) == 5
 
 
-def test_map_tensors_visits_in_order_and_leaves_the_rest() -> None:
+def test_map_tensors_keeps_the_order_and_other_values() -> None:
     tree = {"a": torch.tensor(1), "b": [torch.tensor(2), "x"], "c": Point(torch.tensor(3), None)}
     assert [int(t) for t in tensors_of(tree)] == [1, 2, 3]
     doubled = map_tensors(lambda t: t * 2, tree)
@@ -209,11 +209,11 @@ def itself() -> list[Any]:
         (np.array(["text"]), "<U4"),
         (np.array([None]), "object"),
         (np.datetime64("2020-01-01"), "datetime64"),
-        (itself(), "holds itself"),
+        (itself(), "contains itself"),
     ],
     ids=["object", "set", "range", "type", "function", "text", "objects", "date", "itself"],
 )
-def test_what_cannot_travel_is_named(thing: object, name: str) -> None:
+def test_an_object_that_cannot_be_sent_is_named(thing: object, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}.*collate function"):
         flatten({"batch": [thing]})
 
@@ -225,14 +225,16 @@ def test_what_cannot_travel_is_named(thing: object, name: str) -> None:
         ("PIL.Image", "Image", "pil_to_tensor"),
     ],
 )
-def test_what_a_library_makes_gets_its_own_advice(module: str, name: str, advice: str) -> None:
+def test_objects_of_known_libraries_get_specific_advice(
+    module: str, name: str, advice: str
+) -> None:
     kind = type(name, (), {"__module__": module})
     with pytest.raises(ConfigError, match=advice) as error:
         flatten([type("Child", (kind,), {})()])
     assert "collate" not in str(error.value)
 
 
-def test_an_iterator_is_to_be_a_list() -> None:
+def test_an_iterator_is_refused_with_advice() -> None:
     with pytest.raises(ConfigError, match="Make a list"):
         flatten([iter([1])])
 
@@ -265,7 +267,7 @@ def test_only_imported_containers_of_data_are_built(structure: list[Any]) -> Non
     [defaultdict(list, a=1), types.MappingProxyType({"a": 1})],
     ids=lambda t: type(t).__name__,
 )
-def test_mappings_that_are_not_made_of_a_mapping_travel_or_are_refused_at_once(tree: Any) -> None:
+def test_mappings_with_unusual_constructors_survive_or_are_refused_at_once(tree: Any) -> None:
     try:
         structure, tensors = flatten(tree)
     except ConfigError:
@@ -274,7 +276,7 @@ def test_mappings_that_are_not_made_of_a_mapping_travel_or_are_refused_at_once(t
 
 
 class Text(str):
-    """A string of a class of its own."""
+    """A subclass of str."""
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ class Text(str):
     [Text("x"), "\ud800", np.arange(3, dtype=">i4")],
     ids=["subclass of str", "surrogate", "byte order"],
 )
-def test_what_flatten_takes_can_be_encoded(leaf: Any) -> None:
+def test_every_accepted_leaf_can_be_encoded(leaf: Any) -> None:
     with contextlib.suppress(ConfigError):
         on_the_wire([leaf])
 
@@ -307,14 +309,14 @@ def test_a_malformed_structure_is_a_protocol_error(structure: list[Any]) -> None
 
 
 class Picky(UserDict[str, Any]):
-    """A mapping that wants certain keys."""
+    """A mapping that requires certain keys."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         super().__init__(data)
         self.first = data["first"]
 
 
-def test_a_mapping_that_wants_certain_keys_travels_or_is_refused() -> None:
+def test_a_mapping_that_requires_certain_keys_survives_or_is_refused() -> None:
     with contextlib.suppress(ConfigError):
         on_the_wire(Picky({"first": 1}))
 
@@ -328,7 +330,7 @@ class Level(enum.IntEnum):
 
 
 @pytest.mark.parametrize("member", [Mode.FAST, Level.ONE])
-def test_a_member_of_an_enumeration_stays_one_or_is_refused(member: enum.Enum) -> None:
+def test_an_enum_member_survives_or_is_refused(member: enum.Enum) -> None:
     with contextlib.suppress(ConfigError):
         assert map_tensors(lambda t: t, {"mode": member})["mode"] is member
 
@@ -340,7 +342,7 @@ class Access(enum.Flag):
 
 @dataclasses.dataclass
 class Local:
-    """Found by no other rank, as one that is defined in a function."""
+    """A class that another rank cannot find by name, like one defined in a function."""
 
 
 Local.__qualname__ = "make.<locals>.Local"
@@ -356,21 +358,23 @@ Local.__qualname__ = "make.<locals>.Local"
     ],
     ids=["flags", "local class", "masked array", "matrix"],
 )
-def test_what_would_not_arrive_as_it_is_is_refused_where_it_is_sent(thing: Any, name: str) -> None:
+def test_objects_that_would_change_on_the_way_are_refused_by_the_sender(
+    thing: Any, name: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{name} cannot be sent to another rank"):
         flatten([thing])
 
 
 class Length(float):
-    """A number of a class of its own."""
+    """A number of a user's class."""
 
 
 class Blob(bytes):
-    """Bytes of a class of their own."""
+    """Bytes of a user's class."""
 
 
-def test_numbers_of_any_size_and_class_arrive_as_plain_ones() -> None:
+def test_numbers_of_any_size_and_class_arrive_as_plain_numbers() -> None:
     huge = -(10**5000)
     assert on_the_wire([Length(1.5), Blob(b"x"), huge]) == [1.5, b"x", huge]
-    # As earlier versions have written it.
+    # The format of earlier versions.
     assert unflatten(["i", str(2**70)], []) == 2**70

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numba import int32, int64, typeof, uint32
 
-from lightning_dlres.core.compiled import compiled, part
+from lightning_dlres.core.compiled import compiled, subroutine
 
 # States of an epoch slot without an entry. FETCHING: a fetch is in flight, or its sample waits for
 # room. DONE: used and released, or handed out past the cache space. PINNED: in the pinned tier.
@@ -257,7 +257,7 @@ def evict(entries: Any, registers: Any, moves: Any, max_bytes: int) -> tuple[int
     return count, evicted
 
 
-@part
+@subroutine
 def _finish(entries: Any, registers: Any) -> int:
     """End a pass. Entries at the start that were released after the cursor passed them are removed,
     too, up to the first waiting sample; return how many."""
@@ -276,7 +276,7 @@ def _finish(entries: Any, registers: Any) -> int:
     return evicted
 
 
-@part
+@subroutine
 def _remove(entries: Any, registers: Any, entry: int) -> None:
     """Remove an evictable entry from the list."""
     _remove_links(entries, registers, entry)
@@ -286,7 +286,7 @@ def _remove(entries: Any, registers: Any, entry: int) -> None:
     registers[NUM_EVICTABLE] -= 1
 
 
-@part
+@subroutine
 def _remove_links(entries: Any, registers: Any, entry: int) -> None:
     before, after = entries[entry].previous, entries[entry].next
     if before == NIL:
@@ -299,7 +299,7 @@ def _remove_links(entries: Any, registers: Any, entry: int) -> None:
         entries[after].previous = before
 
 
-@part
+@subroutine
 def _insert(entries: Any, registers: Any, entry: int, before: int) -> None:
     """Link an entry in front of another one."""
     earlier = entries[before].previous

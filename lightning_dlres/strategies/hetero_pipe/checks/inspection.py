@@ -71,7 +71,7 @@ def inspect_step(context: StepContext, batch: Any) -> StepInspection:
     """
     takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
     args = (batch, 0) if takes_index else (batch,)
-    rewind_random_state = rng.held(context.device)
+    rewind_random_state = rng.rewinder(context.device)
     guard, inspection = LayerTensorGuard(), StepInspection()
     step = LightningStep(context, args, keeps_batch=True, is_trial=True)
     layers = _LocalLayers(context, guard, inspection)
@@ -149,7 +149,7 @@ class _LocalLayers:
             The output for the real inputs, and the reasons why the layer depends on micro-batches.
         """
         self._saved_attributes += [(m, dict(vars(m))) for m in module.modules()]
-        samples, rewind_random_state = samples_in(inputs), rng.held(self._context.device)
+        samples, rewind_random_state = samples_in(inputs), rng.rewinder(self._context.device)
         # This run comes first: it also makes what a layer makes once, such as a table of positions.
         # Such an attribute is then no change of the second run.
         first_sample_output = None

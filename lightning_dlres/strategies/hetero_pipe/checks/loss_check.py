@@ -61,7 +61,7 @@ def reason_against_microbatches(
     name = metrics.first_unmergeable()
     if name is not None:
         return f"the metric {name!r} cannot be put together from parts of a batch"
-    rewind_random_state = rng.held(device)
+    rewind_random_state = rng.rewinder(device)
     try:
         loss, gradients, logs = _run_on_batch(whole, output, sizes)
         reason = _reason_in_whole_run(whole)

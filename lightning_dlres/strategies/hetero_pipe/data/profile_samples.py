@@ -38,7 +38,7 @@ def read_samples(
     Raises:
         NoCopyError: If the loader cannot be copied.
     """
-    rewind_random_state = rng.held(context.device)
+    rewind_random_state = rng.rewinder(context.device)
     try:
         loader = _compat.train_loader(trainer)
         batch_size = _resolved(config.batch, getattr(loader, "batch_size", None))

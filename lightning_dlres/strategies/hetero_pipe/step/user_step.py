@@ -158,7 +158,7 @@ class LightningStep:
 
     def __post_init__(self) -> None:
         context = self.context
-        self._rewind_random_state = rng.held(context.device)
+        self._rewind_random_state = rng.rewinder(context.device)
         # New metrics must be known before the effects take a snapshot of all.
         context.register_metrics()
         layers = context.pipelined.layers
