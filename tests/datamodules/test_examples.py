@@ -1,4 +1,4 @@
-"""The examples of the prefetch cache train."""
+"""Examples of the prefetch cache: each one trains."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def own_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
-def test_digits(
+def test_the_digits_example_learns(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Not a dependency of the tests: with SciPy beside it, whatever imports torchmetrics takes
-    # seconds more.
+    # No dependency of the tests: it brings SciPy, with which the import of torchmetrics takes
+    # seconds longer.
     pytest.importorskip("sklearn", reason="the example asks for scikit-learn")
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples/prefetch_cache.py"), run_name="__main__")
@@ -38,7 +38,7 @@ def test_digits(
     assert accuracy > 0.8
 
 
-def test_source_files(tmp_path: Path) -> None:
+def test_the_source_file_demo_trains_on_long_enough_files(tmp_path: Path) -> None:
     for number in range(30):
         text = "\n".join(f"value{i} = {i * number}" for i in range(number * 3 + 1))
         (tmp_path / f"module{number}.py").write_text(text)
@@ -68,5 +68,5 @@ def test_source_files(tmp_path: Path) -> None:
         trainer.fit(ByteGPT(), datamodule=empty)
 
 
-def test_public_names() -> None:
+def test_sample_is_a_public_name() -> None:
     assert dlres.Sample is Sample

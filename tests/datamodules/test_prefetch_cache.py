@@ -1,5 +1,7 @@
-"""The data module under Lightning: the same samples as they should be, whatever the strategy, and
-on the very next sample after a checkpoint."""
+"""PrefetchCacheDataModule under Lightning.
+
+Every strategy gets the right samples, and training resumes with the very next one.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def data_set() -> TensorDataset:
 
 
 class Model(LightningModule):
-    """Notes which samples it has seen."""
+    """Model that records the samples that it has seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,18 +82,18 @@ def module(**options: Any) -> dlres.PrefetchCacheDataModule:
     )
 
 
-def test_epochs_and_validation(tmp_path: Path) -> None:
+def test_epochs_and_validation_get_their_samples(tmp_path: Path) -> None:
     model = Model()
     data = module(val=data_set(), num_workers=1)
     trainer(tmp_path).fit(model, datamodule=data)
     for epoch in range(2):
         assert seen_in(model, epoch) == order(epoch)
-    # Two batches to see that it works, and two whole ones.
+    # The sanity check has two batches; two whole passes follow.
     assert model.validated == [*range(16), *range(COUNT), *range(COUNT)]
     assert not list(Path(tempfile.gettempdir()).glob(f"dlres-store-{data._job}"))
 
 
-def test_the_same_weights_as_with_a_plain_loader(tmp_path: Path) -> None:
+def test_weights_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
     model, plain = Model(), Model()
     trainer(tmp_path).fit(model, datamodule=module())
     optimizer = plain.configure_optimizers()
@@ -106,7 +108,7 @@ def test_the_same_weights_as_with_a_plain_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4, 7, 10])
-def test_a_checkpoint_goes_on_with_the_next_sample(tmp_path: Path, steps: int) -> None:
+def test_a_resume_continues_with_the_next_sample(tmp_path: Path, steps: int) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
     first = Model()
     trainer(
@@ -125,13 +127,13 @@ def test_a_batch_that_was_not_trained_on_comes_again(tmp_path: Path, failing: st
     class Failing(Model):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             if failing == "training_step" and len(self.trained) == 4:
-                raise RuntimeError("out of luck")
+                raise RuntimeError("device error")
             self.trained.append(batch[1].tolist())
             return super().training_step(batch, batch_idx)
 
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
             if failing == "transfer_batch_to_device" and len(self.trained) == 4:
-                raise RuntimeError("out of luck")
+                raise RuntimeError("device error")
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
         def __init__(self) -> None:
@@ -140,19 +142,19 @@ def test_a_batch_that_was_not_trained_on_comes_again(tmp_path: Path, failing: st
 
     first, second = Failing(), Model()
     saving = OnExceptionCheckpoint(tmp_path)
-    with pytest.raises(RuntimeError, match="out of luck"):
+    with pytest.raises(RuntimeError, match="device error"):
         trainer(tmp_path, callbacks=[saving], enable_checkpointing=True).fit(
             first, datamodule=module()
         )
     trainer(tmp_path, max_epochs=1).fit(
         second, datamodule=module(), ckpt_path=tmp_path / "on_exception.ckpt"
     )
-    found = [*first.trained, *(numbers for _, numbers in second.seen)]
-    assert [number for numbers in found for number in numbers] == order(0)
+    trained = [*first.trained, *(numbers for _, numbers in second.seen)]
+    assert [number for numbers in trained for number in numbers] == order(0)
 
 
-class AskingModel(Model):
-    """Asks for the number of steps before a checkpoint is read, or after."""
+class StepCountingModel(Model):
+    """Model that reads the number of steps before a checkpoint is restored, or after."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -169,9 +171,9 @@ class AskingModel(Model):
 
 
 @pytest.mark.parametrize("when", ["setup", "configure_optimizers"])
-def test_a_resume_after_the_steps_were_counted(tmp_path: Path, when: str) -> None:
+def test_a_resume_works_before_and_after_steps_are_counted(tmp_path: Path, when: str) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
-    first, second = Model(), AskingModel(when)
+    first, second = Model(), StepCountingModel(when)
     trainer(
         tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=3, max_epochs=-1
     ).fit(first, datamodule=module())
@@ -181,25 +183,25 @@ def test_a_resume_after_the_steps_were_counted(tmp_path: Path, when: str) -> Non
     assert seen_in(first, 0) + seen_in(second, 0) == order(0)
 
 
-def test_counted_steps_that_a_checkpoint_of_other_ranks_changes_are_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_changes_counted_steps_is_refused(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
     trainer(
         tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=3, max_epochs=-1
     ).fit(Model(), datamodule=module(batch_size=10))
     with pytest.raises(dlres.ConfigError, match="in configure_optimizers, not in setup"):
         trainer(tmp_path, max_epochs=1).fit(
-            AskingModel("setup"), datamodule=module(), ckpt_path=tmp_path / "last.ckpt"
+            StepCountingModel("setup"), datamodule=module(), ckpt_path=tmp_path / "last.ckpt"
         )
 
 
-def test_overfitting_has_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
+def test_overfit_batches_gives_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
     model = Model()
     with pytest.warns(UserWarning, match="overfit_batches"):
         trainer(tmp_path, overfit_batches=2).fit(model, datamodule=module())
     assert seen_in(model, 0) == seen_in(model, 1) == list(range(16))
 
 
-def test_epochs_that_are_cut_short_go_on_with_the_next(tmp_path: Path) -> None:
+def test_a_resume_after_a_cut_epoch_starts_the_next(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True)
     first, second, whole = Model(), Model(), Model()
     cut = {"limit_train_batches": 3}
@@ -217,7 +219,7 @@ def test_epochs_that_are_cut_short_go_on_with_the_next(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [{"limit_train_batches": 3}, {"overfit_batches": 3}])
 @pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 9}])
 @pytest.mark.filterwarnings("ignore:overfit_batches")
-def test_epochs_that_are_cut_short_go_on_after_any_step(
+def test_cut_epochs_resume_after_any_step(
     tmp_path: Path, cut: dict[str, Any], length: dict[str, Any]
 ) -> None:
     saving = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
@@ -234,8 +236,8 @@ def test_epochs_that_are_cut_short_go_on_after_any_step(
 
 
 class Skipping(Model):
-    """Ends every epoch before its fourth batch. After a resume behind such an epoch, Lightning's
-    own number of a batch may be one too small."""
+    """Model that ends every epoch before its fourth batch. It does not use `batch_idx`, which may
+    be one too small after a resume behind such an epoch."""
 
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> int | None:  # type: ignore[override]
         if batch[1][0] == order(self.current_epoch)[24]:
@@ -244,7 +246,7 @@ class Skipping(Model):
         return None
 
 
-def test_epochs_that_user_code_ends_go_on_after_any_step(tmp_path: Path) -> None:
+def test_epochs_that_user_code_cuts_resume_after_any_step(tmp_path: Path) -> None:
     steps = ModelCheckpoint(
         tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}", save_last=True
     )
@@ -264,7 +266,7 @@ def test_epochs_that_user_code_ends_go_on_after_any_step(tmp_path: Path) -> None
         assert rest.seen == whole.seen[done:], name
 
 
-def test_a_rest_of_which_no_batch_can_be_made_is_dropped(tmp_path: Path) -> None:
+def test_a_rest_too_small_for_a_batch_is_dropped(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=5)
     trainer(
         tmp_path, callbacks=[saving], enable_checkpointing=True, max_steps=5, max_epochs=-1
@@ -273,11 +275,11 @@ def test_a_rest_of_which_no_batch_can_be_made_is_dropped(tmp_path: Path) -> None
     trainer(tmp_path, max_epochs=3).fit(
         model, datamodule=module(drop_last=True, batch_size=16), ckpt_path=tmp_path / "last.ckpt"
     )
-    # 10 are left of the first epoch.
+    # 10 samples are left of the first epoch.
     assert [seen_in(model, epoch) for epoch in range(3)] == [[], order(1)[:48], order(2)[:48]]
 
 
-def test_a_store_that_is_there_is_used_if_it_is_the_data_sets(tmp_path: Path) -> None:
+def test_an_existing_store_is_used_if_it_holds_the_data_set(tmp_path: Path) -> None:
     for _ in range(2):
         model = Model()
         trainer(tmp_path).fit(model, datamodule=module(store=tmp_path / "kept"))
@@ -301,11 +303,11 @@ class Augmented(TensorDataset):
         return value + torch.rand(4), number
 
 
-def test_random_transforms_that_packing_freezes_are_warned_of(tmp_path: Path) -> None:
+def test_random_transforms_that_a_store_freezes_cause_a_warning(tmp_path: Path) -> None:
     augmented = Augmented(*data_set().tensors)
     with pytest.warns(UserWarning, match="Augmented was not the same .* into `decode`"):
         trainer(tmp_path).fit(Model(), datamodule=module(train=augmented, store=tmp_path / "kept"))
-    # What was written is kept.
+    # The store is used again, although the items differ.
     trainer(tmp_path).fit(Model(), datamodule=module(train=augmented, store=tmp_path / "kept"))
 
 
@@ -317,7 +319,7 @@ class Lengths(Model):
         return self.net(batch[0].tensor()[:4] / 256).mean()
 
 
-def test_a_step_may_have_the_samples_themselves(tmp_path: Path) -> None:
+def test_a_step_may_get_the_samples_themselves(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     for size in range(10, 30):
         (tmp_path / "train" / str(size)).write_bytes(bytes(size))
@@ -328,7 +330,7 @@ def test_a_step_may_have_the_samples_themselves(tmp_path: Path) -> None:
 
 class Unreadable(TensorDataset):
     def __getitem__(self, index: int) -> Any:
-        raise OSError("the disk is on fire")
+        raise OSError("disk error")
 
 
 def test_a_store_that_cannot_be_written_is_an_error_on_every_rank(
@@ -339,12 +341,12 @@ def test_a_store_that_cannot_be_written_is_an_error_on_every_rank(
         writer, other = pool.run_expecting_errors(
             fit_ddp, 2, str(tmp_path), runtime, options, timeout=60
         )
-        assert "on fire" in writer.error_message
+        assert "disk error" in writer.error_message
         assert "another rank could not write" in other.error_message
         assert not list(Path(runtime).glob("dlres-store-*"))
 
 
-def test_a_split_of_too_large_samples_says_what_to_give(tmp_path: Path) -> None:
+def test_the_error_of_a_too_small_split_names_a_large_enough_capacity(tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "large").write_bytes(bytes(1000))
     data = module(train=None, val=tmp_path / "val", capacity=2000, storage="files")
@@ -376,7 +378,7 @@ def fit_ddp(context: RankContext, work: str, runtime: str, options: dict[str, An
     return (model.seen, model.validated) if "val" in source else model.seen
 
 
-def test_ranks_share_out_and_go_on_as_other_ranks(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_share_an_epoch_and_other_ranks_resume_it(pool: RankPool, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dl") as runtime:
         first = pool.run(
             fit_ddp, 2, str(tmp_path), runtime, {"max_steps": 3, "max_epochs": -1}, timeout=100
@@ -389,14 +391,14 @@ def test_ranks_share_out_and_go_on_as_other_ranks(pool: RankPool, tmp_path: Path
             fit_ddp, 3, str(tmp_path), runtime, {"max_epochs": 3, "resume": resume}, timeout=100
         )
         rest = [n for seen in second for epoch, numbers in seen if epoch == 0 for n in numbers]
-        # 26 are left: three ranks pad them to 27 with the epoch's first.
+        # 26 samples are left: three ranks pad them to 27 with the epoch's first.
         assert sorted(rest) == sorted([*order(0)[24:], order(0)[0]])
         for epoch in (1, 2):
             found = [n for seen in second for at, ns in seen if at == epoch for n in ns]
             assert sorted(found) == sorted([*order(epoch), order(epoch)[0]])
 
 
-def test_a_pipeline_reads_once_for_all(pool: RankPool, tmp_path: Path) -> None:
+def test_a_pipeline_reads_each_batch_once_for_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dl") as runtime:
         sets = [Subset(data_set(), [3, 1]), Subset(data_set(), range(12))]
         options = {"strategy": "dlres_hetero_pipe", "max_epochs": 2, "batch": 10, "val": sets}
@@ -407,7 +409,7 @@ def test_a_pipeline_reads_once_for_all(pool: RankPool, tmp_path: Path) -> None:
 
 
 class Notes(Logger):
-    """A logger that keeps what it is told."""
+    """Logger that keeps all metrics."""
 
     name, version = "notes", 0
 
@@ -422,18 +424,18 @@ class Notes(Logger):
         pass
 
 
-def test_metrics_go_to_the_logger(tmp_path: Path) -> None:
+def test_loggers_get_the_metrics(tmp_path: Path) -> None:
     notes = Notes()
     trainer(tmp_path, logger=notes, log_every_n_steps=2, max_epochs=3).fit(
         Model(), datamodule=module()
     )
-    found = {name: value for entry in notes.metrics for name, value in entry.items()}
+    logged = {name: value for entry in notes.metrics for name, value in entry.items()}
     for name in ("hit_rate", "requests_per_sample", "bytes_per_sample", "stall_ms", "cache_bytes"):
-        assert f"prefetch/{name}" in found
+        assert f"prefetch/{name}" in logged
     assert all(entry.get("prefetch/hit_rate", 0) <= 1 for entry in notes.metrics)
 
 
-def test_a_split_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_split_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(dlres.ConfigError, match=", got None"):
         trainer(tmp_path).fit(Model(), datamodule=dlres.PrefetchCacheDataModule())
     with pytest.raises(dlres.ConfigError, match="Nothing is there"):
@@ -447,12 +449,12 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_a_data_set_without_an_order_is_refused_when_it_is_found_late() -> None:
+def test_an_iterable_data_set_is_refused_when_it_is_set_late() -> None:
     with pytest.raises(dlres.ConfigError, match="IterableDataset Stream"):
         module().use("test", Stream())
 
 
-def test_the_tuner_finds_a_batch_size(tmp_path: Path) -> None:
+def test_the_tuner_scales_the_batch_size(tmp_path: Path) -> None:
     model, data = Model(), module(batch_size=2)
     fitting = trainer(tmp_path)
     Tuner(fitting).scale_batch_size(
@@ -472,7 +474,7 @@ class Pinnable:
         return "pinned"
 
 
-def test_memory_is_pinned_wherever_a_batch_has_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tensors_of_a_batch_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pair(NamedTuple):
         first: Any
         second: Any
@@ -480,13 +482,13 @@ def test_memory_is_pinned_wherever_a_batch_has_tensors(monkeypatch: pytest.Monke
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor + 1)
     one = torch.ones(1)
     batch = {"a": [one, "text", 3], "b": Pair((one, None), Pinnable()), "c": b"bytes"}
-    found = pin_batch(batch)
-    assert found == {"a": [2, "text", 3], "b": Pair((2, None), "pinned"), "c": b"bytes"}
-    assert type(found["b"]) is Pair
+    result = pin_batch(batch)
+    assert result == {"a": [2, "text", 3], "b": Pair((2, None), "pinned"), "c": b"bytes"}
+    assert type(result["b"]) is Pair
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1}])
-def test_batches_are_pinned_where_there_is_a_gpu(
+def test_batches_are_pinned_if_there_is_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: dict[str, Any]
 ) -> None:
     calls: list[int] = []
@@ -523,6 +525,6 @@ def test_batches_are_pinned_where_there_is_a_gpu(
         ({"replicas": 7}, "replicas"),
     ],
 )
-def test_bad_values_are_said_at_once(options: dict[str, Any], words: str) -> None:
+def test_arguments_out_of_range_are_refused_at_once(options: dict[str, Any], words: str) -> None:
     with pytest.raises(dlres.ConfigError, match=words):
         module(**options)

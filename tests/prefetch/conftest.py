@@ -1,4 +1,4 @@
-"""A small data set in files, and the same bytes beside it."""
+"""Fixtures of the prefetch tests: a small data set in files, and caches that start fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sample_files import SAMPLES, bytes_of
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `SAMPLES` files in two folders below it, in the order of their numbers."""
+    """Folder with `SAMPLES` files in two folders below it, in the order of their sample_ids."""
     root = tmp_path_factory.mktemp("data") / "set"
     for number in range(SAMPLES):
         path = root / f"part{number // 50}" / f"sample {number:03d}.bin"
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> Path:  # type: ignore[no-untyped-def]
-    """Sockets and locks of each test apart, in a short path."""
+    """Directory of this test for sockets and locks; its path is short enough for a socket."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="dl") as short:
@@ -40,16 +40,16 @@ def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch)
 
 @pytest.fixture(scope="session")
 def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
-    """What has imported all that a cache's process needs."""
-    found = ForkServer(request.config.stash[ADDRESSES][0])
-    yield found
-    found.close()
+    """Fork server that has imported everything that a cache's process needs."""
+    server = ForkServer(request.config.stash[ADDRESSES][0])
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)
 def forked_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of caches: imports take half a second each, and tests start many. Tests in
-    other rooms start them as users do."""
+    """Fork the processes of caches instead of starting them. The imports of each would take half a
+    second, and these tests start many. Tests of other folders start them as users do."""
 
     def start(function: str, arguments: list[str], log: IO[bytes], lock: int) -> Any:
         read, write = os.pipe()

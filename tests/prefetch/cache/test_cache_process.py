@@ -1,5 +1,7 @@
-"""The process that keeps a host's cache, and loaders that use it: bytes, order and counts as they
-should be, whoever is killed."""
+"""Process that keeps a host's cache, and the loaders that use it.
+
+Bytes, order and counts are right, and every process cleans up, even if another one is killed.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,7 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def number_and_bytes(sample: Sample) -> tuple[int, bytes]:
-    return sample.sample_id, bytes(sample.data)
-
-
-def numbers(sample: Sample) -> int:
+def checked_id(sample: Sample) -> int:
     assert bytes(sample.data) == bytes_of(sample.sample_id)
     assert sample.key == f"part{sample.sample_id // 50}/sample {sample.sample_id:03d}.bin"
     return sample.sample_id
@@ -64,7 +62,7 @@ def numbers(sample: Sample) -> int:
 def loader(
     stack: ExitStack, source: Any, name: str = "t", ranks: Ranks | None = None, **options: Any
 ) -> PrefetchLoader:
-    own = (
+    loader_options = (
         "batch_size",
         "shuffle",
         "seed",
@@ -74,28 +72,28 @@ def loader(
         "num_workers",
         "worker_type",
     )
-    cache = {key: value for key, value in options.items() if key not in own}
-    # These tests are about the cache; without a word a folder is read without one.
+    cache = {key: value for key, value in options.items() if key not in loader_options}
+    # These tests are about the cache; by default a folder is read without one.
     storage = "embedded" if isinstance(source, Path) else "auto"
     config = host_config(
         source, **{"capacity": "16KiB", "prefetch": 8, "storage": storage, **cache}
     )
-    rest = {"batch_size": 7, "decode": numbers, "tail": "uneven"}
-    rest.update({key: value for key, value in options.items() if key in own})
+    rest = {"batch_size": 7, "decode": checked_id, "tail": "uneven"}
+    rest.update({key: value for key, value in options.items() if key in loader_options})
     return stack.enter_context(closing(PrefetchLoader(name, config, ranks=ranks, **rest)))
 
 
 def cache_processes(directory: Path = Path("/")) -> list[int]:
-    """Return those whose locks are in a directory; other tests may run beside this one."""
-    found = []
+    """Return the pids of caches whose locks are in a directory: other tests may run, too."""
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):
                 links = [os.readlink(file) for file in (entry / "fd").iterdir()]
                 files = [Path(link.removesuffix(" (deleted)")) for link in links]
                 if any(f.suffix == LOCK and f.is_relative_to(directory) for f in files):
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 @pytest.mark.parametrize(
@@ -113,34 +111,34 @@ def cache_processes(directory: Path = Path("/")) -> list[int]:
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_every_sample_once_an_epoch_in_its_order(
+def test_every_sample_comes_once_in_the_order_of_the_epoch(
     stack: ExitStack, folder: Path, options: dict[str, Any]
 ) -> None:
     batches = loader(stack, folder, seed=5, **options)
     for epoch in range(3):
-        found = list(batches)
-        assert len(found) == len(batches) == 14
-        assert torch.cat(found).tolist() == shuffled(SAMPLES, 5, epoch).tolist()
+        epoch_batches = list(batches)
+        assert len(epoch_batches) == len(batches) == 14
+        assert torch.cat(epoch_batches).tolist() == shuffled(SAMPLES, 5, epoch).tolist()
     metrics = batches.metrics()
     assert metrics.peak_bytes <= metrics.capacity
     assert metrics.samples == 3 * SAMPLES
 
 
-def test_without_look_ahead_the_counts_are_the_models(stack: ExitStack, folder: Path) -> None:
+def test_counts_without_lookahead_equal_the_model(stack: ExitStack, folder: Path) -> None:
     for capacity in (400, 1500, 4000, 40_000):
         batches = loader(
             stack, folder, f"m{capacity}", storage="embedded", lookahead=0, capacity=capacity
         )
         for _ in batches:
             pass
-        found = batches.metrics()
+        metrics = batches.metrics()
         expected = predict(
             shuffled(SAMPLES, 0, 0), SIZES, nodes=4, prefetch=8, capacity=capacity, batch=7
         )
-        assert (found.hits, found.requests) == (expected.hits, expected.requests)
-        assert found.requested_bytes == expected.requested_bytes == int(SIZES.sum())
-        assert found.samples - found.hits == found.requests
-    assert found.requests == sum(-(-len(range(node, SAMPLES, 4)) // 8) for node in range(4))
+        assert (metrics.hits, metrics.requests) == (expected.hits, expected.requests)
+        assert metrics.requested_bytes == expected.requested_bytes == int(SIZES.sum())
+        assert metrics.samples - metrics.hits == metrics.requests
+    assert metrics.requests == sum(-(-len(range(node, SAMPLES, 4)) // 8) for node in range(4))
 
 
 def test_ranks_share_a_cache_and_each_gets_its_samples(stack: ExitStack, folder: Path) -> None:
@@ -149,18 +147,18 @@ def test_ranks_share_a_cache_and_each_gets_its_samples(stack: ExitStack, folder:
         for rank in (0, 2)
     ]
     iterators = [iter(batches) for batches in ranks]
-    found: list[list[int]] = [[], []]
+    delivered: list[list[int]] = [[], []]
     for _ in range(max(map(len, ranks))):
-        for mine, iterator in zip(found, iterators, strict=True):
-            mine.extend(next(iterator, torch.empty(0)).tolist())
+        for rank_ids, iterator in zip(delivered, iterators, strict=True):
+            rank_ids.extend(next(iterator, torch.empty(0)).tolist())
     order = shuffled(SAMPLES, 0, 0).tolist()
-    assert found == [order[0::3], order[2::3]]
+    assert delivered == [order[0::3], order[2::3]]
     assert ranks[0].client.joined.pid == ranks[1].client.joined.pid
-    # What the third rank needs is another host's to fetch.
+    # The samples of the third rank are fetched on another host.
     assert ranks[0].metrics().requested_samples >= len(order[0::3]) + len(order[2::3])
 
 
-def test_a_state_goes_on_with_the_very_next_sample(stack: ExitStack, folder: Path) -> None:
+def test_a_resume_continues_with_the_very_next_sample(stack: ExitStack, folder: Path) -> None:
     first = loader(stack, folder, "a", seed=9)
     list(first)
     seen, iterator = [], iter(first)
@@ -168,7 +166,7 @@ def test_a_state_goes_on_with_the_very_next_sample(stack: ExitStack, folder: Pat
         seen.extend(next(iterator).tolist())
     state = first.state_dict()
     assert state == {**state, "epoch": 1, "consumed": 28, "batches": 4, "seed": 9}
-    # Other ranks and another batch: what is left is dealt to them.
+    # Other ranks and another batch size share the rest of the epoch.
     rest: list[list[int]] = []
     for rank in range(2):
         second = loader(stack, folder, f"b{rank}", Ranks(rank, 2, (rank,)), batch_size=5)
@@ -177,8 +175,8 @@ def test_a_state_goes_on_with_the_very_next_sample(stack: ExitStack, folder: Pat
         rest.append([number for batch in second for number in batch.tolist()])
         # The next epoch is a whole one again.
         assert len(second) == 10
-        again = second.state_dict()
-        assert (again["epoch"], again["consumed"], again["batches"]) == (2, 0, 0)
+        end = second.state_dict()
+        assert (end["epoch"], end["consumed"], end["batches"]) == (2, 0, 0)
     order = shuffled(SAMPLES, 9, 1).tolist()
     assert seen == order[:28]
     assert rest == [order[28::2], order[29::2]]
@@ -199,53 +197,51 @@ def test_a_state_of_another_data_set_is_refused(
 def test_an_epoch_left_early_is_followed_by_the_next(stack: ExitStack, folder: Path) -> None:
     batches = loader(stack, folder)
     next(iter(batches))
-    iter(batches)  # only made
+    iter(batches)  # never used
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 1).tolist()
 
 
-def test_the_seed_of_a_sample_depends_on_nothing_but_the_epoch(
-    stack: ExitStack, folder: Path
-) -> None:
+def test_the_seed_of_a_sample_depends_only_on_the_epoch(stack: ExitStack, folder: Path) -> None:
     def seeds(sample: Sample) -> Any:
         return sample.sample_id, sample.seed
 
     alone = loader(stack, folder, "a", decode=seeds, collate=dict)
-    whole = [{}, {}]
+    seeds_of_epoch = [{}, {}]
     for epoch in range(2):
         for batch in alone:
-            whole[epoch].update(batch)
-    assert whole[0].keys() == whole[1].keys()
-    assert not set(whole[0].values()) & set(whole[1].values())
+            seeds_of_epoch[epoch].update(batch)
+    assert seeds_of_epoch[0].keys() == seeds_of_epoch[1].keys()
+    assert not set(seeds_of_epoch[0].values()) & set(seeds_of_epoch[1].values())
     second = loader(
         stack, folder, "b", Ranks(1, 2, (1,)), decode=seeds, collate=dict, num_workers=2
     )
     for batch in second:
-        assert batch.items() <= whole[0].items()
+        assert batch.items() <= seeds_of_epoch[0].items()
 
 
-def test_a_sample_stays_while_anything_made_of_it_does(stack: ExitStack, folder: Path) -> None:
+def test_a_sample_stays_while_a_view_of_it_is_alive(stack: ExitStack, folder: Path) -> None:
     batches = loader(
         stack, folder, decode=lambda s: s, collate=lambda s: s, capacity="8KiB", batch_size=1
     )
-    kept: dict[int, Any] = {}
+    views: dict[int, Any] = {}
     for epoch in range(4):
         for at, (sample,) in enumerate(batches):
             if epoch == 0 and at in (3, 7, 20):
-                kept[sample.sample_id] = (sample.data, sample.tensor(), sample.array[1:])[at % 3]
+                views[sample.sample_id] = (sample.data, sample.tensor(), sample.array[1:])[at % 3]
             del sample
-    for number, held in kept.items():
-        expected = bytes_of(number)
+    for sample_id, held in views.items():
+        expected = bytes_of(sample_id)
         assert (
             bytes(held) == expected
             or bytes(held) == expected[1:]
             or (isinstance(held, torch.Tensor) and held.numpy().tobytes() == expected)
         )
     del held
-    kept.clear()
+    views.clear()
     gc.collect()
 
 
-def test_more_than_fits_may_be_held(stack: ExitStack, folder: Path) -> None:
+def test_more_samples_may_be_held_than_fit_into_the_cache(stack: ExitStack, folder: Path) -> None:
     batches = loader(
         stack, folder, decode=lambda s: s, collate=lambda s: s, capacity=500, batch_size=3
     )
@@ -259,21 +255,21 @@ def test_more_than_fits_may_be_held(stack: ExitStack, folder: Path) -> None:
     assert metrics.direct_samples > SAMPLES // 2
 
 
-def test_a_rank_that_never_comes_keeps_nobody(stack: ExitStack, folder: Path) -> None:
-    # What is promised to the other one fills the budget after a few samples.
+def test_an_absent_rank_does_not_block_the_others(stack: ExitStack, folder: Path) -> None:
+    # Samples for the other rank fill the budget after a few batches.
     batches = loader(stack, folder, ranks=Ranks(0, 2, (0, 1)), capacity=2000, batch_size=2)
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[::2].tolist()
     assert batches.metrics().direct_samples > 20
 
 
-def test_what_is_held_stays_when_its_loader_has_left(stack: ExitStack, folder: Path) -> None:
+def test_held_samples_stay_after_their_loader_has_left(stack: ExitStack, folder: Path) -> None:
     options = {"decode": lambda s: s, "collate": lambda s: s, "capacity": "8KiB"}
     first, second = (loader(stack, folder, "left", **options) for _ in range(2))
     held = [sample for _, batch in zip(range(3), first, strict=False) for sample in batch]
     first.close()
     assert first.state_dict()["consumed"] == 21
     assert first._client is None
-    # The same process goes on with the same memory.
+    # The same cache goes on with the same memory.
     for _ in range(4):
         for batch in second:
             del batch
@@ -281,15 +277,15 @@ def test_what_is_held_stays_when_its_loader_has_left(stack: ExitStack, folder: P
     assert second.client.joined.cache_path == first.data_set.cache_path
 
 
-def test_a_loader_that_is_only_forgotten_leaves_too(
+def test_a_loader_that_is_garbage_collected_leaves_the_cache(
     folder: Path, own_runtime_directory: Path
 ) -> None:
     config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
-    batches = PrefetchLoader("f", config, batch_size=7, decode=numbers)
+    batches = PrefetchLoader("f", config, batch_size=7, decode=checked_id)
     iterator = iter(batches)
     next(iterator)
     pid = batches.client.joined.pid
-    # Each knows the other, so that only the garbage collector can tell, in whichever thread.
+    # A cycle: only the garbage collector can free it, in any thread.
     iterator.circle = iterator
     del batches, iterator
     collecting = threading.Thread(target=gc.collect)
@@ -299,7 +295,7 @@ def test_a_loader_that_is_only_forgotten_leaves_too(
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_end_with_a_process_that_is_killed_and_not_before(
+def test_workers_end_with_a_killed_parent_and_not_before(
     folder: Path, own_runtime_directory: Path, method: str
 ) -> None:
     reader, writer = os.pipe()
@@ -307,11 +303,11 @@ def test_workers_end_with_a_process_that_is_killed_and_not_before(
     if not child:
         try:
             multiprocessing.set_start_method(method, force=True)
-            # Else each worker imports torch by itself.
+            # Without this each worker imports torch itself.
             multiprocessing.set_forkserver_preload([__name__])
             config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
             batches = PrefetchLoader(
-                "w", config, batch_size=7, decode=numbers, num_workers=2, worker_type="process"
+                "w", config, batch_size=7, decode=checked_id, num_workers=2, worker_type="process"
             )
             assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0).tolist()
             workers = [process.pid for process in multiprocessing.active_children()]
@@ -331,7 +327,7 @@ def test_workers_end_with_a_process_that_is_killed_and_not_before(
     )
 
 
-def test_an_iterator_that_is_replaced_says_so(stack: ExitStack, folder: Path) -> None:
+def test_a_replaced_iterator_raises_an_error(stack: ExitStack, folder: Path) -> None:
     batches = loader(stack, folder)
     first = iter(batches)
     assert next(first).tolist() == shuffled(SAMPLES, 0, 0)[:7].tolist()
@@ -341,11 +337,11 @@ def test_an_iterator_that_is_replaced_says_so(stack: ExitStack, folder: Path) ->
     assert next(second).tolist() == shuffled(SAMPLES, 0, 1)[:7].tolist()
 
 
-def test_nothing_is_left_out_behind_a_batch_that_failed(stack: ExitStack, folder: Path) -> None:
+def test_a_failed_batch_is_not_skipped(stack: ExitStack, folder: Path) -> None:
     def decode(sample: Sample) -> int:
         if sample.sample_id == shuffled(SAMPLES, 0, 0)[9] and broken:
             raise ValueError("no picture")
-        return numbers(sample)
+        return checked_id(sample)
 
     broken = True
     batches = loader(stack, folder, decode=decode)
@@ -361,22 +357,22 @@ def test_nothing_is_left_out_behind_a_batch_that_failed(stack: ExitStack, folder
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[7:].tolist()
 
 
-def test_a_batch_counts_when_it_is_handed_over(stack: ExitStack, tmp_path: Path) -> None:
+def test_a_batch_counts_once_it_is_handed_over(stack: ExitStack, tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number:02d}").write_bytes(bytes([number] * 10))
     order = shuffled(40, 0, 0).tolist()
     batches = loader(stack, tmp_path, batch_size=4, decode=None, prefetch=4, timeout="1s")
     assert batches.data_set.samples == 40
     (tmp_path / f"{order[13]:02d}").unlink()
-    found: list[int] = []
-    iterator = (found.extend(sample.sample_id for sample in batch) for batch in batches)
+    delivered: list[int] = []
+    iterator = (delivered.extend(sample.sample_id for sample in batch) for batch in batches)
     with pytest.raises(StorageError, match="No such file"):
         list(iterator)
-    assert found == order[: len(found)]
-    assert batches.state_dict()["consumed"] == len(found)
+    assert delivered == order[: len(delivered)]
+    assert batches.state_dict()["consumed"] == len(delivered)
 
 
-def test_an_interrupted_iterator_says_so(stack: ExitStack, folder: Path) -> None:
+def test_an_interrupted_iterator_raises_an_error(stack: ExitStack, folder: Path) -> None:
     def decode(sample: Sample) -> int:
         raise KeyboardInterrupt
 
@@ -387,30 +383,30 @@ def test_an_interrupted_iterator_says_so(stack: ExitStack, folder: Path) -> None
         next(iterator)
 
 
-def test_a_join_that_a_cache_on_its_way_out_has_taken_is_made_again(
+def test_a_join_is_repeated_if_the_cache_ends_before_it_answers(
     folder: Path, own_runtime_directory: Path
 ) -> None:
     config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
     process = HostProcess("j", config)
     process.ensure(60)
-    pid = cache_processes(own_runtime_directory)
-    assert len(pid) == 1
-    # It has stopped to serve, and connections are still taken.
-    for number in pid:
-        os.kill(number, signal.SIGSTOP)
-    found: list[CacheClient] = []
-    joining = threading.Thread(target=lambda: found.append(CacheClient("j", config)))
+    pids = cache_processes(own_runtime_directory)
+    assert len(pids) == 1
+    # A stopped process serves nothing, but the system still accepts connections for it.
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    clients: list[CacheClient] = []
+    joining = threading.Thread(target=lambda: clients.append(CacheClient("j", config)))
     joining.start()
     joining.join(1.0)
-    assert not found
-    for number in pid:
-        os.kill(number, signal.SIGKILL)
+    assert not clients
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     joining.join(60)
-    assert found[0].joined.pid not in pid
-    found[0].close()
+    assert clients[0].joined.pid not in pids
+    clients[0].close()
 
 
-def test_bytes_cannot_be_written_to(stack: ExitStack, folder: Path) -> None:
+def test_the_bytes_of_samples_are_read_only(stack: ExitStack, folder: Path) -> None:
     batches = loader(
         stack, folder, decode=lambda s: s, collate=lambda s: s, pinned="1MiB", storage="files"
     )
@@ -420,7 +416,7 @@ def test_bytes_cannot_be_written_to(stack: ExitStack, folder: Path) -> None:
                 if len(sample):
                     with pytest.raises(TypeError):
                         sample.data[0] = 1
-                    # One's own to change: a copy where others will see the bytes again.
+                    # A tensor may be changed: it is a copy if others look at the same bytes.
                     sample.tensor().add_(1)
                 del sample
             del batch
@@ -430,15 +426,15 @@ def test_bytes_cannot_be_written_to(stack: ExitStack, folder: Path) -> None:
             del sample
 
 
-def test_a_copy_goes_through_the_epoch_by_itself(stack: ExitStack, folder: Path) -> None:
+def test_a_copied_loader_runs_through_the_epoch_on_its_own(stack: ExitStack, folder: Path) -> None:
     batches = loader(stack, folder)
     other = copy.deepcopy(batches)
-    found = [(one.tolist(), two.tolist()) for one, two in zip(batches, other, strict=True)]
-    assert all(one == two for one, two in found)
+    pairs = [(one.tolist(), two.tolist()) for one, two in zip(batches, other, strict=True)]
+    assert all(one == two for one, two in pairs)
     other.close()
 
 
-def test_memory_and_process_are_gone_when_nobody_is_left(
+def test_process_and_files_go_with_the_last_client(
     stack: ExitStack, folder: Path, own_runtime_directory: Path
 ) -> None:
     batches = loader(stack, folder)
@@ -451,11 +447,11 @@ def test_memory_and_process_are_gone_when_nobody_is_left(
         lambda: not list((own_runtime_directory / f"dlres-{os.getuid()}").iterdir()),
         "files are gone",
     )
-    # And it can be used again.
+    # The loader can be used again.
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 1).tolist()
 
 
-def test_a_killed_cache_is_named_and_the_next_one_cleans_up(
+def test_the_error_names_a_killed_cache_and_the_next_one_cleans_up(
     stack: ExitStack, folder: Path, own_runtime_directory: Path
 ) -> None:
     batches = loader(stack, folder, "k")
@@ -465,10 +461,10 @@ def test_a_killed_cache_is_named_and_the_next_one_cleans_up(
     with pytest.raises(PeerLostError, match="has ended"):
         list(iterator)
     batches.close()
-    again = loader(stack, folder, "k")
-    assert len(list(again)) == 14
-    os.kill(again.client.joined.pid, signal.SIGKILL)
-    again.close()
+    second = loader(stack, folder, "k")
+    assert len(list(second)) == 14
+    os.kill(second.client.joined.pid, signal.SIGKILL)
+    second.close()
     process = HostProcess("k", host_config(folder, storage="embedded"))
     wait_until(lambda: not process.runs(), "the system has ended the killed process")
     list(loader(stack, folder, "other"))
@@ -483,7 +479,7 @@ def test_a_killed_cache_is_named_and_the_next_one_cleans_up(
         ({"pinned": 100, "pinned_directory": "/nowhere"}, "a file in /nowhere"),
     ],
 )
-def test_a_cache_that_cannot_be(
+def test_a_cache_that_does_not_fit_is_refused(
     stack: ExitStack, folder: Path, options: dict[str, Any], words: str
 ) -> None:
     batches = loader(stack, folder, storage="files", **options)
@@ -493,7 +489,7 @@ def test_a_cache_that_cannot_be(
 
 
 @pytest.mark.parametrize(("ending", "is_folder"), [(".lock", True), ("", False), (".log", True)])
-def test_something_else_lies_where_a_cache_has_its_files(
+def test_other_files_at_the_paths_of_a_cache_are_refused_and_stay(
     stack: ExitStack, folder: Path, own_runtime_directory: Path, ending: str, is_folder: bool
 ) -> None:
     base = own_runtime_directory / f"dlres-{os.getuid()}"
@@ -505,14 +501,14 @@ def test_something_else_lies_where_a_cache_has_its_files(
     assert other.exists()
 
 
-def test_paths_that_the_cache_cannot_be_told(stack: ExitStack, tmp_path: Path) -> None:
+def test_paths_that_are_no_utf8_are_refused(stack: ExitStack, tmp_path: Path) -> None:
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
     odd.mkdir()
     (odd / "sample").write_bytes(b"x")
     for options in ({"storage": "files"}, {"storage": "embedded"}):
         with pytest.raises(ConfigError, match="source must be a path in UTF-8"):
             loader(stack, odd, **options)
-    # One that the cache's process finds only when it lists the folder.
+    # A path that the cache's process finds only when it lists the folder.
     fine = tmp_path / "fine"
     fine.mkdir()
     os.symlink(b"nowhere", os.fsencode(fine) + b"/odd\xff")
@@ -520,7 +516,7 @@ def test_paths_that_the_cache_cannot_be_told(stack: ExitStack, tmp_path: Path) -
         len(loader(stack, fine, storage="files", follow_links=True))
 
 
-def test_no_data_set(stack: ExitStack, tmp_path: Path) -> None:
+def test_a_missing_data_set_is_an_error(stack: ExitStack, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Nothing is there"):
         len(loader(stack, tmp_path / "nothing"))
 
@@ -531,7 +527,7 @@ def test_processes_with_other_arguments_are_refused(stack: ExitStack, folder: Pa
         len(loader(stack, folder, "same", capacity="20KiB"))
 
 
-def test_what_pinned_samples_save(stack: ExitStack, folder: Path, tmp_path: Path) -> None:
+def test_pinned_samples_are_fetched_once(stack: ExitStack, folder: Path, tmp_path: Path) -> None:
     for directory in (None, tmp_path):
         batches = loader(
             stack,
@@ -554,7 +550,7 @@ def test_what_pinned_samples_save(stack: ExitStack, folder: Path, tmp_path: Path
         assert metrics.pinned_hits == 2 * len(pinned)
 
 
-def test_storage_nodes_die_and_return_while_training(
+def test_storage_nodes_may_die_and_return_during_an_epoch(
     stack: ExitStack, folder: Path, tmp_path: Path
 ) -> None:
     put(folder, tmp_path)
@@ -562,9 +558,9 @@ def test_storage_nodes_die_and_return_while_training(
     stack.callback(lambda: [nodes.kill(node) for node in range(3)])
     source = ",".join(nodes.endpoints)
     twice = loader(stack, source, "two", replicas=2, timeout="20s", capacity=2000, prefetch=4)
-    found = []
+    delivered = []
     for at, batch in enumerate(twice):
-        found.append(batch)
+        delivered.append(batch)
         if at == 2:
             nodes.kill(1)
         if at == 6:
@@ -572,7 +568,7 @@ def test_storage_nodes_die_and_return_while_training(
             nodes.readers[2].change = lambda found: [b"?" * len(data) for data in found]
         if at == 10:
             nodes.readers[2].change = lambda found: found[:-1]
-    assert torch.cat(found).tolist() == shuffled(SAMPLES, 0, 0).tolist()
+    assert torch.cat(delivered).tolist() == shuffled(SAMPLES, 0, 0).tolist()
     nodes.readers[2].change = None
     alone = loader(stack, source, "one", timeout="1s", capacity=2000, prefetch=4)
     iterator = iter(alone)
@@ -584,11 +580,11 @@ def test_storage_nodes_die_and_return_while_training(
         list(iterator)
 
 
-def test_a_node_for_torchdata(stack: ExitStack, folder: Path) -> None:
+def test_a_torchdata_node_yields_the_samples_and_resumes(stack: ExitStack, folder: Path) -> None:
     from torchdata.nodes import Batcher, Loader, Mapper
 
     node = stack.enter_context(closing(PrefetchCacheNode(folder, capacity="16KiB", seed=2)))
-    batches = Loader(Batcher(Mapper(node, numbers), 10, drop_last=False))
+    batches = Loader(Batcher(Mapper(node, checked_id), 10, drop_last=False))
     for epoch in range(2):
         found = [number for batch in batches for number in batch]
         assert found == shuffled(SAMPLES, 2, epoch).tolist()
@@ -596,7 +592,7 @@ def test_a_node_for_torchdata(stack: ExitStack, folder: Path) -> None:
     seen = [*next(iterator), *next(iterator)]
     state = batches.state_dict()
     other = stack.enter_context(closing(PrefetchCacheNode(folder, capacity="16KiB", seed=7)))
-    resumed = Loader(Batcher(Mapper(other, numbers), 10, drop_last=False))
+    resumed = Loader(Batcher(Mapper(other, checked_id), 10, drop_last=False))
     resumed.load_state_dict(state)
     seen += [number for batch in resumed for number in batch]
     assert seen == shuffled(SAMPLES, 2, 2).tolist()
@@ -605,7 +601,7 @@ def test_a_node_for_torchdata(stack: ExitStack, folder: Path) -> None:
 def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> None:
     batches = loader(stack, folder, num_workers=2, read_threads=1, pinned="1KiB")
 
-    def counted() -> tuple[int, int, int, int, int]:
+    def count_resources() -> tuple[int, int, int, int, int]:
         pid = batches.client.joined.pid
         own = Path("/proc/self")
         mapped = (own / "maps", Path(f"/proc/{pid}/maps"))
@@ -614,7 +610,7 @@ def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> N
             len(list((own / "fd").iterdir())),
             len(list(Path(f"/proc/{pid}/fd").iterdir())),
             len(list(Path(f"/proc/{pid}/task").iterdir())),
-            # Not the files there: other tests' processes have some.
+            # Maps and not files: processes of other tests have files there.
             sum(maps.read_text().count("/dev/shm/") for maps in mapped),
         )
 
@@ -626,12 +622,12 @@ def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> N
         list(batches)
     gc.collect()
     pids = (batches.client.joined.pid, os.getpid())
-    before, memory = counted(), [resident(pid) for pid in pids]
+    before, memory = count_resources(), [resident(pid) for pid in pids]
     for _ in range(20):
         list(batches)
     gc.collect()
-    # What other tests have left may go meanwhile.
-    after = counted()
+    # Threads and files of earlier tests may go during this one.
+    after = count_resources()
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     for pid, held in zip(pids, memory, strict=True):
         assert resident(pid) - held < 2048, "a process has grown by more than 2 MiB"
@@ -658,7 +654,7 @@ def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> N
         ({"source": []}, "source"),
     ],
 )
-def test_bad_options(options: dict[str, Any], words: str) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         host_config(**{"source": ".", **options})
 
@@ -672,14 +668,14 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
         ({"worker_type": "goblin"}, "worker_type"),
     ],
 )
-def test_bad_loaders(options: dict[str, Any], words: str) -> None:
+def test_loader_arguments_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         PrefetchLoader("x", host_config("."), **options)
     with pytest.raises(ConfigError, match="ranks"):
         Ranks(3, 2, (3,))
 
 
-def test_a_cache_that_does_not_answer_is_waited_for_as_long_as_was_said(
+def test_a_cache_that_does_not_answer_is_an_error_after_the_timeout(
     stack: ExitStack, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_MARGIN_SECONDS", 1.0)

@@ -1,5 +1,8 @@
-"""The cache space against a dictionary: whatever is stored, used, let go and moved, the bytes are
-right, the capacity is never exceeded, and C10 holds after every pass."""
+"""Cache space against a dictionary.
+
+Whatever is stored, used, released and moved, the bytes are right and the capacity is never
+exceeded. After a full pass no evictable sample lies before the first waiting one.
+"""
 
 from __future__ import annotations
 
@@ -19,52 +22,53 @@ from lightning_dlres.prefetch.cache.space.cache_space import (
 from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, EVICTABLE, IN_USE, WAITING
 from tests.support.examples import examples
 
-POSITIONS = 400
+SLOTS = 400
 
 
-def content(number: int, length: int) -> np.ndarray:
-    return ((np.arange(length) * 7 + number * 13) % 251).astype(np.uint8)
+def content(slot: int, length: int) -> np.ndarray:
+    return ((np.arange(length) * 7 + slot * 13) % 251).astype(np.uint8)
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """Stores, uses, releases and eviction slices in any order, beside a dictionary."""
+    """Stores, uses, releases and slices of eviction in any order, beside a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
         self.space: CacheSpace | None = None
         self.waiting: dict[tuple[int, int], np.ndarray] = {}
         self.used: list[tuple[UsedEntries, list[np.ndarray]]] = []
-        self.following = [0, 0]
+        # The next epoch slot of each row.
+        self.next_slot = [0, 0]
         self.stored_in_pass = 0
 
     @precondition(lambda self: self.space is None)
     @rule(capacity=st.integers(1, 3000), threshold=st.floats(0.05, 1.0))
     def make(self, capacity: int, threshold: float) -> None:
-        self.space = CacheSpace(np.zeros(capacity, np.uint8), POSITIONS, threshold)
+        self.space = CacheSpace(np.zeros(capacity, np.uint8), SLOTS, threshold)
 
     @precondition(lambda self: self.space is not None)
     @rule(row=st.integers(0, 1), lengths=st.lists(st.integers(0, 200), min_size=1, max_size=12))
     def store(self, row: int, lengths: list[int]) -> None:
-        first = self.following[row]
-        lengths = lengths[: POSITIONS - first]
+        first = self.next_slot[row]
+        lengths = lengths[: SLOTS - first]
         data = [content(first + i, n) for i, n in enumerate(lengths)]
-        positions = np.arange(first, first + len(lengths), dtype=np.uint32)
-        was_passing = self.space.is_evicting
+        slots = np.arange(first, first + len(lengths), dtype=np.uint32)
+        was_evicting = self.space.is_evicting
         before = self.space.live_bytes
         stored = self.space.store(
             row,
-            positions,
+            slots,
             np.array(lengths, np.int64),
             np.concatenate(data) if data else np.zeros(0, np.uint8),
         )
-        self.stored_in_pass += stored if was_passing else 0
+        self.stored_in_pass += stored if was_evicting else 0
         if not self.used and lengths:
-            # Nothing is in the way: there is room for whatever the capacity leaves.
+            # No sample in use is in the way: all free bytes can be used.
             fits = np.cumsum(lengths) <= self.space.capacity - before
             assert stored == int(fits.sum())
         for i in range(stored):
             self.waiting[row, first + i] = data[i]
-        self.following[row] += stored
+        self.next_slot[row] += stored
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -92,8 +96,8 @@ class SpaceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.space is not None)
     @rule()
     def compact_fully(self) -> None:
-        ended = []
-        self.space.on_move = lambda move: ended.append(move is None)
+        pass_ends = []
+        self.space.on_move = lambda move: pass_ends.append(move is None)
         self.space.compact_fully()
         self.space.on_move = None
         states = [int(entry["state"]) for entry in self.space.entries()]
@@ -107,10 +111,10 @@ class SpaceMachine(RuleBasedStateMachine):
     def clear(self, row: int) -> None:
         self.space.reset_row(row)
         self.waiting = {key: value for key, value in self.waiting.items() if key[0] != row}
-        self.following[row] = 0
+        self.next_slot[row] = 0
 
     @invariant()
-    def right(self) -> None:
+    def space_equals_the_dictionary(self) -> None:
         if self.space is None:
             return
         entries = self.space.entries()
@@ -122,9 +126,11 @@ class SpaceMachine(RuleBasedStateMachine):
         assert len(entries) == self.space.num_entries
         alive = [entry for entry in entries if entry["state"] in (WAITING, IN_USE)]
         assert self.space.live_bytes == sum(int(entry["length"]) for entry in alive)
-        found = {(int(e["row"]), int(e["epoch_slot"])): e for e in entries if e["state"] == WAITING}
-        assert found.keys() == self.waiting.keys(), "something to be hit was dropped, or stayed"
-        for key, entry in found.items():
+        stored = {
+            (int(e["row"]), int(e["epoch_slot"])): e for e in entries if e["state"] == WAITING
+        }
+        assert stored.keys() == self.waiting.keys(), "a waiting sample was dropped, or one stayed"
+        for key, entry in stored.items():
             held = self.space.view(int(entry["offset"]), int(entry["length"]))
             assert np.array_equal(held, self.waiting[key])
         for used, contents in self.used:
@@ -136,75 +142,75 @@ SpaceMachine.TestCase.settings = settings(max_examples=examples(60), stateful_st
 TestSpace = SpaceMachine.TestCase
 
 
-def filled(capacity: int, lengths: list[int], threshold: float = 1.0) -> CacheSpace:
-    space = CacheSpace(np.zeros(capacity, np.uint8), POSITIONS, threshold)
+def filled_space(capacity: int, lengths: list[int], threshold: float = 1.0) -> CacheSpace:
+    space = CacheSpace(np.zeros(capacity, np.uint8), SLOTS, threshold)
     data = np.concatenate([content(i, n) for i, n in enumerate(lengths)])
-    positions = np.arange(len(lengths), dtype=np.uint32)
-    assert space.store(0, positions, np.array(lengths, np.int64), data) == len(lengths)
+    slots = np.arange(len(lengths), dtype=np.uint32)
+    assert space.store(0, slots, np.array(lengths, np.int64), data) == len(lengths)
     return space
 
 
-def test_neighbours_are_evicted_and_moved_together() -> None:
-    space = filled(100, [10] * 9)
+def test_neighbouring_samples_are_moved_in_one_copy() -> None:
+    space = filled_space(100, [10] * 9)
     space.release(space.use(0, np.array([0, 1, 5], np.uint32)))
     moves: list[Move | None] = []
     space.on_move = moves.append
     space.compact_fully()
-    # 2 to 4 go to the start in one move, 6 to 8 behind them in another.
+    # Samples 2 to 4 go to the start in one move, 6 to 8 behind them in another.
     assert moves == [None, Move(20, 0, 30), Move(60, 30, 30), None]
     assert space.evicted == 3
     assert space.end == 60
     assert (space.slot_table[0, [0, 1, 5]] == DONE).all()
 
 
-def test_a_store_at_the_threshold_starts_a_pass_that_later_stores_do_not_wait_for() -> None:
+def test_stores_do_not_wait_for_the_pass_that_the_threshold_starts() -> None:
     size = 1 << 20
-    space = CacheSpace(np.zeros(40 * size, np.uint8), POSITIONS, threshold=0.5)
+    space = CacheSpace(np.zeros(40 * size, np.uint8), SLOTS, threshold=0.5)
     lengths = np.full(1, size, np.int64)
     data = np.ones(size, np.uint8)
-    for position in range(18):
-        space.store(0, np.array([position], np.uint32), lengths, data * position)
+    for slot in range(18):
+        space.store(0, np.array([slot], np.uint32), lengths, data * slot)
     space.release(space.use(0, np.arange(0, 18, 2, dtype=np.uint32)))
     assert not space.is_evicting
-    stored_meanwhile = 0
-    for position in range(18, 24):
+    stored_during_pass = 0
+    for slot in range(18, 24):
         if space.is_evicting:
-            # Behind the zone, while samples of the zone have yet to be moved.
+            # It goes behind the last sample, while others have yet to be moved.
             end = space.end
-            assert space.store(0, np.array([position], np.uint32), lengths, data * position) == 1
+            assert space.store(0, np.array([slot], np.uint32), lengths, data * slot) == 1
             assert space.end == end + size or not space.is_evicting
-            stored_meanwhile += 1
+            stored_during_pass += 1
         else:
-            space.store(0, np.array([position], np.uint32), lengths, data * position)
-    assert stored_meanwhile >= 2
+            space.store(0, np.array([slot], np.uint32), lengths, data * slot)
+    assert stored_during_pass >= 2
     space.compact_fully()
     assert space.end == 15 * size
     waiting = np.array([*range(1, 18, 2), *range(18, 24)], np.uint32)
-    for (_, offset, length), position in zip(space.use(0, waiting), waiting, strict=True):
-        assert (space.view(offset, length) == position).all()
+    for (_, offset, length), slot in zip(space.use(0, waiting), waiting, strict=True):
+        assert (space.view(offset, length) == slot).all()
 
 
-def test_what_is_in_use_stays_and_others_go_around_it() -> None:
-    space = filled(100, [10, 10, 10, 30, 10, 10])
+def test_samples_in_use_stay_and_others_move_around_them() -> None:
+    space = filled_space(100, [10, 10, 10, 30, 10, 10])
     first = space.use(0, np.array([0, 1], np.uint32))
-    held = space.use(0, np.array([2], np.uint32))
+    in_use = space.use(0, np.array([2], np.uint32))
     space.release(first)
     space.compact_fully()
-    # 20 bytes are free before what is in use: too few for the 30, which and whose successors
-    # follow it.
+    # 20 bytes are free before the sample in use. They are too few for the sample of 30 bytes, so it
+    # and its successors stay behind.
     assert [(int(e["epoch_slot"]), int(e["offset"])) for e in space.entries()] == [
         (2, 20),
         (3, 30),
         (4, 60),
         (5, 70),
     ]
-    space.release(held)
+    space.release(in_use)
     space.compact_fully()
     assert space.end == 50
 
 
-def test_a_gap_before_something_in_use_is_filled() -> None:
-    space = filled(100, [20, 10, 10, 10])
+def test_a_gap_before_a_sample_in_use_is_filled_space() -> None:
+    space = filled_space(100, [20, 10, 10, 10])
     first = space.use(0, np.array([0], np.uint32))
     space.use(0, np.array([1], np.uint32))
     space.release(first)
@@ -216,22 +222,22 @@ def test_a_gap_before_something_in_use_is_filled() -> None:
     ]
 
 
-def test_another_epoch_does_not_touch_what_is_still_in_use() -> None:
-    space = filled(100, [10] * 5)
+def test_another_epoch_does_not_touch_samples_in_use() -> None:
+    space = filled_space(100, [10] * 5)
     used = space.use(0, np.array([3], np.uint32))
     space.reset_row(0)
     space.compact_fully()
     assert space.num_entries == 1
     data = np.concatenate([content(50 + i, 10) for i in range(5)])
-    positions = np.arange(5, dtype=np.uint32)
-    assert space.store(0, positions, np.full(5, 10, np.int64), data) == 5
+    slots = np.arange(5, dtype=np.uint32)
+    assert space.store(0, slots, np.full(5, 10, np.int64), data) == 5
     space.release(used)
-    # The same position of the new epoch still waits.
+    # The same epoch slot of the new epoch still waits.
     assert space.slot_table[0, 3] >= 0
-    space.use(0, positions)
+    space.use(0, slots)
 
 
-def test_bad_values() -> None:
+def test_arguments_out_of_range_are_refused() -> None:
     for threshold in (0.0, 1.5, -1.0):
         with pytest.raises(ConfigError, match="threshold"):
             CacheSpace(np.zeros(10, np.uint8), 1, threshold)
@@ -239,12 +245,12 @@ def test_bad_values() -> None:
         check_fits(11, 10, "cat.jpg")
     check_fits(10, 10, "cat.jpg")
     with pytest.raises(KeyError):
-        filled(100, [10]).use(0, np.array([1], np.uint32))
+        filled_space(100, [10]).use(0, np.array([1], np.uint32))
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.data())
 @settings(max_examples=examples(60))
-def test_the_list_grows_with_what_is_stored(lengths: list[int], data: st.DataObject) -> None:
-    space = filled(2000, lengths)
+def test_the_metadata_list_grows_with_the_samples(lengths: list[int], data: st.DataObject) -> None:
+    space = filled_space(2000, lengths)
     assert space.num_entries == len(lengths)
     assert space.live_bytes == sum(lengths)

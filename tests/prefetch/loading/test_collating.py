@@ -1,4 +1,4 @@
-"""Batches are those of torch's own function, whatever is in them."""
+"""Collation against torch's own, for all kinds of items."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def tensor(*shape: int, dtype: Any = torch.float32) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_batches_are_those_of_torch(items: list[Any]) -> None:
+def test_batches_equal_those_of_torch(items: list[Any]) -> None:
     try:
         expected = default_collate(items)
     except Exception as error:
         with pytest.raises(type(error)):
             Collator()(items)
         return
-    found = Collator()(items)
-    assert repr(found) == repr(expected)
-    assert type(found) is type(expected)
+    batch = Collator()(items)
+    assert repr(batch) == repr(expected)
+    assert type(batch) is type(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool, torch.float16])
-def test_large_batches_lie_in_memory_of_batches_that_are_gone(dtype: torch.dtype) -> None:
+def test_large_batches_reuse_the_memory_of_freed_batches(dtype: torch.dtype) -> None:
     collate = Collator()
     count = _MIN_REUSED_BYTES // 4
 
@@ -69,7 +69,7 @@ def test_large_batches_lie_in_memory_of_batches_that_are_gone(dtype: torch.dtype
         return collate([item] * 4)[0]
 
     first = batch(1)
-    # A view of it keeps its memory.
+    # A view keeps the memory of the batch.
     view = first[1:, :1].numpy()
     place = first.data_ptr()
     del first

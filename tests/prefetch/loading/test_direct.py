@@ -1,4 +1,4 @@
-"""Local files without a cache: the same samples in the same order, read by the rank itself."""
+"""Direct reads of local files, without a cache: the same samples in the same order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def direct(
         ({"storage": "files"}, "files"),
     ],
 )
-def test_local_files_are_read_without_a_cache_unless_one_is_asked_for(
+def test_local_files_are_read_without_a_cache_unless_an_option_needs_one(
     options: dict[str, Any], kind: str
 ) -> None:
     for source in ("data", "file:///data"):
@@ -68,7 +68,7 @@ def test_local_files_are_read_without_a_cache_unless_one_is_asked_for(
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 2}, {"pinned": 1}, {"lookahead": 0}])
-def test_a_cache_that_is_asked_for_and_refused(wrong: dict[str, Any]) -> None:
+def test_options_that_need_a_cache_are_refused_with_direct_reads(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="storage"):
         host_config("data", storage="direct", **wrong)
 
@@ -79,7 +79,7 @@ def test_a_cache_that_is_asked_for_and_refused(wrong: dict[str, Any]) -> None:
     ids=["none", "threads", "processes"],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["folder", "store"])
-def test_samples_are_whole_and_in_order(
+def test_samples_come_in_order_with_key_bytes_and_seed(
     stack: ExitStack, folder: Path, tmp_path: Path, packed: bool, workers: dict[str, Any]
 ) -> None:
     if packed:
@@ -95,7 +95,7 @@ def test_samples_are_whole_and_in_order(
     assert batches.metrics().samples == 2 * SAMPLES
 
 
-def test_ranks_get_their_samples_and_a_state_goes_on(stack: ExitStack, folder: Path) -> None:
+def test_ranks_get_their_samples_and_another_loader_resumes(stack: ExitStack, folder: Path) -> None:
     order = shuffled(SAMPLES, 0, 0).tolist()
     for rank in range(2):
         batches = direct(stack, folder, Ranks(rank, 2, (0, 1)), batch_size=4)
@@ -122,7 +122,9 @@ def test_a_state_amid_an_epoch_of_another_order_is_refused(
     assert seen == (list(range(SAMPLES)) if shuffle else shuffled(SAMPLES, 0, 1).tolist())
 
 
-def test_samples_stay_as_they_are_while_others_are_read(stack: ExitStack, folder: Path) -> None:
+def test_held_samples_keep_their_bytes_while_others_are_read(
+    stack: ExitStack, folder: Path
+) -> None:
     batches = direct(stack, folder, decode=lambda sample: (sample, sample.tensor()))
     held = [pair for batch in batches for pair in batch]
     for sample, tensor in held:
@@ -140,7 +142,7 @@ def test_samples_stay_as_they_are_while_others_are_read(stack: ExitStack, folder
     ],
 )
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_a_file_that_changes_is_named(
+def test_the_error_names_a_file_that_has_changed(
     stack: ExitStack, tmp_path: Path, change: Any, words: str, kind: str
 ) -> None:
     for name in "abc":
@@ -153,7 +155,7 @@ def test_a_file_that_changes_is_named(
         list(batches)
 
 
-def test_damage_is_named(stack: ExitStack, folder: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_sample(stack: ExitStack, folder: Path, tmp_path: Path) -> None:
     put(folder, tmp_path)
     pack = pack_of(tmp_path)
     data = bytearray(pack.read_bytes())
@@ -168,7 +170,7 @@ def test_a_worker_process_reads_all_batches_in_one_thread(tmp_path: Path) -> Non
     for name in "abc":
         (tmp_path / name).write_bytes(name.encode())
     reads = WorkerReads(open_reader(tmp_path), 0.1)
-    # Those of tests before this one may still be ending.
+    # Threads of earlier tests may still be ending.
     before = set(threading.enumerate())
     for number in range(3):
         assert bytes(reads.read(np.array([number], dtype=np.uint32))) == b"abc"[number : number + 1]
@@ -182,12 +184,12 @@ def test_a_worker_process_reads_all_batches_in_one_thread(tmp_path: Path) -> Non
 def test_a_read_that_hangs_is_an_error(
     stack: ExitStack, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let_go = threading.Event()
-    stack.callback(let_go.set)
+    released = threading.Event()
+    stack.callback(released.set)
     batches = direct(stack, folder, cache={"timeout": 0.1})
     client = batches.client
     assert isinstance(client, DirectClient)
-    monkeypatch.setattr(client.reader, "read_joined", lambda numbers: let_go.wait(60))
+    monkeypatch.setattr(client.reader, "read_joined", lambda numbers: released.wait(60))
     monkeypatch.setattr(file_storage, "GRACE", 0.05)
     with pytest.raises(StorageError, match="reading has hung"):
         next(iter(batches))
@@ -198,27 +200,27 @@ def test_a_read_that_hangs_in_a_worker_process_is_an_error(
 ) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes(b"12345")
-    # Workers that are forked have it, too; others wait for longer.
+    # Forked workers inherit this; others wait longer.
     monkeypatch.setattr(file_storage, "GRACE", 0.05)
     batches = direct(stack, tmp_path, num_workers=1, worker_type="process", cache={"timeout": 0.1})
     assert len(batches) == 1
     (tmp_path / "b").unlink()
-    # To open a pipe waits for somebody who writes.
+    # Opening a pipe waits for a writer.
     os.mkfifo(tmp_path / "b")
     with pytest.raises(StorageError, match="reading has hung"):
         next(iter(batches))
 
 
-def test_no_more_is_read_ahead_than_there_is_room_for(stack: ExitStack, folder: Path) -> None:
+def test_batches_are_read_ahead_only_within_the_budget(stack: ExitStack, folder: Path) -> None:
     batches = direct(stack, folder, cache={"lookahead": 1}, num_workers=3)
     next(iter(batches))
     client = batches.client
-    # A batch that is larger than all of the room is read nevertheless, but none beside it.
+    # A batch that is larger than the budget is read, but none beside it.
     assert not client.may_request(1, 8)
     assert client.may_request(0, 8)
 
 
-def test_memory_is_used_again_when_nothing_looks_at_it() -> None:
+def test_buffers_are_reused_once_nothing_looks_at_them() -> None:
     buffers = local_reads.BufferPool(most=2)
     first = buffers.get(100)
     first[:] = 1
@@ -236,23 +238,23 @@ def test_memory_is_used_again_when_nothing_looks_at_it() -> None:
     del tensor
     addresses = {buffer.ctypes.data for buffer in [buffers.get(90), buffers.get(90)]}
     assert address in addresses
-    # What is much larger is not held for it.
+    # A much larger buffer is not used for it.
     assert len(buffers.get(3)) == 3
 
 
-def test_forked_processes_have_memory_of_their_own() -> None:
+def test_forked_processes_do_not_share_buffers() -> None:
     buffers = local_reads.BufferPool()
     buffers.get(10)[:] = 1
-    kept = buffers.get(10)
+    own = buffers.get(10)
     child = os.fork()
     if not child:
-        kept[:] = 2
+        own[:] = 2
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert kept.tolist() == [1] * 10
+    assert own.tolist() == [1] * 10
 
 
-def test_what_is_read_at_once_is_told_of_each_file(tmp_path: Path) -> None:
+def test_a_read_of_many_files_returns_the_bytes_of_each(tmp_path: Path) -> None:
     contents = [b"", b"abc", b"", b"x" * 5000, b"yz"]
     paths = [tmp_path / str(number) for number in range(5)]
     for path, data in zip(paths, contents, strict=True):

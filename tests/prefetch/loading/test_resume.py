@@ -1,5 +1,7 @@
-"""Ranks are killed with SIGKILL at random points, and others go on from the last checkpoint: along
-the checkpoints every sample of every epoch is trained on exactly once."""
+"""Resume after SIGKILL at random points, with other ranks, from the last checkpoint.
+
+Along the checkpoints every sample of every epoch is trained on exactly once.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ from tests.support.sample_files import SAMPLES, bytes_of
 from tests.support.waiting import wait_until
 
 EPOCHS = 7
-MOMENTS = ("before", "trained", "waited", "saved")
+PHASES = ("before", "trained", "waited", "saved")
 
 
-def number_of(sample: Sample) -> int:
+def checked_id(sample: Sample) -> int:
     assert bytes(sample.data) == bytes_of(sample.sample_id)
     return sample.sample_id
 
@@ -35,8 +37,8 @@ def number_of(sample: Sample) -> int:
 def train(
     context: RankContext, folder: str, work: str, runtime: str, run: int, options: dict[str, Any]
 ) -> None:
-    """Train until the end or until this rank is killed: every step notes its samples, and rank 0
-    saves a state after every second one."""
+    """Train until the end, or until this rank is killed. Every step writes its samples to a
+    journal, and rank 0 saves a state after every second step."""
     os.environ["XDG_RUNTIME_DIR"] = runtime
     context.init_process_group()
     world = context.world_size
@@ -48,7 +50,7 @@ def train(
         num_workers=options["num_workers"],
         worker_type=options["kind"],
         tail="uneven",
-        decode=number_of,
+        decode=checked_id,
         epochs=EPOCHS,
     )
     saved = Path(work, "state.json")
@@ -56,24 +58,24 @@ def train(
         loader.load_state_dict(json.loads(saved.read_text())["state"])
     step = 0
 
-    def perhaps_die(moment: str) -> None:
-        if (context.rank, step, moment) == (options["victim"], options["step"], options["moment"]):
+    def maybe_die(phase: str) -> None:
+        if (context.rank, step, phase) == (options["victim"], options["step"], options["phase"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
     while loader.state_dict()["epoch"] < EPOCHS:
         epoch = loader.state_dict()["epoch"]
         iterator = iter(loader)
         while True:
-            perhaps_die("before")
+            maybe_die("before")
             batch = next(iterator, None)
             numbers = [] if batch is None else batch.tolist()
             with Path(work, f"journal-{run}-{context.rank}").open("a") as journal:
                 journal.write(json.dumps([step, epoch, numbers]) + "\n")
-            perhaps_die("trained")
-            # A rank may have one batch less: none is done before all are.
+            maybe_die("trained")
+            # A rank may have one batch less: all end the epoch together.
             left = torch.tensor([float(batch is not None)])
             dist.all_reduce(left)
-            perhaps_die("waited")
+            maybe_die("waited")
             step += 1
             if not left.item():
                 break
@@ -81,7 +83,7 @@ def train(
                 state = {"run": run, "steps": step, "state": loader.state_dict()}
                 saved.with_suffix(".new").write_text(json.dumps(state))
                 saved.with_suffix(".new").replace(saved)
-            perhaps_die("saved")
+            maybe_die("saved")
     loader.close()
 
 
@@ -100,9 +102,9 @@ def test_along_the_checkpoints_every_sample_is_trained_once(
                 "num_workers": draw.randint(0, 2),
                 "kind": draw.choice(["thread", "thread", "thread", "process"]),
                 "victim": draw.randrange(world),
-                # After the twentieth they may live.
+                # After the twentieth kill all ranks may live.
                 "step": draw.randint(0, 9) if kills < 20 else -1,
-                "moment": draw.choice(MOMENTS),
+                "phase": draw.choice(PHASES),
             }
             outcomes = pool.run_expecting_errors(
                 train, world, str(folder), str(tmp_path), runtime, run, options, timeout=60
