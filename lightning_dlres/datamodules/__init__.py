@@ -1,4 +1,4 @@
-"""Data modules: where samples come from, as Lightning asks for them."""
+"""Lightning data modules over the package's own ways to load samples."""
 
 from lightning_dlres.datamodules.prefetch_cache import PrefetchCacheDataModule
 

@@ -1,1 +1,1 @@
-"""The cache of one host: a process that prefetches samples into shared memory."""
+"""Cache of one host: a process that prefetches samples into shared memory, and its clients."""

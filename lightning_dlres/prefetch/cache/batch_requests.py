@@ -15,9 +15,8 @@ from lightning_dlres.prefetch.cache.exchange import (
     PINNED_TIER,
     BatchReply,
 )
-from lightning_dlres.prefetch.cache.space.cache_space import Bytes, UsedEntries
+from lightning_dlres.prefetch.cache.space.cache_space import Bytes, EpochSlots, UsedEntries
 from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
-from lightning_dlres.prefetch.order.sequence import Positions
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class BatchRequest:
     client: str
     request_id: int
     epoch: EpochProgress
-    epoch_slots: Positions
+    epoch_slots: EpochSlots
     direct: dict[int, Bytes] = field(default_factory=dict)
     num_served: int = 0
     used: dict[int, NDArray[np.int64]] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.launch import HostProcess, error_of
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
 from lightning_dlres.prefetch.cache.samples import Regions, Samples
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 
 # Seconds that the thread waits for a message before it looks at its other tasks.
 _POLL_SECONDS = 0.5
@@ -116,7 +116,7 @@ class CacheClient:
         cache itself bounds the bytes."""
         return waiting < most
 
-    def request_batch(self, epoch_id: int, epoch_slots: Positions) -> Future[Samples]:
+    def request_batch(self, epoch_id: int, epoch_slots: EpochSlots) -> Future[Samples]:
         """Request the samples of some epoch slots (uint32[n]). The future gets them, or the error,
         within the deadline."""
         request_id, future = next(self._request_ids), Future[Samples]()

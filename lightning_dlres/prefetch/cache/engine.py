@@ -56,7 +56,7 @@ from lightning_dlres.prefetch.cache.exchange import (
 from lightning_dlres.prefetch.cache.fetches import InflightFetches, PendingFetch
 from lightning_dlres.prefetch.cache.index import CacheIndex, count_missing
 from lightning_dlres.prefetch.cache.prefetch_window import PrefetchWindow
-from lightning_dlres.prefetch.cache.space.cache_space import Bytes, CacheSpace, Lengths
+from lightning_dlres.prefetch.cache.space.cache_space import Bytes, CacheSpace, EpochSlots, Lengths
 from lightning_dlres.prefetch.cache.space.entry_kernels import (
     DONE,
     FAILED,
@@ -66,7 +66,6 @@ from lightning_dlres.prefetch.cache.space.entry_kernels import (
 )
 from lightning_dlres.prefetch.cache.space.pending_writes import PendingWrites
 from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
-from lightning_dlres.prefetch.order.sequence import Positions
 
 
 class PrefetchEngine:
@@ -110,7 +109,10 @@ class PrefetchEngine:
         if not 0 <= budget <= space.capacity:
             raise ConfigError(
                 got_expected(
-                    "lookahead", lookahead, f"0 to the capacity, {space.capacity}", "lookahead=0"
+                    "lookahead",
+                    lookahead,
+                    f"0 to the capacity, {space.capacity}",
+                    f"lookahead={space.capacity}",
                 )
             )
         self.counts = Counts()
@@ -178,7 +180,7 @@ class PrefetchEngine:
         self._advance()
 
     def request_batch(
-        self, client: str, request_id: int, epoch_id: int, epoch_slots: Positions
+        self, client: str, request_id: int, epoch_id: int, epoch_slots: EpochSlots
     ) -> None:
         """Add a batch request; a reply with the same client and request_id follows.
 
@@ -216,7 +218,7 @@ class PrefetchEngine:
         self._space.release(lease.used)
         self._pending_writes.retry()
         if self._budget:
-            self._window.settle(lease.nbytes)
+            self._window.reduce_promised(lease.nbytes)
         self._advance()
 
     def drop_requests(self, client: str) -> None:
@@ -225,7 +227,7 @@ class PrefetchEngine:
         self._advance()
 
     def forget_client(self, client: str) -> None:
-        """Drop the batch requests of a client that is gone, and release its batches."""
+        """Drop the batch requests of a disconnected client, and release its batches."""
         self._drop([request for request in self._requests if request.client == client])
         for request_id in self._leases.requests_of(client):
             self.release(client, request_id)
@@ -391,7 +393,7 @@ class PrefetchEngine:
         self._deliver(request, request.used)
         return True
 
-    def _run_for_miss(self, index: CacheIndex, slot: int, row: int) -> Positions:
+    def _run_for_miss(self, index: CacheIndex, slot: int, row: int) -> EpochSlots:
         """Return a miss and the next samples of its prefetch list for which there is room."""
         run = index.run_on_miss(slot, self._prefetch, self._space.slot_table[row])
         # Samples that found no contiguous room count against the capacity all the same. Otherwise
@@ -414,7 +416,7 @@ class PrefetchEngine:
         self.counts.direct_samples += int((reply.locations[:, 0] == DIRECT_TIER).sum())
 
     def _add_direct(
-        self, request: BatchRequest, epoch_slots: Positions, lengths: Lengths, data: Bytes
+        self, request: BatchRequest, epoch_slots: EpochSlots, lengths: Lengths, data: Bytes
     ) -> None:
         """Hand samples to a batch request, past the cache space."""
         ends = np.cumsum(lengths).tolist()
@@ -423,7 +425,7 @@ class PrefetchEngine:
             request.direct[slot] = data[end - length : end]
             states[slot] = DONE
             if self._budget and slot < request.epoch.reach:
-                self._window.settle(length)
+                self._window.reduce_promised(length)
 
     def _move_pending_writes_to(self, request: BatchRequest, only: int | None = None) -> bool:
         """Hand a batch request those of its samples (or one) that wait for room in the cache space;
@@ -436,7 +438,7 @@ class PrefetchEngine:
             request.unstored_bytes += len(data)
         return bool(removed)
 
-    def _fetch_directly(self, request: BatchRequest, epoch_slots: Positions) -> None:
+    def _fetch_directly(self, request: BatchRequest, epoch_slots: EpochSlots) -> None:
         """Fetch samples that go to a batch request and not into the cache space."""
         nodes = request.epoch.index.sample_ids[epoch_slots] % self._nodes
         for node in np.unique(nodes).tolist():

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.messages import Begin
+from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.order.sequence import Positions, ShardSpec, shuffled
 
 
@@ -33,7 +34,7 @@ class EpochProgress:
     reach: int = 0
     num_requested: int = 0
 
-    def mark_requested(self, epoch_slots: Positions) -> None:
+    def mark_requested(self, epoch_slots: EpochSlots) -> None:
         """Note that a batch request names some epoch slots.
 
         Raises:

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from lightning_dlres.prefetch.cache.batch_requests import BatchRequest
 from lightning_dlres.prefetch.cache.epochs import EpochProgress
 from lightning_dlres.prefetch.cache.exchange import Counts, Fetch
-from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace
+from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace, EpochSlots
 from lightning_dlres.prefetch.cache.space.entry_kernels import FETCHING
-from lightning_dlres.prefetch.order.sequence import Positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +24,11 @@ class PendingFetch:
         epoch_slots: uint32[n], in the order of the fetch.
         request: Batch request that gets its samples directly, past the cache space. None: they go
             into the cache space.
-        node: Storage node that was asked.
+        node: Storage node that the fetch was sent to.
     """
 
     epoch: EpochProgress
-    epoch_slots: Positions
+    epoch_slots: EpochSlots
     request: BatchRequest | None
     node: int
 
@@ -68,7 +67,7 @@ class InflightFetches:
         return bool(self._num_pending[node] < self._max_requests)
 
     def add(
-        self, epoch: EpochProgress, epoch_slots: Positions, request: BatchRequest | None
+        self, epoch: EpochProgress, epoch_slots: EpochSlots, request: BatchRequest | None
     ) -> None:
         """Fetch samples that lie on one node; arguments as in `PendingFetch`."""
         self._space.slot_table[epoch.row, epoch_slots] = FETCHING

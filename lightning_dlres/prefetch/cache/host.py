@@ -213,7 +213,7 @@ class CacheHost:
             elif peer not in self._clients:
                 raise ConfigError(
                     f"The first message of a connection must be {messages.JOIN!r}, got "
-                    f"{message.kind!r}. Connect again if this connection was given up."
+                    f"{message.kind!r}. Connect and join again."
                 )
             elif message.kind == messages.BATCH_REQUEST:
                 request_id, epoch_id, epoch_slots = messages.unpack_batch_request(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, PINNED, UNFETCHED
 from lightning_dlres.prefetch.order.sequence import Positions
 
@@ -35,7 +36,7 @@ class CacheIndex:
     """
 
     sample_ids: Positions
-    lists: Positions
+    lists: EpochSlots
     starts: NDArray[np.int64]
     cursors: NDArray[np.int64] = field(init=False)
 
@@ -74,7 +75,7 @@ class CacheIndex:
         arrays = (self.sample_ids, self.lists, self.starts, self.cursors)
         return sum(array.nbytes for array in arrays)
 
-    def run_on_miss(self, epoch_slot: int, most: int, states: Any) -> Positions:
+    def run_on_miss(self, epoch_slot: int, most: int, states: Any) -> EpochSlots:
         """Return a missed epoch slot and the next unfetched ones of its prefetch list.
 
         Args:
@@ -90,7 +91,7 @@ class CacheIndex:
         count, _ = _collect_unfetched(node_list, at, len(node_list), states, unlimited, run)
         return run[:count]
 
-    def run_ahead(self, node: int, most: int, reach: int, states: Any) -> tuple[Positions, bool]:
+    def run_ahead(self, node: int, most: int, reach: int, states: Any) -> tuple[EpochSlots, bool]:
         """Return the next unfetched epoch slots of a node's list, and whether the run is final.
 
         Args:
@@ -111,7 +112,7 @@ class CacheIndex:
         return run[:count], count == most or end == stop
 
 
-def count_missing(states: Any, epoch_slots: Positions) -> int:
+def count_missing(states: Any, epoch_slots: EpochSlots) -> int:
     """Return how many epoch slots have a sample that is neither in the cache space nor pinned."""
     return int(_count_missing(states, epoch_slots))
 

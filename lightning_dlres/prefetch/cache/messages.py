@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, Positions, Tail
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
@@ -207,13 +208,13 @@ def fingerprint(config: HostConfig) -> str:
     return hashlib.blake2b(msgspec.json.encode(config), digest_size=16).hexdigest()
 
 
-def pack_batch_request(request_id: int, epoch_id: int, epoch_slots: Positions) -> bytes:
+def pack_batch_request(request_id: int, epoch_id: int, epoch_slots: EpochSlots) -> bytes:
     """Return the payload of a batch request."""
     head = _BATCH_REQUEST_HEAD.pack(request_id, epoch_id)
     return head + np.ascontiguousarray(epoch_slots, "<u4").tobytes()
 
 
-def unpack_batch_request(payload: bytes, peer: str) -> tuple[int, int, Positions]:
+def unpack_batch_request(payload: bytes, peer: str) -> tuple[int, int, EpochSlots]:
     """Return request_id, epoch_id and epoch slots of a batch request.
 
     Raises:

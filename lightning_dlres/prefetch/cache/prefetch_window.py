@@ -90,7 +90,7 @@ class PrefetchWindow:
         self._space.reset_row(epoch.row)
         self._promised = self._count_promised()
 
-    def settle(self, nbytes: int) -> None:
+    def reduce_promised(self, nbytes: int) -> None:
         """Subtract bytes that are promised no longer: they were released, or lie elsewhere."""
         self._promised -= nbytes
 
@@ -115,7 +115,7 @@ class PrefetchWindow:
                 self._promised,
                 self.budget,
             )
-            # A short run is sent if its first sample is needed within half of the look-ahead
+            # A short run is sent if its first sample is needed within half of the lookahead
             # window, which runs from the last requested slot to the reach.
             window_sum = self.epochs[0].num_requested + slots_before + epoch.reach
             urgent_before = window_sum // 2 - slots_before

@@ -43,7 +43,7 @@ class Sample:
         epoch_seed: int,
         is_shared: bool = False,
     ) -> None:
-        # Key and seed are computed when they are asked for: most of them never are.
+        # Key and seed are computed on demand: most of them are never read.
         self._key, self.sample_id, self.array, self._epoch_seed = key, sample_id, array, epoch_seed
         # True for a pinned sample, whose bytes other epochs and ranks look at.
         self._is_shared = is_shared
@@ -180,7 +180,7 @@ class Samples(Sequence[Sample]):
 
 
 class _LeasedMemory:
-    """Base of an array: NumPy drops it when the array and all of its views are gone."""
+    """Base of an array. NumPy frees it once the array and all of its views are freed."""
 
     def __init__(self, memory: Bytes, on_release: Callable[[], None]) -> None:
         self._memory = memory

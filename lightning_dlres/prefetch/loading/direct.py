@@ -18,6 +18,7 @@ from lightning_dlres.core.errors import StorageError
 from lightning_dlres.prefetch.cache.epochs import needed_samples
 from lightning_dlres.prefetch.cache.exchange import Counts
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig, Joined, Metrics
+from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.loading.local_samples import LocalSamples
 from lightning_dlres.prefetch.order.sequence import Positions, shuffled
 from lightning_dlres.prefetch.storage.file_storage import FileStorage
@@ -99,7 +100,7 @@ class DirectClient:
             return waiting < max(most, self._max_window)
         return waiting < max(most, self._window) and self._bytes_ahead < self._budget
 
-    def request_batch(self, epoch_id: int, epoch_slots: Positions) -> Future[LocalSamples]:
+    def request_batch(self, epoch_id: int, epoch_slots: EpochSlots) -> Future[LocalSamples]:
         """Request the samples of some epoch slots (uint32[n]). The future gets them, or the error,
         within the deadline."""
         assert self._epoch_samples is not None
@@ -131,7 +132,7 @@ class DirectClient:
             self._window = min(2 * self._window, self._max_window)
         while not future.done():
             if not futures.wait([future], timeout=_CHECK_SECONDS).done:
-                # The storage reports reads that hang only when it is asked for replies.
+                # The storage reports reads that hang only in `replies()`.
                 self._deliver()
         nbytes = self._nbytes.pop(future, 0)
         self._bytes_ahead -= nbytes

@@ -23,6 +23,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.cache.client import CacheClient
 from lightning_dlres.prefetch.cache.launch import check_name
 from lightning_dlres.prefetch.cache.messages import HostConfig, Joined, Metrics
+from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.loading.direct import DirectClient
 from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.loading.workers import (
@@ -32,7 +33,7 @@ from lightning_dlres.prefetch.loading.workers import (
     DecodePool,
     Workers,
 )
-from lightning_dlres.prefetch.order.sequence import Positions, ShardSpec, Tail, mixed
+from lightning_dlres.prefetch.order.sequence import ShardSpec, Tail, mixed
 from lightning_dlres.prefetch.storage.registry import DIRECT
 
 # Version of the state in checkpoints.
@@ -326,7 +327,7 @@ class _EpochIterator(Iterator[Any]):
         # Requested batches, oldest first; then batches that workers make, oldest first.
         self._requested: deque[Future[Any]] = deque()
         self._in_making: deque[Callable[[], Any]] = deque()
-        # A batch was asked for.
+        # True once the caller has asked for a batch.
         self.has_started = False
         # Error of every further call once the iterator has ended.
         self._end_error: Exception | None = None
@@ -427,7 +428,7 @@ class _EpochIterator(Iterator[Any]):
             self._requested.append(client.request_batch(self._epoch_id, slots))
             self._num_requested += 1
 
-    def _epoch_slots(self, batch: int) -> Positions:
+    def _epoch_slots(self, batch: int) -> EpochSlots:
         size = self._loader._batch_size
         end = min((batch + 1) * size, self._num_samples)
         own = np.arange(batch * size, end, dtype=np.int64)

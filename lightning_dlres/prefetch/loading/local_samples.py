@@ -104,7 +104,7 @@ class WorkerReads:
                 data = self._replies.get(timeout=_CHECK_SECONDS).data
                 break
             except Empty:
-                # The storage reports reads that hang only when it is asked for replies.
+                # The storage reports reads that hang only in `replies()`.
                 _forward(self._storage, self._replies)
         if isinstance(data, StorageError):
             # Its thread may hang: the next batch gets another storage.

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.prefetch.cache.space import entry_kernels as kernels
-from lightning_dlres.prefetch.order.sequence import Positions
 
+# uint32[n], positions in the part of an epoch that this host needs.
+EpochSlots = NDArray[np.uint32]
 Lengths = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 # int64[n, 3]: entry, offset and length of samples in use.
@@ -142,7 +143,7 @@ class CacheSpace:
         if abandoned and not self.is_evicting:
             self._begin_pass()
 
-    def store(self, row: int, epoch_slots: Positions, lengths: Lengths, data: Bytes) -> int:
+    def store(self, row: int, epoch_slots: EpochSlots, lengths: Lengths, data: Bytes) -> int:
         """Store samples one behind the other, as many as there is room for.
 
         If there is too little room behind the last sample, eviction runs to its end first. Samples
@@ -169,7 +170,7 @@ class CacheSpace:
         self.advance(max(self.slice_bytes, self.moved_per_stored_byte * stored_bytes))
         return stored
 
-    def use(self, row: int, epoch_slots: Positions) -> UsedEntries:
+    def use(self, row: int, epoch_slots: EpochSlots) -> UsedEntries:
         """Mark waiting samples as in use; return int64[n, 3]: entry, offset and length of each.
 
         Raises:
@@ -211,7 +212,7 @@ class CacheSpace:
         return self.is_evicting
 
     def compact_fully(self) -> None:
-        """Evict and move everything that can be, at once."""
+        """Evict and move everything that can be, in one go."""
         while self.advance(self.capacity):
             pass
         if self.end > self.live_bytes or self._registers[kernels.NUM_EVICTABLE]:
@@ -227,7 +228,7 @@ class CacheSpace:
             entry = int(self._entries[entry]["next"])
         return entries
 
-    def _append(self, row: int, epoch_slots: Positions, lengths: Lengths, data: Bytes) -> int:
+    def _append(self, row: int, epoch_slots: EpochSlots, lengths: Lengths, data: Bytes) -> int:
         start = self.end
         stored: int = kernels.append(
             self._entries,

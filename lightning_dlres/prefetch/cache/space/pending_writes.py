@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dlres.prefetch.cache.space.cache_space import Bytes, CacheSpace, Lengths
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.cache.space.cache_space import Bytes, CacheSpace, EpochSlots, Lengths
 
 
 @dataclass(eq=False)
 class _PendingWrite:
     row: int
-    epoch_slots: Positions
+    epoch_slots: EpochSlots
     lengths: Lengths
     data: Bytes
 
@@ -38,7 +37,7 @@ class PendingWrites:
         """Bytes of the samples in the queue."""
         return sum(int(write.lengths.sum()) for write in self._queue)
 
-    def add(self, row: int, epoch_slots: Positions, lengths: Lengths, data: Bytes) -> None:
+    def add(self, row: int, epoch_slots: EpochSlots, lengths: Lengths, data: Bytes) -> None:
         """Add samples to the queue; arguments as for `CacheSpace.store`."""
         if len(epoch_slots):
             self._queue.append(_PendingWrite(row, epoch_slots, lengths, data))
@@ -61,7 +60,7 @@ class PendingWrites:
                 )
                 self._is_full = True
 
-    def remove(self, row: int, epoch_slots: Positions) -> list[tuple[int, Bytes]]:
+    def remove(self, row: int, epoch_slots: EpochSlots) -> list[tuple[int, Bytes]]:
         """Remove those samples of some epoch slots that are in the queue.
 
         Returns:
