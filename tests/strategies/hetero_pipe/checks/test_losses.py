@@ -104,7 +104,7 @@ def fit(
     seed_everything(3, verbose=False)
     model = WithUnmergeableMetric(kind) if kind == "unmergeable" else LossByKind(kind)
     strategy = (
-        HeteroPipeStrategy(stages, schedule=schedule, microbatches=4, profile=QUICK)  # type: ignore[arg-type]
+        HeteroPipeStrategy(stages=stages, schedule=schedule, microbatches=4, profile=QUICK)  # type: ignore[arg-type]
         if context
         else "auto"
     )
