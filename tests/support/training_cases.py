@@ -1,4 +1,4 @@
-"""Trains a model on a single device and through the pipeline, and names what differs."""
+"""Training runs on a single device and through the pipeline, and the differences between them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ from tests.support.models import QUIET, Samples
 from tests.support.parity import relative
 from tests.support.rank_pool import RankContext
 
-# Measures no longer than it must: for tests to which the plan does not matter.
+# A short profile, for tests to which the plan does not matter.
 QUICK = ProfileConfig(repeats=1, seconds=0.0)
+# Time that the ranks wait for the plain runs on rank 0, in seconds.
 _PLAIN_SECONDS = 100
-# Of `differences_in`, by the directory of the job.
+# Number of calls of `differences_in`, by the directory of the job. Each call needs its own store.
 _calls = Counter[Path]()
 
 
 class Classifier(LightningModule):
-    """A network of a few layers, and a loss that is a mean over samples. `observed` is for what a
-    hook sees; it is compared."""
+    """Network of a few layers, with a loss that is a mean over samples.
+
+    Attributes:
+        observed: Numbers that hooks of a subclass record; they are compared.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,21 +55,21 @@ class Classifier(LightningModule):
 
 
 def batches() -> DataLoader[Any]:
-    """Four batches of eight samples."""
+    """Return a loader of four batches of eight samples."""
     return DataLoader(Samples(False, 32), batch_size=8)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training run to compare.
+    """Training run to compare.
 
     Attributes:
-        make: makes the model.
-        schedule: the one to ask for.
-        used: the one that it must end with.
-        data: makes the loader.
-        options: further arguments of the strategy.
-        trainer: further arguments of the Trainer.
+        make: Makes the model.
+        schedule: Option `schedule` of the strategy.
+        used: Schedule at the end of the run; None if any is right.
+        data: Makes the loader.
+        options: Further arguments of the strategy.
+        trainer: Further arguments of the Trainer.
     """
 
     make: Callable[[], LightningModule]
@@ -78,7 +82,15 @@ class Case:
 
 @dataclass
 class Fitted:
-    """What came of a training run."""
+    """Result of a training run.
+
+    Attributes:
+        schedule: Schedule at the end; empty for a plain run.
+        steps: Number of optimizer steps.
+        logged: Logged values, by name.
+        state: State dict of the model.
+        observed: Numbers that hooks of the model recorded.
+    """
 
     schedule: str
     steps: int
@@ -88,10 +100,14 @@ class Fitted:
 
 
 def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
-    """Return a quiet Trainer: for a pipeline over the job's ranks, or, without a context, for one
-    device. What is no argument of the strategy's is one of the Trainer's. Nothing is measured,
-    unless `plan=None` says so."""
-    names = (
+    """Return a quiet Trainer for a pipeline over the job's ranks, or for one device.
+
+    Args:
+        context: The job's ranks; None for one device.
+        **options: Arguments of the strategy, and others of the Trainer. By default a plan is given,
+            so that nothing is measured; `plan=None` measures.
+    """
+    strategy_options = (
         "schedule",
         "module",
         "plan",
@@ -101,7 +117,7 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
         "memory_limit",
         "timeout",
     )
-    chosen = {name: options.pop(name) for name in names if name in options}
+    chosen = {name: options.pop(name) for name in strategy_options if name in options}
     place: dict[str, Any] = {"devices": 1}
     if context is not None:
         replicas = tuple((rank, rank + 1) for rank in range(0, context.world_size, 2))
@@ -121,7 +137,7 @@ def trainer_for(context: RankContext | None, **options: Any) -> Trainer:
 
 
 def fit(context: RankContext | None, case: Case) -> Fitted:
-    """Train as the case says."""
+    """Train one case; on one device without a context."""
     seed_everything(3, verbose=False)
     model, strategy = case.make(), {**case.options, "schedule": case.schedule}
     trainer = trainer_for(context, **strategy, **case.trainer)
@@ -138,9 +154,9 @@ def fit(context: RankContext | None, case: Case) -> Fitted:
 def differences_in(
     context: RankContext, cases: Mapping[str, Case], tolerance: float = 1e-5
 ) -> dict[str, list[str]]:
-    """Run every case on a single device and through the pipeline; return what differs in each."""
-    # The plain runs come first: metrics of theirs would be reduced over a group of ranks. One rank
-    # trains for all.
+    """Run every case on one device and through the pipeline; return the differences of each."""
+    # The plain runs come first: once a process group exists, their metrics would be reduced over
+    # it. Rank 0 trains for all ranks.
     _calls[context.tmp] += 1
     shared = FileStore(str(context.tmp / f"plain{_calls[context.tmp]}"), context.world_size)
     if context.rank == 0:
@@ -155,28 +171,30 @@ def differences_in(
 
 
 def none_in(cases: Mapping[str, Case], ranks: int = 2) -> list[dict[str, list[str]]]:
-    """Return what `differences_in` returns on the ranks if nothing differs."""
+    """Return the results of `differences_in` on all ranks if nothing differs."""
     return [{name: [] for name in cases}] * ranks
 
 
-def _differences(found: Fitted, expected: Fitted, case: Case, tolerance: float) -> list[str]:
-    names = []
-    if case.used not in (None, found.schedule):
-        names.append(f"schedule {found.schedule}")
-    if found.steps != expected.steps:
-        names.append(f"{found.steps} steps, not {expected.steps}")
-    numbers = [(name, found.logged.get(name), v) for name, v in expected.logged.items()]
-    numbers += [(f"only here: {name}", 0.0, None) for name in found.logged.keys() - expected.logged]
-    if len(found.observed) != len(expected.observed):
-        names.append(f"observed {len(found.observed)}, not {len(expected.observed)}")
+def _differences(actual: Fitted, expected: Fitted, case: Case, tolerance: float) -> list[str]:
+    differences = []
+    if case.used not in (None, actual.schedule):
+        differences.append(f"schedule {actual.schedule}")
+    if actual.steps != expected.steps:
+        differences.append(f"{actual.steps} steps, not {expected.steps}")
+    numbers = [(name, actual.logged.get(name), v) for name, v in expected.logged.items()]
+    numbers += [
+        (f"only here: {name}", 0.0, None) for name in actual.logged.keys() - expected.logged
+    ]
+    if len(actual.observed) != len(expected.observed):
+        differences.append(f"observed {len(actual.observed)}, not {len(expected.observed)}")
     numbers += [
         (f"observed {i}", a, b)
-        for i, (a, b) in enumerate(zip(found.observed, expected.observed, strict=False))
+        for i, (a, b) in enumerate(zip(actual.observed, expected.observed, strict=False))
     ]
     for name, a, b in numbers:
         if a is None or b is None or abs(a - b) > tolerance * max(1.0, abs(b)):
-            names.append(f"{name}: {a}, not {b}")
+            differences.append(f"{name}: {a}, not {b}")
     for name, value in expected.state.items():
-        if relative(found.state[name], value) > tolerance:
-            names.append(f"{name}: {found.state[name]}, not {value}")
-    return names
+        if relative(actual.state[name], value) > tolerance:
+            differences.append(f"{name}: {actual.state[name]}, not {value}")
+    return differences

@@ -1,5 +1,5 @@
-"""Batch normalisation sees micro-batches: a pipeline equals a single device that is fed the same
-ones."""
+"""Parity of batch normalisation: a pipeline equals a single device that gets the same
+micro-batches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MICROBATCHES = 4
 
 
 class Centred(nn.Linear):
-    """Averages its inputs in a parameter, which it writes to, and in a buffer, which it replaces;
-    starts with what they were."""
+    """Linear layer that subtracts a running mean, which it keeps in a parameter that it writes to
+    and in a buffer that it replaces."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -37,12 +37,16 @@ class Centred(nn.Linear):
 
 
 class Normalised(LightningModule):
-    """A network with batch normalisation; `by_parts` feeds it micro-batches on a single device."""
+    """Network with batch normalisation.
 
-    def __init__(self, by_parts: bool) -> None:
+    Args:
+        in_microbatches: True to call the network once per micro-batch, on a single device.
+    """
+
+    def __init__(self, in_microbatches: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.by_parts = by_parts
+        self.in_microbatches = in_microbatches
         self.net = nn.Sequential(
             nn.Linear(16, 12),
             nn.BatchNorm1d(12),
@@ -54,7 +58,7 @@ class Normalised(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        parts = x.chunk(MICROBATCHES) if self.by_parts else [x]
+        parts = x.chunk(MICROBATCHES) if self.in_microbatches else [x]
         return F.cross_entropy(torch.cat([self.net(part) for part in parts]), y)
 
     def configure_optimizers(self) -> Any:
@@ -64,7 +68,7 @@ class Normalised(LightningModule):
 def fit(context: RankContext | None, replicas: int, schedule: str) -> dict[str, Tensor]:
     """Train and return the state dict."""
     seed_everything(3, verbose=False)
-    model = Normalised(by_parts=context is None)
+    model = Normalised(in_microbatches=context is None)
     ranks = tuple(tuple(range(2 * v, 2 * v + 2)) for v in range(replicas))
     plan = PipelinePlan(replicas=ranks, split=(2, 4))
     trainer = Trainer(
@@ -85,7 +89,7 @@ def fit_plainly(context: RankContext) -> dict[str, Tensor]:
     return fit(None, 1, "gpipe")
 
 
-def test_equals_a_single_device_fed_the_same_microbatches(pool: RankPool) -> None:
+def test_training_equals_a_single_device_that_gets_the_same_microbatches(pool: RankPool) -> None:
     (expected,) = pool.run(fit_plainly, 1)
     for schedule in ("gpipe", "1f1b"):
         for found in pool.run(fit, 2, 1, schedule):
@@ -93,7 +97,7 @@ def test_equals_a_single_device_fed_the_same_microbatches(pool: RankPool) -> Non
                 assert relative(found[name].float(), value.float()) <= 1e-5, (schedule, name)
 
 
-def test_virtual_machines_end_with_the_same_statistics(pool: RankPool) -> None:
+def test_replicas_end_with_the_same_statistics(pool: RankPool) -> None:
     first, *others = pool.run(fit, 4, 2, "gpipe")
     for other in others:
         for name, value in first.items():

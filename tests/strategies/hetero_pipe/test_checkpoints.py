@@ -1,5 +1,5 @@
-"""Checkpoints are those of single-device training: same keys, same indices; they resume anywhere,
-in mid-epoch."""
+"""Checkpoints have the keys and indices of single-device training, and resume in mid-epoch on any
+number of stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS, SAVED = 12, 5
 
 
 class Losses(Callback):
-    """Takes down the loss of every step."""
+    """Callback that records the loss of every step."""
 
     def __init__(self) -> None:
         self.values: dict[int, float] = {}
@@ -39,8 +39,8 @@ def fit(
     dropout: float = 0.0,
     late: str | None = None,
 ) -> dict[int, float]:
-    """Train for one epoch, writing a checkpoint in its middle; or go on from one. Returns losses by
-    step."""
+    """Train for one epoch and save a checkpoint in its middle, or resume from one; return the
+    losses by step."""
     seed_everything(11 if resume is None else 12, verbose=False)
     task = Task("gpt", "adamw", tied=True, metrics=False, dropout=dropout)
     if resume is not None:
@@ -76,14 +76,14 @@ def fit_plainly(
 def write(
     pool: RankPool, directory: Path, stages: int = 3, **options: Any
 ) -> tuple[dict[int, float], str]:
-    """Run an uninterrupted training; return its losses and the path of the checkpoint in its
+    """Train without interruption; return the losses, and the path of a checkpoint from its
     middle."""
     found = pool.run(fit, stages, stages, str(directory), **options)
     assert all(losses == found[0] for losses in found)
     return found[0], str(directory / f"step={SAVED}.ckpt")
 
 
-def assert_goes_on(resumed: dict[int, float], whole: dict[int, float]) -> None:
+def assert_resumes(resumed: dict[int, float], whole: dict[int, float]) -> None:
     assert sorted(resumed) == list(range(SAVED + 1, STEPS + 1))
     for step, loss in resumed.items():
         assert loss == pytest.approx(whole[step], rel=1e-5), step
@@ -95,24 +95,24 @@ def test_three_stages_resume_at_one_two_and_plainly_in_mid_epoch(
     whole, path = write(pool, tmp_path)
     for stages in (1, 2):
         for resumed in pool.run(fit, stages, stages, str(tmp_path), path):
-            assert_goes_on(resumed, whole)
+            assert_resumes(resumed, whole)
     (resumed,) = pool.run(fit_plainly, 1, str(tmp_path), path)
-    assert_goes_on(resumed, whole)
+    assert_resumes(resumed, whole)
 
 
 def test_a_plain_checkpoint_resumes_at_three_stages(pool: RankPool, tmp_path: Path) -> None:
     (whole,) = pool.run(fit_plainly, 1, str(tmp_path))
     for resumed in pool.run(fit, 3, 3, str(tmp_path), str(tmp_path / f"step={SAVED}.ckpt")):
-        assert_goes_on(resumed, whole)
+        assert_resumes(resumed, whole)
 
 
-def test_dropout_goes_on_as_if_uninterrupted(pool: RankPool, tmp_path: Path) -> None:
+def test_dropout_resumes_as_if_uninterrupted(pool: RankPool, tmp_path: Path) -> None:
     whole, path = write(pool, tmp_path, dropout=0.3)
     for resumed in pool.run(fit, 2, 2, str(tmp_path), path, 0.3):
-        assert_goes_on(resumed, whole)
+        assert_resumes(resumed, whole)
 
 
-def test_the_file_is_that_of_a_single_device(pool: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_file_equals_that_of_a_single_device(pool: RankPool, tmp_path: Path) -> None:
     _, path = write(pool, tmp_path / "pipeline")
     pool.run(fit_plainly, 1, str(tmp_path / "plain"))
     found = torch.load(path, weights_only=False)
@@ -161,7 +161,7 @@ print("steps", trainer.global_step)
 """
 
 
-def test_a_process_without_this_package_resumes(
+def test_a_process_without_this_package_resumes_a_checkpoint(
     pool: RankPool, tmp_path: Path, run_script: Any
 ) -> None:
     _, path = write(pool, tmp_path)

@@ -1,4 +1,4 @@
-"""Bad input, and what is said about it: what was got, what was expected, what to do."""
+"""Messages about bad input: they name the argument, the rule, the value and a fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.training_cases import QUICK
 
 
 class Simple(LightningModule):
-    """A model to spoil."""
+    """Model that works; its subclasses each have one fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class CallsTwice(Simple):
 
 
 class Penalises(Simple):
-    """Has a penalty on the gradient for its input, where there is one."""
+    """Adds a penalty on the gradient for its input, if there is one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0].clone().requires_grad_()
@@ -94,25 +94,25 @@ class RankDependentBatch(Simple):
         return [batch[0] + self.global_rank, batch[1]]
 
 
-class ReadsItself(Simple):
+class ReadsInTraining(Simple):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         return super().training_step(*next(dataloader_iter)[:2])
 
 
-class Breaks(Samples):
+class FailingSamples(Samples):
     def __getitem__(self, index: int) -> Any:
         if index == 17:
             raise OSError("the disk is gone")
         return super().__getitem__(index)
 
 
-class Opaque(Samples):
+class UnsendableSamples(Samples):
     def __getitem__(self, index: int) -> Any:
         return object()
 
 
 class RaisesInStep(Simple):
-    """Fails on the rank that computes the loss, in the second step."""
+    """Model that fails in the second step, on the rank that computes the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -122,7 +122,7 @@ class RaisesInStep(Simple):
 
 
 class NeedsTwoSamples(nn.Module):
-    """A layer that fails on a single sample, as BatchNorm does in training."""
+    """Layer that fails on a single sample, as BatchNorm does in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 1:
@@ -131,7 +131,7 @@ class NeedsTwoSamples(nn.Module):
 
 
 class WithSingleSamples(Simple):
-    """The last step's module takes three samples, which make micro-batches of two and one."""
+    """Model whose last step has three samples, which make micro-batches of two and one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,8 +142,8 @@ class WithSingleSamples(Simple):
         return F.cross_entropy(self.net(batch[0][:samples]), batch[1][:samples])
 
 
-class Hangs(nn.Module):
-    """A layer that waits for ever in its third call."""
+class HangingLayer(nn.Module):
+    """Layer that never returns from its third call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Hangs(nn.Module):
 class WithHangingLayer(Simple):
     def __init__(self) -> None:
         super().__init__()
-        self.net.append(Hangs())
+        self.net.append(HangingLayer())
 
 
 def fit(
@@ -171,7 +171,7 @@ def fit(
     patience: float = 30,
     **options: Any,
 ) -> None:
-    """Train a spoiled model."""
+    """Train a model that has a fault."""
     seed_everything(3, verbose=False)
     trainer = Trainer(
         strategy=HeteroPipeStrategy(
@@ -192,7 +192,7 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    collate = (lambda samples: samples[0]) if data is Opaque else None
+    collate = (lambda samples: samples[0]) if data is UnsendableSamples else None
     trainer.fit(
         model(),
         None
@@ -206,7 +206,7 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
     (Manual, {}, "automatic_optimization must be True"),
     (TwoOptimizers, {}, "configure_optimizers must return one optimizer"),
     (NeedsAllParameters, {}, "LBFGS needs a closure"),
-    (ReadsItself, {}, "must be a batch, got dataloader_iter in ReadsItself"),
+    (ReadsInTraining, {}, "must be a batch, got dataloader_iter in ReadsInTraining"),
     (TwoNetworks, {}, "2 modules that could be the pipeline (net, other)"),
     (
         Simple,
@@ -225,8 +225,8 @@ SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
 ]
 
 
-def fit_all_that_fail_early(context: RankContext) -> list[str]:
-    """Return the message of each error that comes before the first step."""
+def messages_of_early_failures(context: RankContext) -> list[str]:
+    """Return the message of each error that is raised before the first step."""
     messages = []
     for model, options, _ in SETUP_ERRORS:
         with pytest.raises(ConfigError) as error:
@@ -235,8 +235,8 @@ def fit_all_that_fail_early(context: RankContext) -> list[str]:
     return messages
 
 
-class Iterates(Simple):
-    """Reads its batches itself in every loop but training."""
+class ReadsInEvaluation(Simple):
+    """Model that reads its batches itself in every loop but training."""
 
     def validation_step(self, dataloader_iter: Any) -> None:
         next(dataloader_iter)
@@ -249,7 +249,7 @@ class Iterates(Simple):
 
 
 def evaluate_with_iterators(context: RankContext) -> list[str]:
-    """Return what is said before any batch of validation, test, predict, and of a fit."""
+    """Return the errors of validation, test, predict and fit, all before their first batch."""
     trainer = Trainer(
         strategy=HeteroPipeStrategy(timeout=30),
         accelerator="cpu",
@@ -264,14 +264,14 @@ def evaluate_with_iterators(context: RankContext) -> list[str]:
     loader = DataLoader(Samples(False, 8), batch_size=8)
     for loop in (trainer.validate, trainer.test, trainer.predict):
         with pytest.raises(ConfigError) as error:
-            loop(Iterates(), loader)
+            loop(ReadsInEvaluation(), loader)
         messages.append(str(error.value))
     with pytest.raises(ConfigError) as error:
-        trainer.fit(Iterates(), loader, loader)
+        trainer.fit(ReadsInEvaluation(), loader, loader)
     return [*messages, str(error.value)]
 
 
-def test_iterators_in_evaluation_are_refused_with_the_step_s_name(pool: RankPool) -> None:
+def test_an_iterator_in_evaluation_is_refused_by_the_step_s_name(pool: RankPool) -> None:
     steps = ("validation_step", "test_step", "predict_step", "validation_step")
     for messages in pool.run(evaluate_with_iterators, 2):
         for message, step in zip(messages, steps, strict=True):
@@ -279,8 +279,8 @@ def test_iterators_in_evaluation_are_refused_with_the_step_s_name(pool: RankPool
             assert f"Write {step}(self, batch, batch_idx)" in message
 
 
-def test_what_cannot_work_is_said_before_the_first_step(pool: RankPool) -> None:
-    for messages in pool.run(fit_all_that_fail_early, 2):
+def test_faults_are_named_before_the_first_step(pool: RankPool) -> None:
+    for messages in pool.run(messages_of_early_failures, 2):
         for message, (_, _, expected) in zip(messages, SETUP_ERRORS, strict=True):
             assert expected in message
 
@@ -297,7 +297,7 @@ def test_what_cannot_work_is_said_before_the_first_step(pool: RankPool) -> None:
         ({"plan": "nowhere.json"}, "must be the path of a plan.json, got 'nowhere.json'"),
     ],
 )
-def test_the_constructor_rejects(options: dict[str, Any], expected: str) -> None:
+def test_the_constructor_rejects_bad_values(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         HeteroPipeStrategy(**options)
     assert expected in str(error.value)
@@ -309,8 +309,10 @@ def failures(pool: RankPool, *args: Any, ranks: int = 2, **options: Any) -> list
     return outcomes
 
 
-def said_on_all_ranks(outcomes: list[RankOutcome], error: type[Exception], expected: str) -> None:
-    """One rank raises the error itself; the others learn of it, and say it too."""
+def assert_raised_on_all_ranks(
+    outcomes: list[RankOutcome], error: type[Exception], expected: str
+) -> None:
+    """Check that one rank raises the error itself, and the others report it."""
     assert any(outcome.error_type == error.__name__ for outcome in outcomes)
     for outcome in outcomes:
         assert expected in outcome.error_message
@@ -340,8 +342,13 @@ def said_on_all_ranks(outcomes: list[RankOutcome], error: type[Exception], expec
             BatchMismatchError,
             "sees another batch than stage 0 (rank 0)",
         ),
-        (Simple, Breaks, OSError, "the disk is gone"),
-        (Simple, Opaque, ConfigError, "A builtins.object cannot be sent to another rank"),
+        (Simple, FailingSamples, OSError, "the disk is gone"),
+        (
+            Simple,
+            UnsendableSamples,
+            ConfigError,
+            "A builtins.object cannot be sent to another rank",
+        ),
         (RaisesInStep, Samples, ZeroDivisionError, "a slip in user code"),
         (
             WithSingleSamples,
@@ -351,7 +358,7 @@ def said_on_all_ranks(outcomes: list[RankOutcome], error: type[Exception], expec
         ),
     ],
 )
-def test_what_goes_wrong_in_a_step_is_said_on_all_ranks(
+def test_an_error_in_a_step_is_raised_on_all_ranks(
     pool: RankPool,
     model: type[LightningModule],
     data: type[Samples],
@@ -359,7 +366,7 @@ def test_what_goes_wrong_in_a_step_is_said_on_all_ranks(
     expected: str,
 ) -> None:
     plan = PipelinePlan(replicas=((0, 1),), split=(3, 5))
-    said_on_all_ranks(failures(pool, model, data, plan=plan), error, expected)
+    assert_raised_on_all_ranks(failures(pool, model, data, plan=plan), error, expected)
 
 
 def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPool) -> None:
@@ -372,7 +379,7 @@ def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPoo
     assert expected in outcomes[0].error_message
 
 
-def test_other_gradients_may_be_asked_for_in_a_step() -> None:
+def test_gradients_that_do_not_pass_the_module_are_allowed_in_a_step() -> None:
     inputs, output, weight = (torch.ones(3, requires_grad=True) for _ in range(3))
     guard = PipelinedWeightGuard()
     guard.record_call([inputs * 2], [output])

@@ -1,5 +1,5 @@
-"""A rank that dies takes the others down within the deadline: one clear message first, no
-orphans."""
+"""Death of a rank: the others end within the deadline, with one clear message first and no
+orphaned processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.models import Samples, mlp
 from tests.support.rank_pool import RankContext, RankPool
 
 
-class Dies(nn.Module):
-    """A layer whose process is killed in some call, if it runs on the given rank."""
+class KilledLayer(nn.Module):
+    """Layer that kills its process in a given call, if it runs on the given rank."""
 
     def __init__(self, victim: int, call: int) -> None:
         super().__init__()
@@ -35,19 +35,19 @@ class Dies(nn.Module):
         return x
 
 
-class Mortal(LightningModule):
-    """A network in which every stage has a layer that may die."""
+class WithKilledLayers(LightningModule):
+    """Network in which every stage has a layer that may kill its process."""
 
     def __init__(self, victim: int) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.net = nn.Sequential(
-            *(layer for module in mlp(0.0) for layer in (module, Dies(victim, 6)))
+            *(layer for module in mlp(0.0) for layer in (module, KilledLayer(victim, 6)))
         )
 
     def on_train_start(self) -> None:
         for module in self.modules():
-            if isinstance(module, Dies):
+            if isinstance(module, KilledLayer):
                 module.rank = self.global_rank
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -71,7 +71,7 @@ def fit_until_death(context: RankContext, victim: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Mortal(victim), DataLoader(Samples(False, 64), batch_size=8))
+    trainer.fit(WithKilledLayers(victim), DataLoader(Samples(False, 64), batch_size=8))
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -102,7 +102,7 @@ class Model(BoringModel):
         self.layer = torch.nn.Sequential(*layers, torch.nn.Linear(32, 2))
 
     def on_train_batch_end(self, *args):
-        # Written at once: ranks share the file.
+        # In one write, because ranks share the file.
         sys.stdout.write(f"rank {self.global_rank} step {self.trainer.global_step}\\n")
 
 
@@ -127,7 +127,7 @@ def test_launched_ranks_leave_no_orphans(start_script: Any, victim: int) -> None
     script.wait_for_no_children(timeout=40)
     assert script.wait(timeout=40) != 0
     output = script.output()
-    # Lightning's launcher looks after its children every few seconds, and may be the first to see.
+    # Lightning's launcher polls its children every few seconds, and may notice the death first.
     ours, launchers = rf"dlres: .*stage {victim} \(rank {victim}\)", rf"\[rank: {victim}\] Child"
     message = re.search(f"{ours}|{launchers}" if victim else ours, output)
     assert message, output

@@ -1,4 +1,4 @@
-"""Gradients that come with a loss end in `.grad` as if backward had computed them."""
+"""Delivery of gradients: they arrive in `.grad` as if backward had computed them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_gradients_arrive_and_the_loss_keeps_its_value() -> None:
     assert b.grad.tolist() == [0.0, 1.0, 2.0]
 
 
-def test_gradients_accumulate_on_what_is_there() -> None:
+def test_gradients_are_added_to_existing_ones() -> None:
     (a,) = parameters(1)
     for step in range(3):
         (loss_of((a, torch.full((3,), 2.0**step))) / 2).backward()
@@ -45,29 +45,29 @@ def test_gradients_accumulate_on_what_is_there() -> None:
 
 
 @given(st.sampled_from([1, 2, 4, 3]), st.sampled_from([1.0, 2.0**16, 0.5]))
-def test_division_and_loss_scale(accumulate: int, scale: float) -> None:
+def test_division_and_loss_scale_apply_to_gradients(accumulate: int, scale: float) -> None:
     (a,) = parameters(1)
-    # What Lightning does: divide for accumulation, scale for mixed precision, go backward.
+    # As Lightning does: divide for accumulation, scale for mixed precision, run backward.
     loss = loss_of((a, torch.ones(3) * scale), scale=scale) / accumulate
     (loss * scale).backward()
     assert a.grad is not None
     assert torch.allclose(a.grad, torch.full((3,), scale / accumulate))
 
 
-def test_an_overflow_arrives() -> None:
+def test_an_infinite_gradient_arrives() -> None:
     (a,) = parameters(1)
     (loss_of((a, torch.tensor([1.0, float("inf"), float("nan")]))) * 2).backward()
     assert a.grad is not None
     assert torch.isfinite(a.grad).tolist() == [True, False, False]
 
 
-def test_a_stage_with_nothing_to_train_has_a_loss_that_goes_backward() -> None:
+def test_backward_works_on_a_stage_without_trainable_parameters() -> None:
     loss = loss_of()
     assert loss.requires_grad
     loss.backward()
 
 
-def test_the_loss_can_be_looked_at_and_changed_like_any_other() -> None:
+def test_the_loss_can_be_read_and_changed_like_any_other() -> None:
     (a,) = parameters(1)
     original = torch.tensor(3.0, requires_grad=True)
     loss = with_gradients(original, {a: torch.ones(3)}, 1.0)
@@ -89,7 +89,7 @@ def test_gradients_keep_their_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_gradients_that_share_memory_do_not_share_it_afterwards(factor: float) -> None:
+def test_gradients_with_shared_memory_get_separate_memory(factor: float) -> None:
     a, b = parameters()
     shared = torch.ones(3)
     (loss_of((a, shared), (b, shared)) * factor).backward()
@@ -128,7 +128,7 @@ def test_hooks_of_parameters_see_the_whole_gradient() -> None:
     assert seen == [[0.5] * 3]
 
 
-def test_hooks_of_parameters_fire_once_from_stage_to_delivery() -> None:
+def test_parameter_hooks_fire_once_although_the_stage_computed_the_gradient() -> None:
     layer, x = nn.Linear(3, 1, bias=False), torch.ones(4, 3)
     layer.weight.register_hook(lambda gradient: gradient * 2)
     layer(x).mean().backward()

@@ -1,5 +1,5 @@
-"""Old gradients go before new ones are computed, where nobody can tell; and a step leaves nothing
-behind that only Python's collector of cycles would find."""
+"""Old gradients are dropped before new ones are computed, unless user code reads them. A step
+leaves no tensors that only the garbage collector for cycles would free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.support.training_cases import (
 
 
 class SeesGradients(Classifier):
-    """Looks at the last step's gradients before they are zeroed. Every rank sees its stage's."""
+    """Model that reads the last step's gradients before they are zeroed, on each rank those of its
+    stage."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         self.saw = [p.grad is not None for p in self.parameters() if p.device.type != "meta"]
@@ -40,7 +41,7 @@ class NeverZeroes(Classifier):
             optimizer.zero_grad()
 
 
-class Looks(Callback):
+class ReadsGradients(Callback):
     def on_before_zero_grad(self, *_: Any) -> None:
         pass
 
@@ -56,20 +57,20 @@ def compare(context: RankContext) -> dict[str, list[str]]:
     return differences_in(context, CASES)
 
 
-def test_gradients_are_those_of_a_plain_trainer(pool: RankPool) -> None:
+def test_gradients_equal_those_of_a_plain_trainer(pool: RankPool) -> None:
     assert pool.run(compare, 2) == none_in(CASES)
 
 
-def test_what_looks_at_old_gradients_keeps_them() -> None:
+def test_code_that_reads_old_gradients_keeps_them() -> None:
     assert zeroes_every_step(Trainer(**QUIET), Classifier())
     assert not zeroes_every_step(Trainer(**QUIET), SeesGradients())
     assert not zeroes_every_step(Trainer(**QUIET), NeverZeroes())
-    assert not zeroes_every_step(Trainer(**QUIET, callbacks=[Looks()]), Classifier())
+    assert not zeroes_every_step(Trainer(**QUIET, callbacks=[ReadsGradients()]), Classifier())
     assert not zeroes_every_step(Trainer(**QUIET, accumulate_grad_batches=2), Classifier())
 
 
-class Leftovers(Callback):
-    """Finds what a step should have taken with it when the next one begins."""
+class CountsLeftovers(Callback):
+    """Callback that finds objects of the previous step which should have been freed."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -82,7 +83,7 @@ class Leftovers(Callback):
 
 
 def leftovers(context: RankContext, schedule: str) -> set[str]:
-    callback = Leftovers()
+    callback = CountsLeftovers()
     trainer = trainer_for(context, schedule=schedule, callbacks=[callback])
     gc.collect()
     gc.disable()
@@ -93,6 +94,6 @@ def leftovers(context: RankContext, schedule: str) -> set[str]:
     return callback.found
 
 
-def test_a_step_leaves_nothing_behind(pool: RankPool) -> None:
+def test_a_step_leaves_no_tensors_in_reference_cycles(pool: RankPool) -> None:
     for schedule in ("gpipe", "1f1b"):
         assert pool.run(leftovers, 2, schedule) == [set(), set()]

@@ -1,4 +1,4 @@
-"""A stranger's script: started as it is, and by torchrun."""
+"""Launch of an ordinary script, directly and by torchrun."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
 
 
-# A script that starts its ranks itself is the README's first one, too.
+# The README's first script also starts its ranks itself.
 LAUNCHERS = [
     pytest.param((), marks=pytest.mark.exhaustive, id="itself"),
     pytest.param(("-m", "torch.distributed.run", "--nproc-per-node=2"), id="torchrun"),
@@ -47,7 +47,9 @@ LAUNCHERS = [
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_strangers_script(run_script: Any, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_an_ordinary_script_trains(
+    run_script: Any, tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
     result = run_script(SCRIPT, launcher=launcher, cwd=tmp_path)
     assert result.returncode == 0, result.output
     assert "steps 8 predicted 6 (3, 2)" in result.output

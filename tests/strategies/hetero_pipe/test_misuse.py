@@ -1,5 +1,5 @@
-"""What cannot work where each rank has one stage is refused by name, in hooks and callbacks as in
-steps; what the messages offer instead works."""
+"""Refusals by name, in steps, hooks and callbacks, of code that needs all stages on one rank. The
+alternatives in the messages work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.training_cases import (
 
 
 class Unfreeze(BaseFinetuning):
-    """Freezes a layer for an epoch."""
+    """Callback that freezes a layer for an epoch."""
 
     def freeze_before_training(self, module: LightningModule) -> None:
         self.freeze(module.net[0])
@@ -48,7 +48,7 @@ class Unfreeze(BaseFinetuning):
 
 
 class Finder(BatchSizeFinder):
-    """Leaves out Lightning's own look at the model, which has no batch size."""
+    """Batch size finder without Lightning's check for a `batch_size` of the model."""
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -65,7 +65,7 @@ CALLBACKS: list[Callable[[], Callback]] = [
 
 
 class Strangers(Classifier):
-    """Its optimizer has parameters that are not the module's."""
+    """Model whose optimizer has parameters that are not the module's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Strangers(Classifier):
 
 
 class LateStranger(Classifier):
-    """Adds a parameter group in mid-run, of a parameter that is not the module's."""
+    """Model that adds a parameter group during the run, of a parameter that is not the module's."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -84,8 +84,8 @@ class LateStranger(Classifier):
             self.optimizers().add_param_group({"params": self.hidden})  # type: ignore[union-attr]
 
 
-def fit_what_is_refused(context: RankContext) -> list[str]:
-    """Return what is said in place of the first step that cannot work."""
+def messages_of_refusals(context: RankContext) -> list[str]:
+    """Return the message of each refusal, before the first step or in it."""
     cases = [Case(Classifier, trainer={"callbacks": [make()]}) for make in CALLBACKS]
     messages = []
     for case in [*cases, Case(Strangers), Case(LateStranger)]:
@@ -96,7 +96,7 @@ def fit_what_is_refused(context: RankContext) -> list[str]:
 
 
 def test_callbacks_and_optimizers_over_all_weights_are_refused(pool: RankPool) -> None:
-    for messages in pool.run(fit_what_is_refused, 2):
+    for messages in pool.run(messages_of_refusals, 2):
         for message, make in zip(messages, CALLBACKS, strict=False):
             assert f"{type(make()).__name__} cannot work with a pipeline" in message
         for message, model in zip(messages[-2:], (Strangers, LateStranger), strict=True):
@@ -105,7 +105,7 @@ def test_callbacks_and_optimizers_over_all_weights_are_refused(pool: RankPool) -
 
 
 class Sparse(Classifier):
-    """Has sparse gradients, and an optimizer that takes no other."""
+    """Model with sparse gradients, and an optimizer that takes no other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def fit_sparse(context: RankContext) -> Any:
     return str(error.value)
 
 
-def test_an_optimizer_of_sparse_gradients_works_on_one_virtual_machine(pool: RankPool) -> None:
+def test_an_optimizer_of_sparse_gradients_works_on_one_replica(pool: RankPool) -> None:
     assert pool.run(fit_sparse, 2) == none_in(SPARSE)
     for message in pool.run(fit_sparse, 4):
         assert "SparseAdam takes sparse gradients only" in message
@@ -139,7 +139,7 @@ def test_an_optimizer_of_sparse_gradients_works_on_one_virtual_machine(pool: Ran
 
 
 class Freezes(Classifier):
-    """Freezes and unfreezes layers by itself, whole stages among them."""
+    """Model that freezes and unfreezes its layers, and with them whole stages."""
 
     def on_train_epoch_start(self) -> None:
         for index, layer in enumerate(self.net):
@@ -169,7 +169,7 @@ class Scales(nn.Tanh):
 
 
 class Changes(Classifier):
-    """Changes settings of layers in its step, in a way."""
+    """Model that changes a setting of its layers in `training_step`."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def fit_changing(context: RankContext, way: str) -> None:
     trainer_for(context, module="net").fit(Changes(way), batches())
 
 
-def test_a_step_that_freezes_is_refused_and_one_that_puts_back_is_not(pool: RankPool) -> None:
+def test_a_step_that_freezes_is_refused_unless_it_restores_the_setting(pool: RankPool) -> None:
     for message, differences in pool.run(fit_freezing, 2):
         assert differences == {"put back": []}
         assert (
@@ -232,8 +232,8 @@ def test_settings_of_layers_cannot_be_changed_in_a_step(
 
 
 class Zeroes(Classifier):
-    """Zeroes gradients before and after the module's call, which changes nothing in plain training:
-    the backward comes later."""
+    """Model that zeroes gradients before and after the module's call. This changes nothing in plain
+    training, where backward comes later."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.zero_grad()
@@ -258,14 +258,14 @@ def test_a_step_may_zero_gradients(pool: RankPool, ranks: int) -> None:
 
 
 class Uses(Callback):
-    """Uses weights of all layers in a hook, where no step is under way."""
+    """Callback that uses weights of all layers outside of a step."""
 
     def __init__(self, use: Callable[[Any], Any], hook: str = "on_train_batch_end") -> None:
         setattr(self, hook, lambda trainer, module, *args: use(module))
 
 
 class Averages(Classifier):
-    """Has a copy of the network that it could average into."""
+    """Model with a copy of its network, as for moving averages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ USES = (average, average_data, norm_of_all, numbers_of_all, state_as_arrays, cop
 
 
 class TwoBackwards(Classifier):
-    """Runs backward twice on one loss."""
+    """Model that runs backward twice on one loss."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(retain_graph=True)
@@ -340,7 +340,7 @@ def test_weights_of_other_stages_cannot_be_used_in_hooks(pool: RankPool) -> None
 
 
 class Norms(Callback):
-    """Takes down the norms of the gradients in the first step."""
+    """Callback that records gradient norms in the first step."""
 
     def __init__(self) -> None:
         self.first: dict[str, float] = {}
@@ -367,7 +367,7 @@ def test_gradient_norms_in_hooks_are_those_of_the_stage(pool: RankPool) -> None:
 
 
 class Broadcasts(Callback):
-    """Sends what callbacks send to all ranks."""
+    """Callback that broadcasts objects as other callbacks do."""
 
     def __init__(self) -> None:
         self.got: Any = None

@@ -1,5 +1,5 @@
-"""Modules that are not plain chains, models that are made on the meta device, and calls of the
-module outside of steps."""
+"""Kinds of pipelined modules: other than plain chains, made on the meta device, and called outside
+of steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.training_cases import (
 
 
 class Residual(nn.Sequential):
-    """Not the plain chain of its children."""
+    """Sequential with a forward of its own, which is no plain chain of its children."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
@@ -35,11 +35,11 @@ class Residual(nn.Sequential):
 
 
 class Named(nn.Sequential):
-    """A plain chain under another name."""
+    """Subclass that is still a plain chain."""
 
 
 class SelfCalling(nn.ModuleList):
-    """A list that applies its own members."""
+    """Module list with a forward that applies its members."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
@@ -52,7 +52,7 @@ def layers() -> list[nn.Module]:
 
 
 class Kind(Classifier):
-    """A classifier over a container of that kind."""
+    """Classifier over a given container of layers."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Kind(Classifier):
 
 
 class WithOwnForward(Classifier):
-    """A plain nn.Sequential, one instance of which was given another forward."""
+    """Classifier over an nn.Sequential whose instance has another forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class WithOwnForward(Classifier):
 
 
 class Recurrent(nn.Module):
-    """A GRU over the features of a sample, the second of its matrices with a norm of its own."""
+    """GRU over the features of a sample; its second matrix has weight normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Recurrent(nn.Module):
 
 
 class WithRecurrent(Classifier):
-    """A classifier with recurrent layers on both stages."""
+    """Classifier with recurrent layers on both stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,14 +91,14 @@ class WithRecurrent(Classifier):
 
 
 class LastState(nn.Module):
-    """Takes the last state from what an LSTM returns."""
+    """Layer that takes the last state from the output of an LSTM."""
 
     def forward(self, result: tuple[Tensor, Any]) -> Tensor:
         return result[0][:, -1]
 
 
 class Complex(nn.Module):
-    """Takes real or complex numbers, and returns complex ones."""
+    """Layer that takes real or complex numbers, and returns complex ones."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Complex(nn.Module):
 
 
 class WithComplex(Classifier):
-    """A classifier with complex parameters on both stages, and complex activations between them."""
+    """Classifier with complex parameters on both stages, and complex activations between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ KINDS = {
     "subclass": Case(lambda: Kind(Named)),
     "list": Case(lambda: Kind(SelfCalling)),
 }
-# One layer, which several replicas can train, but not several stages.
+# A single layer can be trained by several replicas, but not cut into several stages.
 WHOLE: dict[str, Case] = {
     name: Case(make, options={"stages": 1, "plan": None})
     for name, make in (("residual", lambda: Kind(Residual)), ("own forward", WithOwnForward))
@@ -146,7 +146,9 @@ def compare(context: RankContext) -> tuple[dict[str, list[str]], dict[str, list[
     return kinds, whole, messages
 
 
-def test_chains_and_recurrent_layers_are_cut_and_another_forward_is_not(pool: RankPool) -> None:
+def test_chains_and_recurrent_layers_are_cut_but_not_a_module_with_its_own_forward(
+    pool: RankPool,
+) -> None:
     for kinds, whole, messages in pool.run(compare, 2):
         assert kinds == none_in(KINDS)[0]
         assert whole == none_in(WHOLE)[0]
@@ -155,8 +157,8 @@ def test_chains_and_recurrent_layers_are_cut_and_another_forward_is_not(pool: Ra
 
 
 class CallsOutside(Classifier):
-    """Calls the module in hooks between steps and at the end of an epoch, also with a batch of
-    another size, and has an example input for summaries."""
+    """Model that calls the module in hooks between steps and at the end of an epoch, also with a
+    batch of another size. It has an example input for summaries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ def test_calls_outside_of_steps_go_through_the_pipeline(pool: RankPool) -> None:
 
 
 class Counted(nn.Linear):
-    """Starts with values that depend on its shape only."""
+    """Linear layer whose initial values depend on its shape only."""
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -197,7 +199,7 @@ class Counted(nn.Linear):
 
 
 class OnMeta(Classifier):
-    """Makes its network in configure_model, on the meta device if a pipeline will fill it."""
+    """Model that makes its network in `configure_model`, on the meta device for a pipeline."""
 
     def __init__(self, meta: bool) -> None:
         super().__init__()

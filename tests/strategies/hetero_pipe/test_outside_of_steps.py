@@ -1,5 +1,5 @@
-"""What users do beside training steps: write predictions, save late, call the module in hooks, ask
-for gradients in validation, start a script in an unusual way."""
+"""Use of the strategy outside of training steps: predictions, late checkpoints, calls of the module
+in hooks, gradients in validation, and unusual ways to start a script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Predicts(Classifier):
 
 
 class Writer(BasePredictionWriter):
-    """Takes down the indices of the samples that were predicted."""
+    """Prediction writer that records the indices of the samples."""
 
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
@@ -45,7 +45,7 @@ class Writer(BasePredictionWriter):
 
 
 class SlowFiles(TorchCheckpointIO):
-    """Writes files late on rank 0, which alone writes."""
+    """Checkpoint I/O that delays the write on rank 0, the only rank that writes."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         time.sleep(0.5)
@@ -59,7 +59,7 @@ def predict_and_save(context: RankContext, path: Path) -> dict[str, Any]:
     plain, ours = Writer(), Writer()
     trainer_for(None, callbacks=[plain]).predict(Predicts(), loaders)
     trainer = trainer_for(context, callbacks=[ours], plugins=[context.environment, SlowFiles()])
-    # Two runs: each begins with the first indices again.
+    # Two runs, since each must begin with the first indices.
     trainer.predict(Predicts(), loaders)
     ours.batches.clear()
     trainer.predict(Predicts(), loaders)
@@ -79,7 +79,7 @@ def test_predictions_are_written_and_a_late_checkpoint_is_there(
 
 
 class CallsAlone(Classifier):
-    """Calls the module in a hook on one rank only."""
+    """Model that calls the module in a hook on one rank only."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class CallsAlone(Classifier):
 
 def call_alone(context: RankContext, rank: int) -> None:
     mailbox._EXPLAIN_SECONDS = 0.1
-    # Rank 0 waits for the whole of it, in Lightning's own broadcast; rank 1 fails at once.
+    # Rank 0 waits in Lightning's own broadcast for the whole timeout; rank 1 fails at once.
     trainer_for(context, timeout=8 if rank == 0 else 60).fit(CallsAlone(rank), batches())
 
 
@@ -109,7 +109,7 @@ def test_a_call_on_one_rank_is_named(pool: RankPool, rank: int) -> None:
 
 
 class Gradients(Classifier):
-    """Computes gradients of the input in validation."""
+    """Model that computes gradients of the input in validation."""
 
     def __init__(self, ask: bool) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_gradients_in_validation_are_refused(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("script", "got"), [("-", "standard input"), ("-c", "python -c"), ("", "no script")]
 )
-def test_a_script_that_is_no_file(
+def test_a_script_that_is_no_file_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, got: str
 ) -> None:
     from lightning.pytorch import Trainer

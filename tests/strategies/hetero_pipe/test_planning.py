@@ -1,5 +1,5 @@
-"""Profile and plan in a real run: profiling changes nothing, limits are kept or refused, plans can
-be given back, and what is recomputed stays exact."""
+"""Profile and plan in a real run: profiling changes nothing, memory limits are met or refused,
+plans can be passed back, and recomputation is exact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.training_cases import QUICK
 
 
 class Losses(Callback):
-    """Every loss, as bits."""
+    """Callback that records the bits of every loss."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -33,7 +33,7 @@ class Losses(Callback):
 def fit(
     context: RankContext, kind: str, dropout: float, batch: int = 8, **options: Any
 ) -> dict[str, Any]:
-    """Train six steps, and return losses, weights and the plan."""
+    """Train six steps; return losses, weights and the plan."""
     seed_everything(5, verbose=False)
     task = Task(kind, dropout=dropout, optimizer="adamw")
     train, _ = loaders(task, 24, 8, True, 0, torch.float32)
@@ -83,7 +83,7 @@ def test_recomputing_changes_nothing(pool: RankPool, kind: str, schedule: str) -
 
 
 def test_a_memory_limit_is_met_by_recomputing(pool: RankPool) -> None:
-    # A large batch, all of it in flight: what blocks save outweighs their weights.
+    # A large batch, all of it in flight: saved tensors of the blocks outweigh their weights.
     free = PipelinePlan.from_json(
         pool.run(fit, 2, "gpt", 0.0, 96, schedule="gpipe", stages=2)[0]["plan"]
     )
@@ -145,7 +145,7 @@ def test_a_bad_profile_config_is_refused(options: dict[str, Any]) -> None:
 
 
 def test_stages_are_chosen_by_simulated_time(pool: RankPool) -> None:
-    # One device is far slower: alone it would hold up data parallel training.
+    # One device is far slower, and would slow down data parallel training.
     found = pool.run(fit, 2, "gpt", 0.0, emulate_speed=[1.0, 0.05])[0]
     plan = PipelinePlan.from_json(found["plan"])
     assert plan.stages == 2
@@ -156,8 +156,8 @@ def test_stages_are_chosen_by_simulated_time(pool: RankPool) -> None:
 
 
 def trace(context: RankContext) -> list[tuple[str, int, int, int]]:
-    """Train with recomputation on the first stage while the second one is slow, and return this
-    rank's spans."""
+    """Train with recomputation on the first stage and a slow second stage; return this rank's
+    spans."""
     seed_everything(5, verbose=False)
     task = Task("gpt")
     train, _ = loaders(task, 24, 8, False, 0, torch.float32)
@@ -187,7 +187,7 @@ def test_recompute_starts_before_its_gradient_arrives(pool: RankPool) -> None:
     recomputes = [(start, end) for name, _, start, end in spans if name == "recompute"]
     backwards = [start for name, _, start, _ in spans if name == "backward"]
     assert len(arrivals) == len(recomputes) == len(backwards) == 3 * 8
-    # The slow stage is the bottleneck: in every step the first one waits for nearly all gradients.
+    # The slow stage is the bottleneck, so the first stage waits for nearly all gradients.
     early = [start < arrival for (start, _), arrival in zip(recomputes, arrivals, strict=True)]
     assert sum(early) >= 3 * 7, "all but the last ones, which find their gradient there"
     for (_, end), start in zip(recomputes, backwards, strict=True):
@@ -197,7 +197,7 @@ def test_recompute_starts_before_its_gradient_arrives(pool: RankPool) -> None:
 def test_a_plan_is_a_file_that_can_be_edited(pool: RankPool, tmp_path: Path) -> None:
     found = pool.run(fit, 2, "gpt", 0.0, stages=2)[0]
     edited = json.loads(found["plan"])
-    # Another one than what was planned, which depends on what was measured.
+    # A different split than the planned one, which depends on measurements.
     split = [1, 4] if edited["split"] != [1, 4] else [3, 2]
     edited.update(split=split, recompute=[2])
     path = tmp_path / "plan.json"

@@ -1,4 +1,4 @@
-"""Mixed precision over stages: overflow skips one step on all of them, and bf16 trains as on a
+"""Mixed precision over stages: an overflow skips one step on all stages, and bf16 trains as on a
 single device."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.rank_pool import RankContext, RankPool
 
 
 class PlantOverflow(Callback):
-    """Puts an infinite gradient into one parameter in one step, on whichever rank holds it."""
+    """Callback that makes a parameter's gradient infinite in one step, on the rank with it."""
 
     def __init__(self, parameter: str, step: int) -> None:
         self.parameter, self.step, self.scales = parameter, step, []
@@ -39,7 +39,7 @@ class PlantOverflow(Callback):
 def fit_16_mixed(
     context: RankContext | None, stages: int, parameter: str, frozen: bool = False
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Train with a gradient scaler on the CPU and a planted overflow in step 2."""
+    """Train with a gradient scaler on the CPU, and an overflow in step 2."""
     seed_everything(3, verbose=False)
     task = Task("mlp", "sgd", metrics=False)
     if frozen:
@@ -83,7 +83,7 @@ def _plainly(context: RankContext, parameter: str) -> Any:
     return fit_16_mixed(None, 1, parameter)
 
 
-def test_a_stage_without_gradients_cannot_take_part_in_scaling(pool: RankPool) -> None:
+def test_a_stage_without_trainable_parameters_is_refused_with_a_scaler(pool: RankPool) -> None:
     outcomes = pool.run_expecting_errors(fit_16_mixed, 2, 2, "net.7.bias", True, keep=True)
     assert any(
         "Every stage must have a trainable parameter" in outcome.error_message

@@ -1,5 +1,5 @@
-"""Profiling takes nothing from the data that training would have seen. Where a rank has no memory
-for it, training goes on with a split by bytes; any other error ends the run."""
+"""Profiling leaves the data of training as it was. If a rank lacks memory for it, training
+continues with a split by bytes; any other error ends the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.training_cases import Case, Classifier, batches, differences_
 
 
 class Once(IterableDataset[Any]):
-    """A stream that can be read only once; as a generator, it cannot be copied either."""
+    """Stream that can be read only once; as a generator, it cannot be copied either."""
 
     def __init__(self, generator: bool) -> None:
         source = Samples(False, 40)
@@ -33,7 +33,7 @@ class Once(IterableDataset[Any]):
 
 
 class OwnNoise(Samples):
-    """Adds noise from a generator of its own, and counts."""
+    """Samples with noise from a random generator of their own, and a count of reads."""
 
     def __init__(self) -> None:
         super().__init__(False, 32)
@@ -46,20 +46,20 @@ class OwnNoise(Samples):
 
 
 def shuffled() -> DataLoader[Any]:
-    """A loader with a generator of its own."""
+    """Return a loader with a random generator of its own."""
     generator = torch.Generator().manual_seed(5)
     return DataLoader(Samples(False, 32), batch_size=8, shuffle=True, generator=generator)
 
 
 class Observes(Classifier):
-    """Takes down a mark of every batch."""
+    """Model that records a checksum of every batch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.observed.append(float(batch[0].sum()))
 
 
 class Augments(Observes):
-    """Changes batches in the hooks of their transfer, otherwise each time."""
+    """Model that changes each batch in another way, in the transfer hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Augments(Observes):
 
 
 class Wide(Classifier):
-    """Two of its layers do not fit on rank 0."""
+    """Model with two layers that do not fit on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Wide(Classifier):
 
 
 class ReadsTwo(Observes):
-    """Takes each batch from two loaders."""
+    """Model that gets each batch from two loaders."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         first, second = batch.values() if isinstance(batch, dict) else batch
@@ -144,7 +144,7 @@ UNCOPIED = {
 
 
 class FailsFirst(nn.Linear):
-    """Fails on one rank until the layers are measured."""
+    """Layer that fails on one rank while the layers are measured."""
 
     on_rank = 1
     error: type[Exception] = MemoryError
@@ -188,7 +188,7 @@ def compare_failing(
     )
 
 
-def test_training_sees_the_same_samples(pool: RankPool) -> None:
+def test_training_sees_the_same_samples_after_profiling(pool: RankPool) -> None:
     outcomes = pool.run_expecting_errors(compare_measured, 2)
     for outcome in outcomes:
         assert outcome.value == {name: [] for name in CASES}, outcome.traceback
@@ -196,14 +196,14 @@ def test_training_sees_the_same_samples(pool: RankPool) -> None:
     assert "could not be profiled" not in outcomes[0].output
 
 
-def test_a_device_without_room_for_some_layers(pool: RankPool) -> None:
+def test_layers_that_do_not_fit_on_a_device_are_not_run_there(pool: RankPool) -> None:
     outcomes = pool.run_expecting_errors(compare_wide, 2)
     for outcome in outcomes:
         assert outcome.value == {"wide": []}, outcome.traceback
     assert "could not be profiled" not in outcomes[0].output
 
 
-def test_what_cannot_be_copied_is_not_read(pool: RankPool) -> None:
+def test_a_loader_that_cannot_be_copied_is_not_read(pool: RankPool) -> None:
     outcomes = pool.run_expecting_errors(compare_uncopied, 2)
     for outcome in outcomes:
         assert outcome.value == {"generator": []}, outcome.traceback
@@ -212,7 +212,7 @@ def test_what_cannot_be_copied_is_not_read(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_lack_of_memory_on_one_rank_is_a_split_by_bytes_on_all(pool: RankPool, rank: int) -> None:
+def test_lack_of_memory_on_one_rank_splits_by_bytes_on_all(pool: RankPool, rank: int) -> None:
     outcomes = pool.run_expecting_errors(compare_failing, 2, rank)
     for outcome in outcomes:
         assert outcome.value == {"failing": []}, outcome.traceback
@@ -220,7 +220,7 @@ def test_lack_of_memory_on_one_rank_is_a_split_by_bytes_on_all(pool: RankPool, r
     assert "splitting by parameter bytes" in outcomes[0].output
 
 
-def test_an_error_of_a_layer_ends_the_run(pool: RankPool) -> None:
+def test_another_error_of_a_layer_ends_the_run(pool: RankPool) -> None:
     ours, others = pool.run_expecting_errors(compare_failing, 2, 0, IndexError)
     assert ours.error_type == "IndexError"
     assert others.error_type == PeerLostError.__name__
@@ -228,7 +228,7 @@ def test_an_error_of_a_layer_ends_the_run(pool: RankPool) -> None:
 
 
 class Named(Dataset[Any]):
-    """A data set whose samples have names, not numbers; its sampler knows them."""
+    """Dataset whose samples have names instead of numbers, which its sampler knows."""
 
     names = [f"sample {number}" for number in range(32)]
 
@@ -249,7 +249,7 @@ def compare_named(context: RankContext) -> dict[str, list[str]]:
     return differences_in(context, {"named": Case(Observes, data=named, options=MEASURED)})
 
 
-def test_samples_that_have_no_numbers(pool: RankPool) -> None:
+def test_samples_without_numbers_are_profiled(pool: RankPool) -> None:
     outcomes = pool.run_expecting_errors(compare_named, 2)
     for outcome in outcomes:
         assert outcome.value == {"named": []}, outcome.traceback

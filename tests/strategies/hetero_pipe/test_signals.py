@@ -1,5 +1,5 @@
-"""A signal to one rank ends all ranks together, with the checkpoint that Lightning promises; an
-error on one rank ends the others, whatever callbacks do then."""
+"""Signals and errors on one rank: a signal ends all ranks together, with Lightning's checkpoint. An
+error ends the other ranks, even if callbacks save a checkpoint then."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.support.rank_environment import PoolEnvironment
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, batches, fit, trainer_for
 
-# What SLURM asks for the last checkpoint with; the pool has a use of its own for SIGUSR1.
+# Signal by which SLURM asks for the last checkpoint. The pool needs SIGUSR1 for itself.
 REQUEUE = signal.SIGUSR2
-# The real one ends the job, too.
+# Stand-in for SLURM's scontrol; the real one also ends the job.
 SCONTROL = """#!/bin/sh
 echo "$@" >> "{log}"
 kill -TERM $PPID
@@ -31,7 +31,7 @@ kill -TERM $PPID
 
 
 class SlurmPool(PoolEnvironment, SLURMEnvironment):
-    """The pool's ranks as a SLURM job that is queued again when it is preempted."""
+    """Environment of the pool's ranks as a SLURM job that is requeued after a preemption."""
 
     def __init__(self, world_size: int, rank: int, port: int) -> None:
         SLURMEnvironment.__init__(self, auto_requeue=True, requeue_signal=REQUEUE)
@@ -39,7 +39,7 @@ class SlurmPool(PoolEnvironment, SLURMEnvironment):
 
 
 class Signalled(Classifier):
-    """Sends a signal to its own process after the second batch; on one rank."""
+    """Model that sends a signal to its own process after the second batch, on one rank."""
 
     def __init__(self, rank: int, number: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Signalled(Classifier):
 
 
 class Endless(IterableDataset[Any]):
-    """The same samples again and again."""
+    """Dataset without an end."""
 
     def __iter__(self) -> Any:
         while True:
@@ -66,12 +66,12 @@ class Endless(IterableDataset[Any]):
 
 
 def preempted(context: RankContext, directory: Path) -> dict[str, Any]:
-    """Train until the signal ends the run, and go on from its checkpoint on a single device."""
+    """Train until the signal ends the run, and resume its checkpoint on a single device."""
     job = {"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     os.environ.update(job)
     environment = SlurmPool(context.world_size, context.rank, context.environment.main_port)
     trainer = trainer_for(context, plugins=[environment], default_root_dir=directory, max_epochs=-1)
-    # Every batch is the same, so that the position of the loader does not count.
+    # All batches are equal, so that the position of the loader does not matter.
     same = DataLoader(Endless(), batch_size=8)
     model = Signalled(1, REQUEUE)
     try:
@@ -100,7 +100,7 @@ def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in b)
 
 
-def test_a_preempted_slurm_job_is_saved_and_queued_again(pool: RankPool, tmp_path: Path) -> None:
+def test_a_preempted_slurm_job_is_saved_and_requeued(pool: RankPool, tmp_path: Path) -> None:
     log = tmp_path / "log"
     (tmp_path / "scontrol").write_text(SCONTROL.format(log=log))
     (tmp_path / "scontrol").chmod(0o755)
@@ -130,7 +130,7 @@ def test_sigterm_to_one_rank_ends_all(pool: RankPool, what: str) -> None:
 
 
 class Raises(Classifier):
-    """Raises in a hook, on some ranks."""
+    """Model that raises in a hook, on the given ranks."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__()
@@ -149,16 +149,18 @@ def saving_on_exception(context: RankContext, ranks: tuple[int, ...], directory:
     trainer.fit(Raises(ranks), batches())
 
 
-def test_a_checkpoint_on_exception_where_all_ranks_raise(pool: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_on_exception_is_saved_if_all_ranks_raise(
+    pool: RankPool, tmp_path: Path
+) -> None:
     outcomes = pool.run_expecting_errors(saving_on_exception, 2, (0, 1), tmp_path)
     assert [outcome.error_type for outcome in outcomes] == ["KeyError"] * 2
     assert torch.load(tmp_path / "step=2.ckpt", weights_only=False)["global_step"] == 2
 
 
-def test_a_checkpoint_on_exception_of_one_rank_is_not_waited_for(
+def test_an_exception_on_one_rank_does_not_wait_for_a_checkpoint(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    # The strategy's timeout is longer than the job's.
+    # The strategy's timeout is longer than that of the job, so a long wait would fail the test.
     ours, others = pool.run_expecting_errors(saving_on_exception, 2, (0,), tmp_path, timeout=90)
     assert 'KeyError: "a fault of the user\'s"' in ours.traceback
     assert others.error_type in (PeerLostError.__name__, "RankDied")

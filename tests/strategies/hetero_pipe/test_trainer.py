@@ -1,5 +1,5 @@
-"""What a user of Lightning takes for granted: callbacks, loops, loggers, schedulers, models built
-in configure_model."""
+"""Features of the Lightning Trainer under a pipeline: callbacks, loops, loggers, schedulers, and
+models made in `configure_model`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training_cases import QUICK
 
 
 def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:
-    """Return the Trainer arguments that make it a pipeline over the job's ranks."""
+    """Return Trainer arguments for a pipeline over the job's ranks."""
     stages = context.world_size if options.get("device_map") is None else "auto"
     return {
         "strategy": HeteroPipeStrategy(
@@ -35,7 +35,7 @@ def strategy_for(context: RankContext, **options: Any) -> dict[str, Any]:
 
 
 def with_callbacks(context: RankContext, directory: str) -> Any:
-    """Fit with the usual callbacks and a logger; rank 0 alone writes files."""
+    """Fit with common callbacks and a logger; only rank 0 writes files."""
     seed_everything(3, verbose=False)
     task = Task("mlp")
     train, validation = loaders(task, 40, 8, False, 0, torch.float32)
@@ -66,7 +66,7 @@ def test_callbacks_act_alike_on_all_ranks(pool: RankPool, tmp_path: Path) -> Non
 
 
 def evaluate_and_predict(context: RankContext | None) -> Any:
-    """Validate, test and predict without having trained."""
+    """Validate, test and predict without training before."""
     seed_everything(3, verbose=False)
     task = Task("gpt_list")
     _, validation = loaders(task, 8, 8, False, 0, torch.float32)
@@ -92,8 +92,8 @@ def test_validate_test_and_predict_equal_a_single_device(pool: RankPool, ranks: 
         assert torch.equal(found[2], predicted)
 
 
-class BornOnMeta(Task):
-    """Builds its network on the meta device."""
+class MadeOnMeta(Task):
+    """Model that makes its network on the meta device."""
 
     def __init__(self) -> None:
         super().__init__("mlp", metrics=False)
@@ -111,10 +111,10 @@ class BornOnMeta(Task):
                 )
 
 
-def fit_born_on_meta(context: RankContext, stages: int, path: str) -> Any:
-    """Train a model that no rank ever holds whole, and save it."""
+def fit_made_on_meta(context: RankContext, stages: int, path: str) -> Any:
+    """Train and save a model of which no rank ever holds the whole."""
     seed_everything(3, verbose=False)
-    model = BornOnMeta()
+    model = MadeOnMeta()
     strategy = strategy_for(context, stages=stages, schedule="gpipe")
     trainer = Trainer(**strategy, max_epochs=1, **QUIET)
     trainer.fit(model, loaders(model, 24, 8, False, 0, torch.float32)[0])
@@ -123,9 +123,9 @@ def fit_born_on_meta(context: RankContext, stages: int, path: str) -> Any:
     return held, float(trainer.callback_metrics["train_loss"])
 
 
-def load_born_on_meta(context: RankContext, path: str) -> float:
-    """Resume from the checkpoint of such a model."""
-    model = BornOnMeta()
+def load_made_on_meta(context: RankContext, path: str) -> float:
+    """Resume a checkpoint of the model that was made on the meta device."""
+    model = MadeOnMeta()
     trainer = Trainer(
         **strategy_for(context, stages=2),
         max_epochs=2,
@@ -135,14 +135,14 @@ def load_born_on_meta(context: RankContext, path: str) -> float:
     return float(trainer.callback_metrics["train_loss"])
 
 
-def test_a_model_made_on_meta_is_materialised_only_where_it_lives(
+def test_a_model_made_on_meta_is_materialised_only_on_its_own_stages(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    first, second = pool.run(fit_born_on_meta, 2, 2, str(tmp_path / "two.ckpt"))
+    first, second = pool.run(fit_made_on_meta, 2, 2, str(tmp_path / "two.ckpt"))
     assert first[0]
     assert second[0]
     assert not set(first[0]) & set(second[0])
-    others = pool.run(fit_born_on_meta, 3, 3, str(tmp_path / "three.ckpt"))
+    others = pool.run(fit_made_on_meta, 3, 3, str(tmp_path / "three.ckpt"))
     assert others[0][1] == pytest.approx(first[1], rel=1e-5), (
         "initial values do not depend on the plan"
     )
@@ -152,12 +152,12 @@ def test_a_model_made_on_meta_is_materialised_only_where_it_lives(
     )
     for name, value in two.items():
         assert relative(three[name], value) <= 1e-5
-    losses = pool.run(load_born_on_meta, 2, str(tmp_path / "three.ckpt"))
+    losses = pool.run(load_made_on_meta, 2, str(tmp_path / "three.ckpt"))
     assert losses[0] == losses[1] < first[1]
 
 
 class Stream(IterableDataset[Any]):
-    """Samples without a length."""
+    """Dataset without a length."""
 
     def __iter__(self) -> Any:
         source = Samples(False, 21)
@@ -178,7 +178,7 @@ def stream_plainly(context: RankContext) -> Any:
     return fit_stream(None)
 
 
-def test_a_loader_of_unknown_length(pool: RankPool) -> None:
+def test_training_works_with_a_loader_of_unknown_length(pool: RankPool) -> None:
     ((steps, weights),) = pool.run(stream_plainly, 1)
     for found in pool.run(fit_stream, 2):
         assert found[0] == steps
@@ -187,14 +187,14 @@ def test_a_loader_of_unknown_length(pool: RankPool) -> None:
 
 
 class Extra(Task):
-    """Returns more than a loss."""
+    """Model whose step returns more than a loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx), "size": len(batch[0])}
 
 
 class SeeOutputs(Callback):
-    """Takes down what on_train_batch_end is given."""
+    """Callback that records the outputs that `on_train_batch_end` gets."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -206,7 +206,7 @@ class SeeOutputs(Callback):
 
 
 def fast_dev_run(context: RankContext) -> Any:
-    """Run one batch of everything, unseeded, with a profiled plan."""
+    """Run one batch of every loop, without a seed, with a profiled plan."""
     task, see = Extra("gpt"), SeeOutputs()
     train, validation = loaders(task, 24, 8, True, 0, torch.float32)
     trainer = Trainer(
@@ -220,7 +220,7 @@ def fast_dev_run(context: RankContext) -> Any:
     return see.seen, plan.to_json(), {n: p.detach() for n, p in task.named_parameters()}
 
 
-def test_fast_dev_run_outputs_and_a_measured_plan(pool: RankPool) -> None:
+def test_fast_dev_run_gives_outputs_and_a_measured_plan(pool: RankPool) -> None:
     found = pool.run(fast_dev_run, 3)
     assert all(
         seen == found[0][0] and len(seen) == 1 and seen[0]["size"] == 8.0 for seen, _, _ in found
@@ -232,7 +232,7 @@ def test_fast_dev_run_outputs_and_a_measured_plan(pool: RankPool) -> None:
 
 
 def fit_measured(context: RankContext, measured: bool) -> dict[str, Tensor]:
-    """Train with or without profiling beforehand."""
+    """Train with or without profiling before."""
     seed_everything(3, verbose=False)
     task = Task("cnn")
     options: dict[str, Any] = {"profile": ProfileConfig()}

@@ -1,4 +1,4 @@
-"""Batches that are more than two tensors, and the user's own way to cut them."""
+"""Batches other than two tensors, and the user's `split_batch`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.training_cases import QUICK
 
 @dataclass
 class Labelled:
-    """A batch as a data class."""
+    """Batch as a data class."""
 
     x: Tensor
     y: Tensor
 
 
 class Named(NamedTuple):
-    """A batch as a named tuple."""
+    """Batch as a named tuple."""
 
     x: Tensor
     y: Tensor
@@ -55,7 +55,7 @@ def as_named(samples: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 def flat(samples: list[tuple[Tensor, Tensor]]) -> Any:
-    """Return samples without a dimension of their own: only the user knows how to cut them."""
+    """Return a batch without a dimension for samples, which only `split_batch` can cut."""
     x, y = map(torch.stack, zip(*samples, strict=True))
     return {"x": x.reshape(-1), "y": y}
 
@@ -66,7 +66,7 @@ def split_flat(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 class Reads(LightningModule):
-    """Trains on a batch of any of these kinds, with a layer that passes on more than one tensor."""
+    """Model for a batch of any of these kinds, with a layer that returns several tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Reads(LightningModule):
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else (batch.x, batch.y)
         if isinstance(batch, dict) and "names" in batch:
             assert len(batch["names"]) == len(y)
-        # In place, as augmentations often are: the batch is on its way to other ranks meanwhile.
+        # In place, as augmentations often are, while the batch is still being sent to other ranks.
         x.mul_(2.0)
         loss = F.cross_entropy(self.net(x.view(-1, 16)), y)
         self.log("loss", loss, batch_size=len(y))
@@ -88,14 +88,14 @@ class Reads(LightningModule):
 
 
 class Fork(nn.Module):
-    """Returns a dict of two tensors, of which only one needs a gradient, and a number."""
+    """Layer that returns a dict of two tensors, one of which needs a gradient, and a number."""
 
     def forward(self, x: Tensor) -> Any:
         return {"x": x, "mask": (x.detach() > 0), "scale": 0.5}
 
 
 class Merge(nn.Module):
-    """Undoes `Fork`, working in place on what it was given."""
+    """Layer that undoes `Fork`, in place on its inputs."""
 
     def forward(self, parts: Any) -> Tensor:
         return parts["x"].mul_(parts["mask"]).mul(parts["scale"])
@@ -141,7 +141,9 @@ def fit_plainly(context: RankContext, kind: str) -> Any:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", list(COLLATE))
-def test_batches_of_every_kind(pool: RankPool, kind: str, schedule: str, ranks: int) -> None:
+def test_batches_of_every_kind_train_as_on_a_single_device(
+    pool: RankPool, kind: str, schedule: str, ranks: int
+) -> None:
     ((loss, weights),) = pool.run(fit_plainly, 1, kind)
     for found in pool.run(fit, ranks, kind, schedule):
         assert found[0] == pytest.approx(loss, rel=1e-5)

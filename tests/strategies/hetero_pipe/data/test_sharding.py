@@ -1,4 +1,4 @@
-"""Loaders that would read a part of the data on each rank read all of it, or are named."""
+"""Loaders that would read one rank's part of the data: they read all of it, or are named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sample(index: int) -> Sample:
 
 
 class Numbered(Dataset[Sample]):
-    """Samples that tell their number."""
+    """Dataset whose samples hold their number."""
 
     def __init__(self, indices: Any = range(30)) -> None:
         self.indices = list(indices)
@@ -40,7 +40,7 @@ class Numbered(Dataset[Sample]):
 
 
 class Stream(IterableDataset[Sample]):
-    """Divides its samples by rank and world size, which it asks for when it is read."""
+    """Stream that divides its samples by the rank and world size at the time of reading."""
 
     def __init__(self, place: Callable[[], tuple[int, int]]) -> None:
         self.place = place
@@ -50,8 +50,8 @@ class Stream(IterableDataset[Sample]):
         return map(sample, range(rank, 30, ranks))
 
 
-class Keeps(Classifier):
-    """Keeps the numbers of all samples that it trains on, and validates and predicts likewise."""
+class RecordsSamples(Classifier):
+    """Model that records the numbers of all samples in training, validation and prediction."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
@@ -69,7 +69,7 @@ class Keeps(Classifier):
 
 
 def of_torch() -> tuple[int, int]:
-    # No process group where the run is a plain one.
+    # A plain run has no process group.
     return (get_rank(), get_world_size()) if PLACE != ALONE else ALONE
 
 
@@ -77,13 +77,13 @@ def of_environment() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-# Rank and number of ranks in the run at hand.
+# Functions that return the rank and the number of ranks.
 ALONE = (0, 1)
 PLACE = ALONE
 
 
 class Data(LightningDataModule):
-    """Makes its loader in a hook, from what the Trainer says."""
+    """Data module that makes its loader in a hook, from the Trainer's rank and world size."""
 
     def __init__(self, by_size: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 def samples_of(context: RankContext, name: str, piped: bool, stage: str = "fit") -> list[float]:
-    """Return the samples of a run in order."""
+    """Return the sample numbers of a run, in order."""
     global PLACE
     PLACE = (context.rank, context.world_size) if piped else ALONE
     seed_everything(3, verbose=False)
@@ -132,7 +132,7 @@ def samples_of(context: RankContext, name: str, piped: bool, stage: str = "fit")
     plan = PipelinePlan(replicas=((0, 1, 2),), split=(2, 2, 1)) if context.world_size == 3 else None
     options = {"plan": plan, "stages": 3} if plan is not None else {}
     try:
-        model, trainer = Keeps(), trainer_for(context if piped else None, **options)
+        model, trainer = RecordsSamples(), trainer_for(context if piped else None, **options)
         data = LOADERS[name]()
         if stage == "fit":
             trainer.fit(model, data)
@@ -161,7 +161,7 @@ def test_all_ranks_train_on_all_samples(pool: RankPool, ranks: int) -> None:
         assert all(found.values()), found
 
 
-def test_the_undo_gives_the_user_the_sampler_back() -> None:
+def test_the_undo_restores_the_user_s_sampler() -> None:
     own = DistributedSampler(Numbered(), num_replicas=4, rank=3)
     before, part = dict(vars(own)), list(own)
     undo = undo_sharding(DataLoader(own.dataset, batch_size=2, sampler=own))
@@ -172,8 +172,8 @@ def test_the_undo_gives_the_user_the_sampler_back() -> None:
     assert list(own) == part
 
 
-class Own:
-    """A sampler that counts its samples in its own way."""
+class OtherSampler:
+    """Sampler that counts its samples in another way than `DistributedSampler`."""
 
     def __init__(self) -> None:
         self.num_replicas, self.rank, self.num_samples = 2, 0, 7
@@ -182,13 +182,13 @@ class Own:
         return iter(range(self.num_samples))
 
 
-def test_a_sampler_of_another_kind_is_named() -> None:
+def test_a_sampler_of_another_kind_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"\.sampler .*num_replicas=1, rank=0"):
-        undo_sharding(DataLoader(Numbered(), sampler=Own()))
+        undo_sharding(DataLoader(Numbered(), sampler=OtherSampler()))
 
 
 class Divided(Numbered):
-    """Knows its place."""
+    """Dataset that has its rank and the number of ranks as attributes."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(range(30))
@@ -196,24 +196,26 @@ class Divided(Numbered):
 
 
 def divided_before(context: RankContext) -> list[str]:
-    model, messages = Keeps(), []
+    model, messages = RecordsSamples(), []
     with pytest.raises(ConfigError) as error:
         trainer_for(context).fit(
             model, DataLoader(Divided(context.rank, context.world_size), batch_size=8)
         )
     messages.append(str(error.value))
     part = Numbered(range(context.rank, 30, context.world_size))
-    with pytest.warns(UserWarning, match="rank 0 alone reads") if context.rank == 0 else _nothing():
+    with (
+        pytest.warns(UserWarning, match="rank 0 alone reads") if context.rank == 0 else _NoContext()
+    ):
         trainer_for(context, max_epochs=1).fit(model, DataLoader(part, batch_size=8))
     return messages
 
 
-class _nothing:
+class _NoContext:
     def __enter__(self) -> None: ...
     def __exit__(self, *args: Any) -> None: ...
 
 
-def test_data_that_was_divided_before_is_named(pool: RankPool) -> None:
+def test_data_that_was_divided_before_the_run_is_named(pool: RankPool) -> None:
     for (message,) in pool.run(divided_before, 2):
         assert "DataLoader.dataset" in message
         assert "rank=0, world=2" in message
