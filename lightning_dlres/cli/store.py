@@ -1,4 +1,4 @@
-"""`dlres store`: serve samples to other hosts, pack, list and verify them."""
+"""Command `dlres store`: serve samples to other hosts; pack, list and verify them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from lightning_dlres.prefetch.storage.source_options import (
 )
 from lightning_dlres.prefetch.storage.writer import find_damage, put
 
+# Default port of node 0.
 _PORT = 5570
 
 
@@ -37,7 +38,7 @@ def store(options: Sequence[str]) -> int:
     """Run a subcommand and return its exit status."""
     settings = _parser().parse_args(options)
     if settings.command == "serve":
-        # Nodes need neither torch nor Lightning, and may be many.
+        # Replace this process by one without torch and Lightning: a host may run many nodes.
         sys.stdout.flush()
         command = lightweight_command("lightning_dlres.cli.store:serve_main", *options)
         os.execv(command[0], command)
@@ -50,14 +51,15 @@ def store(options: Sequence[str]) -> int:
         print(f"dlres: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader has seen enough, as `head` has. Nothing is left to be flushed at the end.
-        with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        # The reader of the output has closed it, as `head` does. Without another output the
+        # interpreter would fail to flush at its end.
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), sys.stdout.fileno())
         return 1
 
 
 def serve_main() -> int:
-    """Serve, as the arguments of this process say."""
+    """Serve with the arguments of this process; return its exit status."""
     try:
         return _serve(_parser().parse_args(sys.argv[1:]))
     except DlresError as error:
@@ -71,14 +73,14 @@ def _serve(settings: argparse.Namespace) -> int:
     if (settings.key is None) != (not settings.allow):
         missing, given = ("--key", "--allow") if settings.key is None else ("--allow", "--key")
         raise ConfigError(f"{missing} must be given beside {given}, got none. Pass both.")
-    # Brings sockets, which only this command needs.
+    # Imported here because only this command needs sockets.
     from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 
-    numbers = range(settings.nodes) if settings.node is None else [settings.node]
+    indices = range(settings.nodes) if settings.node is None else [settings.node]
     reader = _open(settings)
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+    for stop_signal in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop_signal, lambda *_: stopped.set())
     with contextlib.ExitStack() as stack:
         nodes = [
             stack.enter_context(
@@ -95,14 +97,14 @@ def _serve(settings: argparse.Namespace) -> int:
                     emulate_delay=settings.emulate_delay,
                 )
             )
-            for node in numbers
+            for node in indices
         ]
         table = reader.table
-        names = ",".join(_public(node.endpoint) for node in nodes)
-        which = f"all {settings.nodes} nodes" if len(nodes) > 1 else f"node {numbers[0]}"
+        endpoints = ",".join(_public(node.endpoint) for node in nodes)
+        served = f"all {settings.nodes} nodes" if len(nodes) > 1 else f"node {indices[0]}"
         print(
             f"Serving {len(table)} samples ({format_bytes(table.total_bytes)}) of "
-            f"{settings.source} as {which} of {settings.nodes}: {names}",
+            f"{settings.source} as {served} of {settings.nodes}: {endpoints}",
             flush=True,
         )
         stopped.wait()
@@ -114,7 +116,7 @@ def _serve(settings: argparse.Namespace) -> int:
 def _open(settings: argparse.Namespace) -> Reader:
     reader = open_reader(settings.source, **_source_arguments(settings))
     if reader.note:
-        _say(reader.note)
+        _print_note(reader.note)
     return reader
 
 
@@ -122,8 +124,8 @@ def _source_arguments(settings: argparse.Namespace) -> dict[str, Any]:
     encoded = parse_storage_options(settings.storage_options)
     if encoded and not is_url(settings.source):
         raise ConfigError(
-            "--storage-options must be left out where the source is no URL, got "
-            f"{settings.source!r}. Pass a URL."
+            "--storage-options must be given with a URL only, got the source "
+            f"{settings.source!r}. Leave the option out, or pass a URL."
         )
     return {
         "follow_links": settings.follow_links,
@@ -132,7 +134,7 @@ def _source_arguments(settings: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _say(note: str) -> None:
+def _print_note(note: str) -> None:
     print(f"dlres: {note}", file=sys.stderr)
 
 
@@ -144,7 +146,7 @@ def _put(settings: argparse.Namespace) -> int:
             packs=settings.packs,
             overwrite=settings.overwrite,
             progress=show,
-            on_note=_say,
+            on_note=_print_note,
             **_source_arguments(settings),
         )
     print(
@@ -162,37 +164,40 @@ def _ls(settings: argparse.Namespace) -> int:
         (n, table.key(n), int(table.sizes[n]), f"{int(sums[n]):08x}" if sums is not None else "-")
         for n in range(count)
     ]
-    print(render(str(settings.source), ("number", "key", "bytes", "CRC-32"), rows))
+    print(render(str(settings.source), ("sample_id", "key", "bytes", "CRC-32"), rows))
     more = f"the first {count} of " if count < len(table) else ""
     print(f"{more}{len(table)} samples, {format_bytes(table.total_bytes)}, digest {table.digest}")
     return 0
 
 
 def _verify(settings: argparse.Namespace) -> int:
-    found, reader = 0, _open(settings)
+    num_damaged, reader = 0, _open(settings)
     with _progress("reading") as show:
         for line in find_damage(reader, show):
-            found += 1
+            num_damaged += 1
             print(line, file=sys.stderr)
     table = reader.table
-    known = "" if table.checksums is not None else " It has no checksums; only sizes were compared."
-    print(f"{len(table) - found} of {len(table)} samples are whole.{known}")
-    return 1 if found else 0
+    num_whole = len(table) - num_damaged
+    print(f"{num_whole} of {len(table)} samples are whole.")
+    if table.checksums is None:
+        print("The source has no checksums; only sizes were compared.")
+    return 1 if num_damaged else 0
 
 
 def _keys(settings: argparse.Namespace) -> int:
     public, secret = create_keys(settings.directory, settings.name)
-    print(f"Written: {secret} (keep it here) and {public} (for the other side).")
+    print(f"Wrote {secret} (keep it on this host) and {public} (copy it to the other side).")
     return 0
 
 
 def _public(endpoint: str) -> str:
-    """Return an address for others: a name instead of "any interface"."""
+    """Return an address that other hosts can use: "any interface" becomes this host's name."""
     return endpoint.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
 
 
 @contextlib.contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Context manager that shows a progress bar; gives None if there is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -205,65 +210,76 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dlres store", description="Samples for the prefetch cache: serve, pack, list, verify."
+        prog="dlres store",
+        description="Serve, pack, list and verify samples for the prefetch cache.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    about = "a folder, a store, a listing (.txt or .tsv) or a URL"
+    source_help = "a folder, a store, a listing (.txt or .tsv) or a URL"
 
     serve = commands.add_parser(
         "serve",
         help="answer requests for samples until ^C",
         description="Answer requests for samples until ^C. All nodes must serve the same data set. "
-        "Of a source that is no store only keys, sizes and the beginnings of 16 samples are "
-        "compared, as they are when a node starts; a store has a checksum for every sample.",
+        "A store has a checksum for every sample. Of other sources only keys, sizes and the "
+        "beginnings of 16 samples are compared, as they were when each node started.",
     )
-    serve.add_argument("source", help=about)
-    serve.add_argument("--nodes", type=int, default=1, help="how many storage nodes there are")
-    serve.add_argument("--node", type=int, help="which of them to be (default: all, here)")
-    serve.add_argument("--bind", default="127.0.0.1", help="numeric address (0.0.0.0: every one)")
+    serve.add_argument("source", help=source_help)
+    serve.add_argument("--nodes", type=int, default=1, help="number of storage nodes (1)")
+    serve.add_argument("--node", type=int, help="index of the node to run (default: all)")
     serve.add_argument(
-        "--port", type=int, default=_PORT, help=f"of node 0; node m has the m-th after it ({_PORT})"
+        "--bind", default="127.0.0.1", help="numeric address to listen on (127.0.0.1); 0.0.0.0: all"
     )
-    serve.add_argument("--read-threads", type=int, default=4, help="requests read at once (4)")
-    serve.add_argument("--emulate-delay", default="0s", help="how much longer a request takes")
-    serve.add_argument("--key", type=Path, help="NAME.key_secret: let in only --allow, encrypted")
-    serve.add_argument("--allow", type=Path, nargs="+", default=[], help="public keys of clients")
     serve.add_argument(
-        "--insecure", action="store_true", help="without keys, serve whoever can reach --bind"
+        "--port", type=int, default=_PORT, help=f"port of node 0 ({_PORT}); node m has port + m"
+    )
+    serve.add_argument(
+        "--read-threads", type=int, default=4, help="requests read at once by each node (4)"
+    )
+    serve.add_argument(
+        "--emulate-delay", default="0s", help="delay of each request (0s); for benchmarks"
+    )
+    serve.add_argument("--key", type=Path, help="NAME.key_secret: encrypt, and admit only --allow")
+    serve.add_argument(
+        "--allow", type=Path, nargs="+", default=[], help="files of clients' public keys"
+    )
+    serve.add_argument(
+        "--insecure",
+        action="store_true",
+        help="without keys, serve every host that can reach --bind",
     )
     serve.set_defaults(run=_serve)
 
     pack = commands.add_parser("put", help="pack samples into a store, with checksums")
-    pack.add_argument("source", help=about)
-    pack.add_argument("directory", type=Path, help="where to")
-    pack.add_argument("--packs", type=int, default=1, help="into how many files (1)")
-    pack.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+    pack.add_argument("source", help=source_help)
+    pack.add_argument("directory", type=Path, help="directory of the store")
+    pack.add_argument("--packs", type=int, default=1, help="number of pack files (1)")
+    pack.add_argument("--overwrite", action="store_true", help="replace a store in this directory")
     pack.set_defaults(run=_put)
 
     listing = commands.add_parser("ls", help="list samples")
-    listing.add_argument("source", help=about)
-    listing.add_argument("--limit", type=int, default=20, help="how many (20); 0: all")
+    listing.add_argument("source", help=source_help)
+    listing.add_argument("--limit", type=int, default=20, help="number of samples (20); 0: all")
     listing.set_defaults(run=_ls)
 
     verify = commands.add_parser("verify", help="read every sample and compare its checksum")
-    verify.add_argument("source", help=about)
+    verify.add_argument("source", help=source_help)
     verify.set_defaults(run=_verify)
 
     for command in (serve, pack, listing, verify):
         command.add_argument(
-            "--follow-links", action="store_true", help="of a folder: follow links out of it, too"
+            "--follow-links", action="store_true", help="follow links out of a local folder"
         )
         command.add_argument(
-            "--extensions", nargs="+", metavar=".EXT", help="only files with these endings"
+            "--extensions", nargs="+", metavar=".EXT", help="use only files with these endings"
         )
         command.add_argument(
             "--storage-options",
             metavar="FILE",
-            help="JSON with arguments of the file system behind a URL, such as keys",
+            help="JSON file with arguments of the file system behind a URL, such as keys",
         )
 
-    keys = commands.add_parser("keys", help="write a pair of keys for CURVE")
-    keys.add_argument("name", help="of the host or job")
-    keys.add_argument("--directory", type=Path, default=Path(), help="where to (here)")
+    keys = commands.add_parser("keys", help="write a pair of CURVE keys")
+    keys.add_argument("name", help="name of the host or job")
+    keys.add_argument("--directory", type=Path, default=Path(), help="directory to write to (.)")
     keys.set_defaults(run=_keys)
     return parser

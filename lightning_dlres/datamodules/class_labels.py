@@ -1,4 +1,4 @@
-"""The classes of a data module's samples: those that are given, or the folders of one split."""
+"""Classes of a data module's samples: given names, or the folders of one split."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class ClassLabels:
     """Names of classes in the order of their numbers, the same on all ranks.
 
     Args:
-        labels: "folder", names, or None: samples have no labels.
-        folders: Returns the names of the folders that samples lie in.
+        labels: "folder", a list of names, or None for samples without labels.
+        list_folders: Returns the names of the folders that samples lie in.
 
     Raises:
-        ConfigError: `labels` is none of these.
+        ConfigError: If `labels` is none of these.
     """
 
     def __init__(
-        self, labels: str | Sequence[str] | None, folders: Callable[[], Sequence[str]]
+        self, labels: str | Sequence[str] | None, list_folders: Callable[[], Sequence[str]]
     ) -> None:
         self._given = parse_labels(labels)
-        self._folders = folders
-        # Names of folders, once they are known.
+        self._list_folders = list_folders
+        # The given names, or those of the folders once they have been listed.
         self._names: tuple[str, ...] = self._given or ()
 
     @property
@@ -36,53 +36,54 @@ class ClassLabels:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The names, () where there are none or none are known yet."""
+        """Names of the classes; () if there are no labels, or folders were not listed yet."""
         return self._names
 
     def names(self) -> list[str]:
-        """Return the names; folders are looked at for them.
+        """Return the names of the classes; list folders if they are not known.
 
         Raises:
-            ConfigError: Samples have no labels, or lie in no folders.
+            ConfigError: If samples have no labels, or lie in no folders.
         """
         if self._given is None:
             raise ConfigError(
                 "labels must be given where classes are asked for, got None. Use labels='folder'."
             )
-        self._names = self._names or tuple(self._folders())
+        self._names = self._names or tuple(self._list_folders())
         return list(self._names)
 
     def agree(self, strategy: Strategy, is_first: bool) -> None:
-        """Have one rank look at folders for all.
+        """List folders on rank 0, and use its names on all ranks. All ranks must call this.
 
         Args:
-            strategy: Of the ranks, which all come here.
-            is_first: Whether this is rank 0.
+            strategy: Strategy of the ranks.
+            is_first: True on rank 0.
 
         Raises:
-            DlresError: Rank 0 found no classes.
+            DlresError: If rank 0 could not list the classes; on all ranks.
         """
         if not self.are_used:
             return
-        found: list[str] | DlresError
+        result: list[str] | DlresError
         try:
-            found = self.names() if is_first else []
+            result = self.names() if is_first else []
         except DlresError as error:
-            found = error
-        found = strategy.broadcast(found, 0)
-        if isinstance(found, DlresError):
-            raise found
-        self._names = tuple(found)
+            # Broadcast, so that the other ranks do not wait for names.
+            result = error
+        result = strategy.broadcast(result, 0)
+        if isinstance(result, DlresError):
+            raise result
+        self._names = tuple(result)
 
     def forget_folders(self) -> None:
-        """Look again when names are asked for next: there is another source."""
+        """Forget the names of folders, because the source has changed; given names stay."""
         self._names = self._given or ()
 
     def check(self, names: list[str]) -> None:
-        """Raise where a checkpoint has other names.
+        """Raise if a checkpoint has other classes, or the same in another order.
 
         Raises:
-            ConfigError: Numbers of classes mean something else there.
+            ConfigError: If the numbers of classes stand for other classes in the checkpoint.
         """
         if self._names and names and list(self._names) != names:
             raise ConfigError(

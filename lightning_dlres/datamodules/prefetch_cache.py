@@ -290,12 +290,12 @@ class PrefetchCacheDataModule(LightningDataModule):
     @override
     def teardown(self, stage: str) -> None:
         self._close_loaders()
-        self._stores.forget()
+        self._stores.remove_temporary()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._close_loaders()
-        self._stores.forget()
+        self._stores.remove_temporary()
 
     @override
     def train_dataloader(self) -> PrefetchLoader:

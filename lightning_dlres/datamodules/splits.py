@@ -1,5 +1,4 @@
-"""The sources of a data module's splits: one, or several sets that are validated, tested or
-predicted one after the other."""
+"""Sources of a data module's splits: one source, or several sets with a loader each."""
 
 from __future__ import annotations
 
@@ -17,18 +16,19 @@ from lightning_dlres.prefetch.storage.listings import is_url
 Source = str | Path | Dataset[Any]
 SplitSource = Source | Sequence[Source] | None
 SPLITS = ("train", "val", "test", "predict")
-# Samples to predict have no labels yet.
+# Splits with labels: samples to predict have none.
 LABELLED = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split.
+    """Split of the samples, with its sources.
 
     Attributes:
         name: One of `SPLITS`.
-        sources: By the names of their loaders; a list of strings has the addresses of one source.
-        is_list: Whether there is a list of loaders, even of one.
+        sources: Sources by the names of their loaders. A list of strings holds the addresses of one
+            source.
+        is_list: True if the split has a list of loaders, be it a list of one.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Split:
             if isinstance(source, IterableDataset):
                 raise ConfigError(
                     f"{self.name} must be {rule}, got the IterableDataset {type(source).__name__}. "
-                    "Its order is not known before it is read: write its samples into files, or "
+                    "Its order is not known before it is read. Write its samples into files, or "
                     "pass it to a DataLoader."
                 )
             if not _is_source(source):
@@ -53,7 +53,7 @@ class Split:
         """Return the split that an argument describes.
 
         Raises:
-            ConfigError: It describes none.
+            ConfigError: If the argument is no source, and no list of sources.
         """
         if value is None:
             return Split(name, {})
@@ -71,29 +71,29 @@ class Split:
 
 
 def is_data_set(source: Any) -> bool:
-    """Return whether a source is a map-style data set, which has to be written into a store."""
+    """Return True if a source is a map-style data set, which has to be written into a store."""
     return not isinstance(source, (str, Path, list, tuple))
 
 
 def has_files(source: Any) -> bool:
-    """Return whether a source is neither a data set nor storage nodes."""
+    """Return True if a source is a folder, store, listing or URL."""
     return isinstance(source, Path) or (isinstance(source, str) and not is_address(source))
 
 
 def has_url(source: Any) -> bool:
-    """Return whether a source is a URL of files."""
+    """Return True if a source is a URL of files."""
     return isinstance(source, str) and has_files(source) and is_url(source)
 
 
 def check_source_arguments(splits: Sequence[Split], arguments: dict[str, Any]) -> None:
-    """Raise where an argument says how to read sources, and there is none of its kind.
+    """Raise if an argument about sources has a value and no source that it applies to.
 
     Args:
         splits: All splits.
-        arguments: `labels`, `extensions` and `storage_options`.
+        arguments: Values of `labels`, `extensions` and `storage_options`.
 
     Raises:
-        ConfigError: It names the argument.
+        ConfigError: If there is such an argument; the message names it.
     """
     sources = [source for split in splits for source in split.sources.values()]
     if arguments["labels"] is not None:
@@ -103,12 +103,12 @@ def check_source_arguments(splits: Sequence[Split], arguments: dict[str, Any]) -
                     f"labels must be None where {split.name} is a map-style data set, got "
                     f"{arguments['labels']!r}. Let the data set return its labels."
                 )
-    for name, fits, kind in (
+    for name, applies, kind in (
         ("extensions", has_files, "a folder, store, listing or URL"),
         ("storage_options", has_url, "a URL"),
     ):
-        if arguments[name] is not None and sources and not any(map(fits, sources)):
-            # The value may be a secret.
+        if arguments[name] is not None and sources and not any(map(applies, sources)):
+            # The message does not show the value, which may be a secret.
             raise ConfigError(f"{name} must be None where no split is {kind}. Leave it out.")
 
 

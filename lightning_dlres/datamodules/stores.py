@@ -1,4 +1,4 @@
-"""The store of a map-style data set, written by one rank of every host while the others wait."""
+"""Stores of map-style data sets: one rank of every host writes them while the others wait."""
 
 from __future__ import annotations
 
@@ -34,33 +34,36 @@ from lightning_dlres.prefetch.loading.items import ENCODING, encode_item
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.writer import put
 
-# Samples that are read again, to see whether they are the same.
+# Samples that are read a second time, to detect a data set that changes.
 _PROBES = 16
-# Seconds between two looks at a lock.
-_POLL = 0.01
+# Seconds between two attempts to take a lock.
+_POLL_SECONDS = 0.01
 
 
 class SplitStores:
-    """The stores of the data sets of a data module's splits.
+    """Stores of the data sets of a data module's splits.
 
     Args:
-        directory: For one store of each split; None: a temporary directory.
+        directory: Directory with one store for each split; None for a temporary directory.
+
+    Attributes:
+        paths: Path of each store that was written, by its name.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self.paths: dict[str, Path] = {}
-        # Removes the temporary stores of this process.
-        self._clean_up: weakref.finalize[..., Any] | None = None
+        # Removes the temporary stores of this process, at its end at the latest.
+        self._remove: weakref.finalize[..., Any] | None = None
 
     def write(self, trainer: Trainer, job: str, name: str, dataset: Any) -> None:
-        """Write a data set into a store, once on every host; all ranks come here.
+        """Write a data set into a store, once on every host. All ranks must call this.
 
         Args:
-            trainer: Of the ranks.
-            job: A name, the same for all ranks and for no other job.
-            name: Of the store.
-            dataset: A map-style data set.
+            trainer: Trainer of this rank.
+            job: Name of the job, the same on all ranks and different for every job.
+            name: Name of the store.
+            dataset: The map-style data set.
 
         Raises:
             ConfigError: See `write_store`.
@@ -68,131 +71,140 @@ class SplitStores:
         writes, base = trainer.local_rank == 0, self._directory
         if base is None:
             base = temporary_directory(job)
-            if writes and self._clean_up is None:
-                self._clean_up = weakref.finalize(self, own_temporary_directory(base))
+            if writes and self._remove is None:
+                self._remove = weakref.finalize(self, own_temporary_directory(base))
         write_store(trainer.strategy, dataset, base / name, writes)
         self.paths[name] = base / name
 
-    def forget(self) -> None:
-        """Remove temporary stores; others stay for the next run."""
+    def remove_temporary(self) -> None:
+        """Forget all stores, and remove temporary ones. Others stay for the next run."""
         self.paths.clear()
-        if self._clean_up is not None:
-            self._clean_up()
-            self._clean_up = None
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
 
 
 def temporary_directory(job: str) -> Path:
-    """Return the directory of a job's temporary stores on this host, below one that only this user
-    may enter."""
+    """Return the directory of a job's temporary stores on this host. Its parent is a directory that
+    only this user may enter."""
     base = Path(tempfile.gettempdir())
     return private_directory(base, f"dlres-stores-{os.getuid()}-{_host()}") / job
 
 
 def _host() -> str:
-    """Return a part of names that only this host uses: hosts may share a directory, and locks may
-    not reach from one to another."""
+    """Return a part of file names that is unique for this host.
+
+    Hosts may share a directory while a lock of one is invisible to another. So each host removes
+    only files with its own names.
+    """
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 
 def own_temporary_directory(directory: Path) -> Callable[[], None]:
-    """Make a directory that this process owns and return what removes it. Those of owners that are
-    gone are removed now, as this one is by the next start if this process is killed.
+    """Make a directory that this process owns, and return the function that removes it.
+
+    Directories of processes that are gone are removed now. If this process is killed, the next one
+    that calls this removes its directory.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: If the directory cannot be made or locked.
     """
     sweep(directory.parent)
     lock = directory.with_name(directory.name + LOCK)
-    holding = ExitStack()
+    lock_holder = ExitStack()
     try:
-        _hold(lock, holding, locked)
+        _hold(lock, lock_holder, locked)
         directory.mkdir(mode=0o700)
     except OSError as error:
-        holding.close()
+        lock_holder.close()
         raise ConfigError(
             f"{directory} must be a directory that can be made and locked, got: "
-            f"{error.strerror}. Pass `store`, or set TMPDIR to another place."
+            f"{error.strerror}. Pass store, or set TMPDIR to another directory."
         ) from error
-    return partial(_remove_temporary, os.getpid(), lock, holding)
+    return partial(_remove_owned, os.getpid(), lock, lock_holder)
 
 
 def _hold(
-    lock: Path, holding: ExitStack, kind: Callable[[Path], AbstractContextManager[object]]
+    lock: Path, lock_holder: ExitStack, kind: Callable[[Path], AbstractContextManager[object]]
 ) -> None:
-    # The sweep of another start may hold it for a moment.
-    while not holding.enter_context(kind(lock)):
-        holding.close()
-        time.sleep(_POLL)
+    """Take a lock, by one of the context managers of `core.host.locks`, until the stack closes."""
+    # The sweep of another process may hold the lock for a short time.
+    while not lock_holder.enter_context(kind(lock)):
+        lock_holder.close()
+        time.sleep(_POLL_SECONDS)
 
 
-def _remove_temporary(owner: int, lock: Path, holding: ExitStack) -> None:
-    # A process that was forked off may end before its owner does.
+def _remove_owned(owner: int, lock: Path, lock_holder: ExitStack) -> None:
+    # A forked process inherits the finalizer, and may end before the owner.
     if os.getpid() == owner:
         remove_owned(lock)
-        holding.close()
+        lock_holder.close()
 
 
 def write_store(strategy: Strategy, dataset: Any, directory: Path, writes: bool) -> None:
-    """Have a data set in a store; all ranks come here, and leave when it is there.
+    """Write a data set into a store, unless it is there. All ranks must call this; it returns when
+    all stores are written.
 
     Args:
-        strategy: of the ranks.
-        dataset: a map-style data set.
-        directory: of the store. One that is there is used if it holds the data set; the directory
-            may be on a storage that hosts share.
-        writes: whether this rank writes: one of every host.
+        strategy: Strategy of the ranks.
+        dataset: The map-style data set.
+        directory: Directory of the store, possibly on a storage that hosts share. A store that is
+            there is used if it holds the data set.
+        writes: True if this rank writes; one rank of every host must.
 
     Raises:
-        ConfigError: a store of another data set is there (some samples are compared), or another
-            rank could not write.
+        ConfigError: If the directory has a store of another data set (some samples are compared),
+            or another rank could not write.
     """
-    failed: Exception | None = None
+    failure: Exception | None = None
     if writes:
         try:
             _write(dataset, directory)
-        except Exception as error:  # the others must not wait for this rank in vain
-            failed = error
-    fine = strategy.reduce_boolean_decision(failed is None, all=True)
-    if failed is not None:
-        raise failed
-    if not fine:
+        except Exception as error:  # raised below: the other ranks wait for this one's result
+            failure = error
+    all_written = strategy.reduce_boolean_decision(failure is None, all=True)
+    if failure is not None:
+        raise failure
+    if not all_written:
         raise ConfigError(
-            f"a store of a data set in {directory}: another rank could not write it and says why."
+            f"The store in {directory} is missing: another rank could not write it. See the error "
+            "of that rank."
         )
     _check(dataset, directory)
 
 
 def _write(dataset: Any, directory: Path) -> None:
     prefix = f".{directory.name}-{_host()}-"
-    # A store that a killed process has begun.
+    # Remove the unfinished stores of killed processes.
     sweep(directory.parent, prefix)
     if (directory / MANIFEST).exists():
         table = _check(dataset, directory)
         if (changed := _differing(dataset, table)) is not None and not _is_random(dataset, changed):
             raise ConfigError(
-                f"the store in {directory} must hold the data set, got another sample "
+                f"The store in {directory} must hold the data set, got another sample "
                 f"{changed} ({table.key(changed)!r}). Remove it if it is out of date."
             )
         return
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     rank_zero_info(f"Putting {len(dataset)} samples into {directory}")
-    # Another host may write the same store: the first that is whole is taken.
+    # Another host may write the same store. Each writes under a name of its own and renames it at
+    # the end; the first one wins.
     own = directory.with_name(f"{prefix}{uuid.uuid4().hex[:8]}")
-    holding = ExitStack()
+    lock_holder = ExitStack()
     try:
         try:
-            _hold(own.with_name(own.name + LOCK), holding, locked_if_possible)
+            _hold(own.with_name(own.name + LOCK), lock_holder, locked_if_possible)
         except OSError as error:
             raise ConfigError(
                 f"store must be in a directory that can be written to, got {directory}: "
-                f"{error.strerror}. Try another `store`."
+                f"{error.strerror}. Pass another store."
             ) from error
         table = put(dataset, own, encode=encode_item, encoding=ENCODING)
         if (changed := _differing(dataset, table)) is not None:
             rank_zero_warn(
-                f"Sample {changed} of {type(dataset).__name__} was not the same when it was read "
-                "again. The prefetch cache keeps what was read first for all epochs: move random "
-                "transforms into `decode`, where `Sample.seed` differs from epoch to epoch."
+                f"Sample {changed} of {type(dataset).__name__} had other bytes when it was read "
+                "again. All epochs use the bytes that were read first. Move random transforms into "
+                "`decode`, where `Sample.seed` differs from epoch to epoch."
             )
         try:
             own.rename(directory)
@@ -200,18 +212,18 @@ def _write(dataset: Any, directory: Path) -> None:
             if not (directory / MANIFEST).exists():
                 raise ConfigError(
                     f"store must be a directory for stores, got {directory.parent}, in which "
-                    f"{directory.name} is something else: {error.strerror}. Pass another one."
+                    f"{directory.name} is no store: {error.strerror}. Pass another directory."
                 ) from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
-        holding.close()
+        lock_holder.close()
 
 
 def _check(dataset: Any, directory: Path) -> SampleTable:
     table = SampleTable.load(directory / MANIFEST)
     if (len(table), table.encoding) != (len(dataset), ENCODING):
         raise ConfigError(
-            f"the store in {directory} must hold the {len(dataset)} samples of the data set "
+            f"The store in {directory} must hold the {len(dataset)} samples of the data set "
             f"({ENCODING}), got {len(table)} samples ({table.encoding}). Remove it if it is out of "
             "date, or pass another store."
         )
@@ -219,15 +231,18 @@ def _check(dataset: Any, directory: Path) -> SampleTable:
 
 
 def _differing(dataset: Any, table: SampleTable) -> int | None:
-    """Return the number of a sample of which the data set gives other bytes than were written, or
-    None. To read all of them would take as long as writing them: some stand for the others."""
+    """Return the index of a sample with other bytes than were written; None if there is none.
+
+    Only some samples are compared. Reading all of them would take as long as writing them.
+    """
     assert table.checksums is not None
-    for number in np.unique(np.linspace(0, len(table) - 1, _PROBES, dtype=np.int64)).tolist():
-        if zlib.crc32(encode_item(dataset[number])) != int(table.checksums[number]):
-            return int(number)
+    for index in np.unique(np.linspace(0, len(table) - 1, _PROBES, dtype=np.int64)).tolist():
+        if zlib.crc32(encode_item(dataset[index])) != int(table.checksums[index]):
+            return int(index)
     return None
 
 
-def _is_random(dataset: Any, number: int) -> bool:
-    first = encode_item(dataset[number])
-    return any(encode_item(dataset[number]) != first for _ in range(_PROBES))
+def _is_random(dataset: Any, index: int) -> bool:
+    """Return True if a sample differs from read to read."""
+    first = encode_item(dataset[index])
+    return any(encode_item(dataset[index]) != first for _ in range(_PROBES))

@@ -1,4 +1,4 @@
-"""`dlres store` as a user types it."""
+"""Command `dlres store`, run as a user types it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_dlres.cli.store import serve_main
 from lightning_dlres.core.host import lightweight_process as light
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 
-# What `dlres store serve` goes over into.
+# Script of the process that `dlres store serve` turns into.
 LIGHT = f"""
 import os, runpy, sys
 light = runpy.run_path({light.__file__!r})["lightweight_command"]
@@ -34,17 +34,17 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_put_ls_and_verify(
+def test_a_store_is_put_listed_and_verified(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "store"
     assert main(["store", "put", str(folder), str(store), "--packs", "2"]) == 0
     assert "Put 30 samples" in capsys.readouterr().out
     assert main(["store", "ls", str(store), "--limit", "3"]) == 0
-    listed = capsys.readouterr().out
-    assert "02.txt" in listed
-    assert "03.txt" not in listed
-    assert "the first 3 of 30 samples" in listed
+    printed = capsys.readouterr().out
+    assert "02.txt" in printed
+    assert "03.txt" not in printed
+    assert "the first 3 of 30 samples" in printed
     assert main(["store", "verify", str(store)]) == 0
     assert "30 of 30 samples are whole" in capsys.readouterr().out
     (pack,) = store.glob("samples-*-00001-of-00002.bin")
@@ -52,9 +52,9 @@ def test_put_ls_and_verify(
     data[-1] ^= 1
     pack.write_bytes(data)
     assert main(["store", "verify", str(store)]) == 1
-    printed = capsys.readouterr()
-    assert "29 of 30 samples are whole" in printed.out
-    assert "'29.txt' (sample_id 29) is damaged" in printed.err
+    output = capsys.readouterr()
+    assert "29 of 30 samples are whole" in output.out
+    assert "'29.txt' (sample_id 29) is damaged" in output.err
 
 
 def test_only_files_with_the_endings_are_samples(
@@ -71,7 +71,7 @@ def test_only_files_with_the_endings_are_samples(
     assert "7.jpg" not in printed
 
 
-def test_links_are_followed_if_told_to_and_else_said(
+def test_links_out_of_a_folder_are_followed_on_request_and_reported_otherwise(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "secret").write_text("x")
@@ -97,25 +97,26 @@ def test_links_are_followed_if_told_to_and_else_said(
         (["keys", "a", "--directory", "/proc/nowhere"], "directory to write to"),
     ],
 )
-def test_mistakes_are_said_in_a_line(
+def test_mistakes_end_with_status_2_and_a_message(
     argv: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["store", *(word.format(files=folder) for word in argv)]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_serve_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Path) -> None:
+def test_serve_answers_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Path) -> None:
     whole = "import sys; from lightning_dlres.cli.main import main; sys.exit(main(sys.argv[1:]))"
     serving = start_script(whole, "store", "serve", folder, "--nodes", 2, "--port", 0)
-    found = serving.wait_for_line("Serving 30 samples .* as all 2 nodes of 2: (.*)")
-    storage = NodeStorage(found[1].split(","), timeout=20)
+    serving_line = serving.wait_for_line("Serving 30 samples .* as all 2 nodes of 2: (.*)")
+    storage = NodeStorage(serving_line[1].split(","), timeout=20)
     assert storage.table.key(3) == "03.txt"
     storage.submit(0, 1, np.array([1, 3], np.uint32))
     storage.close()
-    port = int(found[1].split(",")[0].rpartition(":")[2])
-    wrong = start_script(LIGHT, "serve", folder, "--port", port)
-    assert wrong.wait() == 2
-    assert "listening on" in wrong.output()
+    port = int(serving_line[1].split(",")[0].rpartition(":")[2])
+    second = start_script(LIGHT, "serve", folder, "--port", port)
+    # The port is taken.
+    assert second.wait() == 2
+    assert "listening on" in second.output()
     os.kill(serving.pid, signal.SIGTERM)
     assert serving.wait() == 0
     assert "Answered" in serving.output()
@@ -123,7 +124,7 @@ def test_serve_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Pa
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Handlers of signals are put back afterwards."""
+    """Restore the handlers of signals after the test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -153,7 +154,7 @@ def test_bad_options_of_serve_are_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(
+def test_an_output_that_its_reader_closes_early_prints_no_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Folders with a folder for each class, and several sets of one split, under Lightning."""
+"""Labels from folders, and several sets of one split, with a Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASSES = ["Zebra", "cat", "ünit"]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Three classes of four images, and files that are none."""
+    """Splits with up to three classes of four images, and other files beside these."""
     for split, classes in (("train", CLASSES), ("val", CLASSES[1:]), ("other", CLASSES[:1])):
         for number, name in enumerate(classes):
             folder = tmp_path / split / name / "deep"
@@ -46,7 +46,7 @@ def as_floats(sample: Sample) -> Tensor:
 
 
 class Classifier(LightningModule):
-    """Notes labels beside what the files say, and the seeds of what is validated."""
+    """Records the label of each sample beside the class in its file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_labels_and_several_sets(root: Path) -> None:
     assert [len(batch) for batch in model.predicted] == [5, 5, 2]
 
 
-def test_each_set_has_a_cache_of_its_own(root: Path) -> None:
+def test_each_set_of_a_list_has_its_own_cache(root: Path) -> None:
     model = Classifier()
     data = module(
         root, train=None, val=[root / "val", root / "other"], labels=CLASSES, storage="files"
@@ -130,8 +130,8 @@ def test_a_store_keeps_labels(root: Path, tmp_path: Path, workers: dict[str, Any
         )
         with closing(loader):
             ((values, labels),) = loader
-        wanted = [number for number in range(3) for _ in range(count)]
-        assert labels.tolist() == values[:, 0].tolist() == wanted
+        expected = [number for number in range(3) for _ in range(count)]
+        assert labels.tolist() == values[:, 0].tolist() == expected
     assert module(root, train=tmp_path / "store").classes == CLASSES
     listing.write_text("\n".join(f"{name}/0.jpg" for name in reversed(CLASSES)))
     assert module(root, train=listing).classes == CLASSES
@@ -145,10 +145,10 @@ def test_without_decode_samples_come_with_their_labels(root: Path) -> None:
     assert {sample.key.partition("/")[0] for sample, _ in batch} == set(CLASSES)
 
 
-def test_passes_over_each_set_go_on_after_a_checkpoint(root: Path) -> None:
+def test_passes_over_each_set_continue_after_a_checkpoint(root: Path) -> None:
     seeds: list[tuple[str, int]] = []
 
-    def noted(sample: Sample) -> Tensor:
+    def record_seed(sample: Sample) -> Tensor:
         if sample.key.endswith("/0.jpg"):
             seeds.append((sample.key, sample.seed))
         return as_floats(sample)
@@ -156,7 +156,7 @@ def test_passes_over_each_set_go_on_after_a_checkpoint(root: Path) -> None:
     def run(epochs: int, resume: Any) -> list[tuple[str, int]]:
         seeds.clear()
         saving = ModelCheckpoint(root / f"{epochs}", save_last=True)
-        data = module(root, val=[root / "val", root / "other"], decode=noted)
+        data = module(root, val=[root / "val", root / "other"], decode=record_seed)
         once(root, max_epochs=epochs, callbacks=[saving], enable_checkpointing=True).fit(
             Classifier(), datamodule=data, ckpt_path=resume
         )
@@ -169,7 +169,7 @@ def test_passes_over_each_set_go_on_after_a_checkpoint(root: Path) -> None:
     assert len({seed for key, seed in whole if key == "Zebra/0.jpg"}) == 3
 
 
-def test_classes_that_are_given(root: Path) -> None:
+def test_given_classes_define_the_numbers(root: Path) -> None:
     data = module(root, val=root / "val", labels=["cat", "ünit", "Zebra"])
     model = Classifier()
     once(root).validate(model, datamodule=data, verbose=False)
@@ -181,7 +181,7 @@ def test_classes_that_are_given(root: Path) -> None:
         once(root).validate(model, datamodule=data)
 
 
-def test_sources_without_classes_are_refused_by_name(root: Path) -> None:
+def test_sources_without_classes_are_refused_with_their_names(root: Path) -> None:
     with pytest.raises(dlres.ConfigError, match=r"sample 'README.md' of .*train.*extensions"):
         _ = module(root, extensions=None).classes
     flat = root / "train" / "cat"
@@ -230,6 +230,6 @@ DATA = TensorDataset(torch.zeros(3, 1))
         ({"storage_options": {"key": "x"}}, "storage_options must be None where no split is a URL"),
     ],
 )
-def test_bad_values_are_said_at_once(options: dict[str, Any], words: str) -> None:
+def test_bad_values_are_refused_at_construction(options: dict[str, Any], words: str) -> None:
     with pytest.raises(dlres.ConfigError, match=words):
         module(Path("data"), **options)

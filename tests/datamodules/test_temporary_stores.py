@@ -1,5 +1,7 @@
-"""Temporary stores end with their owners: a killed one's is removed by the next start, a living
-one's never is."""
+"""Temporary stores end with their owners.
+
+The next process removes the store of a killed process, but never that of a living one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def left_behind(job: str) -> Path:
-    """The store of a process that was killed: its lock ended with it, the file did not."""
+    """Make the store of a killed process: the lock is free, but its file is still there."""
     directory = temporary_directory(job)
     directory.mkdir()
     (directory / "data").write_bytes(b"x")
@@ -39,12 +41,12 @@ def left_behind(job: str) -> Path:
     return directory
 
 
-def test_the_next_start_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+def test_the_next_process_removes_the_store_of_a_killed_one(tmp_path: Path) -> None:
     remove_living = own_temporary_directory(temporary_directory("living"))
     living = temporary_directory("living")
     (living / "data").write_bytes(b"x")
     dead, base = left_behind("dead"), living.parent
-    # Links that lie in it, or in its place, are not followed.
+    # Links in the store, or in place of a store, are not followed.
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "data").write_bytes(b"x")
@@ -66,25 +68,27 @@ def test_the_next_start_removes_what_a_killed_one_has_left(tmp_path: Path) -> No
     assert not [path for path in base.iterdir() if path.name.startswith(("living", "next"))]
 
 
-def test_a_writer_of_a_kept_store_removes_what_a_killed_one_has_begun(tmp_path: Path) -> None:
+def test_a_writer_of_a_lasting_store_removes_unfinished_stores_of_killed_ones(
+    tmp_path: Path,
+) -> None:
     base = tmp_path / "stores"
     (base / "poetry").mkdir(parents=True)
     (base / "poetry.lock").touch()
     samples = TensorDataset(torch.arange(8.0))
     strategy = SingleDeviceStrategy(torch.device("cpu"))
-    begun: list[Path] = []
+    unfinished: list[Path] = []
 
-    def look(*_: object, **__: object) -> None:
-        # While a store is written, and by another name, so is the next one.
-        begun.extend(path for path in base.iterdir() if path.name.startswith(".train-"))
+    def record_and_interrupt(*_: object, **__: object) -> None:
+        # A store that is being written has another name than a finished one.
+        unfinished.extend(path for path in base.iterdir() if path.name.startswith(".train-"))
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stores, "put", look)
+        patched.setattr(stores, "put", record_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             write_store(strategy, samples, base / "train", writes=True)
     assert {path.name for path in base.iterdir()} == {"poetry", "poetry.lock"}
-    (lock,) = begun
+    (lock,) = unfinished
     dead, living = lock.with_suffix(""), lock.with_name(lock.stem[:-8] + "00000000")
     lock.touch()
     for directory in (dead, living):
@@ -101,7 +105,7 @@ def test_a_writer_of_a_kept_store_removes_what_a_killed_one_has_begun(tmp_path: 
     }
 
 
-def test_a_process_that_was_forked_off_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = temporary_directory("job")
     remove = own_temporary_directory(directory)
     with monkeypatch.context() as patched:
@@ -114,14 +118,14 @@ def test_a_process_that_was_forked_off_removes_nothing(monkeypatch: pytest.Monke
     assert not directory.exists()
 
 
-def test_a_directory_of_somebody_else_is_refused() -> None:
+def test_a_directory_that_others_may_enter_is_refused() -> None:
     base = temporary_directory("job").parent
     base.chmod(0o755)
     with pytest.raises(dlres.ConfigError, match="this user alone"):
         temporary_directory("job")
 
 
-def test_a_run_removes_its_own_and_what_was_left() -> None:
+def test_a_run_removes_its_own_store_and_abandoned_ones() -> None:
     dead = left_behind("dead")
     data = dlres.PrefetchCacheDataModule(train=TensorDataset(torch.zeros(8, 32)), batch_size=4)
     during: list[list[str]] = []
