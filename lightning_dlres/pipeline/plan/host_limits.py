@@ -1,4 +1,4 @@
-"""Ranks on the CPU share their host's memory: not each has a limit, but all of them together."""
+"""Memory limits of hosts: ranks on the CPU of one host share its memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ def within_hosts(
     memory: Mapping[str, int],
     warn: Callable[[str], None],
 ) -> PipelinePlan:
-    """Return the plan for a cluster; where the ranks of a host would hold more than it has, the one
-    for equal parts of that, and with a warning the first one where there is none.
+    """Return the plan for a cluster whose ranks share the memory of their hosts.
+
+    If the ranks of a host would hold more than it has, every rank gets an equal part of its host's
+    memory as its limit, and the plan is made again. If no plan fits, a warning is shown and the
+    first plan is returned.
 
     Args:
-        make: plans.
-        cluster: the devices; those with a limit of their own take no part.
-        memory: bytes by host, as far as they are known.
-        warn: shows a warning to the user.
+        make: Makes the plan for a cluster.
+        cluster: The devices. Those with a memory limit of their own are left out.
+        memory: Bytes by host, for hosts where they are known.
+        warn: Shows a warning to the user.
     """
     plan = make(cluster)
-    held = _held(plan, cluster)
-    crowded = [host for host, total in held.items() if total > memory.get(host, total)]
-    if not crowded:
+    held = _host_peaks(plan, cluster)
+    overfull = [host for host, total in held.items() if total > memory.get(host, total)]
+    if not overfull:
         return plan
     ranks = Counter(device.host for device in cluster.devices if device.memory_limit is None)
     parts = {host: size // ranks[host] for host, size in memory.items()}
@@ -44,23 +47,23 @@ def within_hosts(
     try:
         return make(msgspec.structs.replace(cluster, devices=devices))
     except ConfigError:
-        for host in crowded:
+        for host in overfull:
             warn(
-                f"dlres: the plan takes {format_bytes(held[host])} of memory on {host}, which has "
-                f"{format_bytes(memory[host])} for it, and a part for each rank that is no larger "
-                "than the others' is not enough. The run may swap or be ended. Try more "
-                "micro-batches, more hosts, or memory_limit with a size for every rank."
+                f"dlres: the plan needs {format_bytes(held[host])} of memory on {host}, which has "
+                f"{format_bytes(memory[host])} for it. No plan fits if each rank gets an equal "
+                "part of that. The run may swap or be killed. Use more micro-batches, more "
+                "hosts, or memory_limit with a size for every rank."
             )
         return plan
 
 
-def _held(plan: PipelinePlan, cluster: Cluster) -> Counter[str]:
-    """Return the planned peaks of each host's ranks without a limit of their own, added up."""
-    workload, found = plan.workload(), Counter[str]()
+def _host_peaks(plan: PipelinePlan, cluster: Cluster) -> Counter[str]:
+    """Return the sum of planned peak bytes, by host, of ranks without a limit of their own."""
+    workload, peaks = plan.workload(), Counter[str]()
     for replica in plan.replicas:
         for stage, rank in enumerate(replica):
             device = cluster.devices[rank]
             if device.memory_limit is None:
                 layers = plan.layers_of(stage)
-                found[device.host] += workload.peak_bytes(stage, layers, plan.recompute)
-    return found
+                peaks[device.host] += workload.peak_bytes(stage, layers, plan.recompute)
+    return peaks

@@ -1,7 +1,7 @@
-"""The plan of a pipeline: the rank of each stage of each replica, and the layers of each stage.
+"""Plan of a pipeline: the rank of each stage of each replica, and the layers of each stage.
 
-A plan is plain data: it prints as a table, round-trips through JSON, and can be edited and given
-    back.
+A plan is plain data. It prints as a table, round-trips through JSON, and can be edited by hand and
+used again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A split of `layers` over stages, on `replicas`, with the profile that it was made from.
 
     Attributes:
-        replicas: one tuple of ranks per replica, in stage order.
-        split: number of consecutive layers of each stage.
-        recompute: indices of the layers that are computed again before their backward instead of
-            keeping what they save for it.
-        schedule: the schedule that the plan was made for.
-        microbatches: into how many the batch is cut; 0 where that was not planned.
-        extra_in_flight: by how many micro-batches stages before the last one run ahead under 1F1B,
-            beyond what it takes to fill the pipeline.
-        layers: the profile of every layer, in order.
-        step: what a step does beside the layers.
-        cluster: the devices; None where they were not measured.
-        predicted_seconds: time of a step in the simulator.
-        even_seconds: that of the even split in the order of ranks, without recomputation.
+        replicas: One tuple of ranks per replica, in stage order.
+        split: Number of consecutive layers of each stage.
+        recompute: Indices of the layers that run again before their backward, and save no tensors
+            for it.
+        schedule: Name of the schedule that the plan was made for.
+        microbatches: Number of micro-batches of a batch; 0 if not planned.
+        extra_in_flight: Number of micro-batches by which stages before the last one run ahead,
+            beyond those that fill the pipeline; see `Schedule.actions`.
+        layers: Profile of every layer, in order.
+        step: Costs of a step besides the layers.
+        cluster: The devices; None if they were not measured.
+        predicted_seconds: Seconds of a step in the simulator; None if not measured.
+        even_seconds: Seconds of a step of the even split in the order of ranks, without
+            recomputation; None if not measured.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -89,8 +90,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"plan.split must add up to the {len(self.layers)} layers of the plan, got "
                 f"{list(self.split)}. Move layers from one stage to another."
             )
-        again = sorted(set(self.recompute))
-        if again and not 0 <= again[0] <= again[-1] < sum(self.split):
+        recomputed = sorted(set(self.recompute))
+        if recomputed and not 0 <= recomputed[0] <= recomputed[-1] < sum(self.split):
             raise ConfigError(
                 f"plan.recompute must be indices of layers from 0 to {sum(self.split) - 1}, got "
                 f"{list(self.recompute)}. Use recompute: []."
@@ -131,24 +132,24 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def powers(self) -> tuple[float, ...]:
-        """Measured compute power of each rank, the fastest is 1.0; empty where not measured."""
+        """Compute power of each rank relative to the fastest; empty if not measured."""
         return tuple(d.power for d in self.cluster.devices) if self.cluster is not None else ()
 
     @property
     def is_measured(self) -> bool:
-        """Whether the plan knows the times of its layers, and so can be simulated."""
+        """Whether the plan has the times of its layers, so that it can be simulated."""
         return self.cluster is not None and self.microbatches > 0 and bool(self.layers)
 
     def workload(self) -> Workload:
-        """Return what the plan was made for, as the simulator and the planner take it.
+        """Return the plan's workload, for the simulator and the planner.
 
         Raises:
-            ConfigError: nothing was measured.
+            ConfigError: If nothing was measured.
         """
         if self.cluster is None or not self.is_measured:
             raise ConfigError(
-                "plan: it holds no measured times, so it cannot be simulated. Expected the plan of "
-                "a profiled run."
+                "plan must have measured times to be simulated, got a plan without them. Use the "
+                "plan of a profiled run."
             )
         return Workload(
             self.layers,
@@ -161,7 +162,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def rank_name(self, rank: int) -> str:
-        """Return what a rank is called in messages."""
+        """Return the name of a rank in messages."""
         replica, stage = self.place(rank)
         return (
             f"stage {stage} of replica {replica} (rank {rank})"
@@ -170,7 +171,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def table(self) -> str:
-        """Return the plan as a table to print."""
+        """Return the plan as a table for printing."""
         rows = []
         workload = self.workload() if self.is_measured else None
         for stage in range(self.stages):
@@ -179,8 +180,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
             ranks = [replica[stage] for replica in self.replicas]
             power = ", ".join(f"{self.powers[rank]:.2f}" for rank in ranks) if self.powers else "-"
             ends = dict.fromkeys(profile.name for profile in (*profiles[:1], *profiles[-1:]))
-            again = sum(index in layers for index in set(self.recompute))
-            held = sum(layer.parameter_bytes for layer in profiles) + sum(
+            recomputed = sum(index in layers for index in set(self.recompute))
+            parameters = sum(layer.parameter_bytes for layer in profiles) + sum(
                 {n: b for layer in profiles for n, b in layer.shared.items()}.values()
             )
             in_flight = peak = busy = "-"
@@ -195,9 +196,9 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
                     power,
                     str(len(layers)),
                     " .. ".join(ends) or "-",
-                    str(again),
+                    str(recomputed),
                     in_flight,
-                    format_bytes(held) if profiles else "-",
+                    format_bytes(parameters) if profiles else "-",
                     peak,
                     busy,
                 ]
@@ -217,29 +218,29 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         return render("Pipeline plan", columns, rows)
 
     def busy_seconds(self, stage: int) -> float:
-        """Return how long a stage computes in every step; that of its slowest device.
+        """Return the seconds that a stage computes in every step, on its slowest device.
 
         Raises:
-            ConfigError: nothing was measured.
+            ConfigError: If nothing was measured.
         """
         workload = self.workload()
-        found = []
+        seconds_of_replicas = []
         for replica, share in enumerate(workload.shares):
             cost = workload.stage_cost(replica, stage, self.layers_of(stage), self.recompute)
             losses = workload.schedule.losses(share)
-            found.append(
+            seconds_of_replicas.append(
                 sum(
                     seconds * (losses if work is Work.LOSS else share)
                     for work, seconds in cost.seconds.items()
                     if work in COMPUTING
                 )
             )
-        return max(found)
+        return max(seconds_of_replicas)
 
     def prediction(self) -> str:
-        """Return one line on the time of a step, or that there is no prediction."""
+        """Return one line with the predicted time of a step, or without a prediction its reason."""
         if self.predicted_seconds is None:
-            return "The step's time was not predicted: nothing was measured."
+            return "The time of a step was not predicted, since nothing was measured."
         line = f"Predicted step: {self.predicted_seconds * 1e3:.1f} ms"
         if self.even_seconds:
             ratio = self.even_seconds / self.predicted_seconds
@@ -255,19 +256,23 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Read a plan from JSON text.
 
         Raises:
-            ConfigError: not JSON, or not a plan.
+            ConfigError: If the text is not the JSON of a plan.
         """
         try:
             return from_json(text, PipelinePlan)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"plan: cannot be read: {error}. Expected the JSON that PipelinePlan.to_json "
-                "writes."
+                f"plan must be JSON as PipelinePlan.to_json writes it, got unreadable text: "
+                f"{error}. Plan again."
             ) from None
 
     @staticmethod
     def load(path: str | Path) -> PipelinePlan:
-        """Read a plan from a file."""
+        """Read a plan from a file.
+
+        Raises:
+            ConfigError: If the file cannot be read, or is not the JSON of a plan.
+        """
         try:
             return PipelinePlan.from_json(Path(path).read_bytes())
         except OSError as error:
@@ -281,7 +286,7 @@ def arrange(world_size: int, stages: int) -> tuple[tuple[int, ...], ...]:
     """Return replicas of `stages` consecutive ranks each.
 
     Raises:
-        ConfigError: the ranks do not divide into replicas of this many stages.
+        ConfigError: If the ranks do not divide into replicas of this many stages.
     """
     if stages < 1 or world_size % stages:
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
@@ -293,5 +298,5 @@ def arrange(world_size: int, stages: int) -> tuple[tuple[int, ...], ...]:
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the split that ignores cost and speed: layer counts that differ by at most one."""
+    """Return the split by number of layers: stages differ by at most one layer."""
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))

@@ -1,4 +1,7 @@
-"""From a profile to a plan that all ranks share: decided on rank 0, adopted where one was given."""
+"""Planner: the plan for a profile, for a given plan, or for parameter sizes alone.
+
+`search.device_orders` finds the fastest plan of a profile. Rank 0 plans for all ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ Replicas = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class PlanConstraints:
-    """What the user fixed of the plan.
+    """Parts of the plan that the user fixed.
 
     Attributes:
-        stages: number of stages; None: whatever is fastest.
-        replicas: the ranks of every replica in stage order; None: free.
-        schedule: the schedule to plan for.
+        stages: Number of stages; None: the fastest.
+        replicas: Ranks of every replica in stage order; None: the fastest.
+        schedule: Schedule to plan for.
         recompute: "auto", "never" or "always".
     """
 
@@ -42,16 +45,16 @@ class PlanConstraints:
 def adopt_plan(
     given: PipelinePlan, layers: tuple[LayerProfile, ...], path: str, world_size: int
 ) -> PipelinePlan:
-    """Return a plan that was given, completed with the model's layers.
+    """Return a plan given by the user, completed with the model's layers.
 
     Args:
-        given: the plan.
-        layers: the model's layers, measured or not.
-        path: name of the pipelined module.
-        world_size: number of ranks.
+        given: The plan.
+        layers: Profiles of the model's layers, measured or not.
+        path: Name of the pipelined module.
+        world_size: Number of ranks.
 
     Raises:
-        ConfigError: it is for another model or another number of ranks, or breaks a memory limit.
+        ConfigError: If the plan is for another model or number of ranks, or breaks a memory limit.
     """
     names = tuple(layer.name for layer in layers)
     if given.world_size != world_size:
@@ -63,21 +66,21 @@ def adopt_plan(
             f"plan.split must add up to the {len(names)} layers of {path!r}, got "
             f"{list(given.split)} for {sum(given.split)} layers. Edit the split, or plan again."
         )
-    known = tuple(layer.name for layer in given.layers)
-    if known and known != names:
+    planned = tuple(layer.name for layer in given.layers)
+    if planned and planned != names:
         raise ConfigError(
-            f"plan must be for the model's layers {list(names)}, got one for {list(known)}. Plan "
+            f"plan must be for the model's layers {list(names)}, got one for {list(planned)}. Plan "
             "again."
         )
     plan = msgspec.structs.replace(given, layers=given.layers or layers)
-    return predicted(plan) if plan.is_measured else plan
+    return with_prediction(plan) if plan.is_measured else plan
 
 
-def predicted(plan: PipelinePlan) -> PipelinePlan:
-    """Return a measured plan with its step times as the simulator finds them, whatever was edited.
+def with_prediction(plan: PipelinePlan) -> PipelinePlan:
+    """Return a measured plan, edited or not, with the step times that the simulator predicts.
 
     Raises:
-        ConfigError: a stage breaks its memory limit.
+        ConfigError: If a stage breaks its memory limit.
     """
     workload = plan.workload()
     for stage in range(plan.stages):
@@ -96,26 +99,31 @@ def predicted(plan: PipelinePlan) -> PipelinePlan:
 
 
 def with_schedule(plan: PipelinePlan, schedule: str) -> PipelinePlan:
-    """Return the plan as it is under another schedule: the same layers on the same devices.
+    """Return the plan under another schedule: the same layers on the same devices.
+
+    Args:
+        plan: The plan.
+        schedule: Name of the other schedule.
 
     Raises:
-        ConfigError: a stage breaks its memory limit under it.
+        ConfigError: If a stage breaks its memory limit under the other schedule.
     """
     changed = msgspec.structs.replace(plan, schedule=schedule)
     if schedule == plan.schedule or not plan.is_measured:
         return changed
     try:
-        return predicted(changed)
+        return with_prediction(changed)
     except ConfigError as error:
         raise ConfigError(
-            f"The loss needs schedule {schedule!r}, for which the plan was not made: {error} Use "
-            f"HeteroPipeStrategy(schedule={schedule!r}), so that it is."
+            f"The loss requires schedule {schedule!r}, and the plan was made for "
+            f"{plan.schedule!r}: {error} Use HeteroPipeStrategy(schedule={schedule!r}) to plan for "
+            "it."
         ) from None
 
 
 def even_step_seconds(workload: Workload) -> float:
-    """Return the step time of what one would do without a profile: equal numbers of layers, devices
-    in the order of ranks, nothing recomputed."""
+    """Return the step time of the plan that one would write without a profile: equal numbers of
+    layers, devices in the order of ranks, and no recomputation."""
     replicas = arrange(len(workload.cluster.devices), workload.stages)
     even = even_split(len(workload.layers), workload.stages)
     return step_seconds(replace(workload, replicas=replicas), even)
@@ -123,17 +131,23 @@ def even_step_seconds(workload: Workload) -> float:
 
 def measured_plan(
     profile: RunProfile,
-    wishes: PlanConstraints,
+    constraints: PlanConstraints,
     warn: Callable[[str], None],
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> PipelinePlan:
     """Return the fastest plan for a profile.
 
+    Args:
+        profile: Measurements of the run.
+        constraints: Parts of the plan that the user fixed.
+        warn: Shows a warning to the user.
+        log: Takes a line about the progress of the search.
+
     Raises:
-        ConfigError: none fits into memory, or the ranks do not divide into stages.
+        ConfigError: If no plan fits into memory, or the ranks do not divide into stages.
     """
     return within_hosts(
-        lambda cluster: _fastest_plan(profile, cluster, wishes, say),
+        lambda cluster: _fastest_plan(profile, cluster, constraints, log),
         profile.cluster,
         profile.host_memory,
         warn,
@@ -141,26 +155,31 @@ def measured_plan(
 
 
 def _fastest_plan(
-    profile: RunProfile, cluster: Cluster, wishes: PlanConstraints, say: Callable[[str], None]
+    profile: RunProfile,
+    cluster: Cluster,
+    constraints: PlanConstraints,
+    log: Callable[[str], None],
 ) -> PipelinePlan:
     world = len(cluster.devices)
     workload = Workload(
         profile.layers,
         profile.step,
         cluster,
-        wishes.replicas or arrange(world, world if world <= len(profile.layers) else 1),
-        wishes.schedule,
+        constraints.replicas or arrange(world, world if world <= len(profile.layers) else 1),
+        constraints.schedule,
         profile.microbatches,
-        wishes.recompute,
+        constraints.recompute,
     )
-    decision = search_plan(workload, wishes.stages, keep_order=wishes.replicas is not None, say=say)
-    chosen = with_extra_in_flight(decision.workload, decision.split, decision.recompute)
-    return predicted(
+    result = search_plan(
+        workload, constraints.stages, keep_order=constraints.replicas is not None, log=log
+    )
+    chosen = with_extra_in_flight(result.workload, result.split, result.recompute)
+    return with_prediction(
         PipelinePlan(
             replicas=chosen.replicas,
-            split=decision.split,
-            recompute=decision.recompute,
-            schedule=wishes.schedule.name,
+            split=result.split,
+            recompute=result.recompute,
+            schedule=constraints.schedule.name,
             microbatches=profile.microbatches,
             extra_in_flight=chosen.extra_in_flight,
             layers=profile.layers,
@@ -171,7 +190,7 @@ def _fastest_plan(
 
 
 def unmeasured_layers(names: Sequence[str], sizes: Sequence[int]) -> tuple[LayerProfile, ...]:
-    """Return the profiles of layers that were not run: names and parameter bytes."""
+    """Return profiles of layers that were not run: only names and parameter bytes."""
     return tuple(
         LayerProfile(name=name, parameter_bytes=size)
         for name, size in zip(names, sizes, strict=True)
@@ -179,8 +198,8 @@ def unmeasured_layers(names: Sequence[str], sizes: Sequence[int]) -> tuple[Layer
 
 
 def unmeasured_plan(layers: tuple[LayerProfile, ...], replicas: Replicas) -> PipelinePlan:
-    """Split by parameter bytes, as if all devices were alike; where there is nothing to measure
-    with."""
+    """Return a plan that splits by parameter bytes, as if all devices were equal; for a run that
+    has nothing to measure with."""
     sizes = [float(layer.parameter_bytes) for layer in layers]
     split = proportional_split(sizes, [1.0] * len(replicas[0]))
     return PipelinePlan(replicas=replicas, split=split, layers=layers)

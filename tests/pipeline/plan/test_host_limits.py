@@ -67,7 +67,7 @@ def test_equal_parts_where_it_does_not() -> None:
 
 
 def test_a_warning_where_no_plan_fits() -> None:
-    expected = "takes 240 B of memory on a, which has 100 B for it"
+    expected = "needs 240 B of memory on a, which has 100 B for it"
     with pytest.warns(UserWarning, match=re.escape(expected)):
         assert within_hosts(fastest, CLUSTER, {"a": 100}, warnings.warn).split == (2, 2)
 

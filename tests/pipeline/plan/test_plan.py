@@ -148,14 +148,14 @@ def test_the_slowest_machine_counts() -> None:
     # Two of the four micro-batches, on a device of half the speed, with the second layer again.
     assert PLAN.busy_seconds(0) == 2 * 2 * (0.75 + 0.75 + 0.5)
     assert PLAN.busy_seconds(1) == 2 * 4 * (1.0 + 1.0)
-    with pytest.raises(ConfigError, match="holds no measured times"):
+    with pytest.raises(ConfigError, match="must have measured times"):
         PipelinePlan(replicas=((0, 1),), split=(2, 1), layers=PLAN.layers).busy_seconds(0)
 
 
 def test_a_measured_plan_can_be_simulated() -> None:
     timeline = simulate(PLAN.workload(), PLAN.split, PLAN.recompute)
     assert timeline.step_seconds >= PLAN.busy_seconds(1)
-    assert PLAN.prediction() == "The step's time was not predicted: nothing was measured."
+    assert PLAN.prediction() == "The time of a step was not predicted, since nothing was measured."
     told = msgspec.structs.replace(PLAN, predicted_seconds=0.5, even_seconds=1.0).prediction()
     assert told == "Predicted step: 500.0 ms; an even split takes 1000.0 ms (2.00 times)."
 
@@ -202,11 +202,11 @@ def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], words: str) -
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "cannot be read"),
+        ("", "must be JSON"),
         ("{}", "missing required field `replicas`"),
         ('{"replicas": [["0"]], "split": [1]}', "Expected `int`, got `str`"),
-        (b"\xff\xfe", "cannot be read"),
-        ("[" * 50, "cannot be read"),
+        (b"\xff\xfe", "must be JSON"),
+        ("[" * 50, "must be JSON"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str | bytes, words: str) -> None:
@@ -262,5 +262,5 @@ def test_more_plans_that_cannot_run(change: dict[str, Any]) -> None:
 
 
 def test_a_plan_in_another_encoding_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="must be JSON"):
         PipelinePlan.from_json(PLAN.to_json().replace("net", "größe").encode("latin-1"))

@@ -70,7 +70,9 @@ def test_bad_links(ranks: tuple[int, int], latency: float, bytes_per_second: flo
 
 def test_times_for_every_kind_or_no_workload() -> None:
     layers = (*plain_layers([1.0]), LayerProfile(name="new", forward=(1.0,)))
-    with pytest.raises(ConfigError, match="'new' must have times for 1 kinds of device"):
+    with pytest.raises(
+        ConfigError, match=r"'new' must have times for 1 kinds .* got 1 forward and 0 backward"
+    ):
         Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 1)
 
 

@@ -71,7 +71,9 @@ class Workload:
             if len(layer.forward) != kinds or len(layer.backward) != kinds:
                 raise ConfigError(
                     f"profile: layer {layer.name!r} must have times for {kinds} kinds of device "
-                    f"({', '.join(self.cluster.kinds)}), got {len(layer.forward)}. Profile again."
+                    f"({', '.join(self.cluster.kinds)}), got "
+                    f"{len(layer.forward)} forward and {len(layer.backward)} backward. Profile "
+                    "again."
                 )
 
     @property

@@ -1,1 +1,1 @@
-"""Searches for the best split of layers and the best order of devices."""
+"""Search for the fastest split of the layers and order of the devices."""

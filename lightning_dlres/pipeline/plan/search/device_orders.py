@@ -1,10 +1,10 @@
-"""The planner (Method E, E2-E4, E6): number of stages, order of devices, split, and what is
-recomputed.
+"""Search over the number of stages and the orders of devices, for the fastest split of each.
 
-A pure function of the profile. Every order of unlike devices is searched, each by an integer
-program (see `program`) that is asked only for what is faster than the best plan known; the start is
-E4's order with a split in proportion to power, so the result is never worse than that in the
-simulator."""
+A pure function of the profile. Every order that differs in its devices is searched by an integer
+program (see `milp`), which looks only for plans faster than the best known one. The search starts
+from the ratio order (see `order_by_ratio`) with a split in proportion to power. So the result is
+never slower than that start in the simulator.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
-from lightning_dlres.pipeline.plan.search.feasible_order import fitting_order
+from lightning_dlres.pipeline.plan.search.feasible_order import feasible_order
 from lightning_dlres.pipeline.plan.search.grouping import (
     Slots,
     distinct_orders,
@@ -30,22 +30,23 @@ from lightning_dlres.pipeline.plan.search.grouping import (
 from lightning_dlres.pipeline.plan.search.milp import GAP, SplitChoice, SplitProgram
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 
-# More orders than this are not tried one by one: two devices in E4's order are exchanged while that
-# helps.
-_MOST_ORDERS = 200
+# Largest number of orders that are searched one by one. With more orders, the search exchanges two
+# stages of the ratio order as long as this helps.
+_MAX_ORDERS = 200
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What the planner decided.
+    """Fastest plan that the search found.
 
     Attributes:
-        workload: the devices in the order that was chosen.
-        split, recompute: see `SplitChoice`.
-        seconds: of the step, in the simulator.
-        start_seconds: of E4's order with a split in proportion to power, in the simulator; infinite
-            where memory does not hold it.
-        gap: no plan of the orders that were searched is faster by a larger share.
+        workload: The workload with its devices in the chosen order.
+        split: Number of consecutive layers of each stage.
+        recompute: Indices of the recomputed layers.
+        seconds: Seconds of the simulated step.
+        start_seconds: Seconds of the simulated step of the start: the ratio order with a split in
+            proportion to power. Infinite if it does not fit into memory.
+        gap: Bound on the relative gain: no plan of the searched orders is faster by more than this.
     """
 
     workload: Workload
@@ -60,20 +61,19 @@ def search_plan(
     workload: Workload,
     stages: int | None = None,
     keep_order: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
     """Return the fastest plan.
 
     Args:
-        workload: what to run; its replicas are the ones to be used if `keep_order` is set, else
-            only the cluster counts.
-        stages: number of stages of a replica; None: whatever is fastest of `stage_counts`.
-        keep_order: search only splits.
-        say: gets a line about what is going on.
+        workload: The model and the devices. Its replicas count only with `keep_order`.
+        stages: Number of stages of a replica; None: the fastest of `stage_counts`.
+        keep_order: Whether to keep the workload's replicas, and search only splits.
+        log: Takes a line about the progress of the search.
 
     Raises:
-        ConfigError: no plan fits into memory (the message says which limit would do), or the
-            numbers do not divide.
+        ConfigError: If no plan fits into memory (the message names the smallest limit that works),
+            or the ranks do not divide into stages.
     """
     if keep_order:
         return _require(_search(workload, [workload.replicas]), [workload])
@@ -85,9 +85,9 @@ def search_plan(
     )
     if not counts:
         raise ConfigError(
-            f"Got {layers} layers for {world} ranks, expected at least "
-            f"{min(stage_counts(world))}, one for every stage of the shortest pipeline. Use fewer "
-            "ranks, or stages=1."
+            f"The model must have at least {min(stage_counts(world))} layers for {world} ranks, "
+            f"one for every stage of the shortest pipeline, got {layers}. Use fewer ranks, or "
+            "stages=1."
         )
     best: SearchResult | None = None
     tried = []
@@ -96,25 +96,25 @@ def search_plan(
         first = start_order(workload, slots)
         variant = replace(workload, replicas=replicas_of(first))
         tried.append(variant)
-        orders = list(islice(distinct_orders(workload.cluster, first), _MOST_ORDERS + 1))
+        orders = list(islice(distinct_orders(workload.cluster, first), _MAX_ORDERS + 1))
         arranged = [replicas_of(order) for order in orders]
-        if len(orders) <= _MOST_ORDERS:
+        if len(orders) <= _MAX_ORDERS:
             found = _search(variant, arranged, best)
         else:
-            # Where memory limits differ, another order may fit where E4's does not.
+            # Where memory limits differ, another order may fit where the ratio order does not.
             found = _search(variant, arranged[:1])
-            if found is None and (fitting := fitting_order(variant, first)) is not None:
-                found = _search(variant, [replicas_of(fitting)])
+            if found is None and (order := feasible_order(variant, first)) is not None:
+                found = _search(variant, [replicas_of(order)])
                 found = replace(found, start_seconds=inf) if found is not None else None
             found = _exchange(found) if found is not None else None
         if found is not None:
-            say(f"{count} stages: {found.seconds * 1e3:.1f} ms a step")
+            log(f"{count} stages: {found.seconds * 1e3:.1f} ms a step")
         best = found if best is None or (found and found.seconds < best.seconds) else best
     return _require(best, tried)
 
 
 def start_order(workload: Workload, slots: Slots) -> Slots:
-    """Return E4's order of the stages."""
+    """Return the ratio order of the stages; see `order_by_ratio`."""
     fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
     work = sum(layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers)
     gradients = sum(layer.gradient_bytes + sum(layer.shared.values()) for layer in workload.layers)
@@ -122,7 +122,7 @@ def start_order(workload: Workload, slots: Slots) -> Slots:
 
 
 def start_split(workload: Workload) -> tuple[int, ...]:
-    """Return the split in proportion to power (E2)."""
+    """Return the split in proportion to the power of each stage."""
     fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
     work = [layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers]
     slots = list(zip(*workload.replicas, strict=True))
@@ -134,7 +134,7 @@ def _search(
     orders: Sequence[tuple[tuple[int, ...], ...]],
     known: SearchResult | None = None,
 ) -> SearchResult | None:
-    """Return the best plan over some orders, the first of which is E4's."""
+    """Return the fastest plan over some orders, the start first; None if `known` is faster."""
     programs = [SplitProgram(replace(workload, replicas=replicas)) for replicas in orders]
     start_seconds, best = inf, None
     limit = known.seconds if known is not None else inf
@@ -144,7 +144,7 @@ def _search(
         start_seconds = start.seconds
         found = programs[0].improve(_stops(start.split), start)
         best = programs[0]
-    # The most promising order first: what it reaches cuts off the others.
+    # The most promising order comes first: its result bounds the search of the others.
     for program in sorted(programs, key=lambda p: p.segments.root_bound):
         target = min(limit, found.seconds if found is not None else inf) * (1 - GAP)
         if program.segments.root_bound >= target:
@@ -164,8 +164,10 @@ def _search(
 
 
 def _solve(program: SplitProgram, target: float) -> SplitChoice | None:
-    """Return the fastest plan below the target, to within the gap: the better the plan that is
-    known before, the fewer segments are left to the program."""
+    """Return the fastest plan below the target, to within the gap; None if there is none.
+
+    A quick first plan lowers the target, which leaves fewer segments to the integer program.
+    """
     best = None
     start = program.evaluate(program.segments.root_stops)
     if start is not None:
@@ -177,6 +179,7 @@ def _solve(program: SplitProgram, target: float) -> SplitChoice | None:
 
 
 def _exchange(start: SearchResult) -> SearchResult:
+    """Return the plan after exchanging two stages as long as the step gets shorter."""
     best = start
     improved = True
     while improved:
@@ -193,6 +196,7 @@ def _exchange(start: SearchResult) -> SearchResult:
 
 
 def _require(found: SearchResult | None, tried: Sequence[Workload]) -> SearchResult:
+    """Return the found plan, or raise an error with the smallest memory limit that works."""
     if found is not None:
         return found
     least = min(smallest_limit(workload) for workload in tried)
@@ -202,13 +206,14 @@ def _require(found: SearchResult | None, tried: Sequence[Workload]) -> SearchRes
     )
     raise ConfigError(
         f"memory_limit must be at least {least} bytes ({format_bytes(least)}) on every device"
-        f"{'' if len(limits) == 1 else ' where all have the same'}"
+        f"{'' if len(limits) == 1 else ' (with the same limit on all)'}"
         f"{'' if tried[0].recompute != 'never' else ' without recomputation'}, got {given}: no "
         "plan fits. Use a larger limit, more devices, or more micro-batches."
     )
 
 
 def _stops(split: Sequence[int]) -> list[int]:
+    """Return for every stage the layer that it stops before."""
     stops = [0]
     for count in split:
         stops.append(stops[-1] + count)

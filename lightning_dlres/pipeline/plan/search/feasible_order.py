@@ -1,5 +1,7 @@
-"""An order of the stages in which some split fits into memory: where there are too many orders to
-try each, and E4's own does not fit."""
+"""Order of the stages in which some split fits into memory.
+
+The search needs it if there are too many orders to try each, and the ratio order does not fit.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from lightning_dlres.pipeline.plan.cost_model.footprint import Footprint
 from lightning_dlres.pipeline.plan.search.grouping import Slots
 
 
-def fitting_order(workload: Workload, slots: Slots) -> Slots | None:
+def feasible_order(workload: Workload, slots: Slots) -> Slots | None:
     """Return an order of the stages that has a plan; None if there is none.
 
-    Exact: for every set of devices, where the last of their stages may stop. Devices with the same
-    limit are taken in their order, so that there are few sets."""
+    The search is exact. It grows sets of slots stage by stage, and keeps for each set the layers
+    that its last stage may stop before. Slots of the same limit are taken in their order, so there
+    are few sets.
+    """
     limits, count = [_limit(workload, slot) for slot in slots], len(workload.layers)
     least = [Footprint(workload).least(stage) for stage in range(len(slots))]
     exists = ~np.tri(count + 1, dtype=bool)
@@ -24,17 +28,17 @@ def fitting_order(workload: Workload, slots: Slots) -> Slots | None:
         limit = limits[slot]
         return exists if limit is None else exists & (least[stage] <= limit)
 
-    # Where a set's stages may stop, and for each such layer the order and no more of it.
+    # Set of slots -> layer that its last stage stops before -> one order of the set.
     reached: dict[frozenset[int], dict[int, tuple[int, ...]]] = {frozenset(): {0: ()}}
     for stage in range(len(slots)):
         grown: dict[frozenset[int], dict[int, tuple[int, ...]]] = {}
         for used, stops in reached.items():
             free = [slot for slot in range(len(slots)) if slot not in used]
             for slot in {limits[slot]: slot for slot in reversed(free)}.values():
-                matrix, found = fits(stage, slot), grown.setdefault(used | {slot}, {})
+                matrix, orders = fits(stage, slot), grown.setdefault(used | {slot}, {})
                 for first, order in stops.items():
                     for stop in np.flatnonzero(matrix[first]):
-                        found.setdefault(int(stop), (*order, slot))
+                        orders.setdefault(int(stop), (*order, slot))
         reached = grown
     for stops in reached.values():
         if count in stops:
@@ -43,5 +47,6 @@ def fitting_order(workload: Workload, slots: Slots) -> Slots | None:
 
 
 def _limit(workload: Workload, slot: tuple[int, ...]) -> int | None:
+    """Return the smallest memory limit of a slot's devices; None: no limit."""
     limits = (workload.cluster.devices[rank].memory_limit for rank in slot)
     return min((limit for limit in limits if limit is not None), default=None)

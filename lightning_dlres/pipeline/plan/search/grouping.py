@@ -1,5 +1,7 @@
-"""Replicas out of devices of several kinds, and the order of their stages (Method E, E1,
-E3, E4)."""
+"""Grouping of devices of several kinds into replicas, and the orders of their stages.
+
+A slot is one stage of all replicas before the stages are ordered: one rank of each replica.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ Slots = tuple[tuple[int, ...], ...]
 
 
 def group(cluster: Cluster, stages: int) -> Slots:
-    """Return for every stage, not ordered yet, the rank of each replica.
+    """Return the slots of a cluster for this many stages.
 
-    Devices of like power share a stage, since its layers are the same on all replicas; among those,
-    a replica's devices are taken from one host where that is possible.
+    Devices of similar power share a slot, since a stage has the same layers on all replicas. Among
+    these, each replica takes devices of one host where possible.
 
     Raises:
-        ConfigError: the ranks do not divide into replicas of this many stages.
+        ConfigError: If the ranks do not divide into replicas of this many stages.
     """
     world = len(cluster.devices)
     if stages < 1 or world % stages:
@@ -40,41 +42,47 @@ def group(cluster: Cluster, stages: int) -> Slots:
             free.remove(rank)
             replica.append(rank)
     slots = tuple(zip(*replicas, strict=True))
-    # Where all devices are alike, the stages follow the ranks.
+    # With equal devices, the stages follow the order of ranks.
     return tuple(sorted(slots, key=min))
 
 
 def stage_counts(world: int) -> list[int]:
-    """Return the numbers of stages to choose from, least first.
+    """Return the numbers of stages to choose from, smallest first.
 
-    Several devices make two stages or more: that every device holds a part of the model only is
-    what a pipeline is asked for, and one stage on all of them stays a wish to be said."""
+    Several devices make at least two stages: a user asks for a pipeline so that each device holds a
+    part of the model only. One stage on all devices must be requested with `stages=1`.
+    """
     return [n for n in range(min(2, world), world + 1) if world % n == 0]
 
 
 def communication_costs(cluster: Cluster, slots: Slots, gradient_bytes: int) -> list[float]:
-    """Return the seconds in which each device kind's gradients reach the other replicas (E3).
+    """Return the seconds in which each slot's gradients are synchronised over the replicas.
 
-    Under equal compute time (E2) a stage's size is proportional to its power, and so is what it
-    sends; 0 with a single replica."""
+    Stages of equal compute time have sizes in proportion to their power, so the gradients are
+    divided in this proportion. The cost is 0 with a single replica.
+    """
     powers = [slot_power(cluster, slot) for slot in slots]
     costs = []
     for slot, power in zip(slots, powers, strict=True):
-        ways = [cluster.link(a, b) for a, b in zip(slot, [*slot[1:], slot[0]], strict=True)]
-        bandwidth = min(way.bytes_per_second for way in ways)
+        ring = [cluster.link(a, b) for a, b in zip(slot, [*slot[1:], slot[0]], strict=True)]
+        bandwidth = min(link.bytes_per_second for link in ring)
         size = gradient_bytes * power / sum(powers)
         costs.append(size / bandwidth if len(slot) > 1 else 0.0)
     return costs
 
 
 def order_by_ratio(cluster: Cluster, slots: Slots, work: float, gradient_bytes: int) -> Slots:
-    """Return the stages in the order of E4: largest ratio of compute time to communication cost
+    """Return the slots in the ratio order: largest ratio of compute time to communication cost
     first.
 
-    The first stage ends its backward last, and has the least time left to hide its synchronisation.
+    The first stage ends its backward last, so it has the least time left to hide its gradient
+    synchronisation.
 
     Args:
-        work: seconds of the whole model on a device of power 1.
+        cluster: The devices.
+        slots: The slots in any order.
+        work: Seconds of the whole model on a device of power 1.
+        gradient_bytes: Bytes of the whole model's gradients.
     """
     costs = communication_costs(cluster, slots, gradient_bytes)
     seconds = work / sum(slot_power(cluster, slot) for slot in slots)
@@ -84,15 +92,15 @@ def order_by_ratio(cluster: Cluster, slots: Slots, work: float, gradient_bytes: 
 
 
 def slot_power(cluster: Cluster, slot: Sequence[int]) -> float:
-    """Return the power of a stage: that of its slowest device."""
+    """Return the power of a slot, which is that of its slowest device."""
     return min(cluster.devices[rank].power for rank in slot)
 
 
 def distinct_orders(cluster: Cluster, slots: Slots) -> Iterator[Slots]:
-    """Yield every order of the stages, the given one first; orders that differ only in devices that
-    are alike in every respect count once."""
+    """Yield every order of the slots, the given one first. Orders that differ only in equal devices
+    count once."""
     seen = set()
-    for order in _arrangements(_likeness(cluster, slots)):
+    for order in _arrangements(_kinds_of_slots(cluster, slots)):
         arranged = tuple(slots[index] for index in order)
         signature = _signature(cluster, arranged)
         if signature not in seen:
@@ -101,8 +109,8 @@ def distinct_orders(cluster: Cluster, slots: Slots) -> Iterator[Slots]:
 
 
 def _arrangements(kinds: Sequence[int], chosen: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of things of which those of one kind keep their order: a dozen devices that
-    are alike have one order, not half a billion."""
+    """Yield the orders of indices in which those of one kind keep their order: a dozen equal slots
+    have one order, not half a billion."""
     if len(chosen) == len(kinds):
         yield chosen
     tried = set()
@@ -112,30 +120,32 @@ def _arrangements(kinds: Sequence[int], chosen: tuple[int, ...] = ()) -> Iterato
             yield from _arrangements(kinds, (*chosen, index))
 
 
-def _likeness(cluster: Cluster, slots: Slots) -> list[int]:
-    """Return for every stage the first one that could take its place without anyone noticing."""
-    found: list[int] = []
+def _kinds_of_slots(cluster: Cluster, slots: Slots) -> list[int]:
+    """Return for every slot the index of the first slot that it can be exchanged with."""
+    kinds: list[int] = []
     for index, slot in enumerate(slots):
-        alike = (k for k in found if _exchangeable(cluster, slots, slots[k], slot))
-        found.append(next(alike, index))
-    return found
+        same = (k for k in kinds if _exchangeable(cluster, slots, slots[k], slot))
+        kinds.append(next(same, index))
+    return kinds
 
 
 def _exchangeable(
     cluster: Cluster, slots: Slots, one: tuple[int, ...], other: tuple[int, ...]
 ) -> bool:
+    """Return whether two slots have equal devices and equal links to all other slots."""
     others = [slot for slot in slots if slot not in (one, other)]
 
-    def seen_from(slot: tuple[int, ...]) -> object:
-        ways = [[_way(cluster, a, b) for a, b in zip(slot, x, strict=True)] for x in others]
-        return _devices(cluster, slot), _ring(cluster, slot), ways
+    def properties(slot: tuple[int, ...]) -> object:
+        links = [[_link(cluster, a, b) for a, b in zip(slot, x, strict=True)] for x in others]
+        return _devices(cluster, slot), _ring(cluster, slot), links
 
-    return seen_from(one) == seen_from(other)
+    return properties(one) == properties(other)
 
 
 def _signature(cluster: Cluster, slots: Slots) -> tuple[object, ...]:
+    """Return a key that is equal for orders with equal devices and equal links."""
     replicas = list(zip(*slots, strict=True))
-    neighbours = tuple(_way(cluster, a, b) for replica in replicas for a, b in pairwise(replica))
+    neighbours = tuple(_link(cluster, a, b) for replica in replicas for a, b in pairwise(replica))
     return (
         tuple(_devices(cluster, slot) for slot in slots),
         neighbours,
@@ -144,16 +154,17 @@ def _signature(cluster: Cluster, slots: Slots) -> tuple[object, ...]:
 
 
 def _devices(cluster: Cluster, slot: Sequence[int]) -> tuple[tuple[int, int | None], ...]:
+    """Return the kind and the memory limit of each device of a slot."""
     return tuple((cluster.devices[r].kind, cluster.devices[r].memory_limit) for r in slot)
 
 
 def _ring(cluster: Cluster, slot: Sequence[int]) -> tuple[tuple[float, float], ...]:
-    """Return the ways that a stage's gradients take."""
+    """Return the links of the ring in which a slot's gradients are summed."""
     ring = pairwise([*slot, slot[0]]) if len(slot) > 1 else ()
-    return tuple(_way(cluster, a, b) for a, b in ring)
+    return tuple(_link(cluster, a, b) for a, b in ring)
 
 
-def _way(cluster: Cluster, a: int, b: int) -> tuple[float, float]:
+def _link(cluster: Cluster, a: int, b: int) -> tuple[float, float]:
     link = cluster.link(a, b)
     return link.latency, link.bytes_per_second
 

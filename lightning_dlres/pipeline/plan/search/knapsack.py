@@ -1,8 +1,10 @@
-"""Which layers to recompute: the cheapest set that frees enough memory.
+"""Knapsack: the cheapest set of layers whose recomputation frees enough memory.
 
-A 0/1 knapsack, solved by growing the list of undominated (freed, seconds) pairs layer by layer.
-What could not come cheaper than the best set known, even if layers could be divided, is dropped:
-without that the list doubles with every layer where all cost the same per byte."""
+This 0/1 knapsack is solved by growing the list of undominated (freed, seconds) pairs layer by
+layer. A pair is dropped if it cannot lead to a cheaper set than the best known one, even if layers
+could be divided. Without this, the list would double with every layer where all layers cost the
+same per byte.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,28 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-# Relative: a set that is cheaper by less is not looked for.
+# Relative gap: the search ignores sets that are cheaper by less than this.
 NEAR = 1e-4
-# As many sets are grown at most where devices disagree about what is cheap.
-_MOST_SETS = 200
+# Largest number of sets that are grown for several devices.
+_MAX_SETS = 200
 
 
 def cheapest_cover(
     seconds: Sequence[float], freed: Sequence[int], need: int
 ) -> tuple[int, ...] | None:
-    """Return the indices, ascending, of items whose `freed` add up to `need`; None where all
-    together do not. The sum of their `seconds` is the least there is, to within `NEAR`. What frees
-    nothing is never chosen."""
+    """Return the cheapest set of items that frees enough, as ascending indices.
+
+    The sum of its `seconds` is minimal to within `NEAR`. An item that frees nothing is never part
+    of it.
+
+    Args:
+        seconds: Seconds of each item.
+        freed: Bytes that each item frees.
+        need: Bytes that the set must free.
+
+    Returns:
+        The indices; None if all items together do not free enough.
+    """
     useful = sorted(
         (index for index, size in enumerate(freed) if size > 0),
         key=lambda index: seconds[index] / freed[index],
@@ -36,21 +48,22 @@ def cheapest_cover(
     costs = list(accumulate((seconds[index] for index in useful), initial=0.0))
     least: float = inf
     best: tuple[int, ...] = ()
-    # Bytes freed and seconds both ascending, and what was chosen.
+    # Undominated sets as (freed bytes, seconds, indices), with ascending bytes and seconds.
     states: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
     for place, index in enumerate(useful):
         open_ = []
         for state in states:
             freed_by, cost, chosen = state
-            # The cheapest layers per byte from here on, the last of them in part or as a whole.
-            wanted = sizes[place] + need - freed_by
-            stop = bisect_left(sizes, wanted, place)
+            # Complete the set with the next items, which are the cheapest per byte. The last item
+            # counts as a whole for a set, and in part for the lower bound.
+            target = sizes[place] + need - freed_by
+            stop = bisect_left(sizes, target, place)
             if stop == len(sizes):
                 continue
             whole = cost + costs[stop] - costs[place]
             if whole < least:
                 least, best = whole, (*chosen, *useful[place:stop])
-            part = (sizes[stop] - wanted) / freed[useful[stop - 1]] if stop > place else 0.0
+            part = (sizes[stop] - target) / freed[useful[stop - 1]] if stop > place else 0.0
             if whole - part * (costs[stop] - costs[max(stop - 1, place)]) < least * (1 - NEAR):
                 open_.append(state)
         grown = [(b + freed[index], s + seconds[index], (*c, index)) for b, s, c in open_]
@@ -65,12 +78,18 @@ def cheapest_cover(
 def cheapest_covers(
     seconds: Sequence[Sequence[float]], freed: Sequence[int], need: int
 ) -> list[tuple[int, ...]]:
-    """Return sets as `cheapest_cover` does, for devices that disagree about what is cheap: for any
-    other set there is one here that no device is slower with. Empty where all items together do
-    not free enough.
+    """Return the candidate sets for several devices, which may have different cheapest sets.
+
+    For any other set that frees enough, one of the returned sets is at least as fast on every
+    device. The list is cut to `_MAX_SETS`.
 
     Args:
-        seconds: those of every item, for each device.
+        seconds: One row per device: seconds of each item.
+        freed: Bytes that each item frees.
+        need: Bytes that a set must free.
+
+    Returns:
+        Ascending indices of each set; empty if all items together do not free enough.
     """
     useful = [index for index, size in enumerate(freed) if size > 0]
     left = sum(freed[index] for index in useful)
@@ -93,11 +112,12 @@ def cheapest_covers(
 
 
 def _undominated(got: NDArray[np.int64], spent: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the sets for which no other one frees as much in as little time on every device."""
+    """Return the indices of sets for which no other set frees as much in as little time on every
+    device."""
     order = np.lexsort((-got, spent.sum(axis=1)))
     got, spent = got[order], spent[order]
     beats = (got[:, None] >= got) & np.all(spent[:, None] <= spent, axis=2)
     kept: NDArray[np.int64] = order[~np.any(np.triu(beats, 1), axis=0)]
-    if len(kept) > _MOST_SETS:
-        kept = kept[np.linspace(0, len(kept) - 1, _MOST_SETS).astype(np.int64)]
+    if len(kept) > _MAX_SETS:
+        kept = kept[np.linspace(0, len(kept) - 1, _MAX_SETS).astype(np.int64)]
     return kept

@@ -1,12 +1,14 @@
-"""The integer program (Method E, E6): the fastest split of a model over devices in a fixed order,
-with the layers that are recomputed.
+"""Integer program: the fastest split over devices in a fixed order, with its recomputed layers.
 
-Its objective is the simulator's step time itself: the longest way through the events of the
-schedule. Binary variables choose one segment of layers for every stage, and HiGHS solves it. The
-start of every event could be a variable, too; instead, the ways that turn out to be the longest
-become constraints one by one, which is the same program with those variables projected out
-(Benders' decomposition), and a hundred times smaller. What cannot be faster than the best plan
-known is cut off before (see `segments`); where nothing is left, the known plan is proven."""
+Its objective is the simulator's step time, which is the longest path through the events of the
+schedule. Binary variables choose one segment of layers for every stage, and HiGHS solves the
+program. The start of every event could be a variable too. Instead, paths that turn out to be the
+longest become constraints one by one. This is the same program with those variables projected out
+(Benders' decomposition), and a hundred times smaller.
+
+Segments that cannot be part of a plan faster than the best known one are cut off first (see
+`segments`). If none is left, the known plan is proven to be the fastest.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +29,31 @@ from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Work, eve
 from lightning_dlres.pipeline.plan.cost_model.footprint import Matrix
 from lightning_dlres.pipeline.plan.search.segments import Segment, Segments
 
+# Relative gap to the optimum at which the search stops.
 GAP = 5e-4
 _EXPECTED = {
     HighsModelStatus.kOptimal,
     HighsModelStatus.kInfeasible,
     HighsModelStatus.kTimeLimit,
 }
-_MOST_CUTS = 1000
+# Largest number of paths that are added for one slack.
+_MAX_CUTS = 1000
+# Relative difference up to which the program's step counts as equal to the simulator's.
 _TIGHT = 1e-5
-# How much longer than the relaxed program's a step may be at first, then at second, ...
+# Relative excess over the relaxed program's step that segments may reach: in the first attempt, in
+# the second, and so on.
 _SLACKS = (0.003, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3)
+# Relative rounding error of sums in another order.
 _ROUNDING = 1e-9
 
 
 class SolverError(DlresError):
-    """HiGHS gave up for another reason than that there is no solution."""
+    """HiGHS failed for a reason other than an infeasible program or the time limit."""
 
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """A split, what it recomputes, and the seconds of its step in the simulator."""
+    """A split with its recomputed layers and the seconds of its simulated step."""
 
     split: tuple[int, ...]
     recompute: tuple[int, ...]
@@ -54,15 +61,14 @@ class SplitChoice:
 
 
 class SplitProgram:
-    """Finds the fastest split of one workload.
+    """Search for the fastest split of one workload.
 
     Args:
-        workload: the devices in their order.
-        seconds: time that HiGHS may take for one call of `solve`; the best plan known counts after
-            it.
+        workload: The model, with its devices in a fixed order.
+        seconds: Time limit of HiGHS for one call of `solve`, which then returns its best plan.
 
     Attributes:
-        in_time: whether that was enough so far.
+        in_time: Whether no call of HiGHS has reached the time limit so far.
     """
 
     def __init__(self, workload: Workload, seconds: float = 15.0) -> None:
@@ -71,11 +77,13 @@ class SplitProgram:
         self._events = event_graph(
             workload.schedule, workload.stages, _needed_shares(workload), workload.extra_in_flight
         )
+        # Events of one key take the same time, so a key has one index.
         self._keys = {key: i for i, key in enumerate(sorted({e.key for e in self._events}))}
         self._steps = [(event.after, self._keys[event.key]) for event in self._events]
         self._keys_of: list[list[tuple[int, Work, int]]] = [[] for _ in range(workload.stages)]
         for (work, replica, stage), index in self._keys.items():
             self._keys_of[stage].append((index, work, replica))
+        # Last computation of every (replica, stage): its end plus the tail ends the stage's step.
         self._last = {
             (event.replica, event.stage): index
             for index, event in enumerate(self._events)
@@ -83,8 +91,10 @@ class SplitProgram:
         }
 
     def evaluate(self, stops: Sequence[int]) -> SplitChoice | None:
-        """Return the plan whose stages stop at these layers, with its cheapest recomputation; None
-        where memory cannot hold it."""
+        """Return the plan whose stages stop before these layers, with its cheapest recomputation.
+
+        It is None if it does not fit into memory.
+        """
         chosen = []
         for stage, (first, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
             segment = self.segments.segment(stage, first, stop)
@@ -94,7 +104,7 @@ class SplitProgram:
         return self._choice(chosen)
 
     def improve(self, stops: Sequence[int], start: SplitChoice) -> SplitChoice:
-        """Move the borders between stages as long as the step gets shorter."""
+        """Return the plan after moving the cuts between stages as long as the step gets shorter."""
         best, current = start, list(stops)
         improved = True
         while improved:
@@ -108,22 +118,23 @@ class SplitProgram:
         return best
 
     def solve(self, below: float) -> SplitChoice | None:
-        """Return the fastest plan whose step takes less than `below`, to within the gap; None if
-        there is none.
+        """Return the fastest plan whose step takes less than `below` seconds, to within the gap;
+        None if there is none.
 
         Raises:
-            SolverError: HiGHS failed.
+            SolverError: If HiGHS fails.
         """
-        open_ = self.segments.below(below)
-        if below <= 0 or not all(open_):
+        segments = self.segments.below(below)
+        if below <= 0 or not all(segments):
             return None
-        columns = [segment for stage in open_ for segment in stage]
-        if len(columns) == len(open_):
+        columns = [segment for stage in segments for segment in stage]
+        if len(columns) == len(segments):
             choice = self._choice(columns)
             return choice if choice.seconds < below else None
         return self._solve(columns, below)
 
     def _bound(self, stops: Sequence[int]) -> float:
+        """Return a lower bound of the step of a split."""
         firsts = [0, *stops[:-1]]
         bounds = self.segments.bounds
         return max(
@@ -131,6 +142,7 @@ class SplitProgram:
         )
 
     def _choice(self, segments: Sequence[Segment]) -> SplitChoice:
+        """Return the plan of one segment per stage, with its simulated step."""
         seconds = [0.0] * len(self._keys)
         for segment in segments:
             for index, work, replica in self._keys_of[segment.stage]:
@@ -143,7 +155,8 @@ class SplitProgram:
     def _longest(
         self, seconds: Sequence[float], tails: Sequence[float]
     ) -> tuple[float, Callable[[], _Path]]:
-        """Return the length of the longest way through the events, and what makes that way."""
+        """Return the length of the longest path through the events, and a function that finds that
+        path."""
         ends: list[float] = []
         for after, key in self._steps:
             end = seconds[key]
@@ -168,9 +181,12 @@ class SplitProgram:
         return total, path
 
     def _solve(self, columns: list[Segment], target: float) -> SplitChoice | None:
-        """Add ways through the events until the program's step is the simulator's: first with
-        segments chosen in part, which is quick and tells how short a step can be at best; then with
-        whole ones, and only with those that allow a step a little longer than that."""
+        """Add paths through the events until the program's step equals the simulator's.
+
+        At first segments may be chosen in part. This relaxed program is fast, and its step is a
+        lower bound. Then whole segments are chosen, at first only among those that allow a step
+        slightly longer than the bound.
+        """
         master = _Master(columns, self.workload.stages, self.segments.count, target)
         costs, tails = self._matrix(columns) / target, self._tails(columns) / target
         deadline = monotonic() + self._seconds
@@ -179,11 +195,12 @@ class SplitProgram:
             return max(deadline - monotonic(), 0.0)
 
         def falls_short(step: float, chosen: Matrix) -> bool:
+            """Return whether the simulated step is longer, after adding its longest path."""
             length, path = self._longest((costs @ chosen).tolist(), (tails @ chosen).tolist())
             if length <= step * (1 + _TIGHT):
                 return False
-            way = path()
-            master.add(np.asarray(way.counts) @ costs + tails[way.last])
+            longest = path()
+            master.add(np.asarray(longest.counts) @ costs + tails[longest.last])
             return True
 
         relaxed = master.relax(time_left())
@@ -196,7 +213,7 @@ class SplitProgram:
         best: SplitChoice | None = None
         for slack in (*_SLACKS, inf):
             below = min(1.0, relaxed.step * (1 + slack))
-            for _ in range(_MOST_CUTS):
+            for _ in range(_MAX_CUTS):
                 found = master.minimise(through <= below + _ROUNDING, below, time_left())
                 self.in_time &= master.in_time
                 if found is None:
@@ -215,26 +232,31 @@ class SplitProgram:
         return best
 
     def _matrix(self, columns: Sequence[Segment]) -> Matrix:
-        """Seconds of every kind of work (rows) of every segment (columns)."""
-        found = np.zeros((len(self._keys), len(columns)))
+        """Return the seconds of every event key (rows) for every segment (columns)."""
+        seconds = np.zeros((len(self._keys), len(columns)))
         for column, segment in enumerate(columns):
             for index, work, replica in self._keys_of[segment.stage]:
-                found[index, column] = segment.seconds[replica][work]
-        return found
+                seconds[index, column] = segment.seconds[replica][work]
+        return seconds
 
     def _tails(self, columns: Sequence[Segment]) -> Matrix:
-        found = np.zeros((len(self._last), len(columns)))
+        """Return the tail of every (replica, stage) (rows) for every segment (columns)."""
+        tails = np.zeros((len(self._last), len(columns)))
         for row, (replica, stage) in enumerate(self._last):
             for column, segment in enumerate(columns):
                 if segment.stage == stage:
-                    found[row, column] = segment.tails[replica]
-        return found
+                    tails[row, column] = segment.tails[replica]
+        return tails
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A way through the events: how often it passes each kind of work, and at whose last event it
-    ends."""
+    """A path through the events.
+
+    Attributes:
+        counts: Number of events of each key on the path.
+        last: Index in `_last` of the event at which the path ends.
+    """
 
     counts: tuple[int, ...]
     last: int
@@ -242,7 +264,7 @@ class _Path:
 
 @dataclass(frozen=True)
 class _Solution:
-    """A lower bound of the step, the step, and how much of every segment is chosen."""
+    """A solution: lower bound of the step, the step, and the chosen part of every segment."""
 
     bound: float
     step: float
@@ -250,17 +272,21 @@ class _Solution:
 
 
 class _Master:
-    """The program in HiGHS: one binary per segment, and the step in units of the target, so that
-    it is at most 1. A cut says that the step is no shorter than one way through the events. HiGHS
-    keeps the relaxed program, and so goes on from the solution that a cut has made impossible.
+    """The program in HiGHS: one binary per segment, and the step in units of the target.
+
+    In these units the step is at most 1. A cut demands that the step is no shorter than one path
+    through the events. HiGHS keeps the relaxed program, so it continues from the solution that a
+    cut has made infeasible.
 
     Attributes:
-        in_time: whether HiGHS has always come to an end.
+        in_time: Whether HiGHS has never reached its time limit.
     """
 
     def __init__(self, columns: Sequence[Segment], stages: int, layers: int, target: float) -> None:
         self.count, self._layers = len(columns), layers
         self._places = np.array([(c.stage, c.first, c.stop) for c in columns])
+        # Each stage has one segment ("stage"). At each cut between two stages, as many segments
+        # stop as start ("cut").
         rows: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
         for index, column in enumerate(columns):
             rows.setdefault(("stage", column.stage, 0), []).append((index, 1.0))
@@ -284,14 +310,14 @@ class _Master:
         for stage in range(stages):
             self.add(np.array([c.bound / target if c.stage == stage else 0.0 for c in columns]))
 
-    def add(self, way: Matrix) -> None:
-        """Demand that the step is no shorter than this for the segments chosen."""
-        self._cuts = np.vstack([self._cuts, way])
-        self._highs.addRow(0.0, inf, len(self._all), self._all, np.append(-way, 1.0))
+    def add(self, path: Matrix) -> None:
+        """Demand that the step is no shorter than this path, given its seconds for each segment."""
+        self._cuts = np.vstack([self._cuts, path])
+        self._highs.addRow(0.0, inf, len(self._all), self._all, np.append(-path, 1.0))
 
     def relax(self, seconds: float) -> _Solution | None:
-        """Return what `minimise` does, if a segment may be chosen in part."""
-        # The limit of a linear program counts from its first run.
+        """Return the shortest step if segments may be chosen in part; None without a solution."""
+        # HiGHS counts the time limit of a linear program from its first run.
         status = self._run(self._highs, self._highs.getRunTime() + seconds)
         if status != HighsModelStatus.kOptimal:
             return None
@@ -302,8 +328,10 @@ class _Master:
     def minimise(
         self, allowed: NDArray[np.bool_], below: float, seconds: float
     ) -> _Solution | None:
-        """Return the shortest step with these segments, to within the gap; None if there is none
-        below this one, or none was found in this time."""
+        """Return the shortest step with the allowed segments, to within the gap.
+
+        It is None if there is no step of at most `below`, or if none was found in this time.
+        """
         whole = highspy.Highs()
         whole.setOptionValue("output_flag", False)
         whole.passModel(self._highs.getModel())
@@ -320,11 +348,12 @@ class _Master:
         return self._solution(whole, info.mip_dual_bound)
 
     def through(self) -> Matrix:
-        """Return for every segment a step that no plan with it falls short of.
+        """Return a lower bound of the step of any plan with a given segment, for every segment.
 
-        No step is shorter than the cuts' mean, however they are weighted; the relaxed program's
-        weights make it the longest. It is a sum over segments, so the least one with a given
-        segment is the shortest way from the first layer to the last through it."""
+        No step is shorter than a weighted mean of the cuts. The weights of the relaxed program give
+        the largest mean. The mean is a sum over segments. So its minimum with a given segment is
+        the shortest path from the first layer to the last through this segment.
+        """
         if not self._weights.sum():
             return np.zeros(self.count)
         stage, first, stop = self._places.T
@@ -338,8 +367,8 @@ class _Master:
         for s in reversed(range(len(before) - 1)):
             own = stage == s
             np.minimum.at(after[s], first[own], after[s + 1, stop[own]] + each[own])
-        found: Matrix = before[stage, first] + each + after[stage + 1, stop]
-        return found
+        bounds: Matrix = before[stage, first] + each + after[stage + 1, stop]
+        return bounds
 
     def _run(self, highs: highspy.Highs, time_limit: float) -> HighsModelStatus:
         highs.setOptionValue("time_limit", time_limit)
@@ -358,8 +387,8 @@ class _Master:
 
 
 def _needed_shares(workload: Workload) -> tuple[int, ...]:
-    """Return the micro-batches of every replica, 0 for those that are like another one with no
-    fewer: they end no later."""
+    """Return the number of micro-batches of every replica, with 0 for replicas that need not be
+    simulated: those with the devices and links of another one that has at least as many."""
     seen: set[tuple[object, ...]] = set()
     needed = []
     for replica, share in sorted(enumerate(workload.shares), key=lambda item: -item[1]):
@@ -368,21 +397,22 @@ def _needed_shares(workload: Workload) -> tuple[int, ...]:
             (link.latency, link.bytes_per_second)
             for link in (workload.cluster.link(a, b) for a, b in itertools.pairwise(ranks))
         )
-        alike = (*(workload.cluster.devices[rank].kind for rank in ranks), links)
-        needed.append((replica, 0 if alike in seen else share))
-        seen.add(alike)
+        properties = (*(workload.cluster.devices[rank].kind for rank in ranks), links)
+        needed.append((replica, 0 if properties in seen else share))
+        seen.add(properties)
     return tuple(share for _, share in sorted(needed))
 
 
 def _neighbours(stops: Sequence[int], count: int) -> list[list[int]]:
-    found = []
-    for border in range(len(stops) - 1):
+    """Return the splits in which some consecutive cuts are moved together by one or two layers."""
+    neighbours = []
+    for cut in range(len(stops) - 1):
         for step in (-1, 1, -2, 2):
-            for also in range(border, len(stops) - 1):
+            for last in range(cut, len(stops) - 1):
                 moved = list(stops)
-                for index in range(border, also + 1):
+                for index in range(cut, last + 1):
                     moved[index] += step
                 ends = [0, *moved]
                 if all(a < b for a, b in zip(ends, moved, strict=False)) and moved[-1] == count:
-                    found.append(moved)
-    return found
+                    neighbours.append(moved)
+    return neighbours

@@ -1,9 +1,8 @@
-"""The first split (Method E, E2): every stage computes for an equal time, so its share is
-proportional to its power.
+"""Split in proportion to power: all stages compute for an equal time.
 
-A pure function of the profile. Layers cannot be divided, so "equal" means: the slowest stage is as
-fast as it can be (exact dynamic programme over contiguous splits), and among those the one whose
-stages are the most alike.
+A pure function of the profile. Layers cannot be divided, so "equal" means that the slowest stage is
+as fast as possible, found by an exact dynamic programme over contiguous splits. Among such splits
+the one with the most equal stages is taken.
 """
 
 from __future__ import annotations
@@ -19,28 +18,34 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
     """Split layers into contiguous stages of equal time.
 
     Args:
-        work: seconds of each layer on a device of power 1; all zero counts as all equal.
-        powers: power of each stage's device, in stage order.
+        work: Seconds of each layer on a device of power 1. If all are 0, all count as equal.
+        powers: Power of each stage's device, in stage order.
 
     Returns:
-        Number of layers of each stage, at least one each. The largest stage time is the least
-        possible; ties go to the least sum of squared stage times.
+        Number of layers of each stage, at least one each. The largest stage time is minimal; among
+        equal ones, the sum of squared stage times is minimal.
 
     Raises:
-        ConfigError: fewer layers than stages, or a power or time that is not a positive number.
+        ConfigError: If there are fewer layers than stages, or a power or time is not a positive,
+            finite number.
     """
     layers, stages = len(work), len(powers)
     if not 1 <= stages <= layers:
         raise ConfigError(
-            f"Got {layers} layers for {stages} stages, expected at least one layer per stage."
+            f"The model must have at least one layer per stage ({stages}), got {layers} layers. "
+            "Use fewer stages."
         )
     if not all(p > 0 for p in powers) or not all(w >= 0 for w in work):
         raise ConfigError(
-            f"Got powers {list(powers)}, work {list(work)}, expected positive numbers."
+            f"powers must be positive and work at least 0, got powers {list(powers)}, work "
+            f"{list(work)}. Profile again."
         )
     worst = sum(work) / min(powers)
     if not math.isfinite(worst * worst * stages):
-        raise ConfigError(f"Got powers {list(powers)}, work {list(work)}, expected finite numbers.")
+        raise ConfigError(
+            f"powers and work must be finite, got powers {list(powers)}, work {list(work)}. "
+            "Profile again."
+        )
     costs = list(work) if any(work) else [1.0] * layers
     prefix = [0.0]
     for cost in costs:
@@ -68,14 +73,14 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
     limit = bottleneck(0, 0) * (1 + 1e-9)
 
     @cache
-    def alike(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
+    def most_equal(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
         if stage == stages:
             return 0.0, ()
         options: list[tuple[float, tuple[int, ...]]] = [(float("inf"), ())]
         for stop in stops(stage, first):
             if (seconds := time(stage, first, stop)) <= limit:
-                squares, counts = alike(stage + 1, stop)
+                squares, counts = most_equal(stage + 1, stop)
                 options.append((squares + seconds * seconds, (stop - first, *counts)))
         return min(options)
 
-    return alike(0, 0)[1]
+    return most_equal(0, 0)[1]

@@ -1,11 +1,12 @@
-"""Which runs of layers a stage could hold in a plan that is faster than a target, for a fixed order
-of devices.
+"""Segments: the runs of layers that a stage can hold in a plan faster than a target, for a fixed
+order of devices.
 
-The planner's integer program has one choice for each such segment. Lower bounds on the step's time
-leave few of them, and each comes with the cheapest recomputation that meets the stage's memory
-limit: the time of a step never falls when some work in it takes longer, so within a segment nothing
-else needs to be tried. Only where the stage's devices are unlike, they may disagree about what is
-the cheapest: then there are several segments with the same layers."""
+The integer program chooses one segment for each stage. Lower bounds on the step's time leave few
+segments. Each comes with the cheapest recomputation that meets the stage's memory limit. No other
+recomputation can be faster, since a step never gets shorter when some of its work takes longer.
+Only devices of several kinds in one stage may have different cheapest recomputations. Then there
+are several segments with the same layers.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +22,23 @@ from lightning_dlres.pipeline.plan.cost_model.events import Work
 from lightning_dlres.pipeline.plan.cost_model.footprint import Footprint, Matrix
 from lightning_dlres.pipeline.plan.search.knapsack import cheapest_cover, cheapest_covers
 
-# Bounds are sums in another order than the simulator's: rounding must not cut off the best plan.
+# Relative rounding error of bounds, which add up in another order than the simulator. Without this
+# tolerance, rounding could cut off the best plan.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers `first` to `stop` on a stage.
+    """Layers from `first` up to, not including, `stop` on a stage.
 
     Attributes:
-        recomputed: the layers that are recomputed.
-        bound: no step with this segment is shorter.
-        seconds: of each kind of work, for every replica.
-        tails: see `StageCost.tail`, for every replica.
+        stage: Index of the stage.
+        first: Index of the first layer.
+        stop: Index of the layer after the last one.
+        recomputed: Indices of the recomputed layers.
+        bound: Lower bound, in seconds, of a step with this segment.
+        seconds: Seconds of each kind of work, for every replica.
+        tails: `StageCost.tail` for every replica.
     """
 
     stage: int
@@ -46,96 +51,106 @@ class Segment:
 
 
 class Segments:
-    """The segments of one workload: bounds first, for all at once; exact costs for those asked
-    for."""
+    """The segments of one workload: bounds of all at once, and exact costs on request."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.count = len(workload.layers)
         self._footprint = Footprint(workload)
-        self._made: dict[tuple[int, int, int], Segment | None] = {}
+        # Segments by (stage, first, stop); None where memory cannot hold one.
+        self._cache: dict[tuple[int, int, int], Segment | None] = {}
 
     @cached_property
     def bounds(self) -> list[Matrix]:
-        """For every stage a matrix over (first, stop): no step with this segment is shorter.
-        Infinite where there is no such segment, and where memory cannot hold it."""
-        found = []
+        """Lower bound of a step with each segment: for every stage a matrix over (first, stop).
+
+        It is infinite where there is no such segment, and where memory cannot hold it.
+        """
+        bounds = []
         for stage in range(self.workload.stages):
-            whole = np.full((self.count + 1, self.count + 1), -np.inf)
+            matrix = np.full((self.count + 1, self.count + 1), -np.inf)
             for replica, share in enumerate(self.workload.shares):
                 if share:
-                    whole = np.maximum(whole, self._bound(replica, stage, share))
+                    matrix = np.maximum(matrix, self._bound(replica, stage, share))
             if (limit := self.workload.memory_limit(stage)) is not None:
-                whole[self._footprint.least(stage) > limit] = np.inf
-            found.append(whole)
-        return found
+                matrix[self._footprint.least(stage) > limit] = np.inf
+            bounds.append(matrix)
+        return bounds
 
     @property
     def root_bound(self) -> float:
-        """No step of any split is shorter; infinite where no split fits into memory."""
+        """Lower bound of a step of any split; infinite if no split fits into memory."""
         return self._root[0]
 
     @property
     def root_stops(self) -> tuple[int, ...]:
-        """Where the stages stop in a split whose segments allow a step that short."""
+        """Layers that the stages stop before, in a split whose segments reach `root_bound`."""
         return self._root[1]
 
     @cached_property
     def _root(self) -> tuple[float, tuple[int, ...]]:
+        """The root bound and its stops, by a dynamic programme over the stages."""
         best = np.full(self.count + 1, np.inf)
         best[0] = 0.0
         firsts = []
         for matrix in self.bounds:
-            reached = np.maximum(best[:, None], matrix)
-            firsts.append(np.argmin(reached, axis=0))
-            best = np.min(reached, axis=0)
+            largest = np.maximum(best[:, None], matrix)
+            firsts.append(np.argmin(largest, axis=0))
+            best = np.min(largest, axis=0)
         stops = [self.count]
         for first in reversed(firsts[1:]):
             stops.append(int(first[stops[-1]]))
         return float(best[self.count]), tuple(reversed(stops))
 
     def below(self, target: float) -> list[list[Segment]]:
-        """Return for every stage the segments that may be part of a plan faster than the target,
-        memory limits met; empty lists where there is no such plan."""
+        """Return for every stage the segments that may be part of a plan faster than the target.
+
+        They meet the memory limits. The lists are empty if there is no such plan.
+        """
         limit = target * (1 + _ROUNDING)
-        open_ = self._connected([(matrix <= limit) & np.isfinite(matrix) for matrix in self.bounds])
-        found = [
+        candidates = self._connected(
+            [(matrix <= limit) & np.isfinite(matrix) for matrix in self.bounds]
+        )
+        segments = [
             [
                 segment
                 for first, stop in np.argwhere(matrix)
                 for segment in self._alternatives(stage, int(first), int(stop))
                 if segment.bound <= limit
             ]
-            for stage, matrix in enumerate(open_)
+            for stage, matrix in enumerate(candidates)
         ]
         masks = []
-        for made in found:
-            mask = np.zeros_like(open_[0])
-            for segment in made:
+        for of_stage in segments:
+            mask = np.zeros_like(candidates[0])
+            for segment in of_stage:
                 mask[segment.first, segment.stop] = True
             masks.append(mask)
-        kept = self._connected(masks)
+        # Exact bounds may have removed segments that others need as neighbours.
+        connected = self._connected(masks)
         return [
-            [segment for segment in made if mask[segment.first, segment.stop]]
-            for made, mask in zip(found, kept, strict=True)
+            [segment for segment in of_stage if mask[segment.first, segment.stop]]
+            for of_stage, mask in zip(segments, connected, strict=True)
         ]
 
     def segment(self, stage: int, first: int, stop: int) -> Segment | None:
-        """Return a segment with its cheapest recomputation, that of the slowest device; None where
-        the stage's memory cannot hold it."""
-        place = stage, first, stop
-        if place not in self._made:
+        """Return a segment with its cheapest recomputation, by the times of the slowest device.
+
+        It is None if the stage's memory cannot hold the segment.
+        """
+        key = stage, first, stop
+        if key not in self._cache:
             recomputed = self._recomputed(stage, range(first, stop))
-            self._made[place] = self._make(*place, recomputed) if recomputed is not None else None
-        return self._made[place]
+            self._cache[key] = self._make(*key, recomputed) if recomputed is not None else None
+        return self._cache[key]
 
     def _alternatives(self, stage: int, first: int, stop: int) -> list[Segment]:
-        """Return a segment with each recomputation that may be the best."""
-        usual = self.segment(stage, first, stop)
-        if usual is None or len(self._kinds(stage)) == 1:
-            return [] if usual is None else [usual]
-        if not usual.recomputed or self.workload.recompute == "always":
-            return [usual]
+        """Return the segment once for each recomputation that may be the fastest."""
+        default = self.segment(stage, first, stop)
+        if default is None or len(self._kinds(stage)) == 1:
+            return [] if default is None else [default]
+        if not default.recomputed or self.workload.recompute == "always":
+            return [default]
         layers = range(first, stop)
         freed, need = self._freed(stage, layers)
         seconds = [
@@ -143,20 +158,22 @@ class Segments:
         ]
         covers = [tuple(first + i for i in x) for x in cheapest_covers(seconds, freed, need)]
         return [
-            self._make(stage, first, stop, x) for x in dict.fromkeys([usual.recomputed, *covers])
+            self._make(stage, first, stop, x) for x in dict.fromkeys([default.recomputed, *covers])
         ]
 
     def _kinds(self, stage: int) -> list[int]:
+        """Return the kinds of the stage's devices."""
         workload = self.workload
         return sorted({workload.kind(replica, stage) for replica in range(len(workload.replicas))})
 
     def _freed(self, stage: int, layers: range) -> tuple[list[int], int]:
-        """Return what recomputing each layer frees, and how much has to be freed."""
+        """Return the bytes that recomputing each layer frees, and the bytes that must be freed."""
         workload = self.workload
         freed = [workload.freed_by_recompute(stage, layers, index) for index in layers]
         return freed, workload.bound_bytes(stage, layers, ()) - (workload.memory_limit(stage) or 0)
 
     def _make(self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]) -> Segment:
+        """Return a segment with its exact costs, and with a bound that counts recomputation."""
         layers, workload = range(first, stop), self.workload
         costs = [
             workload.stage_cost(replica, stage, layers, recomputed)
@@ -178,16 +195,18 @@ class Segments:
         )
 
     def _busy(self, seconds: dict[Work, float], share: int) -> float:
+        """Return the seconds that a stage computes in a step with this many micro-batches."""
         work = seconds[Work.FORWARD] + seconds[Work.BACKWARD] + seconds[Work.RECOMPUTE]
         return share * work + seconds[Work.LOSS] * self.workload.schedule.losses(share)
 
     def _recomputed(self, stage: int, layers: range) -> tuple[int, ...] | None:
+        """Return the cheapest recomputation within the memory limit; None if there is none."""
         workload = self.workload
         limit = workload.memory_limit(stage)
         everything = tuple(layers) if workload.recompute == "always" else ()
         if limit is None or workload.bound_bytes(stage, layers, everything) <= limit:
             return everything
-        # Recomputing frees nothing of what is held while no micro-batch is in flight.
+        # Recomputation frees only memory of micro-batches in flight.
         if workload.recompute != "auto" or workload.idle_bytes(stage, layers) > limit:
             return None
         freed, need = self._freed(stage, layers)
@@ -197,30 +216,33 @@ class Segments:
         return tuple(layers.start + position for position in chosen) if chosen is not None else None
 
     def _bound(self, replica: int, stage: int, share: int) -> Matrix:
-        """A stage works on one thing at a time, and before and after that the first and the last
-        micro-batch pass the stages above; or one micro-batch makes the whole round, and the stage's
-        other work follows."""
+        """Return a lower bound of a step with each segment, for one replica.
+
+        It is the larger one of two bounds. First, a stage does one thing at a time. Before that the
+        first micro-batch passes the stages above, and after that the last one passes them again.
+        Second, the micro-batch whose backward comes first makes the whole round trip. It does not
+        overlap with `Schedule.serial_forwards`, nor with any backward of the stage.
+        """
         schedule, stages = self.workload.schedule, self.workload.stages
         forward, backward, loss, tail = self._own(replica, stage)
-        again = self._footprint.seconds(replica, stage)
-        before, before_forward = (
-            self._round_before[replica][stage],
-            self._forward_before[replica][stage],
-        )
+        recomputation = self._footprint.seconds(replica, stage)
+        before = self._round_before[replica][stage]
+        before_forward = self._forward_before[replica][stage]
         after = self._round_after[replica][stage]
         _, _, last_loss, _ = self._own(replica, stages - 1)
         own_loss = loss * schedule.losses(share)
-        busy = share * (forward + backward + again) + own_loss
+        busy = share * (forward + backward + recomputation) + own_loss
         bound = np.maximum(before[:, None] + busy, before_forward[:, None] + busy + tail)
         extra = self.workload.extra_in_flight
         forwards = schedule.serial_forwards(stages, stage, share, extra)
         work = share * backward + forwards * forward
-        # The first micro-batch is recomputed while its gradient is still on its way.
-        work = work + (share - 1) * again
+        # The first recomputation may overlap with the wait for the gradient.
+        work = work + (share - 1) * recomputation
         bound = np.maximum(bound, before[:, None] + work + last_loss + after[None, :])
         return np.where(self._exists(stage), bound, np.inf)
 
     def _exists(self, stage: int) -> NDArray[np.bool_]:
+        """Return which segments leave at least one layer for each other stage."""
         first = np.arange(self.count + 1)[:, None]
         stop = np.arange(self.count + 1)[None, :]
         left, right = stage, self.workload.stages - 1 - stage
@@ -232,10 +254,13 @@ class Segments:
         return exists
 
     def _own(self, replica: int, stage: int) -> tuple[Matrix, Matrix, float, Matrix]:
-        """Seconds of forward and backward over (first, stop), of the loss, and the least tail."""
+        """Return the seconds of forward, backward, loss and of the shortest tail.
+
+        All but the loss are matrices over (first, stop).
+        """
         workload = self.workload
         kind = workload.kind(replica, stage)
-        sums = []
+        sums = []  # of forward, then of backward
         messages = (stage > 0) + (stage < workload.stages - 1)
         message = messages * workload.step.message[kind] if workload.step.message else 0.0
         for times in (
@@ -246,16 +271,19 @@ class Segments:
             sums.append(prefix[None, :] - prefix[:, None] + message)
         loss = 0.0
         if stage == workload.stages - 1 and workload.step.loss:
-            whole = workload.microbatches if workload.schedule.whole_batch_loss else 1
-            loss = workload.step.loss[kind] * whole
+            count = workload.microbatches if workload.schedule.whole_batch_loss else 1
+            loss = workload.step.loss[kind] * count
         update = workload.step.update[kind] if workload.step.update else 0.0
         return sums[0], sums[1], loss, self._footprint.trained.astype(np.float64) * update
 
     @cached_property
     def _crossing(self) -> list[list[tuple[Matrix, Matrix]]]:
-        """For every replica and stage the seconds of a transfer down and up across the cut below
-        it, by cut."""
-        workload, found = self.workload, []
+        """Seconds of a transfer down and up across each cut below a stage.
+
+        One list per replica with one entry per stage but the last. Index i of a matrix is the cut
+        between layers i - 1 and i.
+        """
+        workload, replicas = self.workload, []
         for ranks in workload.replicas:
             row = []
             for a, b in itertools.pairwise(ranks):
@@ -268,15 +296,20 @@ class Segments:
                         link.latency + np.array(up) / link.bytes_per_second,
                     )
                 )
-            found.append(row)
-        return found
+            replicas.append(row)
+        return replicas
 
     def _shortest(self, replica: int, forward_only: bool) -> list[Matrix]:
-        """For every stage the least seconds in which one micro-batch passes the stages above it, by
-        the stage's first layer."""
+        """Return for every stage the shortest time in which one micro-batch passes the stages above
+        it, by the stage's first layer.
+
+        Args:
+            replica: Index of the replica.
+            forward_only: Whether only the forward counts, or the forward and the backward.
+        """
         best = np.full(self.count + 1, np.inf)
         best[0] = 0.0
-        found = [best]
+        shortest = [best]
         for stage in range(self.workload.stages - 1):
             forward, backward, _, _ = self._own(replica, stage)
             own = np.where(
@@ -284,22 +317,24 @@ class Segments:
             )
             down, up = self._crossing[replica][stage]
             best = np.min(best[:, None] + own, axis=0) + (down if forward_only else down + up)
-            found.append(best)
-        return found
+            shortest.append(best)
+        return shortest
 
     @cached_property
     def _round_before(self) -> list[list[Matrix]]:
+        """`_shortest` of forward and backward, for every replica."""
         return [self._shortest(replica, False) for replica in range(len(self.workload.replicas))]
 
     @cached_property
     def _forward_before(self) -> list[list[Matrix]]:
+        """`_shortest` of the forward, for every replica."""
         return [self._shortest(replica, True) for replica in range(len(self.workload.replicas))]
 
     @cached_property
     def _round_after(self) -> list[list[Matrix]]:
-        """For every replica and stage the least seconds in which one micro-batch passes the stages
-        below it, by where the stage's layers stop."""
-        found = []
+        """Shortest time in which one micro-batch passes the stages below a stage, forward and
+        backward, for every replica and stage, by the layer that the stage stops before."""
+        replicas = []
         for replica in range(len(self.workload.replicas)):
             best = np.full(self.count + 1, np.inf)
             best[self.count] = 0.0
@@ -310,20 +345,20 @@ class Segments:
                 down, up = self._crossing[replica][stage - 1]
                 best = np.min(own + best[None, :], axis=1) + down + up
                 row.append(best)
-            found.append(row[::-1])
-        return found
+            replicas.append(row[::-1])
+        return replicas
 
     def _connected(self, masks: list[NDArray[np.bool_]]) -> list[NDArray[np.bool_]]:
-        """Keep what lies on a way from the first layer to the last."""
+        """Return the masks of the segments that lie on a path from the first layer to the last."""
         reached = [np.zeros(self.count + 1, bool) for _ in range(len(masks) + 1)]
         reached[0][0] = True
         for stage, mask in enumerate(masks):
             reached[stage + 1] = np.any(mask & reached[stage][:, None], axis=0)
-        leads = np.zeros(self.count + 1, bool)
-        leads[self.count] = True
-        kept = []
+        reaches_end = np.zeros(self.count + 1, bool)
+        reaches_end[self.count] = True
+        connected = []
         for stage in reversed(range(len(masks))):
-            mask = masks[stage] & reached[stage][:, None] & leads[None, :]
-            kept.append(mask)
-            leads = np.any(mask, axis=1)
-        return kept[::-1]
+            mask = masks[stage] & reached[stage][:, None] & reaches_end[None, :]
+            connected.append(mask)
+            reaches_end = np.any(mask, axis=1)
+        return connected[::-1]

@@ -371,7 +371,7 @@ class TestMemory:
         # Two layers each: weights and gradients.
         with pytest.raises(ConfigError, match=r"at least 400 bytes.*got 300 B: no plan fits"):
             search_plan(everywhere(workload, 300), 2)
-        with pytest.raises(ConfigError, match=r"where all have the same, got 100 B and 300 B"):
+        with pytest.raises(ConfigError, match=r"with the same limit on all\), got 100 B and 300 B"):
             search_plan(limited(workload, [100, 300]), 2)
         with pytest.raises(ConfigError, match="without recomputation"):
             search_plan(everywhere(replace(workload, recompute="never"), 300), 2)
@@ -407,7 +407,7 @@ class TestDegenerate:
         workload = Workload(
             plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2
         )
-        with pytest.raises(ConfigError, match="1 layers for 2 ranks, expected at least 2"):
+        with pytest.raises(ConfigError, match=r"at least 2 layers for 2 ranks, .* got 1"):
             search_plan(workload)
         # The devices are two replicas then.
         found = search_plan(workload, 1)
@@ -427,7 +427,7 @@ class TestDegenerate:
         workload = Workload(
             plain_layers([1.0]), StepCosts(), plain_cluster(2), ((0, 1),), ONE_F_ONE_B, 2
         )
-        with pytest.raises(ConfigError, match="1 layers for 2 stages"):
+        with pytest.raises(ConfigError, match=r"one layer per stage \(2\), got 1 layers"):
             search_plan(workload, 2)
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -494,7 +494,7 @@ class TestManyOrders:
     def test_not_worse_than_the_start(self, random: Random, microbatches: int) -> None:
         workload = large_workload(random, 10, 4, microbatches, gpt=random.random() < 0.5)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_orders, "_MOST_ORDERS", 1)
+            patch.setattr(device_orders, "_MAX_ORDERS", 1)
             found = search_plan(workload, 4)
         check_sound(found)
         assert found.seconds <= found.start_seconds
@@ -506,7 +506,7 @@ class TestManyOrders:
         workload = small_workload(random, stages=stages, layers=random.randint(stages, 5))
         workload = randomly_limited(random, workload, stages)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_orders, "_MOST_ORDERS", 1)
+            patch.setattr(device_orders, "_MAX_ORDERS", 1)
             try:
                 check_sound(search_plan(workload, stages))
             except ConfigError:

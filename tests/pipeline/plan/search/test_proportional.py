@@ -75,12 +75,12 @@ def test_many_layers_take_no_time_worth_waiting_for() -> None:
 @pytest.mark.parametrize(
     ("work", "powers", "words"),
     [
-        ([1.0], [1.0, 1.0], "1 layers for 2 stages"),
-        ([1.0, 1.0], [1.0, 0.0], "positive numbers"),
-        ([1.0, 1.0], [1.0, -1.0], "positive numbers"),
-        ([1.0, float("nan")], [1.0], "positive numbers"),
-        ([1.0, -1.0], [1.0], "positive numbers"),
-        ([1.0, 1.0], [float("nan")], "positive numbers"),
+        ([1.0], [1.0, 1.0], r"one layer per stage \(2\), got 1 layers"),
+        ([1.0, 1.0], [1.0, 0.0], "must be positive"),
+        ([1.0, 1.0], [1.0, -1.0], "must be positive"),
+        ([1.0, float("nan")], [1.0], "must be positive"),
+        ([1.0, -1.0], [1.0], "must be positive"),
+        ([1.0, 1.0], [float("nan")], "must be positive"),
     ],
 )
 def test_bad_arguments(work: list[float], powers: list[float], words: str) -> None:
