@@ -22,9 +22,7 @@ from lightning_dlres.core.errors import (
 )
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.config import ProfileConfig
-from lightning_dlres.pipeline.profile.run_profile import LayerProfile
 from lightning_dlres.plugins import MemoryPrecision
 from lightning_dlres.strategies import HeteroPipeStrategy, register_strategies
 from lightning_dlres.version import __version__
@@ -32,13 +30,9 @@ from lightning_dlres.version import __version__
 __all__ = [
     "ActivationOffload",
     "BatchMismatchError",
-    "Cluster",
     "ConfigError",
-    "Device",
     "DlresError",
     "HeteroPipeStrategy",
-    "LayerProfile",
-    "Link",
     "MemoryPlan",
     "MemoryPrecision",
     "PeerError",

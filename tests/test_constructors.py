@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import lightning_dlres as dlres
+from lightning_dlres.pipeline.profile.cluster import Device, Link
+from lightning_dlres.pipeline.profile.run_profile import LayerProfile
 
 ABSENT = object()
 FIX = r"\. [A-Z].*\.$"
@@ -94,7 +96,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
     "MemoryPrecision": (dlres.MemoryPrecision, {}, {"precision": set()}),
     "ResourceReport": (dlres.ResourceReport, {}, {"dir": {"none", *PATH}}),
     "Device": (
-        dlres.Device,
+        Device,
         {},
         {
             "kind": {"zero"},
@@ -104,7 +106,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
         },
     ),
     "Link": (
-        dlres.Link,
+        Link,
         {"ranks": (0, 1), "latency": 0.0, "bytes_per_second": 1.0},
         {
             "ranks": set(),
@@ -113,7 +115,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
         },
     ),
     "LayerProfile": (
-        dlres.LayerProfile,
+        LayerProfile,
         {"name": "layer"},
         {"name": {"digits", "word", "empty"}, "parameter_bytes": {"zero"}, "saved_bytes": {"zero"}},
     ),
