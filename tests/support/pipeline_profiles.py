@@ -1,7 +1,7 @@
-"""Random profiles, for the planner's property tests and its benchmark.
+"""Profiles, plain and random, for the planner's property tests and its benchmark.
 
-Every function draws from the `random.Random` that it gets: hypothesis gives one whose draws it can
-shrink, the benchmark gives a seeded one.
+Random functions draw from the `random.Random` argument: hypothesis passes one whose draws it can
+shrink, the benchmark passes a seeded one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Replicas = tuple[tuple[int, ...], ...]
 def plain_layers(
     forward: Sequence[float], backward: Sequence[float] | None = None, **sizes: int
 ) -> tuple[LayerProfile, ...]:
-    """Return layers with these times on the only kind of device; backward takes twice as long
-    where nothing is said."""
+    """Return layers with these times on one kind of device; by default backward takes twice as long
+    as forward."""
     backward = [2 * seconds for seconds in forward] if backward is None else backward
     return tuple(
         LayerProfile(name=f"layer{index}", forward=(f,), backward=(b,), **sizes)
@@ -43,7 +43,7 @@ def plain_cluster(
     limits: Sequence[int | None] = (),
     links: Sequence[Link] = (),
 ) -> Cluster:
-    """Return devices of one kind; they may have unlike powers where only the grouping matters."""
+    """Return devices of one kind. Their powers may differ where only the grouping matters."""
     return Cluster(
         kinds=("device",),
         devices=tuple(
@@ -58,8 +58,22 @@ def plain_cluster(
     )
 
 
-def alike_but_for_hosts(hosts: str) -> Cluster:
-    """Return alike devices, one for every letter; ways within a host are faster than between."""
+def stage_per_layer(
+    layers: Sequence[LayerProfile],
+    microbatches: int,
+    schedule: Schedule = ONE_F_ONE_B,
+    step: StepCosts | None = None,
+    links: Sequence[Link] = (),
+) -> Workload:
+    """Return a workload of one replica with one stage per layer."""
+    stages = len(layers)
+    cluster = plain_cluster(stages, links=links)
+    replicas = (tuple(range(stages)),)
+    return Workload(tuple(layers), step or StepCosts(), cluster, replicas, schedule, microbatches)
+
+
+def devices_on_hosts(hosts: str) -> Cluster:
+    """Return equal devices, one per letter, which names its host; links within hosts are faster."""
     pairs = list(combinations(range(len(hosts)), 2))
     return plain_cluster(
         len(hosts),
@@ -72,7 +86,8 @@ def alike_but_for_hosts(hosts: str) -> Cluster:
 
 
 def small_layers(random: Random, count: int, kinds: int) -> tuple[LayerProfile, ...]:
-    """Return layers with small whole numbers, so that ties and zeros are common. Some are tied."""
+    """Return layers with small whole numbers, so that ties and zeros are common. Some layers share
+    parameters."""
 
     def times(most: int) -> tuple[float, ...]:
         return tuple(float(random.randint(0, most)) for _ in range(kinds))
@@ -102,7 +117,7 @@ def small_layers(random: Random, count: int, kinds: int) -> tuple[LayerProfile, 
 
 
 def small_step(random: Random, kinds: int) -> StepCosts:
-    """Return what a step of small layers does beside them; often nothing."""
+    """Return costs of a step besides its small layers; each is often absent."""
 
     def times() -> tuple[float, ...]:
         return (
@@ -130,10 +145,10 @@ def small_workload(
     schedule: Schedule | None = None,
     extra: int = 0,
 ) -> Workload:
-    """Return a workload that brute force can search; nobody has a memory limit.
+    """Return a workload that brute force can search, without memory limits.
 
-    The devices of a stage are alike, and replicas with more than one device are hosts' business:
-    ranks are in the replicas' order.
+    The devices of a stage are equal over the replicas, each replica is a host of its own, and ranks
+    are in the order of replicas.
     """
     kinds = random.randint(1, stages)
     kind_of = [random.randrange(kinds) for _ in range(stages)]
@@ -165,14 +180,14 @@ def small_workload(
 
 
 def random_split(random: Random, workload: Workload) -> tuple[int, ...]:
-    """Return any split of a workload's layers over its stages."""
+    """Return a random split of a workload's layers over its stages."""
     count = len(workload.layers)
     cuts = sorted(random.sample(range(1, count), workload.stages - 1))
     return tuple(b - a for a, b in pairwise([0, *cuts, count]))
 
 
 def random_recompute(random: Random, workload: Workload) -> tuple[int, ...]:
-    """Return any of a workload's layers, or none."""
+    """Return a random set of a workload's layers."""
     return tuple(index for index in range(len(workload.layers)) if random.random() < 0.4)
 
 
@@ -188,7 +203,7 @@ def limited(workload: Workload, limits: Sequence[int | None]) -> Workload:
 
 
 def random_layers(random: Random, count: int, speeds: Sequence[float]) -> tuple[LayerProfile, ...]:
-    """Return layers of unlike sizes and times; what a layer is good at differs between devices."""
+    """Return layers of different sizes and times; their relative speeds differ between devices."""
     layers: list[LayerProfile] = []
     for index in range(count):
         forward, parameters = random.uniform(1e-3, 10e-3), random.randrange(4 * MIB, 64 * MIB)
@@ -212,7 +227,7 @@ def random_layers(random: Random, count: int, speeds: Sequence[float]) -> tuple[
 
 
 def gpt_layers(random: Random, count: int, speeds: Sequence[float]) -> tuple[LayerProfile, ...]:
-    """Return an embedding, blocks that are all alike, and a head tied to the embedding."""
+    """Return an embedding, equal blocks, and a head tied to the embedding."""
     hidden = random.choice([4, 6, 8]) * MIB
     block_seconds, head_seconds = random.uniform(3e-3, 6e-3), random.uniform(4e-3, 12e-3)
     efficiency = [random.uniform(0.8, 1.25) for _ in speeds]
@@ -241,8 +256,8 @@ def gpt_layers(random: Random, count: int, speeds: Sequence[float]) -> tuple[Lay
     )
 
 
-def unlike_cluster(random: Random, speeds: Sequence[float]) -> Cluster:
-    """Return devices of these speeds, each of its own kind, joined by unlike links."""
+def mixed_cluster(random: Random, speeds: Sequence[float]) -> Cluster:
+    """Return devices of these speeds, each of its own kind, with different links."""
     count = len(speeds)
     return Cluster(
         kinds=tuple(f"kind{index}" for index in range(count)),
@@ -264,8 +279,8 @@ def unlike_cluster(random: Random, speeds: Sequence[float]) -> Cluster:
 def large_workload(
     random: Random, layers: int, stages: int, microbatches: int, *, gpt: bool, slack: float = 1.15
 ) -> Workload:
-    """Return a workload with unlike devices and memory limits that bind: up to `slack` times what
-    the smallest limit is that has a plan at all, another one on every device."""
+    """Return a workload with different devices and scarce memory: each device has its own limit, of
+    up to `slack` times the smallest limit that has a plan."""
     speeds = [random.uniform(0.25, 1.0) for _ in range(stages)]
     workload = Workload(
         (gpt_layers if gpt else random_layers)(random, layers, speeds),
@@ -277,7 +292,7 @@ def large_workload(
             update=tuple(5e-12 / speed for speed in speeds),
             state_bytes_per_parameter_byte=2.0,
         ),
-        unlike_cluster(random, speeds),
+        mixed_cluster(random, speeds),
         (tuple(range(stages)),),
         ONE_F_ONE_B,
         microbatches,

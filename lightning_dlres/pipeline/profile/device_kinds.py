@@ -90,3 +90,9 @@ def powers_of(seconds: Sequence[Sequence[float]]) -> list[float]:
         for row in seconds
     ]
     return [ratio / max(ratios) for ratio in ratios]
+
+
+def kind_names(kinds: Sequence[int], names: Sequence[str], powers: Sequence[float]) -> list[str]:
+    """Return a name for every kind: the device model, and its power in parentheses."""
+    by_kind = dict(zip(kinds, names, strict=True))
+    return [f"{by_kind[kind]} ({powers[kind]:.2f})" for kind in range(len(powers))]

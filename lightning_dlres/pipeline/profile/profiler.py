@@ -26,6 +26,7 @@ from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSample
 from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 from lightning_dlres.pipeline.profile.device_kinds import (
     fill_missing_times,
+    kind_names,
     kinds_of,
     powers_of,
     times_of_kinds,
@@ -35,6 +36,7 @@ from lightning_dlres.pipeline.profile.device_measurement import (
     measure_device,
     median_measurement,
 )
+from lightning_dlres.pipeline.profile.layer_sizes import bytes_of
 from lightning_dlres.pipeline.profile.layer_times import LayerMeasurement, is_lack_of_memory
 from lightning_dlres.pipeline.profile.link_probe import (
     MAX_MESSAGE_SECONDS,
@@ -128,7 +130,7 @@ class Profiler:
             tuple(column) for column in zip(*other_times, strict=True)
         )
         cluster = Cluster(
-            kinds=tuple(_kind_names(kinds, [rank.name for rank in ranks], powers)),
+            kinds=tuple(kind_names(kinds, [rank.name for rank in ranks], powers)),
             devices=tuple(
                 Device(kind=kind, power=powers[kind], host=rank.host, memory_limit=rank.limit)
                 for kind, rank in zip(kinds, ranks, strict=True)
@@ -266,7 +268,7 @@ class Profiler:
         if limit is None and is_cuda:
             limit = int((free or 0) * _FREE_MEMORY_SHARE)
         tensors = chain(self._model.root.parameters(), self._model.root.buffers())
-        held = sum(_bytes(tensor) for tensor in tensors if tensor.device.type == "cpu")
+        held = bytes_of(tensor for tensor in tensors if tensor.device.type == "cpu")
         return _RankDevice(_host(), _device_name(device), is_cuda, limit, free, held)
 
 
@@ -406,15 +408,13 @@ def layer_profiles(
         profiles.append(
             LayerProfile(
                 name=name,
-                parameter_bytes=sum(_bytes(p) for p in own),
-                gradient_bytes=sum(_bytes(p) for p in own if p.requires_grad),
-                shared={names[p]: _bytes(p) for p in sorted(shared, key=names.__getitem__)},
-                input_bytes=layer.sizes.input_bytes,
-                output_bytes=layer.sizes.output_bytes,
-                gradient_output_bytes=layer.sizes.gradient_output_bytes,
-                saved_bytes=layer.sizes.saved_bytes,
-                workspace_bytes=layer.sizes.workspace_bytes,
-                update_bytes=update.of([_bytes(p) for p in module.parameters() if p.requires_grad]),
+                parameter_bytes=bytes_of(own),
+                gradient_bytes=bytes_of(p for p in own if p.requires_grad),
+                shared={names[p]: bytes_of([p]) for p in sorted(shared, key=names.__getitem__)},
+                **layer.sizes._asdict(),
+                update_bytes=update.of(
+                    [bytes_of([p]) for p in module.parameters() if p.requires_grad]
+                ),
                 forward=tuple(row[2 * index] for row in times),
                 backward=tuple(row[2 * index + 1] for row in times),
             )
@@ -435,10 +435,6 @@ def _free_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
@@ -452,9 +448,3 @@ def _host() -> str:
         if namespace.exists()
         else socket.gethostname()
     )
-
-
-def _kind_names(kinds: Sequence[int], names: Sequence[str], powers: Sequence[float]) -> list[str]:
-    """Return a name for every kind: the device model, and its power in parentheses."""
-    by_kind = dict(zip(kinds, names, strict=True))
-    return [f"{by_kind[kind]} ({powers[kind]:.2f})" for kind in range(len(powers))]

@@ -1,4 +1,4 @@
-"""Ranks that share a host's memory are limited only where they would take more than it has."""
+"""Ranks of one host get memory limits only if together they would take more than it has."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def without_warnings(memory: dict[str, int], cluster: Cluster = CLUSTER) -> Pipe
 
 
 @pytest.mark.parametrize("memory", [{}, {"b": 1}, {"a": 240}])
-def test_no_limit_where_all_fits_together(memory: dict[str, int]) -> None:
-    # One rank takes 160 of the 240 bytes, and has no half of them.
+def test_ranks_that_fit_together_have_no_limit(memory: dict[str, int]) -> None:
+    # One rank takes 160 of the 240 bytes, more than half of them.
     plan = without_warnings(memory)
     assert plan.split == (2, 2)
     assert plan.cluster == CLUSTER
 
 
-def test_equal_parts_where_it_does_not() -> None:
+def test_ranks_that_do_not_fit_together_get_equal_parts() -> None:
     def by_recomputing(cluster: Cluster) -> PipelinePlan:
         plan = fastest(CLUSTER)
         limited = cluster.devices[0].memory_limit is not None
@@ -66,13 +66,13 @@ def test_equal_parts_where_it_does_not() -> None:
     assert [device.memory_limit for device in plan.cluster.devices] == [119, 119]
 
 
-def test_a_warning_where_no_plan_fits() -> None:
+def test_a_warning_is_shown_if_no_plan_fits() -> None:
     expected = "needs 240 B of memory on a, which has 100 B for it"
     with pytest.warns(UserWarning, match=re.escape(expected)):
         assert within_hosts(fastest, CLUSTER, {"a": 100}, warnings.warn).split == (2, 2)
 
 
-def test_limits_of_their_own_count_apart() -> None:
+def test_ranks_with_their_own_limit_are_left_out() -> None:
     devices = (Device(host="a", memory_limit=160), Device(host="a"))
     cluster = Cluster(kinds=("cpu",), devices=devices)
     assert without_warnings({"a": 80}, cluster).cluster == cluster

@@ -82,13 +82,13 @@ def plans(draw: st.DrawFn) -> PipelinePlan:
 
 
 @given(plans())
-def test_json_brings_back_the_same_plan(plan: PipelinePlan) -> None:
+def test_a_plan_round_trips_through_json(plan: PipelinePlan) -> None:
     assert PipelinePlan.from_json(plan.to_json()) == plan
     assert PipelinePlan.from_json(plan.to_json().encode()) == plan
 
 
 @given(plans())
-def test_every_plan_prints_and_places_everything_once(plan: PipelinePlan) -> None:
+def test_every_plan_prints_and_places_each_layer_and_rank_once(plan: PipelinePlan) -> None:
     assert len(plan.table().splitlines()) == 3 + plan.stages
     places = [plan.place(rank) for rank in range(plan.world_size)]
     assert sorted(places) == [(m, s) for m in range(len(plan.replicas)) for s in range(plan.stages)]
@@ -101,7 +101,7 @@ def test_every_plan_prints_and_places_everything_once(plan: PipelinePlan) -> Non
     assert len({plan.rank_name(rank) for rank in range(plan.world_size)}) == plan.world_size
 
 
-def test_the_table_says_what_a_reader_wants_to_know() -> None:
+def test_the_table_shows_the_plan() -> None:
     title, header, _, first, second = PLAN.table().splitlines()
     assert title == "Pipeline plan"
     assert [cell.strip() for cell in header.strip("|").split("|")] == [
@@ -144,8 +144,8 @@ def test_the_table_says_what_a_reader_wants_to_know() -> None:
     ]
 
 
-def test_the_slowest_machine_counts() -> None:
-    # Two of the four micro-batches, on a device of half the speed, with the second layer again.
+def test_the_slowest_replica_sets_the_busy_time() -> None:
+    # Two of the four micro-batches on a device of half the speed; the second layer is recomputed.
     assert PLAN.busy_seconds(0) == 2 * 2 * (0.75 + 0.75 + 0.5)
     assert PLAN.busy_seconds(1) == 2 * 4 * (1.0 + 1.0)
     with pytest.raises(ConfigError, match="must have measured times"):
@@ -156,11 +156,11 @@ def test_a_measured_plan_can_be_simulated() -> None:
     timeline = simulate(PLAN.workload(), PLAN.split, PLAN.recompute)
     assert timeline.step_seconds >= PLAN.busy_seconds(1)
     assert PLAN.prediction() == "The time of a step was not predicted, since nothing was measured."
-    told = msgspec.structs.replace(PLAN, predicted_seconds=0.5, even_seconds=1.0).prediction()
-    assert told == "Predicted step: 500.0 ms; an even split takes 1000.0 ms (2.00 times)."
+    prediction = msgspec.structs.replace(PLAN, predicted_seconds=0.5, even_seconds=1.0).prediction()
+    assert prediction == "Predicted step: 500.0 ms; an even split takes 1000.0 ms (2.00 times)."
 
 
-def test_names_of_ranks() -> None:
+def test_a_rank_name_has_stage_and_replica() -> None:
     assert PLAN.rank_name(3) == "stage 1 of replica 1 (rank 3)"
     assert PipelinePlan(replicas=((1, 0),), split=(1, 1)).rank_name(0) == "stage 1 (rank 0)"
     with pytest.raises(ConfigError, match="rank 4 is in none"):
@@ -209,12 +209,12 @@ def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], words: str) -
         ("[" * 50, "must be JSON"),
     ],
 )
-def test_what_is_no_plan_is_refused(text: str | bytes, words: str) -> None:
+def test_text_that_is_no_plan_is_refused(text: str | bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         PipelinePlan.from_json(text)
 
 
-def test_plans_in_files(tmp_path: Path) -> None:
+def test_a_plan_is_loaded_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(PLAN.to_json())
     assert PipelinePlan.load(path) == PipelinePlan.load(str(path)) == PLAN
@@ -224,7 +224,7 @@ def test_plans_in_files(tmp_path: Path) -> None:
         PipelinePlan.load(tmp_path)
 
 
-def test_arrange() -> None:
+def test_arrange_makes_replicas_of_consecutive_ranks() -> None:
     assert arrange(6, 3) == ((0, 1, 2), (3, 4, 5))
     assert arrange(3, 3) == ((0, 1, 2),)
     assert arrange(2, 1) == ((0,), (1,))
@@ -234,7 +234,7 @@ def test_arrange() -> None:
 
 
 @given(st.integers(1, 50), st.integers(1, 50))
-def test_even_split(layers: int, stages: int) -> None:
+def test_an_even_split_differs_by_at_most_one_layer(layers: int, stages: int) -> None:
     split = even_split(layers, stages)
     assert (sum(split), len(split)) == (layers, stages)
     assert max(split) - min(split) <= 1

@@ -1,4 +1,4 @@
-"""What is not measured is taken from what is most like it; and a profile that cannot be is said."""
+"""A link that was not measured is derived from similar ones; invalid data is refused."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def cluster(*links: tuple[int, int, float]) -> Cluster:
     )
 
 
-def test_the_measured_way_counts_in_both_directions() -> None:
+def test_a_measured_link_counts_in_both_directions() -> None:
     found = cluster((0, 1, 7.0), (1, 3, 8.0))
     assert found.link(0, 1).latency == found.link(1, 0).latency == 7.0
     assert found.link(3, 1).latency == 8.0
 
 
-def test_a_way_that_was_not_measured_is_like_the_most_similar_one() -> None:
+def test_a_link_that_was_not_measured_equals_the_most_similar_one() -> None:
     found = cluster((3, 4, 1.0), (0, 1, 2.0), (5, 0, 4.0), (0, 3, 3.0))
     assert found.link(1, 2).latency == 2.0, "same host"
     assert found.link(4, 2).latency == 3.0, "same two hosts"
-    assert found.link(5, 6).latency == 1.0, "within a host, as the first such way"
-    assert found.link(3, 6).latency == 4.0, "between hosts, as the first such way"
+    assert found.link(5, 6).latency == 1.0, "within a host, as the first such link"
+    assert found.link(3, 6).latency == 4.0, "between hosts, as the first such link"
 
 
-def test_without_any_such_way_it_takes_no_time() -> None:
+def test_a_link_without_similar_ones_is_perfect() -> None:
     found = cluster((0, 1, 2.0))
     assert found.transfer_seconds(0, 3, 10**12) == 0.0
     assert found.transfer_seconds(1, 2, 10) == 12.0
@@ -50,7 +50,7 @@ def test_shared_parameters_count_once_in_a_stage() -> None:
 
 
 @pytest.mark.parametrize("device", [{"kind": 1}, {"kind": -1}, {"power": 0.0}])
-def test_bad_devices(device: dict[str, Any]) -> None:
+def test_bad_devices_are_refused(device: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"(devices|kind|power) must be "):
         Cluster(kinds=("cpu",), devices=(Device(**device),))
 
@@ -59,7 +59,9 @@ def test_bad_devices(device: dict[str, Any]) -> None:
     ("ranks", "latency", "bytes_per_second"),
     [((0, 2), 0.0, 1.0), ((-1, 0), 0.0, 1.0), ((0, 1), -1.0, 1.0), ((0, 1), 0.0, 0.0)],
 )
-def test_bad_links(ranks: tuple[int, int], latency: float, bytes_per_second: float) -> None:
+def test_bad_links_are_refused(
+    ranks: tuple[int, int], latency: float, bytes_per_second: float
+) -> None:
     def make() -> None:
         link = Link(ranks=ranks, latency=latency, bytes_per_second=bytes_per_second)
         plain_cluster(2, links=[link])
@@ -68,7 +70,7 @@ def test_bad_links(ranks: tuple[int, int], latency: float, bytes_per_second: flo
         make()
 
 
-def test_times_for_every_kind_or_no_workload() -> None:
+def test_a_layer_without_times_for_a_kind_is_refused() -> None:
     layers = (*plain_layers([1.0]), LayerProfile(name="new", forward=(1.0,)))
     with pytest.raises(
         ConfigError, match=r"'new' must have times for 1 kinds .* got 1 forward and 0 backward"
@@ -76,7 +78,7 @@ def test_times_for_every_kind_or_no_workload() -> None:
         Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 1)
 
 
-def test_a_profile_is_plain_data() -> None:
+def test_a_profile_round_trips_through_json() -> None:
     given = cluster((0, 1, 2.0))
     assert msgspec.json.decode(msgspec.json.encode(given), type=Cluster) == given
     layer = LayerProfile(name="x", shared={"a": 4}, forward=(1.0, 2.0), backward=(2.0, 3.0))

@@ -1,4 +1,4 @@
-"""Kinds, powers and pairs are what a reader would work out by hand."""
+"""Kinds, powers and filled-in times of devices, by hand and for random times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from lightning_dlres.pipeline.profile.device_kinds import (
     powers_of,
     times_of_kinds,
 )
-from lightning_dlres.pipeline.profile.link_probe import pairs_to_measure
 
 
-def test_a_rank_of_half_the_speed() -> None:
+def test_a_rank_of_half_the_speed_has_half_the_power() -> None:
     assert powers_of([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]) == [1.0, 0.5]
     assert powers_of([[4.0, 8.0], [1.0, 2.0], [2.0, 4.0]]) == [0.25, 1.0, 0.5]
     assert powers_of([[0.5, 0.25]]) == [1.0]
@@ -26,7 +25,7 @@ def test_one_disturbed_layer_changes_no_power() -> None:
     assert powers_of([[1.0, 1.0, 90.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]) == [1.0, 0.5, 1.0]
 
 
-def test_layers_that_take_no_measurable_time_do_not_count() -> None:
+def test_layers_without_measurable_time_do_not_count() -> None:
     assert powers_of([[0.0, 1.0, 1.0], [0.0, 2.0, 2.0]]) == [1.0, 0.5]
     assert powers_of([[0.0, 0.0], [0.0, 0.0]]) == [1.0, 1.0]
 
@@ -42,7 +41,7 @@ def test_powers_are_the_inverse_of_slowdowns(layers: list[float], slowdowns: lis
     assert max(found) == 1.0
 
 
-def test_a_layer_without_room_takes_what_others_need_times_the_slowdown() -> None:
+def test_a_missing_time_is_that_of_other_ranks_times_the_slowdown() -> None:
     nan = float("nan")
     assert fill_missing_times([[1.0, 2.0, 8.0], [2.0, 4.0, nan]]) == [
         [1.0, 2.0, 8.0],
@@ -57,23 +56,17 @@ def test_a_layer_without_room_takes_what_others_need_times_the_slowdown() -> Non
     ]
 
 
-def test_noise_invents_no_kinds() -> None:
+def test_noise_makes_no_kinds() -> None:
     names = ["cpu"] * 4
     assert kinds_of(names, [[1.0, 1.0], [1.1, 1.05], [0.98, 1.0], [4.0, 4.0]]) == [0, 0, 0, 1]
     assert kinds_of(["cpu", "cuda", "cpu", "cpu"], [[1.0], [1.0], [1.0], [2.0]]) == [0, 1, 0, 2]
 
 
 @given(st.lists(st.floats(0.95, 1.05), min_size=1, max_size=8))
-def test_equal_devices_are_one_kind_whatever_their_noise(noise: list[float]) -> None:
+def test_equal_devices_are_one_kind_with_any_noise(noise: list[float]) -> None:
     assert set(kinds_of(["cpu"] * len(noise), [[x, 2 * x] for x in noise])) == {0}
 
 
-def test_a_kind_takes_the_median_of_its_devices() -> None:
+def test_the_time_of_a_kind_is_the_median_of_its_devices() -> None:
     rows = [[1.0, 2.0], [3.0, 2.2], [1.1, 2.1], [8.0, 8.0]]
     assert times_of_kinds([0, 0, 0, 1], rows) == [[1.1, 2.1], [8.0, 8.0]]
-
-
-def test_one_pair_for_every_kind_of_way() -> None:
-    assert pairs_to_measure(["a", "a", "a"]) == [(0, 1)]
-    assert pairs_to_measure(["a", "b", "a", "c"]) == [(0, 2), (0, 1), (0, 3), (1, 3)]
-    assert pairs_to_measure(["a"]) == []

@@ -1,4 +1,4 @@
-"""The sizes of a layer for which there is no room are those that running it would have shown."""
+"""Sizes of a layer found without running it equal those of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Residual(nn.Module):
-    """Keeps its input, and several tensors of its size; some operations work in place."""
+    """A layer that saves several tensors of the size of its input; some operations are in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Tied(nn.Module):
-    """Uses a weight twice, and another not at all."""
+    """A layer that uses one weight twice, and another not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Tied(nn.Module):
 
 
 class Masked(nn.Module):
-    """Holds a tensor that is no buffer."""
+    """A layer with a tensor that is no buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Masked(nn.Module):
 
 
 class Fails(nn.Linear):
-    """Fails unless it is called without values."""
+    """A layer that raises an error unless it is called without values."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(4, 8)
@@ -75,13 +75,13 @@ class Fails(nn.Linear):
         return super().forward(x)
 
 
-class AsksForValues(nn.Linear):
+class ReadsValues(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * float(x.detach().sum())
 
 
 class Counts(nn.Linear):
-    """Tells how often any copy of it has run."""
+    """A layer that counts the runs of all its copies."""
 
     runs = 0
 
@@ -123,7 +123,7 @@ def measure(modules: Any, inputs: Any, limit: int | None) -> tuple[list[LayerMea
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_sizes_are_those_of_a_layer_that_runs(name: str) -> None:
+def test_sizes_without_a_run_equal_those_of_a_run(name: str) -> None:
     make, inputs = LAYERS[name]
     (ran,), output = measure([make()], inputs(), None)
     (found,), zeros = measure([make()], inputs(), 0)
@@ -138,7 +138,7 @@ def test_sizes_are_those_of_a_layer_that_runs(name: str) -> None:
         )
 
 
-def test_under_mixed_precision() -> None:
+def test_sizes_are_right_under_mixed_precision() -> None:
     def measured(limit: int | None) -> list[LayerMeasurement]:
         x = torch.randn(4, 7, 32, requires_grad=True)
         return measure_layers(
@@ -154,7 +154,7 @@ def test_under_mixed_precision() -> None:
     assert measured(0)[0].sizes == measured(None)[0].sizes
 
 
-def test_a_layer_made_on_meta() -> None:
+def test_a_huge_layer_on_meta_has_sizes() -> None:
     with torch.device("meta"):
         layer = nn.Linear(1 << 20, 1 << 20)
     x = torch.randn(1, 1 << 20)
@@ -165,34 +165,34 @@ def test_a_layer_made_on_meta() -> None:
     assert output.shape == x.shape
 
 
-def test_what_does_not_fit_is_not_run_and_all_else_is() -> None:
+def test_only_layers_that_fit_are_run() -> None:
     Counts.runs = 0
     layers = [nn.Linear(16, 16), Counts(16, 1000), nn.Linear(1000, 2)]
     found, _ = measure(layers, torch.randn(4, 16), limit=100_000)
     assert [math.isnan(layer.forward) for layer in found] == [False, True, False]
-    # Once without values.
+    # One run, without values.
     assert Counts.runs == 1
     assert measure(layers, torch.randn(4, 16), limit=1_000_000)[0][1].sizes == found[1].sizes
 
 
-def test_what_backward_needs_counts() -> None:
+def test_the_memory_of_backward_counts() -> None:
     # 8000 bytes for each of: input, output, its gradient, and, in the second layer, the input's.
     found, _ = measure([nn.Linear(2, 2), nn.GELU()], torch.randn(1000, 2), limit=30_000)
     assert [math.isnan(layer.forward) for layer in found] == [False, True]
 
 
-def test_a_layer_that_asks_for_values_is_run() -> None:
-    found, _ = measure([AsksForValues(4, 400)], torch.randn(2, 4), limit=1000)
+def test_a_layer_that_reads_values_is_run() -> None:
+    found, _ = measure([ReadsValues(4, 400)], torch.randn(2, 4), limit=1000)
     assert found[0].forward > 0
 
 
-def test_a_device_that_is_full_says_so_by_itself() -> None:
+def test_an_out_of_memory_error_of_a_run_marks_the_layer() -> None:
     found, _ = measure([Fails(torch.OutOfMemoryError("full")), nn.ReLU()], torch.ones(2, 4), None)
     assert [math.isnan(layer.forward) for layer in found] == [True, False]
     assert found[0].sizes.output_bytes == 2 * 8 * 4
 
 
 @pytest.mark.parametrize("error", [NotImplementedError("no"), RuntimeError("no"), MemoryError()])
-def test_another_error_is_no_lack_of_room(error: Exception) -> None:
+def test_another_error_is_raised(error: Exception) -> None:
     with pytest.raises(type(error)):
         measure([Fails(error)], torch.ones(2, 4), None)

@@ -1,4 +1,4 @@
-"""Layers are measured as they run in training, and measuring leaves no trace."""
+"""Layers are measured as they run in training, and the measurement changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Wraps(nn.Linear):
-    """Returns what it computes in a list."""
+    """A linear layer that returns a list."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -51,7 +51,7 @@ def measure(modules: Any, inputs: Any, **options: Any) -> list[LayerMeasurement]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_measuring_leaves_no_trace(training: bool) -> None:
+def test_a_measurement_changes_nothing(training: bool) -> None:
     model, x = network().train(training), torch.randn(3, 4)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     generator, seen = torch.get_rng_state(), x.clone()
@@ -68,7 +68,7 @@ def test_measuring_leaves_no_trace(training: bool) -> None:
 def test_a_slower_device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10_000))
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    # Between two looks at the clock one second passes.
+    # One second passes between two readings of the clock.
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
     (layer,) = measure([nn.Linear(2, 2)], torch.ones(2, 2), slowdown=3.0, repeats=2)
     assert (layer.forward, layer.backward) == (3.0, 3.0)
@@ -102,7 +102,7 @@ def test_sizes_are_those_of_one_microbatch() -> None:
     assert (tokens.sizes.input_bytes, tokens.sizes.gradient_output_bytes) == (16, 24)
 
 
-def test_layers_that_are_alike_are_measured_once() -> None:
+def test_equal_layers_are_measured_once() -> None:
     runs = []
 
     class Counted(nn.Linear):
@@ -111,22 +111,22 @@ def test_layers_that_are_alike_are_measured_once() -> None:
             return super().forward(x)
 
     found = measure([Counted(4, 4, bias=i == 3) for i in range(4)], torch.randn(2, 4), repeats=2)
-    # The first gets an input without gradient; the next two are alike; the last has a bias. Each
-    # runs once for its sizes, once to warm up and twice to be timed. Of two that are alike there
-    # are two copies: one behind the other, and then each for itself, where one run each is enough.
+    # The first layer has an input without gradient, the next two are equal, the last has a bias.
+    # Each runs once for its sizes, once to warm up and twice to be timed. The two equal layers are
+    # timed as two copies in a row, and then as two runs of their own, with one timed round.
     assert len(runs) == 2 * (1 + 1 + 2) + (1 + 2 * (1 + 2) + 2 * (1 + 1))
     assert found[1] == found[2]
 
 
-def test_copies_that_fit_behind_each_other_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_can_follow_each_other_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    made = layers._Runner.__init__
+    original = layers._Runner.__init__
 
-    def noting(self: Any, call: Any, copies: Any = None) -> None:
+    def recording_init(self: Any, call: Any, copies: Any = None) -> None:
         runs.append(len(copies or [0]))
-        made(self, call, copies)
+        original(self, call, copies)
 
-    monkeypatch.setattr(layers._Runner, "__init__", noting)
+    monkeypatch.setattr(layers._Runner, "__init__", recording_init)
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
     found = measure([nn.Linear(2, 4), *blocks, nn.Linear(4, 1)], torch.ones(2, 2), repeats=2)
     assert runs.count(3) == 1
@@ -140,7 +140,7 @@ def test_copies_that_fit_behind_each_other_are_one_run(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["another shape", "another structure", "indices"])
-def test_what_does_not_fit_behind_itself_is_run_alone(kind: str) -> None:
+def test_a_layer_that_cannot_follow_itself_runs_alone(kind: str) -> None:
     modules: dict[str, tuple[nn.Module, Any]] = {
         "another shape": (nn.Linear(4, 2), torch.ones(2, 4)),
         "another structure": (Wraps(), torch.ones(2, 4)),
@@ -154,7 +154,7 @@ def test_what_does_not_fit_behind_itself_is_run_alone(kind: str) -> None:
     assert timed.forward > 0
 
 
-def test_large_layers_are_not_copied_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_layers_have_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     original = layers._module_copy
     monkeypatch.setattr(
@@ -162,22 +162,22 @@ def test_large_layers_are_not_copied_often(monkeypatch: pytest.MonkeyPatch) -> N
     )
     chain = [nn.Linear(64, 64) for _ in range(6)]
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
-    assert len(made) == 1 + 6, "one for its sizes, and as many as a stage may have"
+    assert len(made) == 1 + 6, "one for its sizes, and as many as there are layers"
     made.clear()
     monkeypatch.setattr(layers, "COLD_BYTES", 100_000)
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
-    # Weights, their gradients, input and output: some 34 KB.
+    # Weights, their gradients, input and output take about 34 KB.
     assert len(made) == 1 + 2
 
 
-def test_layers_without_storage_are_measured_with_values_of_their_own() -> None:
+def test_layers_on_meta_are_measured_with_initial_values() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     assert len(measure(model, torch.randn(3, 4))) == 3
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-def test_tokens_trees_and_layers_without_a_gradient() -> None:
+def test_tokens_trees_and_layers_without_a_gradient_are_measured() -> None:
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x.mul_(2), x > 0
@@ -202,7 +202,7 @@ def test_each_layer_is_bound_by_its_index() -> None:
     assert set(bound) == {(0, False), (1, False), (2, False)}, "copies, never the module itself"
 
 
-def test_measuring_without_storage_leaves_the_generator_alone() -> None:
+def test_measuring_layers_on_meta_keeps_the_random_state() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
     generator = torch.get_rng_state()
@@ -210,7 +210,7 @@ def test_measuring_without_storage_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_numpy_numbers_beside_the_activations() -> None:
+def test_inputs_may_hold_numpy_numbers() -> None:
     class Scaled(nn.Linear):
         def forward(self, inputs: tuple[Tensor, Any]) -> Tensor:  # type: ignore[override]
             return super().forward(inputs[0]) * inputs[1]
@@ -218,7 +218,7 @@ def test_numpy_numbers_beside_the_activations() -> None:
     measure([Scaled(4, 4)], (torch.ones(1, 4), 1 / np.sqrt(4)))
 
 
-def test_numpy_arrays_beside_the_activations() -> None:
+def test_inputs_may_hold_numpy_arrays() -> None:
     class Shifted(nn.Linear):
         def forward(self, inputs: tuple[Tensor, Any]) -> Tensor:  # type: ignore[override]
             return super().forward(inputs[0]) + torch.from_numpy(inputs[1])
@@ -227,7 +227,7 @@ def test_numpy_arrays_beside_the_activations() -> None:
 
 
 @pytest.mark.root
-def test_pauses_between_what_is_measured_count_too() -> None:
+def test_pauses_between_measurements_count() -> None:
     if reason := reason_unavailable():
         pytest.skip(reason)
     with Testbed([Host()]) as bed:
@@ -235,5 +235,5 @@ def test_pauses_between_what_is_measured_count_too() -> None:
         ranks = Ranks(hosts, throttled.__name__, world_size=1, timeout=120.0)
         limit(bed.hosts[0], 0.2)
         (answer,) = ranks.ask({})
-    # Five times as long, or more where the machine has other things to do.
+    # Five times as long, or more on a busy machine.
     assert answer["wall_per_cpu_second"] > 4.0

@@ -99,17 +99,17 @@ def search_plan(
         orders = list(islice(distinct_orders(workload.cluster, first), _MAX_ORDERS + 1))
         arranged = [replicas_of(order) for order in orders]
         if len(orders) <= _MAX_ORDERS:
-            found = _search(variant, arranged, best)
+            result = _search(variant, arranged, best)
         else:
             # Where memory limits differ, another order may fit where the ratio order does not.
-            found = _search(variant, arranged[:1])
-            if found is None and (order := feasible_order(variant, first)) is not None:
-                found = _search(variant, [replicas_of(order)])
-                found = replace(found, start_seconds=inf) if found is not None else None
-            found = _exchange(found) if found is not None else None
-        if found is not None:
-            log(f"{count} stages: {found.seconds * 1e3:.1f} ms a step")
-        best = found if best is None or (found and found.seconds < best.seconds) else best
+            result = _search(variant, arranged[:1])
+            if result is None and (order := feasible_order(variant, first)) is not None:
+                result = _search(variant, [replicas_of(order)])
+                result = replace(result, start_seconds=inf) if result is not None else None
+            result = _exchange(result) if result is not None else None
+        if result is not None:
+            log(f"{count} stages: {result.seconds * 1e3:.1f} ms a step")
+        best = result if best is None or (result and result.seconds < best.seconds) else best
     return _require(best, tried)
 
 
@@ -138,28 +138,28 @@ def _search(
     programs = [SplitProgram(replace(workload, replicas=replicas)) for replicas in orders]
     start_seconds, best = inf, None
     limit = known.seconds if known is not None else inf
-    found: SplitChoice | None = None
+    choice: SplitChoice | None = None
     start = programs[0].evaluate(_stops(start_split(programs[0].workload)))
     if start is not None:
         start_seconds = start.seconds
-        found = programs[0].improve(_stops(start.split), start)
+        choice = programs[0].improve(_stops(start.split), start)
         best = programs[0]
     # The most promising order comes first: its result bounds the search of the others.
     for program in sorted(programs, key=lambda p: p.segments.root_bound):
-        target = min(limit, found.seconds if found is not None else inf) * (1 - GAP)
+        target = min(limit, choice.seconds if choice is not None else inf) * (1 - GAP)
         if program.segments.root_bound >= target:
             continue
         better = _solve(program, target)
         if better is not None:
-            found, best = better, program
-    if found is None or best is None or found.seconds >= limit:
+            choice, best = better, program
+    if choice is None or best is None or choice.seconds >= limit:
         return None
     gap = GAP
     if not all(program.in_time for program in programs):
         least = min(program.segments.root_bound for program in programs)
-        gap = max(GAP, 1 - least / found.seconds)
+        gap = max(GAP, 1 - least / choice.seconds)
     return SearchResult(
-        best.workload, found.split, found.recompute, found.seconds, start_seconds, gap
+        best.workload, choice.split, choice.recompute, choice.seconds, start_seconds, gap
     )
 
 
@@ -174,8 +174,8 @@ def _solve(program: SplitProgram, target: float) -> SplitChoice | None:
         start = program.improve(_stops(start.split), start)
         if start.seconds < target:
             best, target = start, start.seconds * (1 - GAP)
-    found = program.solve(target)
-    return best if found is None else program.improve(_stops(found.split), found)
+    better = program.solve(target)
+    return best if better is None else program.improve(_stops(better.split), better)
 
 
 def _exchange(start: SearchResult) -> SearchResult:
@@ -188,17 +188,17 @@ def _exchange(start: SearchResult) -> SearchResult:
         for one, other in combinations(range(len(slots)), 2):
             moved = [*slots]
             moved[one], moved[other] = moved[other], moved[one]
-            found = _search(best.workload, [replicas_of(tuple(moved))], best)
-            if found is not None:
-                best, improved = replace(found, start_seconds=start.start_seconds), True
+            better = _search(best.workload, [replicas_of(tuple(moved))], best)
+            if better is not None:
+                best, improved = replace(better, start_seconds=start.start_seconds), True
                 break
     return best
 
 
-def _require(found: SearchResult | None, tried: Sequence[Workload]) -> SearchResult:
-    """Return the found plan, or raise an error with the smallest memory limit that works."""
-    if found is not None:
-        return found
+def _require(result: SearchResult | None, tried: Sequence[Workload]) -> SearchResult:
+    """Return the result, or raise an error with the smallest memory limit that works."""
+    if result is not None:
+        return result
     least = min(smallest_limit(workload) for workload in tried)
     limits = {device.memory_limit for device in tried[0].cluster.devices}
     given = " and ".join(

@@ -106,8 +106,8 @@ def cheapest_covers(
         spent = np.vstack([spent, spent[grow] + [own[index] for own in seconds]])
         chosen = np.vstack([chosen, grown])
         enough = np.flatnonzero(got + left >= need)
-        kept = enough[_undominated(np.minimum(got[enough], need), spent[enough])]
-        got, spent, chosen = got[kept], spent[kept], chosen[kept]
+        remaining = enough[_undominated(np.minimum(got[enough], need), spent[enough])]
+        got, spent, chosen = got[remaining], spent[remaining], chosen[remaining]
     return [tuple(map(int, np.flatnonzero(row))) for row in chosen]
 
 
@@ -117,7 +117,7 @@ def _undominated(got: NDArray[np.int64], spent: NDArray[np.float64]) -> NDArray[
     order = np.lexsort((-got, spent.sum(axis=1)))
     got, spent = got[order], spent[order]
     beats = (got[:, None] >= got) & np.all(spent[:, None] <= spent, axis=2)
-    kept: NDArray[np.int64] = order[~np.any(np.triu(beats, 1), axis=0)]
-    if len(kept) > _MAX_SETS:
-        kept = kept[np.linspace(0, len(kept) - 1, _MAX_SETS).astype(np.int64)]
-    return kept
+    remaining: NDArray[np.int64] = order[~np.any(np.triu(beats, 1), axis=0)]
+    if len(remaining) > _MAX_SETS:
+        remaining = remaining[np.linspace(0, len(remaining) - 1, _MAX_SETS).astype(np.int64)]
+    return remaining

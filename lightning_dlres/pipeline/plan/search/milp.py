@@ -209,23 +209,23 @@ class SplitProgram:
         self.in_time &= master.in_time
         if relaxed is None:
             return None
-        through = master.through()
+        bounds = master.bounds()
         best: SplitChoice | None = None
         for slack in (*_SLACKS, inf):
             below = min(1.0, relaxed.step * (1 + slack))
             for _ in range(_MAX_CUTS):
-                found = master.minimise(through <= below + _ROUNDING, below, time_left())
+                solution = master.minimise(bounds <= below + _ROUNDING, below, time_left())
                 self.in_time &= master.in_time
-                if found is None:
+                if solution is None:
                     break
                 choice = self._choice(
-                    [c for c, on in zip(columns, found.chosen, strict=True) if on > 0.5]
+                    [c for c, on in zip(columns, solution.chosen, strict=True) if on > 0.5]
                 )
                 if choice.seconds < (best.seconds if best is not None else target):
                     best = choice
-                if best is not None and found.bound >= best.seconds / target * (1 - GAP):
+                if best is not None and solution.bound >= best.seconds / target * (1 - GAP):
                     return best
-                if not falls_short(found.step, found.chosen):
+                if not falls_short(solution.step, solution.chosen):
                     return best
             if below >= 1.0:
                 break
@@ -347,7 +347,7 @@ class _Master:
             return None
         return self._solution(whole, info.mip_dual_bound)
 
-    def through(self) -> Matrix:
+    def bounds(self) -> Matrix:
         """Return a lower bound of the step of any plan with a given segment, for every segment.
 
         No step is shorter than a weighted mean of the cuts. The weights of the relaxed program give

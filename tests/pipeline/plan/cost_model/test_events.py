@@ -1,4 +1,4 @@
-"""The graph of a step says what the schedules say: who does what, and who waits for whom."""
+"""The event graph of a step has the events and the dependencies of its schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ shares = st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple)
 
 
 def named(events: tuple[ScheduleEvent, ...]) -> list[tuple[str, set[str]]]:
-    """Return every event of a single replica with what it waits for, in words."""
+    """Return the name of every event of one replica, with the names of its predecessors."""
 
     def name(event: ScheduleEvent) -> str:
         return f"{event.work.name.lower()} {event.microbatch} on {event.stage}"
@@ -30,7 +30,7 @@ def named(events: tuple[ScheduleEvent, ...]) -> list[tuple[str, set[str]]]:
     return [(name(event), {name(events[i]) for i in event.after}) for event in events]
 
 
-def test_one_microbatch_through_two_stages() -> None:
+def test_one_microbatch_passes_two_stages() -> None:
     assert named(event_graph(ONE_F_ONE_B, 2, (1,))) == [
         ("forward 0 on 0", set()),
         ("activation 0 on 0", {"forward 0 on 0"}),
@@ -44,7 +44,7 @@ def test_one_microbatch_through_two_stages() -> None:
     ]
 
 
-def test_messages_travel_one_after_the_other_beside_the_computing() -> None:
+def test_messages_travel_one_after_the_other_during_computation() -> None:
     waits = dict(named(event_graph(GPIPE, 2, (2,))))
     assert waits["forward 1 on 0"] == {"forward 0 on 0"}
     assert waits["activation 1 on 0"] == {"forward 1 on 0", "activation 0 on 0"}
@@ -70,7 +70,7 @@ def test_the_loss_of_gpipe_waits_for_all_replicas() -> None:
 
 
 @given(schedules, stage_counts, shares)
-def test_everything_happens_once(schedule: Schedule, stages: int, shares: tuple[int, ...]) -> None:
+def test_every_event_occurs_once(schedule: Schedule, stages: int, shares: tuple[int, ...]) -> None:
     found = Counter(
         (e.work, e.replica, e.stage, e.microbatch) for e in event_graph(schedule, stages, shares)
     )
@@ -90,7 +90,7 @@ def test_everything_happens_once(schedule: Schedule, stages: int, shares: tuple[
 def test_a_stage_does_one_thing_at_a_time(
     schedule: Schedule, stages: int, shares: tuple[int, ...]
 ) -> None:
-    """Events stand after their predecessors, and each computation waits for the stage's last."""
+    """Events follow their predecessors, and a computation waits for the stage's previous one."""
     events = event_graph(schedule, stages, shares)
     latest: dict[tuple[int, int], int] = {}
     for index, event in enumerate(events):

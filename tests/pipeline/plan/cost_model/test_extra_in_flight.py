@@ -1,4 +1,4 @@
-"""Slack is taken where memory has room for it and the simulator finds no loss, and nowhere else."""
+"""An extra micro-batch is in flight only if memory allows it and the step gets no longer."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ def two_stages(latency: float = 0.0, schedule: Schedule = ONE_F_ONE_B) -> Worklo
 
 def test_equal_stages_do_not_wait_for_messages() -> None:
     workload = two_stages(latency=0.25)
-    slack = with_extra_in_flight(workload, [1, 1], ())
-    assert slack.extra_in_flight == 1
-    # Without it, two micro-batches go round together, and after each of the first three pairs a
-    # message there and one back are waited for; with it, only the first and the last message are.
+    extra = with_extra_in_flight(workload, [1, 1], ())
+    assert extra.extra_in_flight == 1
+    # Without it, two micro-batches circulate in pairs, and the stages wait for a message in each
+    # direction after each of the first three pairs. With it, they wait only for the first and the
+    # last message.
     assert step_seconds(workload, [1, 1]) == pytest.approx(9 * 3.0 + 8 * 0.25)
-    assert step_seconds(slack, [1, 1]) == pytest.approx(9 * 3.0 + 2 * 0.25)
+    assert step_seconds(extra, [1, 1]) == pytest.approx(9 * 3.0 + 2 * 0.25)
 
 
-def test_it_is_taken_where_it_costs_nothing() -> None:
+def test_an_extra_microbatch_is_taken_where_it_costs_nothing() -> None:
     assert with_extra_in_flight(two_stages(), [1, 1], ()).extra_in_flight == 1
 
 
-def test_not_where_a_forward_would_hold_up_a_gradient() -> None:
+def test_no_extra_microbatch_if_its_forward_would_delay_a_gradient() -> None:
     layers = plain_layers([4.0, 1.0, 1.0], [4.0, 1.0, 1.0])
     workload = Workload(layers, StepCosts(), plain_cluster(3), ((0, 1, 2),), ONE_F_ONE_B, 3)
     assert with_extra_in_flight(workload, [1, 1, 1], ()) == workload
@@ -58,24 +59,24 @@ def test_not_where_a_forward_would_hold_up_a_gradient() -> None:
 @pytest.mark.parametrize(
     "workload", [two_stages(schedule=GPIPE), replace(two_stages(), microbatches=2)]
 )
-def test_not_where_nothing_more_would_be_in_flight(workload: Workload) -> None:
+def test_no_extra_microbatch_if_no_more_would_be_in_flight(workload: Workload) -> None:
     assert with_extra_in_flight(workload, [1, 1], ()) == workload
 
 
 @settings(max_examples=examples(150))
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 2), st.integers(0, 6))
-def test_never_slower_and_never_beyond_a_limit(
-    random: Random, stages: int, replicas: int, room: int
+def test_an_extra_microbatch_neither_slows_the_step_nor_breaks_a_limit(
+    random: Random, stages: int, replicas: int, free: int
 ) -> None:
     workload = small_workload(random, stages=stages, replicas=replicas)
     split = random_split(random, workload)
     recompute = random_recompute(random, workload)
     ranges = layer_ranges(split)
     held = [workload.bound_bytes(s, ranges[s], recompute) for s in range(stages)]
-    workload = limited(workload, [size + room for size in held] * replicas)
+    workload = limited(workload, [size + free for size in held] * replicas)
     found = with_extra_in_flight(workload, split, recompute)
     assert replace(found, extra_in_flight=0) == workload
     before = step_seconds(workload, split, recompute)
     assert step_seconds(found, split, recompute) <= before * (1 + 1e-9)
     for stage in range(stages):
-        assert found.bound_bytes(stage, ranges[stage], recompute) <= held[stage] + room
+        assert found.bound_bytes(stage, ranges[stage], recompute) <= held[stage] + free

@@ -1,4 +1,4 @@
-"""The simulated step: by hand, and against processes that pass messages, one action at a time."""
+"""The simulated step, by hand and against stages that pass messages one action at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlres.pipeline.plan.cost_model.costs import BUCKET_BYTES, Workload, layer_ranges
+from lightning_dlres.pipeline.plan.cost_model.costs import BUCKET_BYTES, Workload
 from lightning_dlres.pipeline.plan.cost_model.events import COMPUTING, Work, event_graph
 from lightning_dlres.pipeline.plan.cost_model.simulator import (
     Timeline,
@@ -35,26 +35,13 @@ from tests.support.pipeline_profiles import (
     random_recompute,
     random_split,
     small_workload,
+    stage_per_layer,
 )
 
 NOTHING_ELSE = StepCosts()
 randoms = st.randoms(use_true_random=False)
 stage_counts = st.integers(1, 3)
-machine_counts = st.integers(1, 2)
-
-
-def pipeline(
-    layers: Sequence[LayerProfile],
-    microbatches: int,
-    schedule: Schedule = ONE_F_ONE_B,
-    step: StepCosts = NOTHING_ELSE,
-    links: Sequence[Link] = (),
-) -> Workload:
-    """One replica, a stage for every layer."""
-    stages = len(layers)
-    cluster = plain_cluster(stages, links=links)
-    replicas = (tuple(range(stages)),)
-    return Workload(tuple(layers), step, cluster, replicas, schedule, microbatches)
+replica_counts = st.integers(1, 2)
 
 
 def times(timeline: Timeline, name: str, stage: int, replica: int = 0) -> list[tuple[float, float]]:
@@ -66,8 +53,8 @@ def times(timeline: Timeline, name: str, stage: int, replica: int = 0) -> list[t
 
 
 def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int]) -> float:
-    """Return the step's seconds: every stage goes through its actions as far as it can, with a
-    clock of its own; a link carries one message after the other."""
+    """Return the seconds of a step, simulated in another way: every stage has its own clock and
+    goes through its actions as far as it can; a link carries one message after the other."""
     stages = workload.stages
     todo = {
         (replica, stage): deque(
@@ -134,8 +121,8 @@ def oracle(workload: Workload, split: Sequence[int], recompute: Collection[int])
 
 
 @settings(max_examples=examples(150))
-@given(randoms, stage_counts, machine_counts, st.integers(0, 2))
-def test_as_long_as_stages_that_pass_messages(
+@given(randoms, stage_counts, replica_counts, st.integers(0, 2))
+def test_a_step_takes_as_long_as_stages_that_pass_messages(
     random: Random, stages: int, replicas: int, extra: int
 ) -> None:
     workload = small_workload(random, stages=stages, replicas=replicas, extra=extra)
@@ -147,8 +134,8 @@ def test_as_long_as_stages_that_pass_messages(
 
 
 @settings(max_examples=examples(100))
-@given(randoms, stage_counts, machine_counts)
-def test_nothing_starts_before_what_it_waits_for(
+@given(randoms, stage_counts, replica_counts)
+def test_an_event_starts_when_its_predecessors_end(
     random: Random, stages: int, replicas: int
 ) -> None:
     workload = small_workload(random, stages=stages, replicas=replicas)
@@ -170,26 +157,24 @@ def test_nothing_starts_before_what_it_waits_for(
 
 
 @settings(max_examples=examples(100))
-@given(randoms, stage_counts, machine_counts)
-def test_nothing_that_takes_longer_shortens_the_step(
-    random: Random, stages: int, replicas: int
-) -> None:
-    """The planner relies on it: within a segment it takes the cheapest recomputation."""
+@given(randoms, stage_counts, replica_counts)
+def test_longer_work_never_shortens_the_step(random: Random, stages: int, replicas: int) -> None:
+    """The planner relies on this: in a segment it takes the cheapest recomputation."""
     workload = small_workload(random, stages=stages, replicas=replicas)
     split = random_split(random, workload)
     recompute = random_recompute(random, workload)
     layers = list(workload.layers)
-    which = random.randrange(len(layers))
+    index = random.randrange(len(layers))
     kind = random.randrange(len(workload.cluster.kinds))
-    what = random.choice(["forward", "backward", "output_bytes", "gradient_output_bytes"])
-    if what in ("forward", "backward"):
-        seconds = list(getattr(layers[which], what))
+    field = random.choice(["forward", "backward", "output_bytes", "gradient_output_bytes"])
+    if field in ("forward", "backward"):
+        seconds = list(getattr(layers[index], field))
         seconds[kind] += random.choice([0.25, 1.0, 20.0])
-        longer = msgspec.structs.replace(layers[which], **{what: tuple(seconds)})
+        longer = msgspec.structs.replace(layers[index], **{field: tuple(seconds)})
     else:
-        more = getattr(layers[which], what) + random.randint(1, 50)
-        longer = msgspec.structs.replace(layers[which], **{what: more})
-    layers[which] = longer
+        more = getattr(layers[index], field) + random.randint(1, 50)
+        longer = msgspec.structs.replace(layers[index], **{field: more})
+    layers[index] = longer
     slower = replace(workload, layers=tuple(layers))
     before = step_seconds(workload, split, recompute)
     assert step_seconds(slower, split, recompute) >= before * (1 - 1e-12)
@@ -198,12 +183,12 @@ def test_nothing_that_takes_longer_shortens_the_step(
 
 
 class TestOneReplica:
-    """A micro-batch needs 1 s forward and 2 s backward on each stage."""
+    """Steps of one replica; a micro-batch takes 1 s forward and 2 s backward on each stage."""
 
     def test_1f1b_with_messages_and_a_loss(self) -> None:
         layers = plain_layers([1.0, 1.0], output_bytes=4, gradient_output_bytes=2)
         links = [Link(ranks=(0, 1), latency=0.25, bytes_per_second=16.0)]
-        workload = pipeline(layers, 2, step=StepCosts(loss=(0.5,)), links=links)
+        workload = stage_per_layer(layers, 2, step=StepCosts(loss=(0.5,)), links=links)
         found = simulate(workload, [1, 1])
         assert times(found, "forward", 0) == [(0, 1), (1, 2)]
         assert times(found, "activation", 0) == [(1, 1.5), (2, 2.5)]
@@ -219,7 +204,7 @@ class TestOneReplica:
     def test_gpipe_with_messages_and_a_loss(self) -> None:
         layers = plain_layers([1.0, 1.0], output_bytes=24, gradient_output_bytes=40)
         links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=16.0)]
-        workload = pipeline(layers, 2, GPIPE, step=StepCosts(loss=(0.5,)), links=links)
+        workload = stage_per_layer(layers, 2, GPIPE, step=StepCosts(loss=(0.5,)), links=links)
         found = simulate(workload, [1, 1])
         # Messages are slower than stages: they queue on the link, and stages do not wait to send.
         assert times(found, "activation", 0) == [(1, 2.5), (2.5, 4)]
@@ -231,7 +216,9 @@ class TestOneReplica:
         assert found.step_seconds == 15
 
     def test_three_stages_and_fewer_microbatches(self) -> None:
-        found = simulate(pipeline(plain_layers([1.0, 2.0, 1.0], [1.0, 2.0, 1.0]), 2), [1, 1, 1])
+        found = simulate(
+            stage_per_layer(plain_layers([1.0, 2.0, 1.0], [1.0, 2.0, 1.0]), 2), [1, 1, 1]
+        )
         assert times(found, "forward", 1) == [(1, 3), (3, 5)]
         assert times(found, "forward", 2) == [(3, 4), (5, 6)]
         assert times(found, "backward", 2) == [(4, 5), (6, 7)]
@@ -239,55 +226,57 @@ class TestOneReplica:
         assert times(found, "backward", 0) == [(7, 8), (9, 10)]
 
     @given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 9))
-    def test_stages_that_are_alike(
+    def test_equal_stages_follow_the_textbook_formula(
         self, schedule: Schedule, stages: int, microbatches: int
     ) -> None:
-        """The pipelines' textbook formula."""
+        """The bubble is (stages - 1) of (micro-batches + stages - 1) time slots."""
         found = simulate(
-            pipeline(plain_layers([1.0] * stages), microbatches, schedule), [1] * stages
+            stage_per_layer(plain_layers([1.0] * stages), microbatches, schedule), [1] * stages
         )
         assert found.step_seconds == 3 * (microbatches + stages - 1)
         assert found.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
-    def test_what_a_message_takes_from_computing(self) -> None:
+    def test_a_message_takes_time_from_computation(self) -> None:
         step = StepCosts(message=(0.25,), update=(0.5,))
         layers = plain_layers([1.0] * 3, gradient_bytes=6)
-        found = simulate(pipeline(layers, 1, step=step), [1, 1, 1])
+        found = simulate(stage_per_layer(layers, 1, step=step), [1, 1, 1])
         assert times(found, "forward", 0) == [(0, 1.25)]
         assert times(found, "forward", 1) == [(1.25, 2.75)], "it receives and sends"
         assert times(found, "forward", 2) == [(2.75, 4)]
         # 3 of forward, 6 of backward, 4 messages at both ends, and the optimizer.
         assert found.step_seconds == 9 + 8 * 0.25 + 3
 
-    def test_what_a_run_of_its_own_takes_longer(self) -> None:
+    def test_a_run_of_its_own_has_an_overhead(self) -> None:
         layers, step = plain_layers([1.0] * 4), StepCosts(run_overhead_seconds=(0.5,))
         replicas = ((0, 1),), ((0, 1), (2, 3))
         one, two = (Workload(layers, step, plain_cluster(4), m, ONE_F_ONE_B, 1) for m in replicas)
         costs = one.stage_cost(0, 0, range(2), {1}).seconds
         assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2, 4)
         assert costs[Work.RECOMPUTE] == 1.5
-        # With several replicas every layer is one.
+        # With several replicas every layer is a run of its own.
         costs = two.stage_cost(0, 0, range(2), ()).seconds
         assert (costs[Work.FORWARD], costs[Work.BACKWARD]) == (2.5, 4.5)
 
-    def test_recomputing_hides_in_idle_time(self) -> None:
+    def test_recomputation_hides_in_idle_time(self) -> None:
         layers = plain_layers([1.0, 1.0])
-        plain, again = (simulate(pipeline(layers, 2), [1, 1], which) for which in ((), (0,)))
+        plain, recomputed = (
+            simulate(stage_per_layer(layers, 2), [1, 1], which) for which in ((), (0,))
+        )
         assert times(plain, "backward", 0) == [(4, 6), (7, 9)]
         # Before the gradients arrive, at 4 and at 7.
-        assert times(again, "recompute", 0) == [(2, 3), (6, 7)]
-        assert times(again, "backward", 0) == [(4, 6), (7, 9)]
-        assert again.step_seconds == plain.step_seconds == 9
-        assert again.busy_seconds == ((8.0, 6.0),)
+        assert times(recomputed, "recompute", 0) == [(2, 3), (6, 7)]
+        assert times(recomputed, "backward", 0) == [(4, 6), (7, 9)]
+        assert recomputed.step_seconds == plain.step_seconds == 9
+        assert recomputed.busy_seconds == ((8.0, 6.0),)
 
-    def test_recomputing_delays_where_there_is_no_idle_time(self) -> None:
-        found = simulate(pipeline(plain_layers([1.0, 1.0]), 2), [1, 1], (1,))
+    def test_recomputation_delays_a_stage_without_idle_time(self) -> None:
+        found = simulate(stage_per_layer(plain_layers([1.0, 1.0]), 2), [1, 1], (1,))
         assert times(found, "recompute", 1) == [(2, 3), (6, 7)]
         assert times(found, "backward", 1) == [(3, 5), (7, 9)]
         assert found.step_seconds == 11
 
     def test_only_some_of_a_stage_s_layers_are_recomputed(self) -> None:
-        workload = pipeline(plain_layers([1.0, 0.5]), 1)
+        workload = stage_per_layer(plain_layers([1.0, 0.5]), 1)
         workload = replace(workload, cluster=plain_cluster(1), replicas=((0,),))
         found = simulate(workload, [2], (1,))
         assert times(found, "recompute", 0) == [(1.5, 2.0)]
@@ -303,7 +292,7 @@ def two_replicas(
     stages: int = 1,
     links: Sequence[Link] = (),
 ) -> Workload:
-    """The second replica's devices are half as fast."""
+    """Return a workload whose second replica has devices of half the speed."""
     kinds = [0] * stages + [1] * stages
     cluster = Cluster(
         kinds=("fast", "slow"),
@@ -322,14 +311,14 @@ def two_replicas(
     return Workload(tuple(layers), step, cluster, replicas, schedule, microbatches)
 
 
-class TestTwoMachines:
-    def test_the_slower_one_sets_the_pace_of_1f1b(self) -> None:
+class TestTwoReplicas:
+    def test_the_slower_replica_sets_the_step_of_1f1b(self) -> None:
         found = simulate(two_replicas(3, layers=plain_layers([1.0])), [1])
         assert times(found, "backward", 0) == [(1, 3), (4, 6)], "it has two of three micro-batches"
         assert times(found, "backward", 0, replica=1) == [(2, 6)]
         assert found.busy_seconds == ((6.0,), (6.0,))
 
-    def test_losses_of_gpipe_wait_for_all(self) -> None:
+    def test_losses_of_gpipe_wait_for_all_replicas(self) -> None:
         step = StepCosts(loss=(0.5, 1.0))
         workload = two_replicas(4, GPIPE, layers=plain_layers([1.0, 1.0]), step=step, stages=2)
         found = simulate(workload, [1, 1])
@@ -357,8 +346,8 @@ class TestTwoMachines:
         assert found.step_seconds == 9
 
     @pytest.mark.parametrize(("seconds", "tail"), [(1.0, 1.0), (3.0, 3.0), (4.0, 5.0)])
-    def test_buckets_travel_beside_the_backward(self, seconds: float, tail: float) -> None:
-        """The last layer's gradients go out 3 s before the end, the first one's at the end."""
+    def test_buckets_travel_during_backward(self, seconds: float, tail: float) -> None:
+        """The last layer's gradients are sent 3 s before the end, the first layer's at the end."""
         layers = plain_layers([1.0, 1.0], [3.0, 1.0], gradient_bytes=BUCKET_BYTES)
         links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=BUCKET_BYTES / seconds)]
         workload = two_replicas(1, layers=layers, links=links)
@@ -368,10 +357,10 @@ class TestTwoMachines:
         layers = plain_layers([1.0] * 3, [5.0, 4.0, 1.0], gradient_bytes=BUCKET_BYTES // 2)
         links = [Link(ranks=(0, 1), latency=0.0, bytes_per_second=BUCKET_BYTES)]
         workload = two_replicas(1, layers=layers, links=links)
-        # Both last layers fill one, 5 s before the end; half a bucket is left.
+        # The two last layers fill a bucket 5 s before the end; half a bucket remains.
         assert workload.sync_tail(0, 0, range(3)) == pytest.approx(0.5)
 
-    def test_the_slowest_way_of_three_replicas_counts(self) -> None:
+    def test_the_slowest_link_of_three_replicas_counts(self) -> None:
         ways = [((0, 1), 8.0), ((1, 2), 4.0), ((0, 2), 2.0)]
         links = [Link(ranks=ranks, latency=0.5, bytes_per_second=b) for ranks, b in ways]
         workload = Workload(
@@ -383,96 +372,3 @@ class TestTwoMachines:
             3,
         )
         assert workload.sync_seconds(0, 6) == pytest.approx(4 * 0.5 + 4 / 3 * 6 / 2)
-
-
-class TestMemory:
-    def test_microbatches_that_are_kept(self) -> None:
-        found = simulate(pipeline(plain_layers([1.0, 1.0]), 3), [1, 1])
-        assert found.memory(0, 0) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
-        assert max(count for _, count in found.memory(0, 1)) == 1
-
-    @settings(max_examples=examples(50))
-    @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2))
-    def test_no_more_than_the_peak_counts(
-        self, schedule: Schedule, stages: int, count: int, extra: int
-    ) -> None:
-        workload = pipeline(plain_layers([1.0] * stages), count, schedule)
-        workload = replace(workload, extra_in_flight=extra)
-        found = simulate(workload, [1] * stages)
-        for stage in range(stages):
-            assert max(n for _, n in found.memory(0, stage)) == workload.in_flight(stage)
-
-    def test_by_hand(self) -> None:
-        layer = {
-            "parameter_bytes": 100,
-            "gradient_bytes": 80,
-            "input_bytes": 5,
-            "output_bytes": 7,
-            "gradient_output_bytes": 11,
-            "saved_bytes": 30,
-            "workspace_bytes": 13,
-        }
-        layers = [
-            msgspec.structs.replace(x, shared={"tied": 20})
-            for x in plain_layers([1.0] * 4, **layer)
-        ]
-        step = StepCosts(loss_bytes=17, state_bytes_per_parameter_byte=1.5)
-        workload = pipeline(layers, 3, step=step)
-        workload = replace(workload, cluster=plain_cluster(2), replicas=((0, 1),))
-        # Weights and gradients, the optimizer's state, workspace, and the batch.
-        static = 220 + 180 + 270 + 13 + 15
-        assert workload.peak_bytes(0, range(2), ()) == static + 11 + 2 * 2 * 37
-        # Recomputed for one micro-batch at a time; what enters the next layer is kept.
-        assert workload.peak_bytes(0, range(2), (0,)) == static + 11 + 2 * (7 + 37) + 37
-        assert workload.peak_bytes(0, range(2), (1,)) == static + 11 + 2 * 37 + 37
-        # The loss needs more for a moment; one micro-batch and its input.
-        assert workload.peak_bytes(1, range(2, 4), ()) == static + 4 + 5 + 5 + 2 * 37
-        gpipe = replace(workload, schedule=GPIPE)
-        bound = static + 4 + 5 + 3 * 17 + 3 * (5 + 2 * 37)
-        assert gpipe.bound_bytes(1, range(2, 4), ()) == bound
-        # Backward needs nothing more while the loss does.
-        assert gpipe.peak_bytes(1, range(2, 4), ()) == bound - 17
-        # While all micro-batches are in flight, half of the gradients are still to come; when the
-        # second one goes backward, all are there, and two of a layer.
-        assert gpipe.peak_bytes(0, range(2), ()) == static + 11 + 2 * 2 * 37
-        # The check of the loss: all outputs, and what the loss of all needs.
-        large = replace(workload, step=msgspec.structs.replace(step, loss_bytes=170))
-        assert large.peak_bytes(1, range(2, 4), ()) == static - 13 + 3 * (7 + 170)
-        # The optimizer: the layer that needs most, and half of all gradients.
-        needs = zip((9, 120, 9, 9), layers, strict=True)
-        updated = replace(
-            workload,
-            layers=tuple(msgspec.structs.replace(x, update_bytes=n) for n, x in needs),
-            step=msgspec.structs.replace(step, update_bytes_per_byte=0.5),
-        )
-        assert updated.update_bytes(range(2)) == static - 13 + 120 + 180 // 2
-        assert updated.peak_bytes(0, range(2), (0, 1)) == static - 13 + 120 + 180 // 2
-        twice = replace(workload, step=msgspec.structs.replace(step, gradient_copies=2))
-        assert twice.peak_bytes(0, range(2), ()) == workload.peak_bytes(0, range(2), ()) + 180
-        assert simulate(workload, [2, 2]).peak_bytes == (
-            workload.peak_bytes(0, range(2), ()),
-            workload.peak_bytes(1, range(2, 4), ()),
-        )
-
-    def test_what_a_layer_needs_when_those_above_are_done(self) -> None:
-        bottom, top = plain_layers([1.0] * 2, saved_bytes=30, output_bytes=7)
-        bottom = msgspec.structs.replace(bottom, workspace_bytes=50)
-        workload = pipeline([bottom, top], 1)
-        workload = replace(workload, cluster=plain_cluster(1), replicas=((0,),))
-        assert workload.peak_bytes(0, range(2), ()) == 37 + 50
-
-    @settings(max_examples=examples(100))
-    @given(randoms, stage_counts, machine_counts)
-    def test_what_recomputing_a_layer_frees(
-        self, random: Random, stages: int, replicas: int
-    ) -> None:
-        workload = small_workload(random, stages=stages, replicas=replicas)
-        recompute = set(random_recompute(random, workload))
-        for stage, layers in enumerate(layer_ranges(random_split(random, workload))):
-            for index in layers:
-                less = workload.bound_bytes(stage, layers, recompute | {index})
-                more = workload.bound_bytes(stage, layers, recompute - {index})
-                assert less >= workload.peak_bytes(stage, layers, recompute | {index})
-                # The check of the loss and the optimizer keep nothing for backward.
-                if min(less, more) > workload.idle_bytes(stage, layers):
-                    assert more - less == workload.freed_by_recompute(stage, layers, index)

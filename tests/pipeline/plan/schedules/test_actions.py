@@ -1,4 +1,4 @@
-"""Schedules run as what they are, processes that pass messages: no deadlock, and nothing twice."""
+"""Schedules run without deadlock in stages that pass messages, and do everything once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of(op: Op, schedule: list[Action]) -> list[int]:
 
 
 class Simulation:
-    """All stages of a pipeline; messages on a link arrive in the order in which they were sent."""
+    """Simulation of all stages; messages on a link arrive in the order of sending."""
 
     def __init__(self, schedules: list[list[Action]]) -> None:
         self.schedules = schedules
@@ -48,7 +48,7 @@ class Simulation:
         self.done = [set[int]() for _ in schedules]
 
     def run(self) -> None:
-        """Let every stage go as far as it can, until all are at the end."""
+        """Advance every stage as far as possible, until all reach the end."""
         while any(self.step(stage) for stage in range(len(self.schedules))):
             pass
         for stage, own in enumerate(self.schedules):
@@ -106,7 +106,7 @@ def test_all_stages_together_reach_the_end(
 
 
 @given(schedules, stage_counts, microbatch_counts, extras)
-def test_every_microbatch_once_and_in_order(
+def test_every_microbatch_runs_once_and_in_order(
     schedule: Schedule, stages: int, microbatches: int, extra: int
 ) -> None:
     everything = list(range(microbatches))
@@ -120,7 +120,7 @@ def test_every_microbatch_once_and_in_order(
 
 
 def in_flight(schedule: list[Action]) -> int:
-    """The most micro-batches between forward and backward at any time."""
+    """Return the largest number of micro-batches between forward and backward."""
     held = most = 0
     for action in schedule:
         held += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD)
@@ -129,7 +129,7 @@ def in_flight(schedule: list[Action]) -> int:
 
 
 @given(schedules, stage_counts, microbatch_counts, extras)
-def test_stages_before_the_last_run_ahead_as_told(
+def test_stages_before_the_last_run_ahead_by_the_extra_micro_batches(
     schedule: Schedule, stages: int, microbatches: int, extra: int
 ) -> None:
     for stage, own in enumerate(actions(schedule, stages, microbatches, extra)):
@@ -140,12 +140,12 @@ def test_stages_before_the_last_run_ahead_as_told(
 
 
 @given(stage_counts, microbatch_counts)
-def test_1f1b_holds_no_more_than_it_must(stages: int, microbatches: int) -> None:
+def test_1f1b_holds_as_few_micro_batches_as_possible(stages: int, microbatches: int) -> None:
     for stage, own in enumerate(actions(ONE_F_ONE_B, stages, microbatches)):
         assert in_flight(own) == min(stages - stage, microbatches)
         assert ONE_F_ONE_B.max_in_flight(stages, stage, microbatches) == in_flight(own)
     for m in range(microbatches):
-        # The last stage turns round at once, so that a gradient is on its way as early as can be.
+        # The last stage runs each backward right after its forward: the gradient leaves early.
         at = own.index(Action(Op.FORWARD, m))
         assert own[at + 1 : at + 3] == [Action(Op.LOSS, m), Action(Op.BACKWARD, m)]
 
@@ -172,6 +172,8 @@ def test_gpipe_computes_one_loss_between_all_forwards_and_all_backwards(
         (ONE_F_ONE_B, (2, 0, -1), "-1 micro-batches"),
     ],
 )
-def test_bad_arguments(schedule: Schedule, arguments: tuple[int, int, int], words: str) -> None:
+def test_bad_arguments_are_refused(
+    schedule: Schedule, arguments: tuple[int, int, int], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         schedule.actions(*arguments)

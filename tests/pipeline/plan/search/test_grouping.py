@@ -1,4 +1,4 @@
-"""E4's order by hand, replicas out of unlike devices, and every order that is another one."""
+"""Grouping of devices into replicas, the ratio order, and the distinct orders of stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_dlres.pipeline.profile.run_profile import StepCosts
 from tests.support.examples import examples
 from tests.support.pipeline_profiles import (
     ONE_F_ONE_B,
-    alike_but_for_hosts,
+    devices_on_hosts,
     plain_cluster,
     small_layers,
 )
@@ -38,21 +38,21 @@ def link(a: int, b: int, bytes_per_second: float, latency: float = 0.0) -> Link:
 
 
 class TestGroup:
-    def test_devices_of_like_power_share_a_stage(self) -> None:
+    def test_devices_of_similar_power_share_a_stage(self) -> None:
         cluster = plain_cluster(6, powers=[0.5, 1.0, 0.2, 0.2, 1.0, 0.5])
         assert group(cluster, 3) == ((0, 5), (1, 4), (2, 3))
         assert [slot_power(cluster, slot) for slot in group(cluster, 3)] == [0.5, 1.0, 0.2]
 
-    def test_a_machine_stays_on_one_host(self) -> None:
+    def test_a_replica_stays_on_one_host(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 0.5, 0.5, 1.0], hosts=["a", "b", "a", "b"])
         assert group(cluster, 2) == ((0, 3), (2, 1))
         assert replicas_of(group(cluster, 2)) == ((0, 2), (3, 1))
 
-    def test_power_goes_before_hosts(self) -> None:
+    def test_power_counts_before_hosts(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 1.0, 0.5, 0.5], hosts=["a", "a", "b", "b"])
         assert group(cluster, 2) == ((0, 1), (2, 3))
 
-    def test_devices_that_are_alike_keep_the_order_of_their_ranks(self) -> None:
+    def test_equal_devices_keep_the_order_of_their_ranks(self) -> None:
         assert group(plain_cluster(4), 4) == ((0,), (1,), (2,), (3,))
         assert replicas_of(group(plain_cluster(4), 2)) == ((0, 2), (1, 3))
         assert group(plain_cluster(3), 1) == ((0, 1, 2),)
@@ -62,25 +62,25 @@ class TestGroup:
         assert [slot_power(cluster, slot) for slot in group(cluster, 2)] == [0.9, 0.3]
 
     @pytest.mark.parametrize("stages", [0, -1, 4, 12])
-    def test_ranks_that_do_not_divide(self, stages: int) -> None:
+    def test_ranks_that_do_not_divide_are_refused(self, stages: int) -> None:
         with pytest.raises(ConfigError, match=rf"ranks \(6\), got {stages}\..*\[1, 2, 3, 6\]"):
             group(plain_cluster(6), stages)
 
 
 class TestOrder:
     def test_costs_are_sizes_over_bandwidths(self) -> None:
-        # Powers 1 and 1/4: of 100 bytes, 80 and 20 are theirs (E2, E3).
+        # Powers 1 and 1/4 divide 100 bytes into 80 and 20.
         powers = [1.0, 0.25, 1.0, 0.25]
         cluster = plain_cluster(4, powers=powers, links=[link(0, 2, 40.0), link(1, 3, 2.0)])
         assert communication_costs(cluster, ((0, 2), (1, 3)), 100) == pytest.approx([2.0, 10.0])
 
-    def test_the_slowest_way_of_a_ring_counts(self) -> None:
+    def test_the_slowest_link_of_a_ring_counts(self) -> None:
         ways = [link(0, 1, 8.0), link(1, 2, 4.0), link(2, 0, 2.0)]
         cluster = plain_cluster(3, links=ways)
         assert communication_costs(cluster, ((0, 1, 2),), 100) == pytest.approx([50.0])
 
     def test_the_largest_ratio_is_first(self) -> None:
-        # Compute time is the same for all (E2), so the least communication cost goes first:
+        # Compute times are equal, so the smallest communication cost comes first:
         # 1/4, 1/2 and 1/4 of the bytes over 10, 40 and 1 bytes a second.
         powers = [0.5, 1.0, 0.5]
         ways = [link(0, 3, 10.0), link(1, 4, 40.0), link(2, 5, 1.0)]
@@ -96,7 +96,7 @@ class TestOrder:
         assert order_by_ratio(cluster, slots, 8.0, 400) == ((1, 4), (0, 3), (2, 5))
         assert order_by_ratio(cluster, slots, 0.0, 400) == slots, "no time: all ratios are 0"
 
-    def test_what_needs_not_communicate_keeps_its_order_in_front(self) -> None:
+    def test_slots_without_communication_come_first_in_their_order(self) -> None:
         cluster = plain_cluster(3, powers=[0.2, 1.0, 0.5])
         slots = group(cluster, 3)
         assert communication_costs(cluster, slots, 400) == [0.0, 0.0, 0.0]
@@ -114,15 +114,15 @@ class TestDistinctOrders:
         assert len(set(orders)) == len(orders)
         return len(orders)
 
-    def test_alike_devices_have_one_order(self) -> None:
+    def test_equal_devices_have_one_order(self) -> None:
         assert self.count(plain_cluster(4), 4) == 1
         assert self.count(plain_cluster(4), 2) == 1
 
-    def test_a_dozen_of_them_are_no_reason_to_wait(self) -> None:
+    def test_sixteen_equal_devices_have_one_order_too(self) -> None:
         ways = [link(a, b, 1e9, 1e-4) for a in range(16) for b in range(a)]
         assert self.count(plain_cluster(16, links=ways), 16) == 1
 
-    def test_unlike_devices(self) -> None:
+    def test_orders_of_different_devices_are_distinct(self) -> None:
         def of(*limits: int) -> int:
             return self.count(plain_cluster(len(limits), limits=limits), len(limits))
 
@@ -131,16 +131,16 @@ class TestDistinctOrders:
         assert of(1, 1, 2, 2) == 6
         assert of(1, 1, 1, 1, 2) == 5
 
-    def test_unlike_links(self) -> None:
-        # 0-1 is fast: the fast pair is next to each other, in front or behind, or apart.
+    def test_orders_with_different_links_are_distinct(self) -> None:
+        # The link 0-1 is fast: its ranks are neighbours at the front or at the back, or apart.
         cluster = plain_cluster(3, links=[link(0, 1, 9.0), link(0, 2, 1.0), link(1, 2, 1.0)])
         assert self.count(cluster, 3) == 3
         # Two hosts with two devices each: whether the first and second, second and third, and
         # third and fourth are on one host.
-        assert self.count(alike_but_for_hosts("aabb"), 4) == 3
+        assert self.count(devices_on_hosts("aabb"), 4) == 3
 
-    def test_a_ring_s_last_way_counts(self) -> None:
-        # Stages 0 and 1 differ in nothing but the way from the last replica to the first.
+    def test_the_last_link_of_a_ring_counts(self) -> None:
+        # Stages 0 and 1 differ only in the link from the last replica to the first.
         ways = [link(a, b, 5.0) for a in range(6) for b in range(a)]
         cluster = plain_cluster(6, links=[link(5, 3, 1.0), *ways])
         assert len(list(distinct_orders(cluster, ((0, 1, 2), (3, 4, 5))))) == 2
@@ -148,7 +148,7 @@ class TestDistinctOrders:
     @settings(max_examples=examples(60))
     @given(st.randoms(use_true_random=False), st.integers(2, 4), st.integers(1, 2))
     def test_no_order_is_missing(self, random: Random, stages: int, replicas: int) -> None:
-        """Every permutation takes as long as one of the distinct orders, whatever the layers."""
+        """Every permutation takes as long as one of the distinct orders, for random layers."""
         count = stages * replicas
         cluster = plain_cluster(
             count,

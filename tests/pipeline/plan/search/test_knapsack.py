@@ -1,4 +1,4 @@
-"""The cheapest set that frees enough, held against all sets that there are."""
+"""The knapsack finds the cheapest set that frees enough, compared with all sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.examples import examples
 
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0))
 items = st.lists(st.tuples(seconds, st.integers(-3, 12)), max_size=9)
-# Layers that all cost the same per byte are the hard case: there is little to choose by.
+# Layers of equal cost per byte are the hard case: no order by cost per byte helps.
 proportional = st.lists(st.integers(-3, 12).map(lambda size: (abs(size) / 4, size)), max_size=9)
 
 
@@ -25,7 +25,7 @@ def brute_force(items: list[tuple[float, int]], need: int) -> float | None:
 
 @settings(max_examples=examples(400))
 @given(st.one_of(items, proportional), st.integers(-2, 50))
-def test_nothing_is_cheaper(items: list[tuple[float, int]], need: int) -> None:
+def test_no_set_is_cheaper(items: list[tuple[float, int]], need: int) -> None:
     chosen = cheapest_cover([s for s, _ in items], [b for _, b in items], need)
     cheapest = brute_force(items, need)
     if chosen is None:
@@ -38,7 +38,7 @@ def test_nothing_is_cheaper(items: list[tuple[float, int]], need: int) -> None:
     assert sum(items[index][0] for index in chosen) <= cheapest * (1 + 1.1 * NEAR) + 1e-12
 
 
-def test_by_hand() -> None:
+def test_covers_by_hand() -> None:
     assert cheapest_cover([], [], 0) == ()
     assert cheapest_cover([], [], 1) is None
     assert cheapest_cover([1.0, 1.0], [3, 4], 8) is None
@@ -48,12 +48,12 @@ def test_by_hand() -> None:
     assert cheapest_cover([1.0, 2.5, 1.5], [3, 7, 4], 7) in ((1,), (0, 2))
 
 
-def test_a_layer_that_costs_nothing_but_frees_nothing_stays() -> None:
+def test_a_layer_that_frees_nothing_is_never_chosen() -> None:
     assert cheapest_cover([0.0, 5.0], [0, 9], 9) == (1,)
     assert cheapest_cover([0.0, 5.0], [-2, 9], 9) == (1,)
 
 
-def test_many_layers_that_all_cost_the_same_per_byte() -> None:
+def test_many_layers_of_equal_cost_per_byte_are_solved_fast() -> None:
     # Without a bound, the list of undominated sets doubles with each of them.
     freed = [1_000_003 + 7919 * (index * index % 61) for index in range(48)]
     chosen = cheapest_cover([size * 1e-9 for size in freed], freed, need := sum(freed) * 3 // 5)
@@ -63,7 +63,7 @@ def test_many_layers_that_all_cost_the_same_per_byte() -> None:
 
 @settings(max_examples=examples(100))
 @given(st.lists(st.tuples(seconds, seconds, st.integers(-3, 12)), max_size=8), st.integers(1, 50))
-def test_nothing_is_cheaper_for_two_devices(
+def test_no_set_is_cheaper_for_two_devices(
     items: list[tuple[float, float, int]], need: int
 ) -> None:
     found = cheapest_covers(
@@ -80,8 +80,8 @@ def test_nothing_is_cheaper_for_two_devices(
                 assert any(x <= a + 1e-9 and y <= b + 1e-9 for x, y in spent)
 
 
-def test_devices_that_disagree() -> None:
-    # Either layer is enough, and each of them is cheap on one device.
+def test_devices_with_different_cheapest_sets_get_both() -> None:
+    # Either layer frees enough, and each is cheap on one device.
     assert set(cheapest_covers([[1.0, 9.0], [9.0, 1.0]], [5, 5], 5)) == {(0,), (1,)}
     assert cheapest_covers([[1.0, 9.0], [2.0, 8.0]], [5, 5], 5) == [(0,)]
     assert cheapest_covers([[1.0, 9.0], [2.0, 8.0]], [5, 5], 11) == []

@@ -1,4 +1,4 @@
-"""The split is optimal: held against every split that there is."""
+"""The proportional split is optimal, compared with every split."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_no_split_is_better_with_measured_numbers(work: list[float], powers: lis
 def test_shares_follow_powers() -> None:
     assert proportional_split([1.0] * 12, [1.0, 0.5]) == (8, 4)
     assert proportional_split([1.0] * 12, [0.25, 0.5, 1.0, 0.25]) == (1, 3, 7, 1)
-    assert proportional_split([0.0] * 4, [1.0, 1.0]) == (2, 2), "not measured: all alike"
+    assert proportional_split([0.0] * 4, [1.0, 1.0]) == (2, 2), "not measured: all equal"
     assert proportional_split([5.0, 1.0, 1.0, 1.0], [1.0, 1.0]) == (1, 3)
-    assert proportional_split([1.0, 1.0], [1.0, 0.001]) == (1, 1), "nobody stays without a layer"
+    assert proportional_split([1.0, 1.0], [1.0, 0.001]) == (1, 1), "every stage has a layer"
 
 
-def test_many_layers_take_no_time_worth_waiting_for() -> None:
+def test_two_hundred_layers_are_split_fast() -> None:
     work = [1.0 + (i * 37 % 11) for i in range(200)]
     assert sum(proportional_split(work, [1.0, 0.5, 0.25] * 3)) == 200
 
@@ -83,7 +83,7 @@ def test_many_layers_take_no_time_worth_waiting_for() -> None:
         ([1.0, 1.0], [float("nan")], "must be positive"),
     ],
 )
-def test_bad_arguments(work: list[float], powers: list[float], words: str) -> None:
+def test_bad_arguments_are_refused(work: list[float], powers: list[float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         proportional_split(work, powers)
 
@@ -93,6 +93,6 @@ def test_bad_arguments(work: list[float], powers: list[float], words: str) -> No
     [([1.0, float("inf")], [1.0, 1.0]), ([1e300] * 4, [1e-300, 1.0]), ([1.0], [])],
     ids=["infinite", "overflow", "no stage"],
 )
-def test_what_is_no_finite_time_is_an_error(work: list[float], powers: list[float]) -> None:
+def test_times_that_are_not_finite_are_refused(work: list[float], powers: list[float]) -> None:
     with pytest.raises(ConfigError):
         proportional_split(work, powers)
