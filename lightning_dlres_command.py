@@ -1,6 +1,6 @@
-"""The script `dlres`: runs commands that need neither torch nor Lightning without importing them.
+"""The script `dlres`: starts commands, some of them without importing torch and Lightning.
 
-`import lightning_dlres` registers the strategies, and so imports Lightning, which takes seconds.
+`import lightning_dlres` registers the strategies, and so imports Lightning. That takes seconds.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import sys
 import types
 
 _PACKAGE = "lightning_dlres"
-# Without a command the help is shown.
-_LIGHT = ("store", "--help", "-h", "--version", None)
+# First arguments that need neither torch nor Lightning. None: no argument, which shows the help.
+_LIGHTWEIGHT = ("store", "--help", "-h", "--version", None)
 
 
 def main() -> int:
     """Run the command of this process and return its exit status."""
-    if _PACKAGE not in sys.modules and next(iter(sys.argv[1:]), None) in _LIGHT:
+    if _PACKAGE not in sys.modules and next(iter(sys.argv[1:]), None) in _LIGHTWEIGHT:
         _skip_package_imports()
     from lightning_dlres.cli.main import main as run
 
@@ -24,11 +24,11 @@ def main() -> int:
 
 
 def _skip_package_imports() -> None:
-    """Put an empty package in the place of this one, so that its modules can be imported alone."""
-    found = importlib.util.find_spec(_PACKAGE)
-    assert found is not None
+    """Install an empty package of this name, so that its modules can be imported alone."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    assert spec is not None
     package = types.ModuleType(_PACKAGE)
-    package.__path__ = list(found.submodule_search_locations or ())
+    package.__path__ = list(spec.submodule_search_locations or ())
     sys.modules[_PACKAGE] = package
 
 

@@ -1,4 +1,4 @@
-"""`python -m lightning_dlres` is `dlres`: for torchrun, and where the script is not on the path."""
+"""`python -m lightning_dlres`: the command `dlres`, for torchrun or without the script on PATH."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every private name of Lightning, torch and torchmetrics that this package cannot do without, each
-with its reason."""
+"""Private names of Lightning, torch and torchmetrics that are needed, each with its reason."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from torch.distributed import distributed_c10d
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
+# Names of the reductions of metric states that can be merged.
 MERGEABLE: dict[Any, str] = {
     dim_zero_sum: "sum",
     dim_zero_cat: "cat",
@@ -25,33 +25,33 @@ MERGEABLE: dict[Any, str] = {
 }
 
 
-# The method of nn.Module that runs hooks and forward. A stand-in for a module must take the place
-# of both, or hooks would see what stands in for tensors; `__call__` itself cannot be replaced on an
-# instance.
+# The method of nn.Module that runs hooks and forward. A stand-in for a module must replace both, or
+# hooks would see its stand-ins for tensors. `__call__` cannot be replaced on an instance.
 CALL = "_call_impl"
 
 
-# Lightning puts it around the batch sampler of a loader that predicts, and reads the indices that
-# it has seen for `BasePredictionWriter`; there is no public way to either.
+# Lightning wraps the batch sampler of a predict loader in this class. It reads the sampled indices
+# from it for `BasePredictionWriter`. There is no public way to do either.
 INDEX_SAMPLER = _IndexBatchSamplerWrapper
 
 
 def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
-    """Return Lightning's launcher that starts the user's script once per device; Lightning has no
-    public name for it."""
+    """Return Lightning's launcher that starts the user's script once per device.
+
+    Lightning has no public name for it.
+    """
     return _SubprocessScriptLauncher(environment, processes, nodes)
 
 
 def set_rank(rank: int) -> None:
-    """Tell Lightning's `rank_zero_only` functions which rank this is; the attribute is how they are
-    told."""
+    """Set the rank of Lightning's `rank_zero_only` functions; they read a private attribute."""
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 def set_device_property(module: LightningModule, device: torch.device) -> None:
-    """Make `LightningModule.device` say where the stage computes.
+    """Set `LightningModule.device` to the device of the stage.
 
-    `module.to(device)` would set it, but cannot be called on a module with meta parameters.
+    `module.to(device)` would set it, but fails for a module with meta parameters.
     """
     for child in module.modules():
         if hasattr(child, "_device") and hasattr(child, "_dtype"):
@@ -59,11 +59,10 @@ def set_device_property(module: LightningModule, device: torch.device) -> None:
 
 
 def without_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
-    """Take Lightning's exchange about SIGTERM before every batch out of the Trainer, and return the
-    undo. There is no option for it.
+    """Disable Lightning's broadcast about SIGTERM before each batch; return the undo function.
 
-    The strategy tells the ranks of a signal along with a batch. Lightning's broadcast waits without
-    a name or a check for failed ranks, and swallows the error when its time is over.
+    The strategy sends signals to the ranks with a batch. Lightning's broadcast checks for no failed
+    ranks, names none, and swallows the error of a timeout. There is no option to disable it.
     """
     loop = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
@@ -75,44 +74,47 @@ def without_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
 
 
 def _do_nothing() -> None:
-    """Stands in for an exchange that is not needed."""
+    """Replacement of the disabled broadcast."""
 
 
 def train_loader(trainer: Trainer) -> Any:
-    """Return a train loader made for profiling.
+    """Return a new train loader for profiling.
 
-    `trainer.fit_loop.setup_data()` is public, but makes the iterator that the epoch will use,
-    earlier than plain training does, and so changes the shuffle.
+    `trainer.fit_loop.setup_data()` is public, but creates the epoch's iterator earlier than plain
+    training does. That would change the shuffle.
     """
     return trainer.fit_loop._data_source.dataloader()
 
 
 def metric_mergers(metric: Metric) -> dict[str, str | None]:
-    """Return for every state of a metric how parts of it merge: "sum", "cat", "max", "min", or None
-    if that is not known.
+    """Return how parts of each metric state merge: "sum", "cat", "max", "min", or None if unknown.
 
-    torchmetrics keeps the reductions to itself.
+    torchmetrics has no public name for the reductions.
     """
     reductions: dict[str, Any] = metric._reductions
     return {name: MERGEABLE.get(reduction) for name, reduction in reductions.items()}
 
 
 def metric_progress(metric: Metric) -> tuple[int, Any]:
-    """Return a metric's number of updates and the value of its last `forward`, which has no public
-    name."""
+    """Return a metric's number of updates and the value of its last `forward`.
+
+    That value has no public name.
+    """
     return metric.update_count, metric._forward_cache
 
 
 def set_metric_progress(metric: Metric, updates: int, last_value: Any) -> None:
-    """Set what `metric_progress` returns, and forget a computed value."""
+    """Set the values of `metric_progress`, and clear a cached result."""
     metric._update_count = updates
     metric._forward_cache = last_value
     metric._computed = None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile has had its hands on a module or one inside of it. Neither torch
-    nor Lightning has a public way to ask."""
+    """Return True if a module or one of its submodules was compiled by torch.compile.
+
+    Neither torch nor Lightning has a public way to ask.
+    """
     return getattr(module, "_compiler_ctx", None) is not None or any(
         hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
         for inner in module.modules()
@@ -120,8 +122,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def pose_as_rank_zero() -> Callable[[], None]:
-    """Let Lightning's `rank_zero_only` functions act here, and return the undo; the attribute is
-    how they are told."""
+    """Make Lightning's `rank_zero_only` functions run on this rank; return the undo function."""
     saved = getattr(rank_zero_only, "rank", None)
     set_rank(0)
 
@@ -132,20 +133,22 @@ def pose_as_rank_zero() -> Callable[[], None]:
 
 
 def replace_default_group(replace: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let torch.distributed take what `replace` returns for its default process group, and return
-    the undo.
+    """Replace torch.distributed's default process group; return the undo function.
 
-    `get_rank` and `get_world_size` are often imported by name, so replacing these is not enough:
-    both ask this function.
+    `get_rank` and `get_world_size` are often imported by name, so that replacing them has no effect
+    there. Both call the function that is replaced here.
+
+    Args:
+        replace: Function that gets the real group and returns the one to use.
     """
-    own = distributed_c10d._get_default_group
+    original = distributed_c10d._get_default_group
 
     def replaced() -> Any:
-        return replace(own())
+        return replace(original())
 
     distributed_c10d._get_default_group = replaced
 
     def undo() -> None:
-        distributed_c10d._get_default_group = own
+        distributed_c10d._get_default_group = original
 
     return undo

@@ -1,4 +1,4 @@
-"""What is private to torch or NumPy and cannot be done without here, each with its reason."""
+"""Private names of torch and NumPy that this package needs, each with its reason."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torch.utils import _python_dispatch
 
 @contextmanager
 def hooks_suspended(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Keep hooks on parameters from firing meanwhile.
+    """Context manager in which hooks on parameters do not run.
 
-    A hook expects the gradient of the whole batch, once. Backward would call it for the part of
-    every micro-batch, and there is no public way to leave hooks out.
+    A hook expects the gradient of the whole batch, once. Backward would call it with the gradient
+    of each micro-batch. There is no public way to disable hooks.
     """
     parameters = list(parameters)
     tables = [p._backward_hooks for p in parameters]
@@ -40,13 +40,13 @@ def hooks_suspended(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def numpy_change_detector(state: Any) -> Callable[[], bool]:
-    """Return a function that says whether NumPy's global generator may be in another state than
-    `state`, what `np.random.get_state()` returned.
+    """Return a function that returns True if NumPy's global generator may have left `state`.
 
-    Asking for the state again or setting it takes 0.1 ms, since every word becomes an object. The
-    address of the generator's memory is public, what lies there is not, so that is compared with
-    the state first. Where it is unlike, or a draw may leave it as it was (the second of two normal
-    numbers), the function always says yes.
+    `state` is a result of `np.random.get_state()`. Getting or setting the state takes 0.1 ms, since
+    each word becomes an object. The function therefore compares the generator's memory. Its address
+    is public, but its layout is not, so that the layout is checked against `state` first. If the
+    layout differs, or a draw may not change the memory (the second of two normal numbers), the
+    function always returns True.
     """
     # NumPy's own type hints lack it.
     current = cast(Any, np.random).get_bit_generator
@@ -59,10 +59,10 @@ def numpy_change_detector(state: Any) -> Callable[[], bool]:
     if has_gauss or ctypes.string_at(address, len(expected)) != expected:
         return lambda: True
 
-    def noticed() -> bool:
+    def may_have_changed() -> bool:
         return current() is not generator or ctypes.string_at(address, len(expected)) != expected
 
-    return noticed
+    return may_have_changed
 
 
 @contextmanager
@@ -91,8 +91,8 @@ def recurrent_weights_released(root: nn.Module) -> Iterator[None]:
 
 
 def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Give a parameter the gradient hooks of another; torch has no public way to list them."""
-    # The very same tables, so that a handle from before can still remove its hook.
+    """Give a parameter the gradient hooks of another; torch has no public way to list hooks."""
+    # Both share the same tables, so that existing handles can still remove their hooks.
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks:
@@ -100,11 +100,15 @@ def copy_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
 
 
 class LiveBytes(_python_dispatch.TorchDispatchMode):
-    """Inside of it, `now` and `peak` are the bytes of the tensors that were made since and still
-    live.
+    """Context manager that counts the bytes of live tensors that were created in it.
 
-    torch counts the memory of accelerators, and not that of the CPU. The dispatch mode sees every
-    operation, also those of backward, and has no public name."""
+    torch counts the memory of accelerators, but not that of the CPU. The dispatch mode sees every
+    operation, including those of backward. It has no public name.
+
+    Attributes:
+        now: Bytes that are live now.
+        peak: Largest value of `now`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,7 +118,7 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # What goes in was there before; a result may be a view of it.
+        # Inputs existed before and count as 0 bytes. A result may be a view of an input.
         for storage in _storages(args):
             self._count(storage, 0)
         result = func(*args, **(kwargs or {}))
@@ -144,29 +148,39 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 
 def without_storage() -> AbstractContextManager[Any]:
-    """Inside of it, operations yield tensors that have all but storage and values; torch documents
-    FakeTensor, and has no public name for the mode."""
+    """Context manager in which operations return tensors without memory and values.
+
+    torch documents FakeTensor, but has no public name for its mode.
+    """
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that tensors share which lie in the same memory, also without storage, where
-    all addresses are alike."""
+    """Return a number that is equal for tensors of the same storage.
+
+    It also works for fake tensors, whose addresses are all equal.
+    """
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def without_subclasses() -> AbstractContextManager[Any]:
-    """Inside of it, tensors of all classes are taken for plain ones; torch's own subclasses use
-    this, and it has no public name."""
+    """Context manager in which tensor subclasses are treated as plain tensors.
+
+    torch's own subclasses use it, but it has no public name.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 class Version:
-    """Sees whether a tensor is changed in place from now on, through any of its views, and holds
-    none of its memory unless it is sparse.
+    """Detector of in-place changes of a tensor, through any of its views.
 
-    Autograd checks that itself, but not where hooks take what it saves. Its counter has no public
-    name, and a tensor whose data was replaced still shares it."""
+    It holds no memory of the tensor, unless the tensor is sparse. Autograd detects changes itself,
+    but not if hooks replace its saved tensors. Its version counter has no public name. A tensor
+    whose data was replaced still shares the counter.
+
+    Attributes:
+        saved: Number of changes when this object was created.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._witness = tensor.detach()
@@ -176,35 +190,40 @@ class Version:
 
     @property
     def now(self) -> int:
-        """Return how often the tensor was changed; `saved` is what it was at the start."""
+        """Number of changes so far; equal to `saved` if there was none since the start."""
         return self._witness._version
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place, through any of its views; the counter has no
-    public name."""
+    """Return the number of in-place changes of a tensor, through any of its views.
+
+    The counter has no public name.
+    """
     return tensor._version
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor that has a tensor's version counter and none of its memory. A tensor whose
-    data was replaced keeps its counter; there is no public way to hold that alone."""
+    """Return a tensor with the version counter of another, but none of its memory.
+
+    A tensor whose data was replaced keeps its counter. There is no public way to hold a counter.
+    """
     witness = tensor.detach()
     witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return witness
 
 
 def with_counter_of(witness: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor over another one's memory, with the witness's version counter; see
-    `without_memory`."""
-    found = witness.detach()
-    found.data = tensor
-    return found
+    """Return a view of `tensor` with the version counter of `witness`; see `without_memory`."""
+    result = witness.detach()
+    result.data = tensor
+    return result
 
 
 def shares_counter(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have one version counter: then no change in place of either is
-    unseen by the other. Nothing names a counter, so that it is counted up and put back."""
+    """Return True if two tensors share a version counter, and so see each other's changes.
+
+    A counter has no identity that can be compared. It is therefore incremented and restored.
+    """
     before = one._version
     if before != other._version:
         return False
@@ -213,19 +232,21 @@ def shares_counter(one: Tensor, other: Tensor) -> bool:
         return bool(other._version != before)
 
 
-# Belongs to a tensor's memory, and does not keep it alive.
+# Weak reference to a tensor's storage.
 MemoryReference = StorageWeakRef
 
 
 def storage_reference(tensor: Tensor) -> StorageWeakRef:
-    """Return what compares equal for tensors that share their memory, does not keep it alive, and
-    belongs to no later memory at the same address while it is held. torch has this for handing
-    tensors to other processes only."""
+    """Return a weak reference that compares equal for tensors that share their storage.
+
+    While it is held, no later storage at the same address compares equal. torch has it only for
+    sending tensors to other processes.
+    """
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def _own_references() -> int:
-    """Return what Python counts for the storage of a tensor that only one variable holds."""
+    """Return Python's reference count of a storage that only one tensor and one variable hold."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
@@ -235,30 +256,38 @@ _OWN_REFERENCES = _own_references()
 
 
 def is_zeros_without_memory(tensor: Tensor) -> bool:
-    """Return whether there is no memory behind a tensor: the zeros that torch makes for forward
-    derivatives. Reading them ends the process, and there is no public way to tell them."""
+    """Return True if a tensor has no memory: torch's zeros for forward derivatives.
+
+    Reading their memory crashes the process. There is no public way to detect them.
+    """
     return tensor._is_zerotensor()
 
 
 def owners_of_memory(tensor: Tensor) -> int:
-    """Return how many tensors share a tensor's memory, with itself; torch counts them without a
-    public name."""
+    """Return the number of tensors that share a tensor's storage, including itself.
+
+    torch's count has no public name.
+    """
     storage = tensor.untyped_storage()
-    # The Python object counts, too. Who else holds that cannot be told from the count.
+    # The Python object of the storage counts once, however many variables hold it.
     others = sys.getrefcount(storage) > _OWN_REFERENCES
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + others
 
 
 def is_only_in_python(tensor: Tensor) -> bool:
-    """Return whether autograd does not hold a tensor: only then nobody but Python code can use it.
-    torch counts who does, without a public name."""
+    """Return True if only Python code holds a tensor, and autograd does not.
+
+    torch's count has no public name.
+    """
     count = getattr(tensor, "_use_count", None)
     return count is not None and int(count()) == 1
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for others in a transform of torch.func (`vmap`, `jvp`): it
-    has no memory of its own. There is no public name to ask."""
+    """Return True if a tensor is a wrapper of torch.func (`vmap`, `jvp`), without own memory.
+
+    No public function tells.
+    """
     functorch = getattr(torch._C, "_functorch", None)
     if functorch is None:
         return False
@@ -268,8 +297,10 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def is_transforming() -> bool:
-    """Return whether a transform of torch.func (vmap, grad) or a level of forward derivatives is
-    open. No public name tells."""
+    """Return True inside a transform of torch.func (vmap, grad) or of forward derivatives.
+
+    No public function tells.
+    """
     if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         return True
     functorch = getattr(torch._C, "_functorch", None)
@@ -277,31 +308,34 @@ def is_transforming() -> bool:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd knows a tensor as a view of another; no public name tells."""
+    """Return True if autograd treats a tensor as a view; no public function tells."""
     return bool(tensor._is_view())
 
 
 def is_in_backward() -> bool:
-    """Return whether autograd's backward is under way in this thread; no public name tells."""
+    """Return True if this thread runs autograd's backward; no public function tells."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return task is not None and int(task()) != -1
 
 
 def graph_is_kept() -> bool:
-    """Return whether backward, from inside of which this is called, keeps its graph; no public
-    name tells. What it cannot tell counts as kept."""
+    """Return True if the running backward keeps its graph, or if torch cannot tell.
+
+    No public function tells. The call must come from inside of backward.
+    """
     is_kept = getattr(cast(Any, torch._C)._autograd, "_get_current_graph_task_keep_graph", None)
     return True if is_kept is None else bool(is_kept())
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks around its forward; torch has no public way to list
-    them."""
+    """Return True if a module has forward hooks; torch has no public way to list them."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def profiler_is_on() -> bool:
-    """Return whether a profiler of torch runs, in whatever thread; a second one would end it, and
-    the program with it."""
+    """Return True if a profiler of torch runs in any thread.
+
+    A second profiler would stop it and crash the program.
+    """
     here = cast(Any, torch.autograd)._profiler_enabled()
     return bool(here or getattr(torch.autograd.profiler, "_is_profiler_enabled", False))

@@ -59,7 +59,7 @@ class DirectCopier:
 
     def to_device(self, source: Tensor, device: torch.device) -> tuple[Tensor, PendingCopy]:
         data = torch.empty(source.numel(), dtype=torch.uint8, device=device)
-        # An ordinary copy, unlike `copy_past_cache`: backward reads the data from the cache at once.
+        # An ordinary copy, not `copy_past_cache`: backward reads the data from the cache at once.
         data.copy_(source)
         return data, _DONE
 
