@@ -1,4 +1,4 @@
-"""Cache processes that are forked instead of started."""
+"""Processes of a cache that are forked from a warm process, to save their imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.support.forkserver import ForkedProcess
 
 
 class ForkedHost:
-    """A forked process, as `subprocess.Popen` shows one to whoever has started it."""
+    """Forked process with the attributes of `subprocess.Popen` that `cache.launch` uses."""
 
     def __init__(self, process: ForkedProcess, stdin: int) -> None:
         self._process, self.stdin = process, os.fdopen(stdin, "wb")

@@ -39,9 +39,9 @@ from lightning_dlres.prefetch.loading.node import PrefetchCacheNode
 from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import shuffled
 from lightning_dlres.prefetch.storage.writer import put
-from tests.prefetch.storage.test_nodes import Nodes
 from tests.support.prefetch_model import predict
 from tests.support.sample_files import SAMPLES, bytes_of
+from tests.support.storage_nodes import Nodes
 from tests.support.waiting import wait_until
 
 SIZES = np.array([len(bytes_of(number)) for number in range(SAMPLES)], np.int64)
@@ -565,11 +565,11 @@ def test_storage_nodes_may_die_and_return_during_an_epoch(
             nodes.kill(1)
         if at == 6:
             nodes.restart(1)
-            nodes.readers[2].change = lambda found: [b"?" * len(data) for data in found]
+            nodes.readers[2].alter = lambda samples: [b"?" * len(data) for data in samples]
         if at == 10:
-            nodes.readers[2].change = lambda found: found[:-1]
+            nodes.readers[2].alter = lambda samples: samples[:-1]
     assert torch.cat(delivered).tolist() == shuffled(SAMPLES, 0, 0).tolist()
-    nodes.readers[2].change = None
+    nodes.readers[2].alter = None
     alone = loader(stack, source, "one", timeout="1s", capacity=2000, prefetch=4)
     iterator = iter(alone)
     next(iterator)

@@ -1,4 +1,4 @@
-"""Arguments of file systems: they reach fsspec, and are shown by nothing."""
+"""Arguments of file systems: they reach fsspec, and no message shows them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = {"token": SECRET, "nested": {"endpoint": ["https://vault"]}, "retries"
 
 
 class Vault(MemoryFileSystem):
-    """Files in memory that a token opens; its errors tell the token."""
+    """File system in memory that needs a token, and whose errors reveal the token."""
 
     protocol = "vault"
     store: dict[str, Any] = {}
@@ -85,19 +85,19 @@ def test_options_reach_the_file_system_and_are_not_shown(
 
 
 @pytest.mark.parametrize("name", ["x-broken", "x-gone"])
-def test_errors_do_not_show_what_opens_a_file_system(name: str) -> None:
+def test_errors_of_reads_do_not_show_the_token(name: str) -> None:
     Vault(SECRET).pipe(f"/data/{name}", b"x")
     reader = open_reader("vault://data", storage_options=OPTIONS)
-    number = np.array([3], dtype=np.uint32)
+    sample_ids = np.array([3], dtype=np.uint32)
     with pytest.raises((StorageError, OSError)) as caught:
-        reader.read(number)
+        reader.read(sample_ids)
     text = "".join(traceback.format_exception(caught.value))
     assert SECRET not in text
     assert "***" in text
     assert repr(name) in text
 
 
-def test_an_error_while_listing_does_not_show_them() -> None:
+def test_errors_of_listings_do_not_show_the_token() -> None:
     for options, shown in (({"token": "wrong-token"}, "***"), ({**OPTIONS, "root": 1}, "data")):
         with pytest.raises(ConfigError) as caught:
             open_reader("vault://missing-data", storage_options=options)
@@ -128,7 +128,7 @@ def test_bad_options_are_refused_and_not_shown(options: Any, words: str) -> None
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_file_that_is_no_json_is_not_shown(tmp_path: Path) -> None:
+def test_the_content_of_a_file_that_is_not_json_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "o.json").write_text(f"token = {SECRET}")
     with pytest.raises(ConfigError, match="is not JSON") as caught:
         parse_storage_options(tmp_path / "o.json")
@@ -136,13 +136,13 @@ def test_a_file_that_is_no_json_is_not_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["data", "tcp://127.0.0.1:1"])
-def test_sources_without_a_file_system_have_no_options(source: str) -> None:
+def test_options_are_refused_for_sources_without_a_file_system(source: str) -> None:
     with pytest.raises(ConfigError, match="storage_options must be None for a source") as caught:
         host_config(source, storage_options=OPTIONS)
     assert SECRET not in str(caught.value)
 
 
-def test_only_the_samples_of_the_endings_are_there() -> None:
+def test_extensions_select_the_samples() -> None:
     Vault(SECRET).pipe("/data/NOTES.txt", b"no sample")
     reader = open_reader("vault://data", storage_options=OPTIONS, extensions=(".bin",))
     assert [reader.table.key(number) for number in range(len(reader.table))] == [

@@ -1,5 +1,7 @@
-"""Sources of samples: folders, listings, stores and URLs hold the same bytes; what is not whole is
-named."""
+"""Sources of samples: folders, listings, stores and URLs give the same samples.
+
+Errors name damaged and missing samples.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ from tests.support.examples import examples
 from tests.support.sample_files import SAMPLES, bytes_of, pack_of
 from tests.support.waiting import wait_until
 
-EVERY = np.arange(SAMPLES, dtype=np.uint32)
+ALL_IDS = np.arange(SAMPLES, dtype=np.uint32)
 
 
-def test_a_folder_a_listing_a_store_and_urls_hold_the_same(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_a_listing_a_store_and_urls_give_the_same_samples(
+    folder: Path, tmp_path: Path
+) -> None:
     listing = tmp_path / "listing.tsv"
     names = [f"part{n // 50}/sample {n:03d}.bin" for n in range(SAMPLES)]
     listing.write_text("".join(f"{n}\t{folder}/{name}\n" for n, name in enumerate(names)))
@@ -53,43 +57,43 @@ def test_a_folder_a_listing_a_store_and_urls_hold_the_same(folder: Path, tmp_pat
     ]
     for source in sources:
         reader = open_reader(source)
-        assert [bytes(data) for data in reader.read(EVERY)] == [*map(bytes_of, range(SAMPLES))]
+        assert [bytes(data) for data in reader.read(ALL_IDS)] == [*map(bytes_of, range(SAMPLES))]
         some = np.array([50, 3, 96], np.uint32)
         assert [bytes(data) for data in reader.read(some)] == [*map(bytes_of, some)]
-        keys = [reader.table.key(number) for number in range(SAMPLES)]
+        keys = [reader.table.key(sample_id) for sample_id in range(SAMPLES)]
         assert keys == ([*map(str, range(SAMPLES))] if source == listing else names)
 
 
-def test_any_map_style_data_set_can_be_put(tmp_path: Path) -> None:
+def test_put_writes_any_map_style_data_set(tmp_path: Path) -> None:
     table = put([b"one", b"", b"three"], tmp_path)
     assert [table.key(n) for n in range(3)] == ["0", "1", "2"]
-    found = open_reader(tmp_path).read(np.arange(3, dtype=np.uint32))
-    assert [bytes(data) for data in found] == [b"one", b"", b"three"]
+    samples = open_reader(tmp_path).read(np.arange(3, dtype=np.uint32))
+    assert [bytes(data) for data in samples] == [b"one", b"", b"three"]
     with pytest.raises(ConfigError, match="already there"):
         put([b"x"], tmp_path)
     put([b"x"], tmp_path, overwrite=True)
     assert len(open_reader(tmp_path).table) == 1
     with pytest.raises(ConfigError, match=r"item 1 .*must be bytes, got 'int'"):
         put([b"x", 3], tmp_path / "other")
-    # What is unfinished is no store.
+    # An unfinished store has no manifest.
     assert not (tmp_path / "other" / MANIFEST).exists()
     for wrong in (iter([b"x"]), 3):
         with pytest.raises(ConfigError, match="map-style"):
             put(wrong, tmp_path / "third")
 
 
-def test_a_file_system_of_fsspec_holds_the_same(folder: Path, tmp_path: Path) -> None:
+def test_a_file_system_of_fsspec_gives_the_same_samples(folder: Path, tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     put(folder, tmp_path / "store", packs=3)
     for name, source in (("plain", folder), ("packed", tmp_path / "store")):
         memory.put(str(source), f"/{tmp_path.name}/{name}", recursive=True)
         reader = open_reader(f"memory://{tmp_path.name}/{name}")
-        assert [bytes(data) for data in reader.read(EVERY)] == [*map(bytes_of, range(SAMPLES))]
+        assert [bytes(data) for data in reader.read(ALL_IDS)] == [*map(bytes_of, range(SAMPLES))]
         assert reader.table.key(3) == "part0/sample 003.bin"
     memory.rm(f"/{tmp_path.name}", recursive=True)
 
 
-def test_a_server_that_tells_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_sizes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = MemoryFileSystem.find
 
     def unsized(*args: Any, **options: Any) -> Any:
@@ -97,7 +101,7 @@ def test_a_server_that_tells_no_sizes(tmp_path: Path, monkeypatch: pytest.Monkey
 
     fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/a", b"x")
     monkeypatch.setattr(MemoryFileSystem, "find", unsized)
-    # Asked for one by one it tells them.
+    # The server gives them when they are asked for one by one.
     assert open_reader(f"memory://{tmp_path.name}").table.total_bytes == 1
     monkeypatch.setattr(MemoryFileSystem, "sizes", lambda _, paths: [None] * len(paths))
     with pytest.raises(ConfigError, match=r"without the size of 'a'.*into a store"):
@@ -106,7 +110,7 @@ def test_a_server_that_tells_no_sizes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def web(folder: Path) -> Iterator[tuple[str, threading.Event]]:
-    """A web server's address, and what has to be set before it answers."""
+    """Address of a web server, and the event for which it waits before it answers."""
     answers = threading.Event()
     answers.set()
 
@@ -123,7 +127,7 @@ def web(folder: Path) -> Iterator[tuple[str, threading.Event]]:
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
-        # All files at once.
+        # The test requests all files at once.
         request_queue_size = SAMPLES
 
     with Server(("127.0.0.1", 0), Handler) as server:
@@ -135,32 +139,32 @@ def web(folder: Path) -> Iterator[tuple[str, threading.Event]]:
         thread.join()
 
 
-def test_a_folder_of_a_web_server(web: tuple[str, threading.Event]) -> None:
+def test_a_folder_of_a_web_server_is_read(web: tuple[str, threading.Event]) -> None:
     reader = open_reader(web[0])
-    found = reader.read(np.arange(len(reader.table), dtype=np.uint32))
-    assert [bytes(data) for data in found] == [*map(bytes_of, range(50, SAMPLES))]
-    assert keys_of(reader) == [f"sample {number:03d}.bin" for number in range(50, SAMPLES)]
+    samples = reader.read(np.arange(len(reader.table), dtype=np.uint32))
+    assert [bytes(data) for data in samples] == [*map(bytes_of, range(50, SAMPLES))]
+    assert keys_of(reader) == [f"sample {sample_id:03d}.bin" for sample_id in range(50, SAMPLES)]
 
 
-def test_names_on_pages_that_stand_for_no_text_or_folder_stay_quoted() -> None:
+def test_names_on_web_pages_stay_quoted_if_they_are_not_utf8_or_contain_a_slash() -> None:
     names = ["%C3%BC%2520.bin", "%FF.bin", "a%2Fb.bin"]
     assert [*map(listings._web_key, names)] == ["\u00fc%20.bin", *names[1:]]
 
 
-def test_a_server_that_takes_long_to_list(
+def test_a_slow_listing_reports_progress_and_ends_at_its_limit(
     web: tuple[str, threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listings, "_REPORT_SECONDS", 0.01)
     web[1].clear()
-    told: list[str] = []
+    reports: list[str] = []
 
-    def listed(done: str) -> None:
-        told.append(done)
-        if len(told) == 3:
+    def report_progress(text: str) -> None:
+        reports.append(text)
+        if len(reports) == 3:
             web[1].set()
 
-    assert len(open_reader(web[0], listed).table) == SAMPLES - 50
-    assert told[0].startswith(f"listing {web[0]} for")
+    assert len(open_reader(web[0], report_progress).table) == SAMPLES - 50
+    assert reports[0].startswith(f"listing {web[0]} for")
     web[1].clear()
     monkeypatch.setattr(listings, "LONGEST_LISTING", 0.1)
     with pytest.raises(PeerTimeoutError, match=f"{web[0]}: no answer in"):
@@ -168,11 +172,11 @@ def test_a_server_that_takes_long_to_list(
 
 
 def keys_of(reader: Reader) -> list[str]:
-    return [reader.table.key(number) for number in range(len(reader.table))]
+    return [reader.table.key(sample_id) for sample_id in range(len(reader.table))]
 
 
 def linked(tmp_path: Path) -> Path:
-    """A folder with links into it, round, out of it, and to nothing outside."""
+    """Make a folder with links that stay inside, lead round, and lead out; return its path."""
     data, other, beside = tmp_path / "data", tmp_path / "other", tmp_path / "data-2"
     for path in (data / "cat", other, beside):
         path.mkdir(parents=True)
@@ -191,7 +195,7 @@ INSIDE = ["cat/1", "cat/2", "cow/1", "cow/2"]
 OUTSIDE = ["dog/1", "dog/2", "dog/over/1", "dog/over/2", "file"]
 
 
-def test_links_are_followed_within_a_folder_and_not_round(tmp_path: Path) -> None:
+def test_links_within_a_folder_are_followed_once(tmp_path: Path) -> None:
     data = linked(tmp_path)
     # The folder itself may be a link.
     (tmp_path / "link").symlink_to(data)
@@ -206,7 +210,7 @@ def test_links_are_followed_within_a_folder_and_not_round(tmp_path: Path) -> Non
         assert reader.note == ""
 
 
-def test_links_that_lead_out_and_to_nothing_are_left_out(tmp_path: Path) -> None:
+def test_broken_links_that_lead_out_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "gone").symlink_to(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"1 link leads out .* is left out, such as 'gone'"):
@@ -219,9 +223,7 @@ def test_links_that_lead_out_and_to_nothing_are_left_out(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("storage", ["direct", "embedded", "files"])
 @pytest.mark.parametrize("follow", [False, True])
-def test_every_storage_follows_links_as_it_is_told_to(
-    storage: str, follow: bool, tmp_path: Path
-) -> None:
+def test_every_storage_obeys_follow_links(storage: str, follow: bool, tmp_path: Path) -> None:
     config = host_config(linked(tmp_path), storage=storage, follow_links=follow)
     if storage == "direct":
         with closing(DirectClient(config)) as client:
@@ -238,14 +240,14 @@ def test_a_loader_warns_of_links_that_are_left_out(tmp_path: Path) -> None:
     with closing(PrefetchLoader("links", config)) as loader:
         with pytest.warns(UserWarning, match="2 links lead out of the folder"):
             assert loader.data_set.samples == len(INSIDE)
-    # One rank warns for all.
+    # Only rank 0 warns.
     with closing(PrefetchLoader("links", config, ranks=Ranks(1, 2, (1,)))) as loader:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert loader.data_set.samples == len(INSIDE)
 
 
-def test_a_folder_that_cannot_be_read_is_not_left_out(
+def test_a_folder_that_cannot_be_read_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").write_bytes(b"x")
@@ -263,7 +265,7 @@ def test_a_folder_that_cannot_be_read_is_not_left_out(
             open_reader(tmp_path)
 
 
-def test_a_store_stays_whole_until_the_next_one_is(tmp_path: Path) -> None:
+def test_a_store_stays_until_the_next_one_is_whole(tmp_path: Path) -> None:
     put([b"one", b"two", b"three"], tmp_path, packs=3)
     with pytest.raises(ConfigError, match="item 1"):
         put([b"x", 3], tmp_path, overwrite=True)
@@ -274,14 +276,14 @@ def test_a_store_stays_whole_until_the_next_one_is(tmp_path: Path) -> None:
         put(tmp_path, tmp_path, overwrite=True)
     put([b"x"], tmp_path, overwrite=True)
     assert len(list(tmp_path.iterdir())) == 2
-    # Packs without their manifest are not taken for samples.
+    # Packs without a manifest are no samples.
     (tmp_path / MANIFEST).unlink()
     for source in (tmp_path, f"file://{tmp_path}"):
         with pytest.raises(ConfigError, match="no manifest"):
             open_reader(source)
 
 
-def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
+def test_damaged_samples_are_found_and_named(folder: Path, tmp_path: Path) -> None:
     put(folder, tmp_path, packs=2)
     assert list(find_damage(open_reader(tmp_path))) == []
     pack = pack_of(tmp_path, 1)
@@ -316,12 +318,12 @@ def test_damage_is_found_and_named(folder: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_source(make: object, words: str, tmp_path: Path) -> None:
+def test_a_path_that_is_no_source_is_refused(make: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         open_reader(make(tmp_path))  # type: ignore[operator]
 
 
-def test_files_that_change_or_vanish_are_named(tmp_path: Path) -> None:
+def test_files_that_change_or_vanish_are_errors_with_their_names(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_bytes(b"12345")
     reader = open_reader(tmp_path)
@@ -333,25 +335,27 @@ def test_files_that_change_or_vanish_are_named(tmp_path: Path) -> None:
         reader.read(np.arange(3, dtype=np.uint32))
 
 
-def test_a_storage_of_files_answers_every_request(folder: Path) -> None:
+def test_a_storage_of_files_replies_to_every_fetch(folder: Path) -> None:
     storage = FileStorage(open_reader(folder), nodes=3, read_threads=2, timeout=0.3)
-    came = threading.Event()
-    storage.on_reply = came.set
+    has_reply = threading.Event()
+    storage.on_reply = has_reply.set
     for fetch_id in range(9):
         storage.submit(fetch_id, fetch_id % 3, np.arange(fetch_id, SAMPLES, 9, dtype=np.uint32))
-    found: dict[int, bytes] = {}
-    while len(found) < 9:
-        assert came.wait(20)
-        came.clear()
+    data_of: dict[int, bytes] = {}
+    while len(data_of) < 9:
+        assert has_reply.wait(20)
+        has_reply.clear()
         for reply in storage.replies():
             assert not isinstance(reply.data, StorageError)
-            found[reply.fetch_id] = reply.data.tobytes()
-    for fetch_id, data in found.items():
+            data_of[reply.fetch_id] = reply.data.tobytes()
+    for fetch_id, data in data_of.items():
         assert data == b"".join(bytes_of(n) for n in range(fetch_id, SAMPLES, 9))
     storage.close()
 
 
-def test_a_damaged_store_is_tried_again_and_then_an_error(folder: Path, tmp_path: Path) -> None:
+def test_reads_of_a_damaged_store_are_repeated_and_then_an_error(
+    folder: Path, tmp_path: Path
+) -> None:
     put(folder, tmp_path)
     pack = pack_of(tmp_path)
     data = bytearray(pack.read_bytes())
@@ -366,31 +370,33 @@ def test_a_damaged_store_is_tried_again_and_then_an_error(folder: Path, tmp_path
     storage.close()
 
 
-def test_a_read_that_hangs_is_an_error_and_does_not_keep_anybody(
+def test_a_read_that_hangs_is_an_error_and_delays_no_close(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let_go = threading.Event()
+    may_continue = threading.Event()
     reader = open_reader(folder)
-    monkeypatch.setattr(reader, "read_joined", lambda numbers: let_go.wait(60))
+    monkeypatch.setattr(reader, "read_joined", lambda sample_ids: may_continue.wait(60))
     monkeypatch.setattr(file_storage, "GRACE", 0.05)
     storage = FileStorage(reader, read_threads=1, timeout=0.2)
     for fetch_id in range(2):
-        # The second is not even begun.
+        # No thread starts to read the second one.
         storage.submit(fetch_id, 0, np.array([1 + fetch_id, 5], np.uint32))
     replies = []
-    wait_until(lambda: replies.extend(storage.replies()) or len(replies) == 2, "both are told")
+    wait_until(
+        lambda: replies.extend(storage.replies()) or len(replies) == 2, "there are two replies"
+    )
     for reply in replies:
         assert isinstance(reply.data, StorageError)
         assert f"sample 'part0/sample 00{1 + reply.fetch_id}.bin'" in str(reply.data)
         assert "has hung for more than 200 ms" in str(reply.data)
     storage.close()
     assert storage.replies() == []
-    let_go.set()
+    may_continue.set()
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(0, 2**40)), min_size=1), st.booleans(), st.data())
 @settings(max_examples=examples(50))
-def test_tables_come_back_whole_and_in_parts(
+def test_a_table_is_the_same_after_a_round_trip_in_parts(
     rows: list[tuple[str, int]], summed: bool, data: st.DataObject
 ) -> None:
     rows = [(key.encode(errors="ignore").decode(), size) for key, size in rows]
@@ -404,14 +410,14 @@ def test_tables_come_back_whole_and_in_parts(
             for p in parts
         ]
     )
-    for found in (table, whole):
-        assert [found.key(n) for n in range(len(rows))] == [key for key, _ in rows]
-        assert found.sizes.tolist() == [size for _, size in rows]
-        assert (found.checksums is None) == (sums is None)
-        assert found.digest == table.digest
+    for either in (table, whole):
+        assert [either.key(n) for n in range(len(rows))] == [key for key, _ in rows]
+        assert either.sizes.tolist() == [size for _, size in rows]
+        assert (either.checksums is None) == (sums is None)
+        assert either.digest == table.digest
 
 
-def test_tables_that_differ_have_other_digests() -> None:
+def test_different_tables_have_different_digests() -> None:
     base = SampleTable.build(["a", "b"], [1, 2])
     others = [
         SampleTable.build(["a", "c"], [1, 2]),
@@ -424,7 +430,7 @@ def test_tables_that_differ_have_other_digests() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     reader = open_reader(tmp_path)
     (tmp_path / "a").chmod(0)

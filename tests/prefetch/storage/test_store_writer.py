@@ -1,5 +1,5 @@
-"""A store is whole at any moment while it is written, and nothing damaged, old or hostile is taken
-for one."""
+"""Writer of stores: a whole store is there at any moment, and damaged, old or hostile manifests are
+refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_dlres.prefetch.storage.writer import put
 from tests.support.sample_files import pack_of
 
 OLD, NEW = [b"one", b"two", b"three"], [b"4", b"five"]
-# Two packs, their directory, the manifest, and the directory again.
+# Calls of fsync of one put: two packs, their directory, the manifest, and the directory again.
 SYNCS = 5
 
 
@@ -42,8 +42,8 @@ def names(store: Path) -> set[str]:
     return {path.name for path in store.iterdir()}
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
-    """Have one of the calls that bring files to the disk fail."""
+def fail_fsync(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
+    """Let the call of fsync with this index raise an error."""
     calls, sync = iter(range(SYNCS)), os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -56,17 +56,17 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> N
 
 @pytest.mark.parametrize("at", range(SYNCS))
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_is_full_at_any_moment_leaves_a_whole_store(
+def test_a_full_disk_leaves_a_whole_store(
     at: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(OLD, tmp_path, packs=3)
     before = names(tmp_path)
     with monkeypatch.context() as patched:
-        failing(patched, at, OSError(number, os.strerror(number)))
+        fail_fsync(patched, at, OSError(number, os.strerror(number)))
         with pytest.raises(ConfigError, match=r"cannot be written: .*Free some space there"):
             put(NEW, tmp_path, packs=2, overwrite=True)
     if at == SYNCS - 1:
-        # The new manifest is there.
+        # The new manifest was in place before the error.
         assert content(tmp_path) == NEW
         assert len(names(tmp_path)) == 3
     else:
@@ -79,7 +79,9 @@ def test_a_disk_that_is_full_at_any_moment_leaves_a_whole_store(
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
 @pytest.mark.parametrize("size", [10, 1 << 20])
-def test_no_room_for_samples(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_space_for_samples_leaves_no_file(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = tmp_path / "store"
     opened, real = [], Path.open
 
@@ -97,13 +99,13 @@ def test_no_room_for_samples(size: int, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("at", range(SYNCS))
-def test_what_a_killed_put_leaves_is_removed_by_the_next(
+def test_the_next_put_removes_the_files_of_a_killed_one(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(OLD, tmp_path)
     with monkeypatch.context() as patched:
-        failing(patched, at, KeyboardInterrupt())
-        # A process that is killed cleans nothing up.
+        fail_fsync(patched, at, KeyboardInterrupt())
+        # A killed process cleans nothing up.
         patched.setattr(StoreWriter, "_clean", lambda _: None)
         patched.setattr(Path, "unlink", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
@@ -114,7 +116,7 @@ def test_what_a_killed_put_leaves_is_removed_by_the_next(
     assert names(tmp_path) == {MANIFEST, pack_of(tmp_path).name}
 
 
-def test_what_is_left_of_a_first_put_is_replaced_only_if_told_to(tmp_path: Path) -> None:
+def test_an_unfinished_first_store_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     put(OLD, tmp_path)
     (tmp_path / MANIFEST).unlink()
     (tmp_path / "samples-of-mine.bin").write_bytes(b"x")
@@ -126,8 +128,8 @@ def test_what_is_left_of_a_first_put_is_replaced_only_if_told_to(tmp_path: Path)
     assert names(tmp_path) == {MANIFEST, pack_of(tmp_path).name, "samples-of-mine.bin"}
 
 
-def test_two_writers_of_one_directory(tmp_path: Path) -> None:
-    class During:
+def test_a_second_writer_of_a_directory_is_refused(tmp_path: Path) -> None:
+    class WritesDuringRead:
         def __len__(self) -> int:
             return 1
 
@@ -136,11 +138,13 @@ def test_two_writers_of_one_directory(tmp_path: Path) -> None:
                 put(OLD, tmp_path, overwrite=True)
             return b"x"
 
-    put(During(), tmp_path)
+    put(WritesDuringRead(), tmp_path)
     assert content(tmp_path) == [b"x"]
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_can_be_written_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -150,14 +154,14 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(names(tmp_path)) == 2
 
 
-def test_readers_of_a_store_that_is_replaced_never_mix_the_two(tmp_path: Path) -> None:
+def test_a_reader_never_mixes_a_replaced_store_with_the_new_one(tmp_path: Path) -> None:
     put(OLD, tmp_path)
-    reading, late = open_reader(tmp_path), open_reader(tmp_path)
+    early, late = open_reader(tmp_path), open_reader(tmp_path)
     every = np.arange(3, dtype=np.uint32)
-    reading.read(every)
+    early.read(every)
     put([b"ONE", b"TWO", b"THREE"], tmp_path, overwrite=True)
-    # The file that is open stays until it is closed.
-    assert reading.read(every) == OLD
+    # An open file can be read until it is closed.
+    assert early.read(every) == OLD
     with pytest.raises(StorageError, match="Check that the file is there"):
         late.read(every)
 
@@ -171,13 +175,17 @@ def test_readers_of_a_store_that_is_replaced_never_mix_the_two(tmp_path: Path) -
         (1, "file/store", "can write to"),
     ],
 )
-def test_where_no_store_can_be(packs: int, target: str, words: str, tmp_path: Path) -> None:
+def test_bad_packs_and_directories_are_refused(
+    packs: int, target: str, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(ConfigError, match=words):
         put(OLD, tmp_path / target, packs=packs)
 
 
-def test_more_packs_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_with_more_packs_than_files_may_be_open_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, count = Path.open, iter(range(9))
 
     def few(path: Path, mode: str) -> Any:
@@ -192,7 +200,7 @@ def test_more_packs_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.M
     assert names(tmp_path) == set()
 
 
-def test_a_store_of_more_packs_than_files_may_be_open(
+def test_a_store_of_more_packs_than_files_may_be_open_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = [bytes([number]) * number for number in range(120)]
@@ -215,23 +223,23 @@ def test_a_store_of_more_packs_than_files_may_be_open(
     monkeypatch.setattr(os, "close", counted_close)
     every = np.arange(len(samples), dtype=np.uint32)
     for first in range(0, len(samples), 7):
-        numbers = every[first : first + 7]
-        assert reader.read_joined(numbers).tobytes() == b"".join(samples[first : first + 7])
+        sample_ids = every[first : first + 7]
+        assert reader.read_joined(sample_ids).tobytes() == b"".join(samples[first : first + 7])
     assert reader.read_joined(every).tobytes() == b"".join(samples)
     assert reader.read(every) == samples
     assert len(open_files) == 5
-    # What opens no more files is told at once, with the limit's name.
+    # The limit of open files is an error at once, and it names the limit.
     open_files.update(range(-readers._MOST_TEMPORARY, 0))
     with pytest.raises(StorageError, match=r"sample '039'.*ulimit -n"):
         read_in_time(reader, every[39:40], 1e6, threading.Event())
     monkeypatch.undo()
 
 
-def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+def test_a_flip_of_any_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     put(OLD, tmp_path, packs=2)
     data = np.fromfile(tmp_path / MANIFEST, dtype=np.uint8)
     SampleTable.from_bytes(data, "the manifest")
-    taken = []
+    accepted = []
     for bit in range(8 * len(data)):
         flipped = data.copy()
         flipped[bit // 8] ^= 1 << bit % 8
@@ -239,8 +247,8 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
             SampleTable.from_bytes(flipped, "the manifest")
         except ConfigError:
             continue
-        taken.append(bit)
-    assert not taken
+        accepted.append(bit)
+    assert not accepted
 
 
 def test_a_manifest_of_any_other_length_is_refused(tmp_path: Path) -> None:
@@ -252,7 +260,7 @@ def test_a_manifest_of_any_other_length_is_refused(tmp_path: Path) -> None:
         SampleTable.from_bytes(np.frombuffer(data + b"\0", np.uint8), "the manifest")
 
 
-def test_a_store_of_the_version_before_is_refused_and_replaced(tmp_path: Path) -> None:
+def test_a_store_of_an_earlier_version_is_refused_and_can_be_replaced(tmp_path: Path) -> None:
     header = {
         "format": "dlres-store",
         "version": 1,
@@ -299,22 +307,24 @@ def table_of(keys: bytes, ends: list[int], sizes: list[int], **more: Any) -> Sam
         (table_of(b"ab", [1, 2], [1, 1], packs=1, packs_id="0123456789ab\n"), "no header"),
     ],
 )
-def test_a_hostile_table(table: SampleTable, words: str) -> None:
+def test_a_hostile_manifest_is_refused(table: SampleTable, words: str) -> None:
     data = np.frombuffer(b"".join(table.to_bytes()), np.uint8)
     with pytest.raises(ConfigError, match=words):
         SampleTable.from_bytes(data, "a store")
 
 
-def test_keys_at_the_edge_of_what_is_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_may_cross_the_slices_in_which_they_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys = ["", "é", "", "a€", "𝄞", ""]
     for size in range(1, 12):
         monkeypatch.setattr("lightning_dlres.prefetch.storage.manifest._SLICE", size)
         table = SampleTable.build(keys, [1] * len(keys))
-        found = SampleTable.from_bytes(np.frombuffer(b"".join(table.to_bytes()), np.uint8), "x")
-        assert [found.key(number) for number in range(len(keys))] == keys
+        loaded = SampleTable.from_bytes(np.frombuffer(b"".join(table.to_bytes()), np.uint8), "x")
+        assert [loaded.key(sample_id) for sample_id in range(len(keys))] == keys
 
 
-def test_a_hostile_storage_node_is_a_typed_error(folder: Path) -> None:
+def test_a_hostile_table_of_a_storage_node_is_a_protocol_error(folder: Path) -> None:
     class Hostile:
         table, contents = table_of(b"a\xff", [1, 2], [1, 1]), ""
         read: Callable[[Any], list[bytes]]
@@ -326,7 +336,7 @@ def test_a_hostile_storage_node_is_a_typed_error(folder: Path) -> None:
         NodeStorage([node.endpoint], timeout=20)
 
 
-def test_a_lock_is_no_way_to_write_elsewhere(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / store_writer._LOCK).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -348,7 +358,9 @@ def test_a_lock_is_no_way_to_write_elsewhere(tmp_path: Path) -> None:
     ],
     ids=["set", "object array", "surrogate", "sparse", "quantized", "meta"],
 )
-def test_items_that_cannot_be_written_are_named(tmp_path: Path, bad: Any, words: str) -> None:
+def test_items_that_cannot_be_written_are_errors_with_their_index(
+    tmp_path: Path, bad: Any, words: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"Item 1 of the data set: .*{words}") as caught:
         put({0: 0, 1: (0, bad)}, tmp_path / "store", encode=encode_item)
     assert "rank" not in str(caught.value)

@@ -1,5 +1,4 @@
-"""Files behind URLs: the bytes of the sample that was asked for, whatever reads beside it; and
-listings that leave out nothing and add nothing."""
+"""Files behind URLs: concurrent reads return the right bytes, and listings are complete."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def content(number: int) -> bytes:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[tuple[MemoryFileSystem, str]]:
-    """A file system in memory, and a folder of it for this test alone."""
+    """File system in memory, and a folder in it for this test only."""
     system, root = fsspec.filesystem("memory"), f"/{tmp_path.name}"
     yield system, root
     if system.exists(root):
@@ -50,7 +49,7 @@ def memory(tmp_path: Path) -> Iterator[tuple[MemoryFileSystem, str]]:
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
+    """Let threads take turns after every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -83,39 +82,39 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tar://set::memory:/{memory}/a.tar",
     ],
 )
-def test_threads_that_read_an_archive_get_its_bytes(
+def test_threads_that_read_one_archive_get_the_right_bytes(
     url: str, archives: Path, memory: tuple[MemoryFileSystem, str]
 ) -> None:
     memory[0].pipe(f"{memory[1]}/a.tar", (archives / "a.tar").read_bytes())
     source = url.format(folder=archives, memory=memory[1])
-    # Two data sets may lie in one archive: their file systems share what is below.
+    # Two data sets may lie in one archive: their file systems share the file below.
     readers = [open_reader(source) for _ in range(2)]
     expected = [content(number) for number in range(COUNT)]
 
     def read(part: int) -> bool:
         order = np.random.default_rng(part).permutation(COUNT).astype(np.uint32)
-        found = readers[part % 2].read(order)
-        return found == [expected[number] for number in order]
+        samples = readers[part % 2].read(order)
+        return samples == [expected[number] for number in order]
 
     with ThreadPoolExecutor(READERS) as pool:
         assert all(pool.map(read, range(READERS)))
 
 
-def test_a_storage_node_serves_an_archive_to_many_at_once(archives: Path) -> None:
+def test_a_storage_node_serves_many_requests_for_an_archive_at_once(archives: Path) -> None:
     reader = open_reader(f"tar://set::file://{archives}/a.tar")
     with StoreNode(reader, read_threads=READERS) as node:
         storage = NodeStorage([node.endpoint], timeout=30)
-        wished = np.array_split(np.random.default_rng(0).permutation(COUNT).astype(np.uint32), 16)
-        for fetch_id, numbers in enumerate(wished):
-            storage.submit(fetch_id, 0, numbers)
+        batches = np.array_split(np.random.default_rng(0).permutation(COUNT).astype(np.uint32), 16)
+        for fetch_id, sample_ids in enumerate(batches):
+            storage.submit(fetch_id, 0, sample_ids)
         replies: list[Any] = []
         wait_until(lambda: replies.extend(storage.replies()) or len(replies) == 16, "all replies")
         storage.close()
     for reply in replies:
-        assert reply.data.tobytes() == b"".join(map(content, wished[reply.fetch_id].tolist()))
+        assert reply.data.tobytes() == b"".join(map(content, batches[reply.fetch_id].tolist()))
 
 
-def test_only_file_systems_that_are_known_to_be_safe_are_called_by_several_threads() -> None:
+def test_only_file_systems_known_to_be_thread_safe_are_called_by_several_threads() -> None:
     memory, web = fsspec.filesystem("memory"), HTTPFileSystem()
     assert is_concurrent(web)
     assert is_concurrent(DirFileSystem("http://localhost", web))
@@ -125,7 +124,7 @@ def test_only_file_systems_that_are_known_to_be_safe_are_called_by_several_threa
     assert not is_concurrent(reference)
 
 
-def test_calls_of_a_file_system_that_is_not_safe_wait_for_each_other(
+def test_calls_of_an_unsafe_file_system_are_serialized(
     memory: tuple[MemoryFileSystem, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system, root = memory
@@ -139,7 +138,7 @@ def test_calls_of_a_file_system_that_is_not_safe_wait_for_each_other(
         most = max(most, inside)
         if inside > 1:
             met.set()
-        # Two that are inside at once meet here.
+        # Two threads that are inside at once meet here.
         met.wait(0.1)
         inside -= 1
         return b"x"
@@ -153,7 +152,7 @@ def test_calls_of_a_file_system_that_is_not_safe_wait_for_each_other(
 
 
 class Counting(AsyncFileSystem):  # type: ignore[misc]
-    """A web server, and how many requests it has had at once."""
+    """Web server that records the largest number of requests at once."""
 
     protocol = "http"
     cachable = False
@@ -217,7 +216,7 @@ def test_markers_of_folders_are_no_samples(
         (None, "Check that the file is there"),
     ],
 )
-def test_an_object_that_changes_is_named(
+def test_an_object_that_changes_is_an_error_with_its_name(
     now: bytes | None, words: str, memory: tuple[MemoryFileSystem, str]
 ) -> None:
     system, root = memory
@@ -232,7 +231,9 @@ def test_an_object_that_changes_is_named(
         reader.read(np.arange(3, dtype=np.uint32))
 
 
-def test_an_empty_object_that_grows_is_named(memory: tuple[MemoryFileSystem, str]) -> None:
+def test_an_empty_object_that_grows_is_an_error_with_its_name(
+    memory: tuple[MemoryFileSystem, str],
+) -> None:
     system, root = memory
     system.pipe(f"{root}/a", b"")
     reader = open_reader(f"memory:/{root}")
@@ -242,7 +243,7 @@ def test_an_empty_object_that_grows_is_named(memory: tuple[MemoryFileSystem, str
         reader.read(np.zeros(1, np.uint32))
 
 
-ODD = [
+ODD_NAMES = [
     "a\u2028b",
     "form\x0cfeed",
     "\ufeffmark",
@@ -255,29 +256,29 @@ ODD = [
 ]
 
 
-def test_odd_names_in_folders_and_listings(tmp_path: Path) -> None:
+def test_folders_and_listings_may_have_odd_names(tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()
-    for name in ODD:
+    for name in ODD_NAMES:
         (files / name).write_bytes(name.encode())
-    assert sorted(keys(open_reader(files))) == sorted(ODD)
+    assert sorted(keys(open_reader(files))) == sorted(ODD_NAMES)
     listing = tmp_path / "list.tsv"
     for mark in ("", "\ufeff"):
-        listing.write_bytes((mark + "".join(f"{n}\tfiles/{n}\n" for n in ODD[:-1])).encode())
+        listing.write_bytes((mark + "".join(f"{n}\tfiles/{n}\n" for n in ODD_NAMES[:-1])).encode())
         reader = open_reader(listing)
-        assert keys(reader) == ODD[:-1]
-        every = np.arange(len(ODD) - 1, dtype=np.uint32)
-        assert reader.read(every) == [name.encode() for name in ODD[:-1]]
+        assert keys(reader) == ODD_NAMES[:-1]
+        every = np.arange(len(ODD_NAMES) - 1, dtype=np.uint32)
+        assert reader.read(every) == [name.encode() for name in ODD_NAMES[:-1]]
 
 
-def test_a_listing_that_was_written_on_windows(tmp_path: Path) -> None:
+def test_a_listing_written_on_windows_is_read(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "list.txt").write_bytes(b"a\r\n\r\nb\r\n")
     assert keys(open_reader(tmp_path / "list.txt")) == ["a", "b"]
 
 
-def test_lines_of_a_listing_that_only_in_part_was_written_on_windows(tmp_path: Path) -> None:
+def test_a_listing_with_mixed_line_endings_is_refused_with_a_fix(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "list.txt").write_bytes(b"a\r\nb\n")
