@@ -72,7 +72,7 @@ def _serve(settings: argparse.Namespace) -> int:
         raise ConfigError(got_expected("--nodes", settings.nodes, "at least 1", "--nodes 4"))
     if (settings.key is None) != (not settings.allow):
         missing, given = ("--key", "--allow") if settings.key is None else ("--allow", "--key")
-        raise ConfigError(f"{missing} must be given beside {given}, got none. Pass both.")
+        raise ConfigError(f"{missing} must be given together with {given}, got none. Pass both.")
     # Imported here because only this command needs sockets.
     from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 

@@ -94,7 +94,7 @@ def test_links_out_of_a_folder_are_followed_on_request_and_reported_otherwise(
     [
         (["put", "{files}", "{files}/../store", "--packs", "0"], "packs"),
         (["ls", "{files}/nothing"], "Nothing is there"),
-        (["keys", "a", "--directory", "/proc/nowhere"], "directory to write to"),
+        (["keys", "a", "--directory", "/proc/nowhere"], "directory must be writable"),
     ],
 )
 def test_mistakes_end_with_status_2_and_a_message(

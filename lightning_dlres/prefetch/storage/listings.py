@@ -384,7 +384,7 @@ def _web_key(quoted: str) -> str:
 
 
 def _in_time(
-    call: Callable[[], _Result], what: str, report_progress: ReportProgress | None
+    call: Callable[[], _Result], name: str, report_progress: ReportProgress | None
 ) -> _Result:
     """Return the result of a call that reports no progress itself.
 
@@ -392,7 +392,7 @@ def _in_time(
 
     Args:
         call: Function to call, in a thread.
-        what: Name of the call, for reports and errors.
+        name: Name of the call, for reports and errors.
         report_progress: Called once a second.
 
     Raises:
@@ -413,9 +413,9 @@ def _in_time(
         taken = time.monotonic() - started
         if taken > LONGEST_LISTING:
             raise PeerTimeoutError(
-                f"{what}: no answer in {format_seconds(taken)}. Check the server. A store "
+                f"{name}: no answer in {format_seconds(taken)}. Check the server. A store "
                 "(`dlres store put`) is opened by reading one file."
             )
         if report_progress:
-            report_progress(f"{what} for {format_seconds(taken)}")
+            report_progress(f"{name} for {format_seconds(taken)}")
     return result.result()

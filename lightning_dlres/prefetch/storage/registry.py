@@ -24,21 +24,22 @@ from lightning_dlres.prefetch.storage.source_options import SourceConfig
 # and a function to report progress to (or None).
 Opener = Callable[[SourceConfig, Path, ReportProgress | None], Storage]
 
-# The rank reads local files itself, without a cache: a value of the option, but no backend.
+# Value of the option `storage` with which each rank reads files itself, without a cache. It has no
+# opener.
 DIRECT = "direct"
-# Another value of the option: `host_config` chooses the storage by the source.
+# Value of the option with which `host_config` chooses the storage by the source.
 AUTO = "auto"
 _BUILT_IN = "lightning_dlres.prefetch.storage"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageBackend:
-    """A way to get samples, known by its name.
+    """Registered way to get samples.
 
     Attributes:
         name: Value of the option `storage`.
         opener: Import path of the function that opens it, "module:function".
-        reads_files: True if its source is one folder, store, listing or URL of these.
+        reads_files: True if its source must be one folder, store, listing or URL.
     """
 
     name: str
@@ -75,10 +76,10 @@ def register_storage(name: str, opener: str, *, reads_files: bool = False) -> No
     backend = StorageBackend(name=name, opener=opener, reads_files=reads_files)
     known = _backends.get(name, backend)
     if name == AUTO or known != backend:
-        taken = f"the opener {known.opener!r}" if known.opener else "a meaning of its own"
+        taken = f"the opener {known.opener!r}" if known.opener else "another meaning"
         raise ConfigError(
             f"name must be one that no other storage has, got {name!r}, which has {taken}. "
-            "Register the backend by another name."
+            "Register the backend under another name."
         )
     _backends[name] = backend
 
@@ -113,7 +114,7 @@ def load_opener(name: str, opener: str) -> Opener:
     module, _, function = opener.partition(":")
     try:
         loaded = getattr(import_module(module), function)
-    except Exception as error:  # a module of somebody else may raise anything
+    except Exception as error:  # an outside module may raise anything
         raise ConfigError(
             f"The opener of storage {name!r} must be importable, got {opener!r}: {error!r}. Put "
             "its module into a folder of sys.path."

@@ -1,4 +1,4 @@
-"""The registry of storage backends, with a backend from a module outside of the package."""
+"""Registry of storage backends, with a backend from a module outside of the package."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Squares(Storage):
         self.nodes = nodes
         self._samples = samples
 
-    def submit(self, fetch_id, node, numbers):
-        joined = b"".join(self._samples[number] for number in numbers.tolist())
+    def submit(self, fetch_id, node, sample_ids):
+        joined = b"".join(self._samples[sample_id] for sample_id in sample_ids.tolist())
         self._reply(Reply(fetch_id, np.frombuffer(joined, dtype=np.uint8)))
 
     def close(self):
@@ -77,7 +77,7 @@ not_a_function = 3
 
 @pytest.fixture(autouse=True)
 def forked_caches() -> None:
-    """Start the process of a cache as users do, not forked off a process with other modules."""
+    """Let the cache start its process as for users: a forked one would have other modules."""
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_a_loader_reads_an_outside_backend_through_the_cache(options: dict[str, 
 
 
 class Model(LightningModule):
-    """Notes the values and labels of its batches."""
+    """Records the values and labels of its batches."""
 
     def __init__(self) -> None:
         super().__init__()
