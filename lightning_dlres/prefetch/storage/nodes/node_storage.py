@@ -205,7 +205,8 @@ class NodeStorage(Storage):
     def _check(self, welcomes: dict[int, protocol.Welcome]) -> None:
         first = min(welcomes)
         self._first, self._expected = self._name(first), welcomes[first]
-        # Nodes that have once served this data set.
+        # Nodes that have once served this data set. The threads of several connections add to it;
+        # `set.add` needs no lock.
         self._agreed: set[int] = set()
         for node, welcome in welcomes.items():
             if (problem := self._welcome_error(node, welcome)) is not None:
