@@ -137,7 +137,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the plan has the times of its layers, so that it can be simulated."""
+        """True if the plan has the times of its layers, so that it can be simulated."""
         return self.cluster is not None and self.microbatches > 0 and bool(self.layers)
 
     def workload(self) -> Workload:

@@ -155,7 +155,7 @@ class _LayerKind:
 
     @property
     def can_follow_itself(self) -> bool:
-        """Whether the layer accepts its own output as input."""
+        """True if the layer accepts its own output as input."""
         accepted, returned = (
             (structure, [(t.shape, t.dtype, t.requires_grad) for t in tensors])
             for structure, tensors in map(flatten, (self.call.inputs, self.output))

@@ -92,7 +92,7 @@ class Profiler:
         optimizers: Sequence[Optimizer],
         gradient_copies: int,
     ) -> RunProfile:
-        """Measure, and return the same profile on all ranks; called by all ranks.
+        """Measure; return this rank's sizes with the times of all ranks; called by all ranks.
 
         Args:
             samples: Samples to run, the same on all ranks.

@@ -134,7 +134,10 @@ def _search(
     orders: Sequence[tuple[tuple[int, ...], ...]],
     known: SearchResult | None = None,
 ) -> SearchResult | None:
-    """Return the fastest plan over some orders, the start first; None if `known` is faster."""
+    """Return the fastest plan over some orders; None if none is faster than `known`.
+
+    The first order is that of the start.
+    """
     programs = [SplitProgram(replace(workload, replicas=replicas)) for replicas in orders]
     start_seconds, best = inf, None
     limit = known.seconds if known is not None else inf

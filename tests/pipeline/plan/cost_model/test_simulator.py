@@ -329,7 +329,7 @@ class TestTwoReplicas:
         assert times(found, "loss", 1, replica=1) == [(6, 10)]
         assert times(found, "backward", 1)[0] == (8, 10)
 
-    def test_a_machine_without_microbatches_does_nothing(self) -> None:
+    def test_a_replica_without_micro_batches_does_nothing(self) -> None:
         found = simulate(two_replicas(1, GPIPE, layers=plain_layers([1.0])), [1])
         assert {activity.replica for activity in found.activities} == {0}
         assert found.step_seconds == 3

@@ -93,14 +93,20 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("toy", [toy() for toy in TOYS])
-@settings(max_examples=examples(20))
-@given(random=st.randoms(use_true_random=False), stages=st.integers(1, 3))
+@settings(max_examples=examples(40))
+@given(
+    random=st.randoms(use_true_random=False),
+    stages=st.integers(1, 3),
+    recompute=st.sampled_from(["never", "always"]),
+)
 def test_the_planner_finds_the_fastest_split_of_a_registered_schedule(
-    toy: Schedule, random: Random, stages: int
+    toy: Schedule, random: Random, stages: int, recompute: str
 ) -> None:
-    workload = small_workload(random, stages=stages, recompute="never", schedule=toy)
+    workload = small_workload(random, stages=stages, recompute=recompute, schedule=toy)
     result = search_plan(workload, stages, keep_order=True)
-    fastest = min(step_seconds(workload, s, ()) for s in splits(len(workload.layers), stages))
+    count = len(workload.layers)
+    recomputed = range(count) if recompute == "always" else ()
+    fastest = min(step_seconds(workload, s, recomputed) for s in splits(count, stages))
     assert result.seconds <= fastest * (1 + 1e-3)
     assert result.seconds >= fastest * (1 - 1e-9)
 
