@@ -148,7 +148,7 @@ class Connection:
         """Wait for other ranks only briefly from now on, because this rank has raised."""
         self.timeout = self.mailbox.timeout = min(self.timeout, _TIMEOUT_AFTER_FAILURE_SECONDS)
 
-    def note_signal(self, number: int) -> None:
+    def count_signal(self, number: int) -> None:
         """Count a signal that this rank has received; rank 0 learns of it within about a second.
 
         A signal handler may call this.
@@ -159,7 +159,7 @@ class Connection:
             # A new dict, since a signal may interrupt a reader of the old one.
             self._signals = {**self._signals, number: self._signals.get(number, 0) + 1}
 
-    def noted_signals(self) -> dict[int, int]:
+    def signal_counts(self) -> dict[int, int]:
         """Return, by signal number, the largest count of any rank as far as this rank knows.
 
         Rank 0 knows the counts of all ranks; another rank may know only its own.

@@ -35,7 +35,7 @@ class DeferredSignals:
         self._handlers_before = {number: signal.getsignal(number) for number in numbers}
         # Lightning's handlers, by signal number.
         self._handlers: dict[int, Callable[..., Any]] = {}
-        # Count of each signal, as `noted_signals` had it when the signal was last handled.
+        # Count of each signal, as `signal_counts` had it when the signal was last handled.
         self._handled: dict[int, int] = {}
 
     def install(self) -> None:
@@ -49,21 +49,21 @@ class DeferredSignals:
             handler = signal.getsignal(number)
             if callable(handler) and handler is not before:
                 self._handlers[number] = handler
-                signal.signal(number, self._note)
+                signal.signal(number, self._count)
 
     def due(self) -> list[int]:
         """Return the signals that a rank has received and no rank has handled.
 
         Only rank 0 calls this, and tells the others.
         """
-        counts = self._connection.noted_signals()
+        counts = self._connection.signal_counts()
         return [n for n, count in counts.items() if count > self._handled.get(n, 0)]
 
     def handle(self, numbers: list[int]) -> None:
         """Run Lightning's handlers; called by all ranks at the same place."""
-        # One preemption signals the ranks one after the other. `noted_signals` holds the largest
+        # One preemption signals the ranks one after the other. `signal_counts` holds the largest
         # count of a rank, so only a second signal to the same rank is handled again.
-        counts = self._connection.noted_signals()
+        counts = self._connection.signal_counts()
         for number in numbers:
             self._handled[number] = counts.get(number, 0)
             if number in self._handlers:
@@ -73,5 +73,5 @@ class DeferredSignals:
         """Return True if all ranks have handled SIGTERM, and so end together."""
         return signal.SIGTERM in self._handled
 
-    def _note(self, number: int, frame: Any) -> None:
-        self._connection.note_signal(number)
+    def _count(self, number: int, frame: Any) -> None:
+        self._connection.count_signal(number)

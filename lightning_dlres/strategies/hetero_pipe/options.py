@@ -118,9 +118,9 @@ class PipeOptions:
         """
         return self.fixed_microbatches or planned or _DEFAULT_MICROBATCHES_PER_DEVICE * devices
 
-    def cuts_nothing(self, world_size: int) -> bool:
-        """Return True if steps are those of plain training: one device, and no option that asks for
-        a pipeline on it."""
+    def is_plain_training(self, world_size: int) -> bool:
+        """Return True if steps are those of plain training: one device, and no option that needs a
+        pipeline on it."""
         needs_pipeline = (
             self.fixed_microbatches,
             self.given_plan,

@@ -98,7 +98,7 @@ class RunPlanner:
         fitting = trainer.state.fn == TrainerFn.FITTING
         world_size = self._connection.world_size
         measures = self._options.given_plan is None and world_size > 1
-        cuts = not self._options.cuts_nothing(world_size)
+        cuts = not self._options.is_plain_training(world_size)
         reads = fitting and cuts and (self._model_is_whole or measures)
         samples = self._read_samples(trainer) if reads else None
         plan = self._make_plan(trainer, previous, samples)

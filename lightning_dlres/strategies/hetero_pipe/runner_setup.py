@@ -48,7 +48,7 @@ def make_runner(
         undo: Gets the undo of all changes outside of the model; closed at the run's end.
     """
     context, connection = deployment.context, deployment.connection
-    if options.cuts_nothing(connection.world_size):
+    if options.is_plain_training(connection.world_size):
         return PlainSteps(deployment.module, context.precision, tracer)
     plan, stage, layers = deployment.plan, deployment.stage, deployment.layers
     indices = plan.layers_of(stage)

@@ -256,9 +256,9 @@ class HeteroPipeStrategy(ConnectedStrategy):
                 f"backward itself, got False in {type(module).__name__}. Use automatic "
                 "optimization with one optimizer, or another strategy."
             )
-        if fitting and not self._options.cuts_nothing(self.world_size):
+        if fitting and not self._options.is_plain_training(self.world_size):
             refuse_callbacks(trainer)
-        if not self._options.cuts_nothing(self.world_size):
+        if not self._options.is_plain_training(self.world_size):
             refuse_dataloader_iter(trainer, module)
         self.model = self.precision_plugin.convert_module(module)
         is_whole = not self.restore_checkpoint_after_setup

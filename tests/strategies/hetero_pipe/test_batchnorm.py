@@ -92,9 +92,9 @@ def fit_plainly(context: RankContext) -> dict[str, Tensor]:
 def test_training_equals_a_single_device_that_gets_the_same_microbatches(pool: RankPool) -> None:
     (expected,) = pool.run(fit_plainly, 1)
     for schedule in ("gpipe", "1f1b"):
-        for found in pool.run(fit, 2, 1, schedule):
+        for actual in pool.run(fit, 2, 1, schedule):
             for name, value in expected.items():
-                assert relative(found[name].float(), value.float()) <= 1e-5, (schedule, name)
+                assert relative(actual[name].float(), value.float()) <= 1e-5, (schedule, name)
 
 
 def test_replicas_end_with_the_same_statistics(pool: RankPool) -> None:

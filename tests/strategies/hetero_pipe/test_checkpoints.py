@@ -78,9 +78,9 @@ def write(
 ) -> tuple[dict[int, float], str]:
     """Train without interruption; return the losses, and the path of a checkpoint from its
     middle."""
-    found = pool.run(fit, stages, stages, str(directory), **options)
-    assert all(losses == found[0] for losses in found)
-    return found[0], str(directory / f"step={SAVED}.ckpt")
+    losses_by_rank = pool.run(fit, stages, stages, str(directory), **options)
+    assert all(losses == losses_by_rank[0] for losses in losses_by_rank)
+    return losses_by_rank[0], str(directory / f"step={SAVED}.ckpt")
 
 
 def assert_resumes(resumed: dict[int, float], whole: dict[int, float]) -> None:
@@ -115,21 +115,21 @@ def test_dropout_resumes_as_if_uninterrupted(pool: RankPool, tmp_path: Path) -> 
 def test_a_checkpoint_file_equals_that_of_a_single_device(pool: RankPool, tmp_path: Path) -> None:
     _, path = write(pool, tmp_path / "pipeline")
     pool.run(fit_plainly, 1, str(tmp_path / "plain"))
-    found = torch.load(path, weights_only=False)
+    actual = torch.load(path, weights_only=False)
     expected = torch.load(tmp_path / "plain" / f"step={SAVED}.ckpt", weights_only=False)
-    assert found.keys() == expected.keys()
-    assert list(found["state_dict"]) == list(expected["state_dict"])
+    assert actual.keys() == expected.keys()
+    assert list(actual["state_dict"]) == list(expected["state_dict"])
     for name, value in expected["state_dict"].items():
-        assert relative(found["state_dict"][name], value) <= 1e-5
-    ours, theirs = found["optimizer_states"][0], expected["optimizer_states"][0]
+        assert relative(actual["state_dict"][name], value) <= 1e-5
+    ours, theirs = actual["optimizer_states"][0], expected["optimizer_states"][0]
     assert ours["param_groups"] == theirs["param_groups"]
     assert ours["state"].keys() == theirs["state"].keys()
     for index, state in theirs["state"].items():
         for name, value in state.items():
             assert not ours["state"][index][name].is_meta
             assert relative(ours["state"][index][name], value) <= 1e-4, (index, name)
-    assert found["loops"].keys() == expected["loops"].keys()
-    assert found["lr_schedulers"] == expected["lr_schedulers"]
+    assert actual["loops"].keys() == expected["loops"].keys()
+    assert actual["lr_schedulers"] == expected["lr_schedulers"]
 
 
 def test_a_checkpoint_can_be_saved_after_the_run(pool: RankPool, tmp_path: Path) -> None:

@@ -73,13 +73,13 @@ class CountsLeftovers(Callback):
     """Callback that finds objects of the previous step which should have been freed."""
 
     def __init__(self) -> None:
-        self.found: set[str] = set()
+        self.leftovers: set[str] = set()
 
     def on_train_batch_start(self, *_: Any) -> None:
         parts = (TrainingStep, GradientBuffer, LightningStep, Stage)
         names = [type(o).__name__ for o in gc.get_objects() if issubclass(type(o), parts)]
         names.remove("Stage")  # the one that lives as long as the run
-        self.found.update(names)
+        self.leftovers.update(names)
 
 
 def leftovers(context: RankContext, schedule: str) -> set[str]:
@@ -91,7 +91,7 @@ def leftovers(context: RankContext, schedule: str) -> set[str]:
         trainer.fit(Classifier(), batches())
     finally:
         gc.enable()
-    return callback.found
+    return callback.leftovers
 
 
 def test_a_step_leaves_no_tensors_in_reference_cycles(pool: RankPool) -> None:

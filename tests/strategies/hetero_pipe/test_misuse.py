@@ -296,8 +296,8 @@ def state_as_arrays(module: Any) -> list[Any]:
 
 
 def copy_and_call(module: Any) -> Tensor:
-    found: Tensor = copy.deepcopy(module.net)(torch.ones(2, 16))
-    return found
+    output: Tensor = copy.deepcopy(module.net)(torch.ones(2, 16))
+    return output
 
 
 def look_only(module: Any) -> None:
@@ -351,12 +351,12 @@ class Norms(Callback):
 
 
 def norms_in_hooks(context: RankContext) -> list[dict[str, float]]:
-    found = []
+    norms_of_runs = []
     for place in (None, context):
         norms = Norms()
         fit(place, Case(Classifier, "gpipe", trainer={"callbacks": [norms], "max_epochs": 1}))
-        found.append(norms.first)
-    return found
+        norms_of_runs.append(norms.first)
+    return norms_of_runs
 
 
 def test_gradient_norms_in_hooks_are_those_of_the_stage(pool: RankPool) -> None:
@@ -370,17 +370,17 @@ class Broadcasts(Callback):
     """Callback that broadcasts objects as other callbacks do."""
 
     def __init__(self) -> None:
-        self.got: Any = None
+        self.received: Any = None
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        mine = [Path("a/b"), {"steps": 3, "best": None}, (1.5, True, "text"), torch.arange(3)]
-        self.got = trainer.strategy.broadcast(mine if trainer.is_global_zero else None)
+        objects = [Path("a/b"), {"steps": 3, "best": None}, (1.5, True, "text"), torch.arange(3)]
+        self.received = trainer.strategy.broadcast(objects if trainer.is_global_zero else None)
 
 
 def broadcast_in_a_callback(context: RankContext) -> Any:
     callback = Broadcasts()
     fit(context, Case(Classifier, trainer={"callbacks": [callback], "max_epochs": 1}))
-    return callback.got
+    return callback.received
 
 
 def test_paths_and_other_plain_objects_can_be_broadcast(pool: RankPool) -> None:

@@ -225,12 +225,12 @@ def evaluate_and_fit(context: RankContext | None, same_trainer: bool) -> list[fl
     model = OnMeta(meta=context is not None)
     trainers = [trainer_for(context) for _ in range(1 if same_trainer else 4)]
     first, second, third, fourth = trainers * (4 if same_trainer else 1)
-    found = [first.validate(model, batches(), verbose=False)[0]["val_loss"]]
+    losses = [first.validate(model, batches(), verbose=False)[0]["val_loss"]]
     second.fit(model, batches())
-    found.append(float(second.callback_metrics["loss_epoch"]))
-    found.append(third.validate(model, batches(), verbose=False)[0]["val_loss"])
-    found.append(fourth.test(model, batches(), verbose=False)[0]["val_loss"])
-    return found
+    losses.append(float(second.callback_metrics["loss_epoch"]))
+    losses.append(third.validate(model, batches(), verbose=False)[0]["val_loss"])
+    losses.append(fourth.test(model, batches(), verbose=False)[0]["val_loss"])
+    return losses
 
 
 def evaluate_and_fit_everywhere(context: RankContext) -> list[list[float]]:

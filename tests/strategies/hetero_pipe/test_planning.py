@@ -75,9 +75,12 @@ def test_profiling_changes_nothing(pool: RankPool) -> None:
 def test_recomputing_changes_nothing(pool: RankPool, kind: str, schedule: str) -> None:
     layers = 5 if kind == "gpt" else 11
     plan = PipelinePlan(replicas=((0, 1),), split=(2, layers - 2), schedule=schedule)
-    again = msgspec.structs.replace(plan, recompute=tuple(range(layers)))
+    recompute_all = msgspec.structs.replace(plan, recompute=tuple(range(layers)))
     some = msgspec.structs.replace(plan, recompute=(1, 3))
-    runs = [pool.run(fit, 2, kind, 0.2, plan=p, schedule=schedule)[0] for p in (plan, again, some)]
+    runs = [
+        pool.run(fit, 2, kind, 0.2, plan=p, schedule=schedule)[0]
+        for p in (plan, recompute_all, some)
+    ]
     assert_same_run(runs[0], runs[1])
     assert_same_run(runs[0], runs[2])
 
@@ -108,7 +111,7 @@ def test_a_memory_limit_is_met_by_recomputing(pool: RankPool) -> None:
         assert "its memory limit" in outcome.error_message
     without = msgspec.structs.replace(keeps_all, cluster=None)
     assert_same_run(limited, pool.run(fit, 2, "gpt", 0.0, 96, schedule="gpipe", plan=without)[0])
-    (again,) = pool.run_expecting_errors(
+    (second_outcome,) = pool.run_expecting_errors(
         fit,
         2,
         "gpt",
@@ -120,7 +123,7 @@ def test_a_memory_limit_is_met_by_recomputing(pool: RankPool) -> None:
         recompute="never",
         keep=True,
     )[:1]
-    assert "no plan fits" in again.error_message
+    assert "no plan fits" in second_outcome.error_message
 
 
 @pytest.mark.parametrize(
@@ -146,8 +149,8 @@ def test_a_bad_profile_config_is_refused(options: dict[str, Any]) -> None:
 
 def test_stages_are_chosen_by_simulated_time(pool: RankPool) -> None:
     # One device is far slower, and would slow down data parallel training.
-    found = pool.run(fit, 2, "gpt", 0.0, emulate_speed=[1.0, 0.05])[0]
-    plan = PipelinePlan.from_json(found["plan"])
+    result = pool.run(fit, 2, "gpt", 0.0, emulate_speed=[1.0, 0.05])[0]
+    plan = PipelinePlan.from_json(result["plan"])
     assert plan.stages == 2
     assert plan.split[plan.place(0)[1]] > plan.split[plan.place(1)[1]]
     assert plan.even_seconds is not None
@@ -195,14 +198,14 @@ def test_recompute_starts_before_its_gradient_arrives(pool: RankPool) -> None:
 
 
 def test_a_plan_is_a_file_that_can_be_edited(pool: RankPool, tmp_path: Path) -> None:
-    found = pool.run(fit, 2, "gpt", 0.0, stages=2)[0]
-    edited = json.loads(found["plan"])
+    result = pool.run(fit, 2, "gpt", 0.0, stages=2)[0]
+    edited = json.loads(result["plan"])
     # A different split than the planned one, which depends on measurements.
     split = [1, 4] if edited["split"] != [1, 4] else [3, 2]
     edited.update(split=split, recompute=[2])
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(edited))
-    again = pool.run(fit, 2, "gpt", 0.0, plan=str(path))[0]
-    plan = PipelinePlan.from_json(again["plan"])
+    resumed = pool.run(fit, 2, "gpt", 0.0, plan=str(path))[0]
+    plan = PipelinePlan.from_json(resumed["plan"])
     assert (plan.split, plan.recompute) == (tuple(split), (2,))
     assert plan.predicted_seconds != edited["predicted_seconds"], "predicted anew"

@@ -67,9 +67,9 @@ def fit_16_mixed(
 
 @pytest.mark.parametrize("parameter", ["net.0.weight", "net.7.bias"])
 def test_an_overflow_in_one_stage_skips_the_step_on_all(pool: RankPool, parameter: str) -> None:
-    found = pool.run(fit_16_mixed, 2, 2, parameter)
+    results = pool.run(fit_16_mixed, 2, 2, parameter)
     (expected,) = pool.run(_plainly, 1, parameter)
-    for scales, weights, final in found:
+    for scales, weights, final in results:
         assert scales == expected[0]
         assert scales[2] < scales[1], "the scaler backed off"
         for name, value in weights[2].items():

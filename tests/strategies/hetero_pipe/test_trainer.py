@@ -49,18 +49,18 @@ def with_callbacks(context: RankContext, directory: str) -> Any:
         **{**QUIET, "logger": CSVLogger(directory), "enable_checkpointing": True},
     )
     trainer.fit(task, train, validation)
-    again = trainer.validate(task, validation, ckpt_path="best", verbose=False)
+    revalidated = trainer.validate(task, validation, ckpt_path="best", verbose=False)
     score = float(best.best_model_score or 0)
-    return trainer.current_epoch, best.best_model_path, score, again[0]
+    return trainer.current_epoch, best.best_model_path, score, revalidated[0]
 
 
 def test_callbacks_act_alike_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
-    found = pool.run(with_callbacks, 3, str(tmp_path))
-    assert all(outcome == found[0] for outcome in found)
-    epochs, best, score, again = found[0]
+    results = pool.run(with_callbacks, 3, str(tmp_path))
+    assert all(outcome == results[0] for outcome in results)
+    epochs, best, score, revalidated = results[0]
     assert epochs == 2, "early stopping ended the run after one epoch without improvement"
     assert Path(best).is_file()
-    assert again["val_loss"] == pytest.approx(score, rel=1e-5)
+    assert revalidated["val_loss"] == pytest.approx(score, rel=1e-5)
     (log,) = tmp_path.rglob("metrics.csv")
     assert "lr-SGD" in log.read_text()
 
@@ -84,12 +84,12 @@ def evaluate_plainly(context: RankContext) -> Any:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_validate_test_and_predict_equal_a_single_device(pool: RankPool, ranks: int) -> None:
     ((validated, tested, predicted),) = pool.run(evaluate_plainly, 1)
-    for found in pool.run(evaluate_and_predict, ranks):
-        for results, expected in ((found[0], validated), (found[1], tested)):
+    for outcome in pool.run(evaluate_and_predict, ranks):
+        for results, expected in ((outcome[0], validated), (outcome[1], tested)):
             assert results[0].keys() == expected[0].keys()
             for name, value in expected[0].items():
                 assert results[0][name] == pytest.approx(value, rel=1e-5)
-        assert torch.equal(found[2], predicted)
+        assert torch.equal(outcome[2], predicted)
 
 
 class MadeOnMeta(Task):
@@ -180,10 +180,10 @@ def stream_plainly(context: RankContext) -> Any:
 
 def test_training_works_with_a_loader_of_unknown_length(pool: RankPool) -> None:
     ((steps, weights),) = pool.run(stream_plainly, 1)
-    for found in pool.run(fit_stream, 2):
-        assert found[0] == steps
+    for results in pool.run(fit_stream, 2):
+        assert results[0] == steps
         for name, value in weights.items():
-            assert relative(found[1][name], value) <= 1e-5
+            assert relative(results[1][name], value) <= 1e-5
 
 
 class Extra(Task):
@@ -221,14 +221,15 @@ def fast_dev_run(context: RankContext) -> Any:
 
 
 def test_fast_dev_run_gives_outputs_and_a_measured_plan(pool: RankPool) -> None:
-    found = pool.run(fast_dev_run, 3)
+    results = pool.run(fast_dev_run, 3)
     assert all(
-        seen == found[0][0] and len(seen) == 1 and seen[0]["size"] == 8.0 for seen, _, _ in found
+        seen == results[0][0] and len(seen) == 1 and seen[0]["size"] == 8.0
+        for seen, _, _ in results
     )
-    assert all(plan == found[0][1] for _, plan, _ in found)
-    assert '"power"' in found[0][1]
-    for _, _, weights in found:
-        assert all(torch.equal(weights[name], value) for name, value in found[0][2].items())
+    assert all(plan == results[0][1] for _, plan, _ in results)
+    assert '"power"' in results[0][1]
+    for _, _, weights in results:
+        assert all(torch.equal(weights[name], value) for name, value in results[0][2].items())
 
 
 def fit_measured(context: RankContext, measured: bool) -> dict[str, Tensor]:

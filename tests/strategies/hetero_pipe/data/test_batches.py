@@ -145,7 +145,7 @@ def test_batches_of_every_kind_train_as_on_a_single_device(
     pool: RankPool, kind: str, schedule: str, ranks: int
 ) -> None:
     ((loss, weights),) = pool.run(fit_plainly, 1, kind)
-    for found in pool.run(fit, ranks, kind, schedule):
-        assert found[0] == pytest.approx(loss, rel=1e-5)
+    for actual in pool.run(fit, ranks, kind, schedule):
+        assert actual[0] == pytest.approx(loss, rel=1e-5)
         for name, value in weights.items():
-            assert relative(found[1][name], value) <= 1e-5, name
+            assert relative(actual[1][name], value) <= 1e-5, name

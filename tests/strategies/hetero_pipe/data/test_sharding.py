@@ -149,16 +149,16 @@ def compare(context: RankContext) -> dict[str, bool]:
     runs += [(name, stage) for name in ("sampler", "stream, torch") for stage in ("validate",)]
     runs += [("batch sampler", "predict")]
     expected = {run: samples_of(context, run[0], False, run[1]) for run in runs}
-    found = {run: samples_of(context, run[0], True, run[1]) for run in runs}
+    actual = {run: samples_of(context, run[0], True, run[1]) for run in runs}
     return {
-        f"{n}, {s}": found[n, s] == expected[n, s] and len(expected[n, s]) >= 24 for n, s in runs
+        f"{n}, {s}": actual[n, s] == expected[n, s] and len(expected[n, s]) >= 24 for n, s in runs
     }
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_all_ranks_train_on_all_samples(pool: RankPool, ranks: int) -> None:
-    for found in pool.run(compare, ranks):
-        assert all(found.values()), found
+    for actual in pool.run(compare, ranks):
+        assert all(actual.values()), actual
 
 
 def test_the_undo_restores_the_user_s_sampler() -> None:
