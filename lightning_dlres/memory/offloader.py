@@ -207,11 +207,11 @@ class Offloader:
             steps.follow(plan)
         steps.policy = PlanPolicy(
             steps.plans,
-            self._tiers.slabs,
-            self._tiers.copiers,
-            self._tiers.fallback,
-            self._engine.byte_counter,
-            self._gpu,
+            tiers=self._tiers.slabs,
+            copiers=self._tiers.copiers,
+            fallback=self._tiers.fallback,
+            byte_counter=self._engine.byte_counter,
+            gpu=self._gpu,
         )
 
     # --- Phases PROFILE and VERIFY -----------------------------------------------------------
@@ -227,10 +227,10 @@ class Offloader:
         compresses = {MemoryAction.COMPRESS, MemoryAction.BOTH} & set(self._config.actions)
         policy = ProfilingPolicy(
             self._tiers.growing,
-            meter,
-            self._engine.byte_counter,
-            None if is_timed or self._is_compiled else self._layer_record(steps),
-            self._gpu,
+            meter=meter,
+            byte_counter=self._engine.byte_counter,
+            layers=None if is_timed or self._is_compiled else self._layer_record(steps),
+            gpu=self._gpu,
             measures_codec=not is_timed and bool(compresses),
         )
         with self._engine.hooks(policy, exempt), policy.recording(resident_tensors):

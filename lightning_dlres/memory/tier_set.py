@@ -63,10 +63,10 @@ class TierSet:
                 tier.name,
                 self.copiers[tier.name],
                 self._device,
-                tier.directory,
-                self._is_pinned(tier),
-                nbytes,
-                self._gpu,
+                directory=tier.directory,
+                pinned=self._is_pinned(tier),
+                nbytes=nbytes,
+                gpu=self._gpu,
             )
             for tier in self._config.tiers
         )

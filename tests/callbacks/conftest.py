@@ -1,5 +1,7 @@
-"""One thread computes: several workers with several threads each wait for each other. And links are
-measured with less memory: what they are exactly is of no interest here."""
+"""Fixtures: one computing thread, and short measurements of links.
+
+The threads of several test workers block each other. The exact speed of a link does not matter.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a plan predicts against counts that share no code with the engine: torch's allocator, and
-the kernel's."""
+"""Predictions of a plan against counts that share no code with the engine."""
 
 from __future__ import annotations
 

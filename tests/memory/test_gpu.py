@@ -1,5 +1,4 @@
-"""On a GPU: copies on streams of their own change no bit, and the predicted peak is what torch
-counts."""
+"""The engine on a real GPU: gradients are exact, and the predicted peak equals torch's counter."""
 
 from __future__ import annotations
 
@@ -173,7 +172,7 @@ def test_host_tensors_stay() -> None:
             found = step()
         assert torch.equal(found, expected)
     assert offloader.profile is not None
-    # The copy on the GPU, and what its ReLU makes.
+    # The copy on the GPU, and the output of its ReLU.
     assert len(offloader.profile.storages) == 2
 
 
@@ -201,5 +200,5 @@ def test_gradients_in_reused_memory_are_exact(name: str) -> None:
         separate, _ = trained(net, shape, engine(), Refusing)
         found, handed_over = trained(net, shape, engine())
     require_same(separate, found)
-    # cuDNN's batch normalisation runs as it is.
+    # cuDNN's batch normalisation is not patched.
     assert handed_over == (not name.startswith(("relu", "batch norm")))

@@ -241,7 +241,7 @@ def watched_hooks(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ob
 def test_a_plan_that_keeps_everything_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(plainly, saved_budget=None).steps(2)
     assert run.plan.changes_nothing
-    # Steps may take turns: some more are looked at.
+    # Steps may alternate, so a few more are watched.
     run.steps(4)
     assert run.offloader.is_idle("one")
     assert not run.offloader.is_idle("another")
@@ -290,7 +290,7 @@ def test_a_given_plan_with_patches_is_verified_and_followed() -> None:
     first = Run(plainly, **options).steps(9).plan
     assert first.recompute or first.reuse
     run = Run(plainly, plan=first, **options).steps(4)
-    # One step looks whether the modules compute the same bits.
+    # One step verifies that the modules compute the same bits.
     assert run.followed == 3
     assert run.mismatches == []
 

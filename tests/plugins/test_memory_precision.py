@@ -1,5 +1,4 @@
-"""With the plugin, training ends in the weights that Lightning's own precision plugin ends in, and
-a checkpoint can be read with and without it."""
+"""MemoryPrecision: weights equal those of Lightning's own plugin, and checkpoints fit both."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A model of one GPU's streams, events and memory, on the CPU.
+"""Model of one GPU's streams, events and memory, on the CPU.
 
 A stream is a queue. Its work runs later, in any order that CUDA allows: in order within a stream,
-after the events that it waits for, and otherwise whenever `choose` says. Memory that is given back
-is overwritten with poison as soon as its next owner could write to it. So a missing wait, or memory
-that is let go of too early, shows as wrong bytes.
+after the events that it waits for, and otherwise when `choose` says. Freed memory is overwritten
+with poison as soon as its next owner could write to it. A missing wait, or memory that is freed too
+early, therefore shows as wrong bytes.
 
 Two ways to compute:
 - `FakeGpu(choose)`: `launch` puts kernels into the current stream. They use `FakeGpu.empty`'s
@@ -65,7 +65,8 @@ class FakeStream:
     """Queue of work: functions, and events to wait for.
 
     Attributes:
-        finished, issued: how many pieces of work were done, and were ever put in.
+        finished: Number of pieces of work that were done.
+        issued: Number of pieces of work that were ever queued.
     """
 
     def __init__(self, gpu: FakeGpu, in_step: bool = False) -> None:
@@ -104,20 +105,20 @@ class FakeStream:
 
 
 class FakeGpu:
-    """See the module; has what `lightning_dlres.memory.execute.transfer.gpu.Gpu` asks for.
+    """Model of a GPU with the protocol `Gpu`; see the module's docstring.
 
     Args:
-        choose: is given a number of pieces of work that might run, and returns how many of them do.
-        in_step: whether the first stream is the host.
+        choose: Gets a number of pieces of work that may run, and returns how many of them run.
+        in_step: Whether the first stream is the host.
 
     Attributes:
-        faults: what CUDA would not forgive, in words.
-        waits: how often the host waited for all streams.
-        reads: how often the host waited for a number.
-        resets: how often the most bytes were forgotten.
-        most: the most bytes that torch's allocator had given out, as a test says.
-        pinned: bytes of the host's memory that are locked.
-        unready: bytes that were given back, and that nobody may use yet.
+        faults: Uses that CUDA would not forgive, in words.
+        waits: Number of times that the host waited for all streams.
+        reads: Number of times that the host waited for a number.
+        resets: Number of times that the peak was reset.
+        most: Peak of the allocator's bytes, which a test sets.
+        pinned: Bytes of pinned host memory.
+        unready: Freed bytes that cannot be allocated yet.
     """
 
     def __init__(self, choose: Callable[[int], int] = latest, in_step: bool = False) -> None:
@@ -135,7 +136,7 @@ class FakeGpu:
         self._recorded: weakref.WeakKeyDictionary[Any, list[FakeStream]] = (
             weakref.WeakKeyDictionary()
         )
-        # Blocks of each stream that it may use again at once.
+        # Free blocks, by the stream and the size for which they can be allocated at once.
         self._free: dict[tuple[FakeStream, int], list[np.ndarray[Any, Any]]] = {}
 
     # Methods of the protocol `Gpu`.
@@ -172,7 +173,7 @@ class FakeGpu:
         assert target.numel() == count
         if self._is_pinned(target) == self._is_pinned(source):
             self.faults.append("a copy beside the computing needs locked memory on one side")
-        read, write = _End(self, source), _End(self, target)
+        read, write = _CopyEnd(self, source), _CopyEnd(self, target)
         stream = self._current
 
         def work() -> None:
@@ -269,8 +270,8 @@ class FakeGpu:
     def _on_free(
         self, home: FakeStream, block: np.ndarray[Any, Any], recorded: list[FakeStream]
     ) -> None:
-        """The allocator gets memory back: its next owner writes to it, at the earliest behind what
-        its stream has by now, and behind what the recorded streams have."""
+        """Free memory. The next owner writes to it after the work that its stream has by now, and
+        after the work of the recorded streams."""
 
         def poison() -> None:
             block.fill(POISON)
@@ -291,9 +292,8 @@ class FakeGpu:
         other.put(ready)
 
 
-class _End:
-    """Memory that a copy reads or writes later, and that it does not keep alive, as CUDA would
-    not."""
+class _CopyEnd:
+    """Memory that a copy reads or writes later, and that it does not keep alive, as in CUDA."""
 
     def __init__(self, gpu: FakeGpu, tensor: Tensor) -> None:
         self._gpu, self.address, self._count = gpu, tensor.data_ptr(), tensor.numel()
@@ -312,7 +312,7 @@ class _End:
         if self._is_block:
             return
         if self._is_tier:
-            self._gpu.faults.append("memory of a tier was given back during a copy")
+            self._gpu.faults.append("memory of a tier was freed during a copy")
         self.is_gone = True
         self._last = bytes([POISON]) * self._count
         if not self._is_tier and self.reader in self._recorded:

@@ -172,8 +172,7 @@ Combination = tuple[tuple[StorageChoice, ...], tuple[int, ...], tuple[int, ...]]
 def all_selections(
     profile: StepProfile, actions: tuple[MemoryAction, ...] = tuple(MemoryAction)
 ) -> Iterator[Combination]:
-    """Yield all that a planner could choose, by brute force: what happens to every storage, which
-    regions run again, and which reuses there are."""
+    """Yield all selections of a planner: choices of all storages, regions and reuses."""
     for regions in _subsets(len(profile.regions)):
         for reuses in _subsets(len(profile.reuses)):
             yield from _with(profile, regions, reuses, actions)

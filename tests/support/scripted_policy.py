@@ -70,7 +70,7 @@ class ScriptedPolicy:
 
     def begin_save(self, tensor: Tensor, span: ByteSpan, number: int) -> Placement:
         self._wait_offloaded(1)
-        return Placement(self._decide(number, tensor), self._tier, None, self._copier)
+        return Placement(self._decide(number, tensor), self._tier, copier=self._copier)
 
     def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
         if self._copier.overlaps:

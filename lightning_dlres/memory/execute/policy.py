@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -36,6 +36,7 @@ class Placement:
 
     action: MemoryAction
     tier: Tier | None = None
+    _: KW_ONLY
     offset: int | None = None
     copier: Copier = _DIRECT
     capacity: int | None = None

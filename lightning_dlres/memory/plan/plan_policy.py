@@ -19,12 +19,11 @@ from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.policy import Placement
 from lightning_dlres.memory.execute.saved_storage import SavedStorage
 from lightning_dlres.memory.execute.spans import ByteSpan, dtype_name
-from lightning_dlres.memory.execute.transfer.copiers import Copier, DirectCopier
+from lightning_dlres.memory.execute.transfer.copiers import Copier
 from lightning_dlres.memory.execute.transfer.gpu import Gpu
 from lightning_dlres.memory.execute.transfer.tiers import Tier
 from lightning_dlres.memory.plan.plan import MemoryPlan, StorageDecision
 
-_DIRECT = DirectCopier()
 _KEEP = Placement(MemoryAction.KEEP)
 
 
@@ -48,6 +47,7 @@ class PlanPolicy:
     def __init__(
         self,
         plans: Sequence[MemoryPlan],
+        *,
         tiers: Mapping[str, Tier],
         copiers: Mapping[str, Copier],
         fallback: Tier | None = None,
@@ -108,7 +108,7 @@ class PlanPolicy:
         if decision is None:
             if self._fallback is None:
                 return _KEEP
-            return Placement(MemoryAction.OFFLOAD, self._fallback, None, _DIRECT)
+            return Placement(MemoryAction.OFFLOAD, self._fallback)
         self._free_compressed(decision.saved)
         if decision.action is MemoryAction.KEEP:
             return _KEEP
@@ -120,10 +120,10 @@ class PlanPolicy:
         return Placement(
             decision.action,
             self._tiers[decision.tier],
-            decision.offset,
-            self._copiers[decision.tier],
-            decision.capacity,
-            self._gpu,
+            offset=decision.offset,
+            copier=self._copiers[decision.tier],
+            capacity=decision.capacity,
+            gpu=self._gpu,
         )
 
     def _decision(self, number: int, storage: tuple[int, str]) -> StorageDecision | None:

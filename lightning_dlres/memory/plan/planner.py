@@ -138,7 +138,14 @@ def _fits(profile: StepProfile, selection: Selection, limits: MemoryLimits) -> b
 def _outcome(
     profile: StepProfile, selection: Selection, limits: MemoryLimits, margin: float = PACKED_MARGIN
 ) -> Outcome:
-    return simulate(profile, selection.choices, limits, selection.regions, margin, selection.reuses)
+    return simulate(
+        profile,
+        selection.choices,
+        limits,
+        regions=selection.regions,
+        reuses=selection.reuses,
+        margin=margin,
+    )
 
 
 def _refusal(

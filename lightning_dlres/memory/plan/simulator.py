@@ -70,9 +70,10 @@ def simulate(
     profile: StepProfile,
     choices: Sequence[StorageChoice],
     limits: MemoryLimits = NO_LIMITS,
+    *,
     regions: Sequence[int] = (),
-    margin: float = PACKED_MARGIN,
     reuses: Sequence[int] = (),
+    margin: float = PACKED_MARGIN,
 ) -> Outcome:
     """Return the outcome of a step.
 
@@ -82,11 +83,11 @@ def simulate(
             replaced by signs, have no effect.
         limits: Limits that the engine waits for. Storages are fetched ahead only within them.
         regions: Indices of the regions that run again in backward.
+        reuses: Indices of the reuses that are applied.
         margin: Factor between the reserved and the profiled size of compressed storages; 1 predicts
             the outcome if the sizes do not change.
-        reuses: Indices of the reuses that are applied.
     """
-    return _Step(profile, choices, limits, regions, margin, reuses).run()
+    return _Step(profile, choices, limits, regions=regions, reuses=reuses, margin=margin).run()
 
 
 class _Step:
@@ -97,9 +98,10 @@ class _Step:
         profile: StepProfile,
         choices: Sequence[StorageChoice],
         limits: MemoryLimits,
+        *,
         regions: Sequence[int],
-        margin: float,
         reuses: Sequence[int],
+        margin: float,
     ) -> None:
         self._margin = margin
         self._profile, self._choices, self._limits = profile, choices, limits

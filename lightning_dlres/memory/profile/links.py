@@ -33,6 +33,7 @@ def measure_link(
     name: str,
     copier: Copier,
     device: torch.device,
+    *,
     directory: Path | None,
     pinned: bool,
     nbytes: int,

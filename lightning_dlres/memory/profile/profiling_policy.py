@@ -80,6 +80,7 @@ class ProfilingPolicy:
     def __init__(
         self,
         tier: Tier,
+        *,
         meter: MemoryMeter,
         byte_counter: ByteCounter,
         layers: LayerRecord | None,

@@ -1,5 +1,7 @@
-"""Tensors over one storage that do not share a version counter: what one of them saves is never
-given to another that was changed since."""
+"""Tensors over one storage with version counters of their own.
+
+A storage that one of them has saved is never reused for another one that has changed since.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from lightning_dlres.memory.execute.actions import MemoryAction
 from tests.support.examples import examples
 from tests.support.scripted_policy import ScriptedEngine
 
-ACTIONS = [*MemoryAction, None]  # None: each in turns
+ACTIONS = [*MemoryAction, None]  # None: each action in turn
 Hooks = Callable[[], AbstractContextManager[None]]
 Step = Callable[[], tuple[Tensor, list[Tensor]]]
 
@@ -78,7 +80,7 @@ def packed(kind: type[nn.Module], **options: Any) -> Step:
 
 
 def halves(split: Callable[[Tensor], Any]) -> Step:
-    """Two halves of one storage: the first is saved, then the second is changed and saved."""
+    """Save the first half of a storage, then change and save the second half."""
 
     def step() -> tuple[Tensor, list[Tensor]]:
         x = torch.randn(4, 8, requires_grad=True)
@@ -91,7 +93,7 @@ def halves(split: Callable[[Tensor], Any]) -> Step:
 
 
 def changed_by_another(make: Callable[[Tensor], Tensor]) -> Step:
-    """A tensor is saved, its memory is changed through another one, and that is saved, too."""
+    """Save a tensor, change its memory through another tensor, and save that one, too."""
 
     def step() -> tuple[Tensor, list[Tensor]]:
         y, other = torch.randn(64), torch.empty(0)
@@ -99,7 +101,7 @@ def changed_by_another(make: Callable[[Tensor], Tensor]) -> Step:
         first = (w * y).sum()
         other = make(y)
         other.mul_(3)
-        # What the first one needs was changed without a sign: its gradient says nothing.
+        # The first tensor was changed without a new version: its gradient is undefined.
         return first * 0 + (v * other).sum(), [v]
 
     return step
@@ -154,7 +156,7 @@ def spoiled(reads_after: bool) -> Step:
         x = torch.randn(4, 8, requires_grad=True)
         y = x * 1
         one, other = Spoils.apply(y), y
-        # Backward comes first to what was computed last.
+        # Backward runs in reverse order.
         if reads_after:
             y = x * 1
             other, one = y.sin(), Spoils.apply(y)
@@ -164,7 +166,7 @@ def spoiled(reads_after: bool) -> Step:
 
 
 def given_back() -> tuple[Tensor, list[Tensor]]:
-    """A function returns a saved tensor as its gradient, to which other gradients are added."""
+    """Return a saved tensor as a gradient, to which other gradients are added."""
     x = torch.randn(64, requires_grad=True)
     y = torch.randn(64)
     return Returns.apply(x, y).sum() + Returns.apply(x, y).sum() + (x * y).sum(), [x]
@@ -253,8 +255,11 @@ STEPS = st.lists(
 
 
 def program(steps: list[tuple[str, int, tuple[int, int]]]) -> tuple[Tensor, list[Tensor]]:
-    """Save and change parts of one storage of four slots, through tensors with counters of their
-    own. What was saved is changed only where the saved tensor's own counter shows it."""
+    """Save and change parts of one storage of four slots, at random.
+
+    The tensors have version counters of their own. A saved tensor is changed only through its own
+    counter, so that autograd notices.
+    """
     base = torch.randn(4 * 8)
     handles = [Handle(base, frozenset(range(4)), 0)]
     counters, leaves = 1, [torch.zeros(1, requires_grad=True)]
@@ -298,5 +303,5 @@ def test_counters_are_shared_by_views_only() -> None:
     y.add_(1)
     for other in (y.data, torch.empty(0).set_(y.detach()), y.clone(), *y.unsafe_chunk(2)):
         assert not shares_counter(y, other)
-    # Looking changes nothing.
+    # A look at the counters changes nothing.
     assert y._version == 1

@@ -137,7 +137,7 @@ def test_a_storage_that_is_saved_twice_moves_once() -> None:
     with saved.hooks([x]):
         y = x + 1
         z = y.sin() + y.cos() + (y.t() @ y) + y.view(-1).exp().view(64, 64)
-    # y, and the result of exp.
+    # The storages of y and of the result of exp.
     assert saved.tier.used_bytes == 2 * 4 * 64 * 64
     z.sum().backward()
 
@@ -335,7 +335,7 @@ def test_a_reused_address_is_not_taken_for_an_earlier_storage() -> None:
     with saved.hooks([x]):
         total = torch.zeros(())
         for number in range(50):
-            # Memory of the last one is used again.
+            # The allocator reuses the memory of the previous product.
             total = total + (x * number).sin().sum()
             expected += number * (x.detach() * number).cos()
     total.backward()
@@ -372,7 +372,7 @@ def test_zeros_without_memory_stay(saved: ScriptedEngine) -> None:
 
 def test_memory_that_is_freed_and_filled_again_before_backward(saved: ScriptedEngine) -> None:
     def step(hooks: Callable[[], AbstractContextManager[None]]) -> list[Tensor]:
-        # What FSDP does with the parameters of a layer.
+        # FSDP does this with the parameters of a layer.
         x, weight = torch.randn(500, requires_grad=True), torch.randn(500)
         values = weight.clone()
         with hooks():

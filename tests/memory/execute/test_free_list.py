@@ -21,7 +21,7 @@ def test_allocations_never_overlap(orders: list[tuple[bool, int]]) -> None:
     for takes, number in orders:
         if takes:
             need = max(aligned(number), ALIGNMENT)
-            # The obvious oracle: every place, from the left, is free or not.
+            # A slow oracle: one flag per unit of memory.
             used = {byte for o, n in taken.items() for byte in range(o, o + n, ALIGNMENT)}
             runs, run = [0], 0
             for byte in range(0, TOTAL, ALIGNMENT):

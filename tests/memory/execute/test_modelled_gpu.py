@@ -1,5 +1,7 @@
-"""The whole engine against a model of a GPU: its copies run in every order that CUDA allows, and
-memory that is let go of too early is overwritten."""
+"""The whole engine on a model of a GPU.
+
+Copies run in every order that CUDA allows, and memory that is freed too early is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,7 @@ def test_planned_steps_neither_block_the_host_nor_reset_counters(gpu: FakeGpu) -
             net(x).float().square().mean().backward()
             gpu.most += 7 if number == 1 else 0
     assert offloader.measurements.steps == 3
-    # No stream is waited for, and `torch.cuda.max_memory_allocated` is still the user's.
+    # The host waits for no stream, and `torch.cuda.max_memory_allocated` is not reset.
     assert (gpu.waits, gpu.resets) == (waits, resets)
     assert offloader.measurements.device_peak == 107
     assert offloader.plan is not None
@@ -170,10 +172,10 @@ def test_compressed_storages_take_the_planned_bytes_and_do_not_block(gpu: FakeGp
     byte_counter = ByteCounter()
     with LiveBytes() as live:
         tensor = sparse()
-        expected, room = tensor.clone().numpy(), int(ZeroValue().encode(tensor).nbytes * 1.1)
+        expected, capacity = tensor.clone().numpy(), int(ZeroValue().encode(tensor).nbytes * 1.1)
         saved_storage = datum_of(tensor, byte_counter)
-        assert saved_storage.place(Placement(MemoryAction.COMPRESS, capacity=room, gpu=gpu))
-        # The host goes on, and the original is there until the count is.
+        assert saved_storage.place(Placement(MemoryAction.COMPRESS, capacity=capacity, gpu=gpu))
+        # The host continues. The original stays until the compressed size is known.
         assert gpu.reads == 0
         gc.collect()
         before = live.now
@@ -183,7 +185,7 @@ def test_compressed_storages_take_the_planned_bytes_and_do_not_block(gpu: FakeGp
         assert gpu.reads == 1
         gc.collect()
         assert before - live.now == expected.nbytes
-        assert room <= byte_counter.now < room + 8
+        assert capacity <= byte_counter.now < capacity + 8
         assert (saved_storage.tensor_for(reader).numpy() == expected).all()
 
 
@@ -193,11 +195,11 @@ def test_storages_that_exceed_their_capacity_are_restored_exactly(
     gpu: FakeGpu, action: MemoryAction, has_room: bool
 ) -> None:
     tensor, byte_counter = sparse(), ByteCounter()
-    room = ZeroValue().encode(tensor).nbytes - 64
-    tier = SlabTier(tensor.nbytes * 2 if has_room else aligned(room + 8), None, pinned=True)
+    capacity = ZeroValue().encode(tensor).nbytes - 64
+    tier = SlabTier(tensor.nbytes * 2 if has_room else aligned(capacity + 8), None, pinned=True)
     copier = StreamCopier(gpu)
     saved_storage = datum_of(tensor, byte_counter)
-    assert saved_storage.place(Placement(action, tier, None, copier, room, gpu))
+    assert saved_storage.place(Placement(action, tier, copier=copier, capacity=capacity, gpu=gpu))
     saved_storage.wait_offloaded()
     assert saved_storage.is_offloaded == has_room
     assert byte_counter.now == (0 if has_room else tensor.nbytes)
@@ -226,8 +228,10 @@ def test_tensors_on_other_devices_stay(gpu: FakeGpu) -> None:
 def test_link_measurement_takes_little_gpu_memory(gpu: FakeGpu) -> None:
     copier = StreamCopier(gpu)
     with LiveBytes() as live:
-        link = measure_link("host", copier, CPU, None, True, 1 << 30, gpu)
-    # A quarter of it is locked memory of the host.
+        link = measure_link(
+            "host", copier, CPU, directory=None, pinned=True, nbytes=1 << 30, gpu=gpu
+        )
+    # A quarter of this is pinned memory of the host.
     assert live.peak <= 96 << 20
     assert link.overlaps
     gc.collect()

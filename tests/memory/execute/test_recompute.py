@@ -43,7 +43,7 @@ def test_an_argument_that_is_passed_twice_is_restored_as_one_tensor() -> None:
         return [p.grad.clone() for p in root.parameters() if p.grad is not None]
 
     expected = gradients()
-    # Hooks give back another tensor each time, as those of a plan do.
+    # Hooks return a new tensor each time, as the engine's hooks do.
     with patch_recompute(root, ["block"]), saved_tensors_hooks(Tensor.detach, Tensor.detach):
         found = gradients()
     assert root["block"].seen == [(True, False)] * 3
@@ -101,7 +101,7 @@ class Asks(nn.Module):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         scale = getattr(x, "scale", 1.0) + isinstance(x, Subclass) + bool(x._backward_hooks)
         y = self.linear(x) * scale
-        # What is saved here depends on it.
+        # The saved tensor depends on this attribute.
         return y.sin() * (1.0 if other is None else other.sum())
 
 

@@ -139,7 +139,7 @@ def test_gradients_equal_those_in_separate_memory(
     assert handed_over == (0 if "relu" in name else 1)
     for expected, one in zip(trained(net, shape, None)[0], found, strict=True):
         torch.testing.assert_close(one, expected)
-        # A convolution of fewer samples may add up in another order.
+        # A convolution of fewer samples may add sums up in another order.
         assert "conv" in name or torch.equal(one, expected)
 
 

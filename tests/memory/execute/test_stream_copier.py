@@ -1,5 +1,7 @@
-"""Copier on streams of their own, against a model of a GPU that runs them in every order that CUDA
-allows: bytes are right, memory is free soon, and no direction waits for the other without need."""
+"""StreamCopier on a model of a GPU that runs copies in every order that CUDA allows.
+
+Bytes are right, memory is freed soon, and no direction waits for the other without need.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ class Program:
         for number in range(steps):
             action = self.chance.choice(actions)
             if action is self.use and self.chance.random() < 0.3:
-                # As where a user computes on streams: each waits for the other.
+                # As with a user's own streams, which wait for each other.
                 self.side.wait_stream(home)
                 with gpu.using(self.side):
                     action(number)
@@ -142,7 +144,7 @@ class Program:
                 self.known.remove(sent)
 
     def forget(self, number: int) -> None:
-        # As when a graph is given up: nobody waits for anything.
+        # As with a dropped graph: nothing waits for the copies.
         for sent in self._some():
             self.known.remove(sent)
 
@@ -178,7 +180,7 @@ def test_offloaded_memory_is_free_while_later_copies_are_in_flight(
     assert first.leaving is not None
     first.leaving.wait()
     first.here = None
-    # Its next owner may have it in stream order, and does not wait for the second copy.
+    # The memory is free in stream order, so its next owner does not wait for the second copy.
     assert place.gpu.unready == 0
     again = place.gpu.empty(SIZE)
     place.fill(again, 9)
@@ -217,7 +219,7 @@ def test_copies_wait_only_for_copies_of_the_same_bytes(make: Callable[..., World
     place.gpu.drain()
     new = place.send(2)
     old.arriving = place.copier.to_device(old.allocation.data, CPU)
-    # What is needed next comes though much is still to leave.
+    # A fetch does not wait for offloads of other bytes.
     place.gpu.reach(backward.record_event())
     assert len(outward.queue) > 0
     assert set(old.arriving[0].tolist()) == {1}
@@ -270,7 +272,7 @@ def test_fetched_memory_stays_allocated_for_another_stream(make: Callable[..., W
         ticket.wait()
         place.check(data, 7)
     place.gpu.reach(backward.record_event())
-    # The stream that gave the memory out goes on at once, with memory of the same size.
+    # The stream that allocated the memory continues at once, and allocates as many bytes.
     del data, ticket
     other = place.gpu.empty(SIZE)
     place.fill(other, 8)
@@ -308,7 +310,7 @@ def test_a_slab_stays_pinned_while_it_is_copied(make: Callable[..., World], fini
     if finishes:
         place.copier.synchronize()
     else:
-        # The last one to know of the copies goes.
+        # The last reference to the copier is dropped.
         place.copier = StreamCopier(place.gpu)
     assert place.gpu.pinned == 0
     place.gpu.drain()

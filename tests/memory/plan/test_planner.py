@@ -28,7 +28,7 @@ def oracle(profile: StepProfile, limits: MemoryLimits) -> float:
     """Return the duration of the fastest step within the limits; infinite if there is none."""
     least = inf
     for choices, regions, reuses in all_selections(profile):
-        outcome = simulate(profile, choices, limits, regions, reuses=reuses)
+        outcome = simulate(profile, choices, limits, regions=regions, reuses=reuses)
         if outcome.excess <= 0:
             least = min(least, outcome.seconds)
     return least
@@ -120,13 +120,13 @@ def test_the_smallest_budget_agrees_with_brute_force(seed: int) -> None:
 
 
 def test_copies_that_overlap_cost_no_time() -> None:
-    # 10 MiB take 10.5 ms, and a layer 20: every copy is done before the next storage is saved.
+    # A copy of 10 MiB takes 10.5 ms, and a layer 20 ms: it ends before the next storage is saved.
     profile = stack([10] * 5, seconds=0.02)
     outcome = simulate(profile, [OFFLOAD] * 3 + [KEEP] * 2)
     assert outcome.seconds == pytest.approx(0.02 * 11)
     assert outcome.moved == 60 * MIB
     assert outcome.peak == 20 * MIB
-    # Each has left at the event after, and comes back one layer ahead of its use.
+    # Each storage has left at the next event, and is fetched one layer ahead of its use.
     assert outcome.offloaded_by[:3] == (1, 2, 3)
     assert outcome.prefetch_at[:3] == (8, 7, 6)
 
@@ -134,8 +134,8 @@ def test_copies_that_overlap_cost_no_time() -> None:
 def test_one_link_carries_both_directions() -> None:
     profile = stack([20] * 4, seconds=0.01)
     everything = simulate(profile, [OFFLOAD] * 4)
-    # The link has 160 MiB to move, 168 ms of work; the first storage comes 10 ms after the start.
-    # Eight intervals of 10 ms are no cover for that.
+    # The link moves 160 MiB in 168 ms, and the first storage is saved 10 ms after the start.
+    # Eight intervals of 10 ms cannot hide that.
     assert everything.seconds >= 0.01 + 160 * MIB / 1e9
     apart = stack([20] * 4, seconds=0.01, overlaps=False)
     waited = simulate(apart, [OFFLOAD] * 4)
@@ -143,7 +143,7 @@ def test_one_link_carries_both_directions() -> None:
 
 
 def test_storages_of_the_last_layers_stay() -> None:
-    # What they save is used at once.
+    # Their storages are used at once.
     profile = stack([20] * 8, seconds=0.02)
     plan = plan_memory(profile, MemoryLimits(saved=100 * MIB))
     away = [d.action is MemoryAction.OFFLOAD for d in plan.decisions]
