@@ -1,4 +1,4 @@
-"""An ordinary Lightning script; one line keeps its device memory within a budget.
+"""An ordinary Lightning script. One line keeps its device memory within a budget.
 
 python examples/activation_offload.py
 """
@@ -35,8 +35,8 @@ def main() -> None:
         devices=1,
         logger=False,
         enable_checkpointing=False,
-        # Half of what backward needs leaves the device meanwhile. The report shows it:
-        # resource_report/memory.png.
+        # Half of the bytes that autograd saves leave the device until backward. The report shows
+        # them in resource_report/memory.png.
         callbacks=[dlres.ActivationOffload(saved_budget=0.5), dlres.ResourceReport()],
     )
     trainer.fit(Classifier(), DataLoader(data, batch_size=2048))

@@ -1,5 +1,6 @@
-"""An ordinary Lightning script whose samples come through the prefetch cache: the handwritten
-digits of scikit-learn, a map-style data set.
+"""An ordinary Lightning script that reads its samples through the prefetch cache.
+
+The dataset is map-style: the handwritten digits of scikit-learn.
 
 pip install scikit-learn
 python examples/prefetch_cache.py
@@ -34,14 +35,14 @@ class Classifier(LightningModule):
 
 
 def digits() -> list[Dataset[tuple[Tensor, ...]]]:
-    found = load_digits()
-    images = torch.tensor(found.data, dtype=torch.float32) / 16
-    return list(random_split(TensorDataset(images, torch.tensor(found.target)), [0.8, 0.2]))
+    bunch = load_digits()
+    images = torch.tensor(bunch.data, dtype=torch.float32) / 16
+    return list(random_split(TensorDataset(images, torch.tensor(bunch.target)), [0.8, 0.2]))
 
 
 def main() -> None:
     train, val = digits()
-    # In place of two DataLoaders. With a folder, a URL or storage nodes it is the same line.
+    # This replaces two DataLoaders. `train` may also be a folder, a URL or storage nodes.
     data = dlres.PrefetchCacheDataModule(train=train, val=val, batch_size=32, capacity="1MiB")
     trainer = Trainer(max_epochs=5, devices=1, logger=False, enable_checkpointing=False)
     trainer.fit(Classifier(), datamodule=data)

@@ -1,4 +1,4 @@
-"""Every public constructor refuses wrong values of every argument with its own error, at once."""
+"""Tests that each public constructor refuses wrong values of each argument with a ConfigError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_dlres.pipeline.profile.run_profile import LayerProfile
 
 ABSENT = object()
 FIX = r"\. [A-Z].*\.$"
-# Beside types that no argument takes. Each is a way to be wrong; `fits` names those that are right.
+# Values by name, most of them wrong for most arguments. `TABLE` names the values that are valid.
 WRONG: dict[str, Any] = {
     "object": ABSENT,
     "complex": 1j,
@@ -46,7 +46,7 @@ def _node(**arguments: Any) -> Any:
     return dlres.PrefetchCacheNode(**arguments)
 
 
-# For each constructor its other arguments, and for each argument the names of what is right.
+# For each constructor: its other arguments, and for each argument the names of valid values.
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]] = {
     "HeteroPipeStrategy": (
         dlres.HeteroPipeStrategy,
@@ -184,26 +184,26 @@ CASES = [(name, argument) for name, (_, _, arguments) in TABLE.items() for argum
 
 
 @pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda value: value)
-def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
+def test_wrong_values_are_refused_with_the_name_of_the_argument(name: str, argument: str) -> None:
     make, others, arguments = TABLE[name]
-    wrong = []
+    failures = []
     for kind, value in WRONG.items():
         try:
             make(**{**others, argument: value})
         except dlres.ConfigError as error:
             if kind in arguments[argument]:
-                wrong.append(f"{kind}: refused: {error}")
+                failures.append(f"{kind}: refused: {error}")
             elif not re.match(rf"(\w+\.)?{argument}\b.* must be .*, got .*{FIX}", str(error)):
-                wrong.append(f"{kind}: {error}")
+                failures.append(f"{kind}: {error}")
         except Exception as error:
-            wrong.append(f"{kind}: {type(error).__name__}: {error}")
+            failures.append(f"{kind}: {type(error).__name__}: {error}")
         else:
             if kind not in arguments[argument]:
-                wrong.append(f"{kind}: accepted")
-    assert wrong == []
+                failures.append(f"{kind}: accepted")
+    assert failures == []
 
 
-def test_huge_numbers_are_refused_where_they_cannot_be_kept() -> None:
+def test_timeouts_that_cannot_be_represented_are_refused() -> None:
     for make in (dlres.HeteroPipeStrategy, dlres.PrefetchCacheDataModule):
         with pytest.raises(dlres.ConfigError, match="timeout must be a time above 0 and up to"):
             make(timeout=1e30)

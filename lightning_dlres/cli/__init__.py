@@ -1,1 +1,1 @@
-"""The command line: `dlres demo`, and LightningCLI as `dlres fit` and the like."""
+"""Commands of `dlres`: demo, plan, store, and LightningCLI's fit, validate, test and predict."""

@@ -1,7 +1,7 @@
-"""`dlres demo`: the story of `dlres_hetero_pipe`, told on one machine in about two minutes.
+"""`dlres demo`: a demonstration of `dlres_hetero_pipe` on one machine in about two minutes.
 
-Three CPU processes of unlike speed train a GPT on real text. The speeds are emulated: a slower
-process sleeps after it has computed. Every rank runs this file from top to bottom; rank 0 speaks.
+Three CPU processes of different speeds train a GPT on real text. The speeds are emulated: a slower
+process sleeps after its computations. All ranks run the same code; only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -30,31 +30,44 @@ from lightning_dlres.demos.source_text import SourceTextDataModule
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 
-# Sleepers leave the CPU to others: together these ask for less than two cores.
+# Relative speeds of the ranks. Sleeping ranks free the CPU: all need less than two cores.
 SPEEDS = (0.25, 0.5, 1.0)
 MICROBATCHES = 12
 CONTEXT = 128
-SAME_LOSS = 1e-4
+# Largest difference of the validation losses with and without the pipeline.
+LOSS_TOLERANCE = 1e-4
 
 HEADLINE = """\
-Three devices train one GPT as a pipeline. They are CPU processes of emulated speeds: {speeds}.
-The model has {depth} blocks and {parameters:.2f} million parameters; it learns bytes of the Python
-standard library's source. This takes about {length}.
+Three devices train one GPT as a pipeline. They are CPU processes with emulated speeds: {speeds}.
+The model has {depth} blocks and {parameters:.2f} million parameters. It learns bytes of the source
+of Python's standard library. This takes about {length}.
 """
 PREDICTION = """\
 Predicted time of a step: {seconds:.3f} s; with the even split {even:.3f} s ({ratio:.2f} times).
 """
 FAREWELL = """\
 Checkpoint: {checkpoint} (an ordinary Lightning checkpoint)
-Plan:       {plan} (give it back: HeteroPipeStrategy(plan={plan!r}))
-Report:     {report}, with timeline.png (who works when) and trace.json for https://ui.perfetto.dev
+Plan:       {plan} (to use it: HeteroPipeStrategy(plan={plan!r}))
+Report:     {report}, with timeline.png (the work of each device) and trace.json for
+            https://ui.perfetto.dev
 Next:       dlres fit --config examples/configs/hetero_pipe.yaml
 In your own script: Trainer(strategy="dlres_hetero_pipe", accelerator="cpu", devices=2)"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large the demo is."""
+    """Size of the demo's model and training.
+
+    Attributes:
+        width: Width of the model.
+        depth: Blocks of the model.
+        batch_size: Windows of a batch.
+        steps: Steps of training.
+        trial_steps: Steps with the even split.
+        validation_batches: Batches of each validation.
+        text: Size of the text.
+        length: Approximate duration, for the headline.
+    """
 
     width: int
     depth: int
@@ -66,9 +79,27 @@ class Size:
     length: str
 
 
-FULL = Size(96, 8, 24, 150, 12, 8, "4MiB", "two minutes")
-QUICK = Size(32, 5, 12, 8, 6, 2, "1MiB", "twenty seconds")
-# A slow machine trains fewer steps, unless a number was asked for: the demo shall stay a short one.
+FULL = Size(
+    width=96,
+    depth=8,
+    batch_size=24,
+    steps=150,
+    trial_steps=12,
+    validation_batches=8,
+    text="4MiB",
+    length="two minutes",
+)
+QUICK = Size(
+    width=32,
+    depth=5,
+    batch_size=12,
+    steps=8,
+    trial_steps=6,
+    validation_batches=2,
+    text="1MiB",
+    length="twenty seconds",
+)
+# Without --steps, training stops after this time: a slow machine then trains fewer steps.
 LONGEST_TRAINING = timedelta(seconds=100)
 
 
@@ -78,12 +109,12 @@ def demo(options: Sequence[str]) -> int:
     size = QUICK if settings.quick else FULL
     longest = LONGEST_TRAINING if settings.steps is None else None
     size = replace(size, steps=settings.steps or size.steps)
-    _be_quiet()
+    _silence_lightning()
     return _Demo(size, longest, settings.out).run()
 
 
 class _Demo:
-    """The demo's chapters, in the order in which they are told."""
+    """The steps of the demo, in order."""
 
     def __init__(self, size: Size, longest: timedelta | None, out: Path) -> None:
         self.size, self.longest, self.out = size, longest, out
@@ -107,7 +138,7 @@ class _Demo:
             f"Median time of a step: {seconds:.3f} s; with the even split {even_seconds:.3f} s. "
             f"The measured split is {even_seconds / seconds:.1f} times as fast.\n"
         )
-        same = self.compare_with_plain_trainer(loss) if _speaks() else True
+        same = self.compare_with_plain_trainer(loss) if _is_rank_zero() else True
         return 0 if same else 1
 
     def introduce(self) -> None:
@@ -121,7 +152,7 @@ class _Demo:
         )
 
     def measure(self) -> PipelinePlan:
-        _say("Starting the processes, and timing every layer on each ...\n")
+        _say("Starting the processes and timing every layer on each of them ...\n")
         strategy = self.strategy(stages=len(SPEEDS))
         self.trainer(strategy, 0).fit(self.model(), self.data)
         assert strategy.plan is not None
@@ -156,7 +187,7 @@ class _Demo:
         return progress.median_seconds
 
     def train(self, plan: PipelinePlan) -> tuple[float, float]:
-        """Train with the measured split, and return the validation loss and the time of a step."""
+        """Train with the measured split; return the validation loss and the seconds of a step."""
         model, progress = self.model(), self.progress("Measured split", self.size.steps)
         strategy = self.strategy(plan=plan)
         trainer = self.trainer(strategy, self.size.steps, progress, self.report)
@@ -167,11 +198,11 @@ class _Demo:
             self.plan_file.write_text(plan.to_json())
         after = trainer.validate(model, self.data, verbose=False)[0]
         if self.longest is not None and len(progress.seconds) < self.size.steps:
-            _say(f"Stopped after {self.longest.seconds} s, so that this stays a short demo.")
+            _say(f"Stopped after {self.longest.seconds} s to keep the demo short.")
         if self.report.line is not None:
             _say(self.report.line)
         _say(
-            "Bits per byte of text that it was not trained on: "
+            "Bits per byte of validation text: "
             f"{before['val_bits_per_byte']:.2f} before, {after['val_bits_per_byte']:.2f} after."
         )
         return after["val_loss"], progress.median_seconds
@@ -181,7 +212,7 @@ class _Demo:
         model = ByteGPT.load_from_checkpoint(self.checkpoint)
         plain = trainer.validate(model, self.data, verbose=False)[0]["val_loss"]
         difference = abs(plain - loss)
-        same = difference <= SAME_LOSS
+        same = difference <= LOSS_TOLERANCE
         _say(
             "The checkpoint in a plain Trainer, on one device and without the strategy:\n"
             f"  validation loss of the pipeline  {loss:.6f}\n"
@@ -195,8 +226,8 @@ class _Demo:
             )
         else:
             print(
-                f"dlres: the validation losses differ by {difference:.1e}, expected at most "
-                f"{SAME_LOSS:.0e}. Please report it, with {self.plan_file}.",
+                f"dlres: the validation losses must differ by at most {LOSS_TOLERANCE:.0e}, got "
+                f"{difference:.1e}. Report this with {self.plan_file}.",
                 file=sys.stderr,
             )
         return same
@@ -239,43 +270,42 @@ class _Demo:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dlres demo",
-        description="Train a small GPT on three CPU processes of unlike, emulated speed.",
+        description="Train a small GPT on three CPU processes of different, emulated speeds.",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("dlres_demo"),
         metavar="DIR",
-        help="where the checkpoint and the plan go (default: %(default)s)",
+        help="directory for checkpoint, plan and report (default: %(default)s)",
     )
     parser.add_argument(
         "--steps", type=_steps, metavar="N", help=f"training steps (default: {FULL.steps})"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model and a few steps, to see that it runs"
-    )
+    parser.add_argument("--quick", action="store_true", help="use a tiny model and a few steps")
     return parser
 
 
 def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of steps from 1 on")
+        raise argparse.ArgumentTypeError(f"must be a number of steps from 1 on, got {text!r}")
     return int(text)
 
 
-def _be_quiet() -> None:
-    # The demo says itself what Lightning would; one thread for each process, as it emulates speeds.
+def _silence_lightning() -> None:
+    # The demo prints its own progress.
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # One thread per process, so that the emulated speeds are comparable.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
 
-def _speaks() -> bool:
+def _is_rank_zero() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _say(text: str) -> None:
-    if _speaks():
+    if _is_rank_zero():
         print(text, flush=True)

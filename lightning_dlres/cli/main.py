@@ -1,4 +1,4 @@
-"""The command `dlres`: knows which commands there are, and imports only the one asked for."""
+"""The command `dlres`: lists its subcommands, and imports only the requested one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ usage: dlres COMMAND [options]
 Train with PyTorch Lightning on the machines you happen to have.
 
 commands:
-  demo        train a small GPT on three CPU processes of unlike speed; about two minutes
-  plan        profile, plan, and do not train:        dlres plan --config FILE [--cluster FILE]
-  store       samples for the prefetch cache:         dlres store serve|put|ls|verify|keys
-  fit         train what a config file describes:     dlres fit --config FILE [overrides]
+  demo        train a small GPT on three CPU processes of different speeds; about two minutes
+  plan        profile and plan without training:      dlres plan --config FILE [--cluster FILE]
+  store       manage samples for the prefetch cache:  dlres store serve|put|ls|verify|keys
+  fit         train the model of a config file:       dlres fit --config FILE [overrides]
   validate    run its validation loop:                dlres validate --config FILE --ckpt_path CKPT
   test        run its test loop:                      dlres test --config FILE --ckpt_path CKPT
   predict     run its prediction loop:                dlres predict --config FILE --ckpt_path CKPT
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     Args:
-        argv: the command and its options; None for those of this process. Ranks are started by
-            running this process's own command line again, so it must lead here too.
+        argv: Command and options; None takes those of this process. Lightning starts ranks by
+            running this process's command line again, so that it must call this function, too.
     """
     command, *options = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run_trainer(command, options)
     except ConfigError as error:
-        # All ranks meet the same error; where only another one does, the strategy says so.
+        # All ranks raise the same error. If only another rank does, the strategy reports it.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"dlres: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`dlres plan`: the plan that a config file would be trained with, without training."""
+"""`dlres plan`: the pipeline plan of a config file, without training."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_here
 
 
 def plan(options: Sequence[str]) -> int:
-    """Plan, print the plan and write it to a file; return the exit status."""
+    """Plan, print the plan, and write it to a file; return the exit status."""
     settings, overrides = _parser().parse_known_args(options)
     cluster = load_cluster(settings.cluster) if settings.cluster is not None else None
     arguments = ["--config", str(settings.config), *overrides]
     with warnings.catch_warnings():
-        # LightningCLI warns of arguments that it gets both here and on the command line.
+        # LightningCLI warns if it gets arguments both here and on the command line.
         warnings.filterwarnings("ignore", message=".*args parameter is intended.*")
         cli = LightningCLI(
             args=arguments,
@@ -54,10 +54,10 @@ def plan(options: Sequence[str]) -> int:
 
 
 def _plan_on_ranks(cli: LightningCLI, strategy: PipelinePlanning) -> PipelinePlan:
-    """Start the ranks that the config asks for, and profile on them."""
+    """Start the ranks of the config, and profile on them."""
     trainer = cli.trainer
     trainer.fit_loop.epoch_loop.max_steps = 0
-    # Without steps there is nothing that callbacks and loggers could do.
+    # Without steps, callbacks and loggers have nothing to do.
     trainer.callbacks = []  # type: ignore[attr-defined]
     trainer.loggers = []
     trainer.fit(cli.model, datamodule=cli.datamodule)
@@ -72,7 +72,7 @@ def _plan_on_ranks(cli: LightningCLI, strategy: PipelinePlanning) -> PipelinePla
 def _plan_here(
     cli: LightningCLI, strategy: PipelinePlanning, cluster: Cluster, factors: Sequence[float]
 ) -> PipelinePlan:
-    """Measure the layers in this process, and plan for a cluster that is only described."""
+    """Measure the layers in this process, and plan for the cluster of a file."""
     planner = _Planner(strategy, cluster, factors)
     trainer = Trainer(
         accelerator="cpu",
@@ -94,7 +94,7 @@ def _plan_here(
 
 
 class _Planned(Exception):
-    """Ends the run when the plan is made, before the first step."""
+    """Exception that ends the run before the first step, with the plan."""
 
     def __init__(self, plan: PipelinePlan) -> None:
         self.plan = plan
@@ -125,8 +125,8 @@ class _Planner(Callback):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dlres plan",
-        description="Show and save the plan that a config file would be trained with. Other "
-        "options override the config, as in `dlres fit`.",
+        description="Show and save the pipeline plan of a config file. Other options override the "
+        "config, as in `dlres fit`.",
     )
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="as for `dlres fit`"
@@ -135,13 +135,13 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster",
         type=Path,
         metavar="FILE",
-        help="plan for the devices of this file instead of starting ranks on those at hand",
+        help="plan for the devices of this file instead of starting ranks on the local ones",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("plan.json"),
         metavar="FILE",
-        help="where the plan goes (default: %(default)s)",
+        help="file for the plan (default: %(default)s)",
     )
     return parser

@@ -1,4 +1,4 @@
-"""Training steps as they pass: timed on every rank, and shown on rank 0, in a terminal or a log."""
+"""Progress of training steps: timed on every rank, shown on rank 0 in a terminal or a log."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+# Number of progress lines if the output is not a terminal.
 LINES_IN_A_LOG = 10
+# Steps excluded from the median: caches and connections are cold.
 WARM_UP_STEPS = 3
 
 
 class StepProgress(Callback):
-    """Times every step, and shows how far training is: a live bar in a terminal, else some lines.
+    """Callback that times every step, and shows a bar in a terminal or some lines in a log.
 
     Args:
-        title: What the bar is called.
-        steps: How many steps there will be.
-        console: Where to show it.
+        title: Title of the bar.
+        steps: Number of steps.
+        console: Console for the output.
     """
 
     def __init__(self, title: str, steps: int, console: Console) -> None:
@@ -32,7 +34,7 @@ class StepProgress(Callback):
 
     @property
     def median_seconds(self) -> float:
-        """The median time of a step, without those in which caches and connections warm up."""
+        """Median time of a step in seconds, without the warm-up steps."""
         return statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,1 +1,1 @@
-"""A small byte-level GPT and its data, to try features with; as `lightning.pytorch.demos`."""
+"""A small byte-level GPT and its data for trying features, like `lightning.pytorch.demos`."""

@@ -1,4 +1,4 @@
-"""A small GPT over bytes: a real model without a download, for the demo and the example config."""
+"""A small GPT over bytes, for the demo and the example configs; it needs no download."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ INITIAL_STD = 0.02
 
 
 class ByteGPT(LightningModule):
-    """Predicts the next byte of a text.
+    """Model that predicts the next byte of a text.
 
     `net` is an `nn.Sequential` of an embedding, `depth` blocks and a head, so that a pipeline can
     cut it between any two of them.
 
     Args:
-        width: Size of the vector that stands for a byte; a multiple of `heads`.
+        width: Size of the embedding of a byte; a multiple of `heads`.
         depth: Number of blocks.
         heads: Attention heads of a block.
-        context: Bytes that the model looks back on at most.
+        context: Largest length of a text, in bytes.
         dropout: Share of activations that are dropped in training.
         lr: Learning rate of AdamW after the warm-up.
         warmup_steps: Steps over which the learning rate rises to `lr`.
@@ -45,8 +45,7 @@ class ByteGPT(LightningModule):
         super().__init__()
         if width % heads:
             raise ValueError(
-                f"width: got {width} for {heads} heads, expected a multiple of heads. "
-                f"Try width={heads * 32}."
+                f"width must be a multiple of heads ({heads}), got {width}. Use width={heads * 32}."
             )
         self.save_hyperparameters()
         self.lr, self.warmup_steps, self.weight_decay = lr, warmup_steps, weight_decay
@@ -54,7 +53,7 @@ class ByteGPT(LightningModule):
         self.net = nn.Sequential(Embedding(width, context, dropout), *blocks, Head(width))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return logits of the byte after each byte of `text`, of shape (samples, length)."""
+        """Return logits [samples, length, 256] of the next byte after each byte of `text`."""
         return self.net(text)  # type: ignore[no-any-return]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -76,7 +75,7 @@ class ByteGPT(LightningModule):
         return self(batch[:, :-1]).argmax(-1).to(torch.uint8)  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW, and a schedule that warms up."""
+        """Return AdamW, and a schedule with a warm-up."""
         optimizer = torch.optim.AdamW(
             self.parameters(), self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay
         )
@@ -100,7 +99,7 @@ class ByteGPT(LightningModule):
 
 
 class Embedding(nn.Module):
-    """Bytes and their positions as vectors."""
+    """Embedding of bytes and their positions."""
 
     def __init__(self, width: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -115,8 +114,8 @@ class Embedding(nn.Module):
         length = text.shape[1]
         if length > self.context:
             raise ValueError(
-                f"text: got {length} bytes, expected at most {self.context}. "
-                f"Try ByteGPT(context={length})."
+                f"text must have at most {self.context} bytes, got {length}. Use "
+                f"ByteGPT(context={length})."
             )
         places = torch.arange(length, device=text.device)
         embedded: Tensor = self.dropout(self.bytes(text.long()) + self.positions(places))
@@ -124,7 +123,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network; each is added to its input."""
+    """Causal self-attention and a feed-forward network, with residual connections."""
 
     def __init__(self, width: int, heads: int, depth: int, dropout: float) -> None:
         super().__init__()
@@ -159,7 +158,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors as logits of the next byte."""
+    """Projection of vectors to logits of the next byte."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Samples of variable size that every machine with Python has: the standard library's source files,
-through the prefetch cache."""
+"""Source files of Python's standard library, as samples of the prefetch cache.
+
+The samples vary in size, and every machine with Python has them.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ from lightning_dlres.prefetch.loading.workers import Workers
 
 @dataclass(frozen=True)
 class Crop:
-    """A window of a file's bytes, at a place that its seed says: another one in every epoch, and
-    the same after a restart. A file that is too short is filled up with line ends."""
+    """Transform that returns a window of a file's bytes.
+
+    The sample's seed gives the position: another one in each epoch, the same after a restart. Files
+    that are too short are padded with line ends.
+
+    Attributes:
+        length: Bytes of a window.
+    """
 
     length: int
 
     def __call__(self, sample: Sample) -> Tensor:
-        """Return uint8[length]."""
+        """Return the window as uint8[length]."""
         data = sample.tensor()
         start = sample.seed % max(len(data) - self.length + 1, 1)
         window = torch.full((self.length,), ord("\n"), dtype=torch.uint8)
@@ -43,13 +51,13 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
     """Windows of bytes of Python source files, each file once in an epoch.
 
     Args:
-        context: Bytes of a window that are looked at; a window has one more, to be predicted.
-        directory: Where to look for `.py` files. None: this Python's standard library.
+        context: Bytes of a window that the model reads; a window has one more, to predict.
+        directory: Directory with `.py` files. None: this Python's standard library.
         batch_size, storage, capacity, prefetch, lookahead, pinned, drop_last, tail, seed,
             num_workers, worker_type: See `PrefetchCacheDataModule`.
 
     Raises:
-        ConfigError: an argument is of no use; the message says what was expected.
+        ConfigError: If an argument is invalid.
     """
 
     def __init__(
@@ -92,35 +100,37 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
         """List the files.
 
         Raises:
-            ConfigError: there are too few of them.
+            ConfigError: If there are too few.
         """
-        found = self.files()
-        if len(found) < CYCLE:
+        files = self.files()
+        if len(files) < CYCLE:
             raise ConfigError(
-                f"SourceFilesDataModule: got {len(found)} .py files in {str(self.directory)!r}, "
-                f"expected at least {CYCLE}. Try a directory with more Python source."
+                f"directory must have at least {CYCLE} .py files, got {len(files)} .py files in "
+                f"{str(self.directory)!r}. Use a directory with more Python source."
             )
-        training = [path for at, path in enumerate(found) if at % CYCLE != VALIDATION]
+        training = [path for index, path in enumerate(files) if index % CYCLE != VALIDATION]
         self.use("train", _listing(self.directory, training))
-        self.use("val", _listing(self.directory, found[VALIDATION::CYCLE]))
+        self.use("val", _listing(self.directory, files[VALIDATION::CYCLE]))
         super().setup(stage)
 
     def files(self) -> list[Path]:
-        """Return the files, in the order of their names."""
-        found: list[Path] = []
+        """Return the files, sorted by name."""
+        files: list[Path] = []
         for folder, subfolders, names in os.walk(self.directory):
             subfolders[:] = [name for name in subfolders if name not in SKIPPED]
-            found += [Path(folder, name) for name in names if name.endswith(".py")]
-        return sorted(path for path in found if path.stat().st_size)
+            files += [Path(folder, name) for name in names if name.endswith(".py")]
+        return sorted(path for path in files if path.stat().st_size)
 
 
 def _listing(root: Path, files: list[Path]) -> Path:
-    """Write a listing, under a name that follows from its contents: all ranks write the same."""
+    """Write a listing of files; return its path.
+
+    Its name is a hash of its contents, so that all ranks write the same file.
+    """
     for path in files:
         if not {"\t", "\n"}.isdisjoint(str(path)):
             raise ConfigError(
-                f"SourceFilesDataModule: got {str(path)!r}, expected names without tabs and line "
-                "ends, which a listing cannot hold. Rename it."
+                f"file names must have no tabs and line ends, got {str(path)!r}. Rename the file."
             )
     text = "".join(f"{path.relative_to(root).as_posix()}\t{path}\n" for path in files)
     name = f"dlres-sources-{os.getuid()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.tsv"

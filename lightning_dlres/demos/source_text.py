@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the standard library's source, as byte windows."""
+"""Source of Python's standard library as byte windows: real text on every machine with Python."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 
+# Folders that are not read.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-# Of every so many files one is for validation, and another for test.
+# Of each 10 consecutive files, one is for validation and one for test, at these positions.
 CYCLE, VALIDATION, TEST = 10, 4, 9
 
 
@@ -23,13 +24,13 @@ class SourceTextDataModule(LightningDataModule):
     """Windows of bytes of Python source, split by file into training, validation and test.
 
     Args:
-        context: Bytes of a window that are looked at; a window has one more, to be predicted.
+        context: Bytes of a window that the model reads; a window has one more, to predict.
         batch_size: Windows of a batch.
-        max_bytes: How much text to read at most, such as "4MiB"; files are taken by name.
-        directory: Where to look for `.py` files. None: this Python's standard library.
+        max_bytes: Largest size of the text, such as "4MiB"; files are read in order of their names.
+        directory: Directory with `.py` files. None: this Python's standard library.
 
     Raises:
-        ConfigError: an argument is of no use; the message says what was expected.
+        ConfigError: If an argument is invalid.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SourceTextDataModule(LightningDataModule):
         """Read the text.
 
         Raises:
-            ConfigError: there is too little of it.
+            ConfigError: If there is too little text.
         """
         files = self.files()
         training = [f for i, f in enumerate(files) if i % CYCLE not in (VALIDATION, TEST)]
@@ -61,46 +62,49 @@ class SourceTextDataModule(LightningDataModule):
         counts = [len(part) for part in (self.training, self.validation, self.testing)]
         if counts[0] < self.batch_size or not all(counts):
             raise ConfigError(
-                f"SourceTextDataModule: got {len(files)} .py files in {str(self.directory)!r}, "
-                f"which make {counts[0]} windows of {self.context + 1} bytes for training, "
-                f"{counts[1]} for validation and {counts[2]} for test, expected at least "
-                f"{self.batch_size} (one batch), 1 and 1. Try a directory with more Python "
-                "source, a larger max_bytes, or a smaller batch_size."
+                f"directory must have at least {self.batch_size} windows (one batch) of "
+                f"{self.context + 1} bytes for training, 1 for validation and 1 for test, got "
+                f"{len(files)} .py files in {str(self.directory)!r} with {counts[0]}, {counts[1]} "
+                f"and {counts[2]} windows. Use a directory with more Python source, a larger "
+                "max_bytes, or a smaller batch_size."
             )
 
     def files(self) -> list[Path]:
-        """Return the files to read, in the order of their names, up to `max_bytes` together."""
+        """Return the files to read, sorted by name, of at most `max_bytes` in total."""
         candidates: list[Path] = []
         for folder, subfolders, names in os.walk(self.directory):
             subfolders[:] = [name for name in subfolders if name not in SKIPPED]
             candidates += [Path(folder, name) for name in names if name.endswith(".py")]
-        found, total = [], 0
+        files, total = [], 0
         for path in sorted(candidates):
             total += path.stat().st_size
             if total > self.max_bytes:
                 break
-            found.append(path)
-        return found
+            files.append(path)
+        return files
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return shuffled batches, all of the same size."""
+        """Return a loader of shuffled batches, all of the same size."""
         return DataLoader(self.training, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Return the windows of the validation files."""
+        """Return a loader of the windows of the validation files."""
         return DataLoader(self.validation, batch_size=self.batch_size)
 
     def test_dataloader(self) -> DataLoader[Tensor]:
-        """Return the windows of the test files."""
+        """Return a loader of the windows of the test files."""
         return DataLoader(self.testing, batch_size=self.batch_size)
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
-        """Return the windows of the test files."""
+        """Return a loader of the windows of the test files."""
         return self.test_dataloader()
 
 
 class ByteWindows(Dataset[Tensor]):
-    """Windows of `context` + 1 bytes of the files' text; each begins where the last one ends."""
+    """Windows of `context` + 1 bytes of the files' text.
+
+    Each begins with the last byte of the one before: every byte but the first is predicted once.
+    """
 
     def __init__(self, files: list[Path], context: int) -> None:
         text = bytearray().join(path.read_bytes() for path in files)

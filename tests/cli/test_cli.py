@@ -1,4 +1,4 @@
-"""The command `dlres`: what it says, and that `fit` trains the example config."""
+"""Tests of the command `dlres`: its output, and `fit` with the example config."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TINY = (
 
 
 def run_in(context: RankContext, directory: str, *options: str) -> int:
-    """Run `dlres` in a directory, as a rank that torchrun has started."""
+    """Run `dlres` in a directory, as a rank of torchrun."""
     os.chdir(directory)
     as_under_torchrun(context)
     return main(options)
 
 
 def assert_trained(outcomes: list[RankOutcome], directory: Path) -> None:
-    """Assert that `fit` has said what it did and left its files."""
+    """Assert that `fit` printed its plan and wrote its files."""
     assert [outcome.value for outcome in outcomes] == [0] * len(outcomes), outcomes
     assert "Pipeline plan" in outcomes[0].output, outcomes
     assert "Predicted step" in outcomes[0].output
@@ -54,16 +54,16 @@ def assert_trained(outcomes: list[RankOutcome], directory: Path) -> None:
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
 def test_help_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n  {command} " in shown for command in COMMANDS)
+    printed = capsys.readouterr().out
+    assert all(f"\n  {command} " in printed for command in COMMANDS)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dlres {lightning_dlres.__version__}\n"
 
 
-# Whether the script has imported torch, and how many modules it has.
+# Program that prints the heavy modules that the commands imported, and the number of all modules.
 SCRIPT = """
 import sys
 import lightning_dlres_command as command
@@ -91,7 +91,7 @@ def test_commands_that_need_no_torch_do_not_import_it(
     last = [line for line in ran.output.splitlines() if line.startswith("[")][-1]
     heavy, modules = last.rsplit(" ", 1)
     assert heavy == "[]"
-    # Torch alone brings more than a thousand.
+    # torch alone imports more than a thousand.
     assert int(modules) < 900
 
 
@@ -107,15 +107,15 @@ def test_the_script_runs_all_commands(
     assert sys.modules["lightning_dlres"] is lightning_dlres
 
 
-def test_unknown_command_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 2
-    said = capsys.readouterr().err
-    assert "got 'train'" in said
-    assert all(command in said for command in COMMANDS)
+    printed = capsys.readouterr().err
+    assert "got 'train'" in printed
+    assert all(command in printed for command in COMMANDS)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_bad_value_is_said_by_rank_zero(
+def test_only_rank_zero_prints_an_error(
     rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(command: str, options: list[str]) -> int:
@@ -124,8 +124,10 @@ def test_a_bad_value_is_said_by_rank_zero(
     monkeypatch.setattr("lightning_dlres.cli.fit.run_trainer", refuse)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     assert main(["fit", "--bad"]) == 2
-    said = capsys.readouterr().err
-    assert said == ("dlres: fit: got ['--bad'], expected others. Try them.\n" if rank == 0 else "")
+    printed = capsys.readouterr().err
+    assert printed == (
+        "dlres: fit: got ['--bad'], expected others. Try them.\n" if rank == 0 else ""
+    )
 
 
 def test_fit_trains_the_example(pool: RankPool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`dlres demo`, small: three ranks run it to its end, and it tells the whole story once."""
+"""Test of a small `dlres demo`: three ranks complete it, and its output appears once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_dlres.cli.demo import SPEEDS, demo
 from lightning_dlres.demos.byte_gpt import ByteGPT
 from tests.support.scripts import StartScript
 
-STORY = [
+OUTPUT = [
     r"^Three devices train one GPT",
     r"^\| stage \| device .* measured power",
     r"^Predicted time of a step: [\d.]+ s; with the even split [\d.]+ s \([\d.]+ times\)",
@@ -31,7 +31,7 @@ STORY = [
 ]
 
 
-def test_demo_runs_and_tells_its_story(start_script: StartScript, tmp_path: Path) -> None:
+def test_the_demo_prints_all_its_output_once(start_script: StartScript, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
     launcher = ("-m", "lightning_dlres")
@@ -39,7 +39,7 @@ def test_demo_runs_and_tells_its_story(start_script: StartScript, tmp_path: Path
     assert handle.wait() == 0, handle.output()
     handle.wait_for_no_children()
     lines = iter(handle.output().splitlines())
-    for regex in STORY:
+    for regex in OUTPUT:
         assert any(re.search(regex, line) for line in lines), f"{regex!r} in:\n{handle.output()}"
     assert handle.output().count("Three devices") == 1
     assert "arning" not in handle.output()
@@ -57,7 +57,9 @@ def test_demo_runs_and_tells_its_story(start_script: StartScript, tmp_path: Path
 
 
 @pytest.mark.parametrize("steps", ["0", "many"])
-def test_bad_number_of_steps_is_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_of_steps_is_refused(
+    steps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         demo(["--steps", steps])
-    assert f"got '{steps}', expected a number of steps" in capsys.readouterr().err
+    assert f"must be a number of steps from 1 on, got '{steps}'" in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""`dlres plan`: on ranks that it starts, with `dlres fit` after it, and for a cluster that is only
-described."""
+"""Tests of `dlres plan`: on started ranks, followed by `dlres fit`, and for a cluster file."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def plan_for_a_cluster(
     return outcome
 
 
-def test_a_plan_for_a_cluster_that_is_not_at_hand(pool: RankPool, tmp_path: Path) -> None:
+def test_a_plan_for_a_remote_cluster(pool: RankPool, tmp_path: Path) -> None:
     outcome = plan_for_a_cluster(pool, tmp_path)
     assert outcome.value == 0, outcome
     assert "Pipeline plan" in outcome.output
@@ -50,17 +49,15 @@ def test_a_plan_for_a_cluster_that_is_not_at_hand(pool: RankPool, tmp_path: Path
     assert plan.cluster.link(0, 1).bytes_per_second == 500e6 / 8
 
 
-def run_with_little_room(context: RankContext, directory: str, *options: str) -> int:
-    """Run `dlres` in a directory, on a machine whose memory is full."""
+def run_with_little_memory(context: RankContext, directory: str, *options: str) -> int:
+    """Run `dlres` in a directory, on a machine with little free memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiler, "available_bytes", lambda: 1000)
         return run_in(context, directory, *options)
 
 
-def test_a_machine_without_room_for_a_layer_is_no_place_to_plan(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    outcome = plan_for_a_cluster(pool, tmp_path, run_with_little_room)
+def test_a_machine_without_memory_for_a_layer_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    outcome = plan_for_a_cluster(pool, tmp_path, run_with_little_memory)
     assert outcome.value == 2, outcome
     assert "layer 'net.0' cannot be measured here" in outcome.output
     assert "more micro-batches" in outcome.output
@@ -68,22 +65,22 @@ def test_a_machine_without_room_for_a_layer_is_no_place_to_plan(
 
 
 @pytest.mark.exhaustive
-def test_a_plan_of_a_process_that_starts_its_ranks(run_script: RunScript, tmp_path: Path) -> None:
+def test_plan_starts_its_ranks(run_script: RunScript, tmp_path: Path) -> None:
     given = (f"--config={CONFIG}", *TINY, "--out=p.json")
     made = run_script(Path("plan"), *given, launcher=("-m", "lightning_dlres"), cwd=tmp_path)
     assert made.returncode == 0, made.output
     assert PipelinePlan.load(tmp_path / "p.json").world_size == 2
 
 
-def test_a_plan_on_ranks_and_training_with_it(pool: RankPool, tmp_path: Path) -> None:
+def test_fit_trains_with_a_plan_of_ranks(pool: RankPool, tmp_path: Path) -> None:
     given = (f"--config={CONFIG}", *TINY)
     made = pool.run_expecting_errors(run_in, 2, str(tmp_path), "plan", *given, "--out=p.json")
     assert [outcome.value for outcome in made] == [0, 0], made
     plan = PipelinePlan.load(tmp_path / "p.json")
     assert plan.is_measured
     assert plan.world_size == 2
-    again = ("--trainer.strategy.init_args.plan=p.json",)
-    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "fit", *given, *again)
+    with_plan = ("--trainer.strategy.init_args.plan=p.json",)
+    outcomes = pool.run_expecting_errors(run_in, 2, str(tmp_path), "fit", *given, *with_plan)
     assert_trained(outcomes, tmp_path)
     assert "profiling" not in outcomes[0].output
 

@@ -1,4 +1,4 @@
-"""The demo's model: it must not see what it is to predict, and say what it cannot do."""
+"""Tests of the demo's model: causal predictions, and errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lightning_dlres.demos.byte_gpt import ByteGPT
 
 
-def test_a_byte_is_predicted_from_those_before_it() -> None:
+def test_a_prediction_depends_only_on_earlier_bytes() -> None:
     model = ByteGPT(width=16, depth=2, heads=2, context=8).eval()
     text = torch.randint(0, 256, (2, 8), dtype=torch.uint8)
     other = text.clone()
@@ -21,7 +21,7 @@ def test_a_byte_is_predicted_from_those_before_it() -> None:
     assert not torch.equal(before[:, 5:], after[:, 5:])
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_an_untrained_model_predicts_all_bytes_equally() -> None:
     torch.manual_seed(0)
     model = ByteGPT(width=16, depth=2, heads=2, context=8)
     batch = torch.randint(0, 256, (16, 9), dtype=torch.uint8)
@@ -31,8 +31,8 @@ def test_an_untrained_model_knows_nothing() -> None:
     assert float(loss.detach()) == pytest.approx(math.log(256), abs=0.1)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="width: got 10 for 4 heads"):
+def test_invalid_widths_and_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"width must be a multiple of heads \(4\), got 10"):
         ByteGPT(width=10, heads=4)
-    with pytest.raises(ValueError, match=r"Try ByteGPT\(context=9\)"):
+    with pytest.raises(ValueError, match=r"Use ByteGPT\(context=9\)"):
         ByteGPT(width=16, depth=1, context=8)(torch.zeros(1, 9, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""The demo's text: the same on every rank and in every run, and split by file."""
+"""Tests of the demo's text: the same in every run and on every rank, and split by file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_dlres.demos.source_text import ByteWindows, SourceTextDataModule
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """Thirty files, each of which repeats a byte of its own, and some that are no text of ours."""
+    """Fixture: thirty files, each of one repeated byte, and some files that must be skipped."""
     for number in range(30):
         folder = tmp_path / f"package{number % 3}"
         folder.mkdir(exist_ok=True)
@@ -37,7 +37,7 @@ def bytes_in(windows: ByteWindows) -> set[int]:
     return {byte for index in range(len(windows)) for byte in windows[index].tolist()}
 
 
-def test_standard_library_is_there_and_read_alike_every_time() -> None:
+def test_the_standard_library_is_read_in_the_same_order_every_time() -> None:
     first, second = module(None, max_bytes="1MiB"), module(None, max_bytes="1MiB")
     assert first.files() == second.files()
     assert sum(path.stat().st_size for path in first.files()) <= 1 << 20
@@ -47,14 +47,14 @@ def test_standard_library_is_there_and_read_alike_every_time() -> None:
     assert batch.dtype == torch.uint8
 
 
-def test_parts_share_no_file(sources: Path) -> None:
+def test_training_validation_and_test_share_no_file(sources: Path) -> None:
     data = module(sources)
     parts = [bytes_in(part) for part in (data.training, data.validation, data.testing)]
     assert [len(part) for part in parts] == [24, 3, 3]
     assert set.union(*parts) == set(range(30))
 
 
-def test_windows_meet_at_one_byte(sources: Path) -> None:
+def test_consecutive_windows_share_one_byte(sources: Path) -> None:
     data = module(sources)
     assert all(
         data.training[index][-1] == data.training[index + 1][0]
@@ -62,20 +62,20 @@ def test_windows_meet_at_one_byte(sources: Path) -> None:
     )
 
 
-def test_training_batches_are_of_one_size_and_shuffled(sources: Path) -> None:
+def test_training_batches_have_one_size_and_are_shuffled(sources: Path) -> None:
     loader = module(sources).train_dataloader()
     first, second = list(loader), list(loader)
     assert {len(batch) for batch in first} == {4}
     assert not torch.equal(torch.cat(first), torch.cat(second))
 
 
-def test_no_source_is_an_error_that_says_where_it_looked(tmp_path: Path) -> None:
+def test_too_few_files_are_an_error_that_names_the_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"got 0 \.py files") as error:
         module(tmp_path)
     assert str(tmp_path) in str(error.value)
 
 
-def test_bad_numbers_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match=", got 0"):
         SourceTextDataModule(batch_size=0)
     with pytest.raises(ConfigError, match=", got 'much'"):

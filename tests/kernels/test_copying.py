@@ -1,4 +1,4 @@
-"""Copies past the cache are copies."""
+"""Tests that copies past the cache copy all bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _one_thread(one_thread: None) -> None:
     to=st.integers(0, 70),
     start=st.integers(0, 70),
 )
-def test_any_bytes_from_any_place_to_any_other(count: int, to: int, start: int) -> None:
+def test_any_bytes_are_copied_between_any_offsets(count: int, to: int, start: int) -> None:
     source = torch.randint(256, (start + count,), dtype=torch.uint8)[start:]
     room = torch.full((to + count + 100,), 7, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
@@ -34,7 +34,7 @@ def test_any_bytes_from_any_place_to_any_other(count: int, to: int, start: int) 
     assert bool((room[to + count :] == 7).all())
 
 
-def test_a_large_copy() -> None:
+def test_a_large_copy_is_complete_and_seen_by_autograd() -> None:
     source = torch.randint(256, ((5 << 20) + 13,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     version = target._version
@@ -43,7 +43,7 @@ def test_a_large_copy() -> None:
     assert target._version > version
 
 
-def test_what_lies_over_itself_is_copied_as_torch_does() -> None:
+def test_overlapping_memory_is_copied_as_torch_does() -> None:
     room = torch.arange(256, dtype=torch.uint8).repeat(1 << 13)
     count = 1 << 20
     assert not copying._can_stream(room[:count], room[100 : count + 100], count)
@@ -51,7 +51,7 @@ def test_what_lies_over_itself_is_copied_as_torch_does() -> None:
         assert copying._can_stream(room[:count], room[count : 2 * count], count)
 
 
-def test_other_sizes_are_an_error() -> None:
+def test_different_sizes_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="size"):
         copy_past_cache(
             torch.zeros(1 << 21, dtype=torch.uint8), torch.zeros(3, 5, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Threads for kernels."""
+"""Tests of the threads for kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from lightning_dlres.kernels import workers
 
 
-def test_results_come_in_order_and_the_last_task_runs_here() -> None:
+def test_results_are_in_order_and_the_last_task_runs_in_this_thread() -> None:
     both = threading.Barrier(2, timeout=60)
 
     def task(number: int) -> tuple[int, str]:
@@ -22,7 +22,7 @@ def test_results_come_in_order_and_the_last_task_runs_here() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_is_raised_once_all_have_ended(failing: int) -> None:
+def test_an_error_is_raised_after_all_tasks_have_ended(failing: int) -> None:
     ended = []
 
     def task(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA kernels of zero-value compression: in the simulator, compiled, and on a GPU."""
+"""Tests of the CUDA kernels of zero-value compression: simulated, compiled, and on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_dlres.kernels import zvc
 CASES = ["1,1,1", "1,400,0.4", "2,129,1", "4,300,0.4", "4,64,0", "2,31,0.5"]
 
 
-def test_simulated_bytes_equal_those_of_the_cpu() -> None:
+def test_simulated_kernels_write_the_bytes_of_the_cpu() -> None:
     done = subprocess.run(
         lightweight_command("tests.support.simulated_zvc:main", *CASES),
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
@@ -51,7 +51,7 @@ def test_kernels_compile(width: int, capability: tuple[int, int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("count", [1, 63, 2048, 1_000_003])
-def test_a_gpu_makes_the_bytes_of_the_cpu(dtype: torch.dtype, count: int) -> None:
+def test_a_gpu_writes_the_bytes_of_the_cpu(dtype: torch.dtype, count: int) -> None:
     tensor = torch.relu(torch.randn(count) - 0.3).to(dtype)
     on_cpu = ZeroValue().encode(tensor)
     on_gpu = ZeroValue().encode(tensor.cuda(), density=0.0 if on_cpu.codec == "zvc" else None)
@@ -96,7 +96,7 @@ def test_a_kernel_starts_in_the_context_of_its_tensors(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-def test_a_gpu_leaves_out_what_does_not_fit() -> None:
+def test_a_gpu_omits_elements_that_do_not_fit() -> None:
     tensor = torch.relu(torch.randn(100_000))
     whole = ZeroValue().encode(tensor)
     room = whole.nbytes // 2 // 8 * 8
@@ -111,7 +111,7 @@ def test_a_gpu_leaves_out_what_does_not_fit() -> None:
 def test_kernels_run_on_every_gpu() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    # Numba's context is made for the first device, and must be left for the second.
+    # Numba creates its context for the first device, and must switch it for the second.
     for device in ("cuda:0", "cuda:1", "cuda:0"):
         tensor = torch.relu(torch.randn(10_000, device=device))
         assert torch.equal(codecs.decode(ZeroValue().encode(tensor, density=0.0)), tensor)
