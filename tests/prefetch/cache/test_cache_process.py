@@ -476,7 +476,10 @@ def test_the_error_names_a_killed_cache_and_the_next_one_cleans_up(
     [
         ({"capacity": 300}, "capacity must be at least the largest sample, .* got 300 B"),
         ({"capacity": "1PiB"}, "which this host has free"),
-        ({"pinned": 100, "pinned_directory": "/nowhere"}, "a file in /nowhere"),
+        (
+            {"pinned": 100, "pinned_directory": "/nowhere"},
+            "must be writable, got /nowhere",
+        ),
     ],
 )
 def test_a_cache_that_does_not_fit_is_refused(
