@@ -251,7 +251,7 @@ class ForkedProcess:
 
     def kill_group(self) -> None:
         """Kill the process with its process group, and wait for its end."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        # Its children may live on when it has died itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self.wait()
