@@ -16,9 +16,9 @@ def test_results_are_in_order_and_the_last_task_runs_in_this_thread() -> None:
         both.wait()
         return number, threading.current_thread().name
 
-    found = workers.run([lambda: task(0), lambda: task(1)])
-    assert [number for number, _ in found] == [0, 1]
-    assert found[1][1] == threading.current_thread().name != found[0][1]
+    results = workers.run([lambda: task(0), lambda: task(1)])
+    assert [number for number, _ in results] == [0, 1]
+    assert results[1][1] == threading.current_thread().name != results[0][1]
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -107,7 +107,7 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
         return ["g" if isinstance(node, np.generic) else "a", len(tensors) - 1]
     if isinstance(node, Enum):
         if node.name not in type(node).__members__:
-            raise _refused(type(node), f"{node!r} has no name of its own: send its value.")
+            raise _refused(type(node), f"{node!r} has no name of its own. Send its value.")
         return ["e", _class_name(type(node)), node.name]
     if isinstance(node, str):
         return ["v", _utf8(node)]

@@ -28,12 +28,12 @@ def group(directory: str, allowed: str, used: int, cache: int) -> dict[str, str]
 
 
 def test_this_host_has_free_memory() -> None:
-    found = available_bytes()
+    free = available_bytes()
     if not sys.platform.startswith("linux"):
-        assert found is None
+        assert free is None
     else:
-        assert found is not None
-        assert 0 < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert free is not None
+        assert 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_host_without_control_groups(tmp_path: Path) -> None:

@@ -30,23 +30,23 @@ def test_threads_can_decode_a_new_struct_at_once() -> None:
         fields = [(name, Annotated[int, msgspec.Meta(ge=0)]) for name in values]
         kind = msgspec.defstruct("Kind", fields)
         barrier = threading.Barrier(4)
-        found: list[object] = []
+        decoded: list[object] = []
 
         def read(
             number: int,
             kind: type = kind,
             barrier: threading.Barrier = barrier,
-            found: list[object] = found,
+            decoded: list[object] = decoded,
         ) -> None:
             barrier.wait(20)
-            found.append(from_json(text, kind) if number % 2 else from_msgpack(packed, kind))
+            decoded.append(from_json(text, kind) if number % 2 else from_msgpack(packed, kind))
 
         threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
-        assert found == [kind(**values)] * 4
+        assert decoded == [kind(**values)] * 4
 
 
 def test_data_of_another_type_is_refused() -> None:

@@ -61,11 +61,11 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def assert_arrives(tensor: Tensor) -> None:
-    (found,) = transfer([tensor])
-    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-    assert bits(found) == bits(tensor)
-    assert found.requires_grad == tensor.requires_grad
-    assert found.is_leaf
+    (received,) = transfer([tensor])
+    assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape)
+    assert bits(received) == bits(tensor)
+    assert received.requires_grad == tensor.requires_grad
+    assert received.is_leaf
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -111,8 +111,8 @@ def test_small_tensors_travel_in_the_header(count: int) -> None:
 @given(st.lists(st.tuples(st.integers(0, 1500), st.sampled_from(DTYPES)), max_size=5))
 def test_small_and_large_tensors_keep_their_places(kinds: list[tuple[int, torch.dtype]]) -> None:
     tree = [random((count,), dtype) for count, dtype in kinds]
-    found = transfer(tree)
-    assert [(t.dtype, bits(t)) for t in found] == [(t.dtype, bits(t)) for t in tree]
+    received = transfer(tree)
+    assert [(t.dtype, bits(t)) for t in received] == [(t.dtype, bits(t)) for t in tree]
 
 
 def test_requires_grad_is_sent() -> None:

@@ -193,9 +193,9 @@ def test_map_tensors_keeps_the_order_and_other_values() -> None:
 
 
 def itself() -> list[Any]:
-    found: list[Any] = []
-    found.append(found)
-    return found
+    tree: list[Any] = []
+    tree.append(tree)
+    return tree
 
 
 @pytest.mark.parametrize(

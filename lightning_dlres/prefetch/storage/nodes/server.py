@@ -76,7 +76,7 @@ class StoreNode:
         reader: Reader of the source.
         node: Index of this node, from 0.
         nodes: Number of nodes.
-        bind, port, path, curve, allowed, allow_any, insecure: See `core.wire.net.Server`.
+        bind, port, path, curve, allowed, allow_any, insecure: See `core.wire.server.Server`.
         read_threads: Number of requests that are read at once.
         emulate_delay: Seconds, or text such as "5ms", by which each request is delayed; for
             benchmarks.
