@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +24,8 @@ from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.endpoint import ConnectionEvent
 from lightning_dlres.core.wire.frames import pack, unpack
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.core.wire.server import Server
+from lightning_dlres.core.wire.outbox import SendPatience
+from lightning_dlres.core.wire.server import Server, SocketLimits
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0
@@ -281,6 +283,34 @@ def test_bad_arguments_are_refused(stack: ExitStack) -> None:
         Server(curve=keys, allowed=[b"~" * 40])
     with pytest.raises(ConfigError, match="must be that of the secret key"):
         CurveKeys(CurveKeys.generate().public, keys.secret)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"message_bytes": 0}, "message_bytes must be a whole number of at least 1, got 0"),
+        ({"unread_bytes": 1.5}, "unread_bytes must be a whole number"),
+        ({"connections": True}, "connections must be a whole number"),
+        ({"queued": -1}, "queued must be a whole number"),
+    ],
+)
+def test_invalid_socket_limits_are_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        SocketLimits(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"client_bytes": 0}, "client_bytes must be a whole number"),
+        ({"total_bytes": "1"}, "total_bytes must be a whole number"),
+        ({"seconds": 0.0}, "seconds must be a finite number above 0, got 0.0"),
+        ({"least_bytes": -1}, "least_bytes must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_invalid_send_patience_is_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        SendPatience(**options)
 
 
 def test_close_may_be_repeated() -> None:
