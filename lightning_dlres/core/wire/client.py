@@ -80,7 +80,7 @@ class Client(Endpoint):
         Raises:
             PeerTimeoutError: If the server does not read and the queue is full.
         """
-        return self._send([], self._peer_label, kind, payload, sequence)[0]
+        return self._send([], self._peer_label, kind, payload, sequence=sequence)[0]
 
 
 def _has_port(endpoint: str) -> bool:

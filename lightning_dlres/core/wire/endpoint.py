@@ -196,6 +196,7 @@ class Endpoint:
         peer: str,
         kind: str,
         payload: Buffer,
+        *,
         sequence: int | None,
         options: Mapping[str, bool] = MappingProxyType({}),
     ) -> tuple[int, zmq.MessageTracker | None]:

@@ -1,7 +1,7 @@
 """The server side of a connection: a ZeroMQ ROUTER socket for many named clients.
 
-A server answers invalid messages of a client with silence: it counts them, logs some of them, and
-goes on serving the other clients. It never waits for a client, and limits how much each may send.
+A server refuses invalid messages: it counts them, logs some of them, and sends no reply. They do not
+affect other clients. A server never waits for a client, and limits how much each may send.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Server(Endpoint):
             PeerLostError: If no such client is connected.
             PeerTimeoutError: If the client's queue is full.
         """
-        return self._send([peer.encode()], peer, kind, payload, sequence)[0]
+        return self._send([peer.encode()], peer, kind, payload, sequence=sequence)[0]
 
     def send_tracked(
         self, peer: str, kind: str, payload: Buffer, *, sequence: int
@@ -184,7 +184,9 @@ class Server(Endpoint):
             PeerLostError: If no such client is connected.
             PeerTimeoutError: If the client's queue is full.
         """
-        tracker = self._send([peer.encode()], peer, kind, payload, sequence, _TRACKED)[1]
+        tracker = self._send(
+            [peer.encode()], peer, kind, payload, sequence=sequence, options=_TRACKED
+        )[1]
         assert tracker is not None
         return tracker
 
@@ -251,7 +253,7 @@ class Server(Endpoint):
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only processes of this machine can reach a numeric address."""
+    """Return True if only processes of this machine can reach a numeric address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
