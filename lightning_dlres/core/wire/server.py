@@ -1,7 +1,7 @@
 """The server side of a connection: a ZeroMQ ROUTER socket for many named clients.
 
-A server refuses invalid messages: it counts them, logs some of them, and sends no reply. They do not
-affect other clients. A server never waits for a client, and limits how much each may send.
+A server refuses invalid messages: it counts them, logs some of them, and sends no reply. They do
+not affect other clients. A server never waits for a client, and limits how much each may send.
 """
 
 from __future__ import annotations
