@@ -23,8 +23,7 @@ from lightning_dlres.core._compat import (
 )
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.policy import OffloadPolicy
-from lightning_dlres.memory.execute.saved_storage import SavedStorage
-from lightning_dlres.memory.execute.saved_tensor import SavedTensor, UnmanagedTensor
+from lightning_dlres.memory.execute.saved_storage import SavedStorage, SavedTensor
 from lightning_dlres.memory.execute.seen_storages import SeenStorage, SeenStorages, has_storage
 from lightning_dlres.memory.execute.spans import span_of
 
@@ -86,10 +85,10 @@ class SavedTensors:
     def _pack(self, tensor: Tensor, policy: OffloadPolicy) -> _Packed:
         storage = self._storage_of(tensor)
         if storage is None or storage.is_exempt:
-            return _Packed(UnmanagedTensor(tensor), None)
+            return _Packed(_UnmanagedTensor(tensor), None)
         nbytes = storage.nbytes(tensor)
         if nbytes < self._min_bytes:
-            return _Packed(UnmanagedTensor(tensor), None)
+            return _Packed(_UnmanagedTensor(tensor), None)
         span = span_of(tensor, nbytes, storage.shift)
         saved_storage = storage.find(tensor, span)
         if saved_storage is not None:
@@ -121,8 +120,8 @@ class SavedTensors:
 
     def _unpack(self, packed: _Packed) -> Tensor:
         saved, policy = packed.saved, packed.policy
-        if isinstance(saved, UnmanagedTensor) or policy is None:
-            assert isinstance(saved, UnmanagedTensor)
+        if isinstance(saved, _UnmanagedTensor) or policy is None:
+            assert isinstance(saved, _UnmanagedTensor)
             _require_unchanged(saved.alias, saved.version)
             self._share(saved.alias, 1)
             return saved.alias
@@ -191,12 +190,28 @@ class SavedTensors:
         return gradient.clone() if storage_key(gradient) in self._shared else None
 
 
+class _UnmanagedTensor:
+    """Handle of a saved tensor that the engine leaves alone.
+
+    Attributes:
+        alias: The tensor, with its version counter. It is an alias, since an output's node would
+            hold itself, and never be freed.
+        version: Version of the tensor when it was saved.
+    """
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach()
+        self.version = version_of(self.alias)
+
+
 class _Packed:
     """Object that autograd holds: the handle of a saved tensor, and the policy that placed it."""
 
     __slots__ = ("policy", "saved")
 
-    def __init__(self, saved: SavedTensor | UnmanagedTensor, policy: OffloadPolicy | None) -> None:
+    def __init__(self, saved: SavedTensor | _UnmanagedTensor, policy: OffloadPolicy | None) -> None:
         self.saved, self.policy = saved, policy
 
 

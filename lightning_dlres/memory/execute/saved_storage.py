@@ -1,4 +1,5 @@
-"""Saved storage: memory that autograd has saved, with all tensors that are views of it."""
+"""Saved storage: memory that autograd has saved, with the handles of all tensors that are views of
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dlres import codecs
-from lightning_dlres.codecs import Encoded, Raw
+from lightning_dlres.codecs import Encoded
 from lightning_dlres.core._compat import (
     MemoryReference,
     is_only_in_python,
@@ -25,9 +26,8 @@ from lightning_dlres.memory.execute.actions import MemoryAction
 from lightning_dlres.memory.execute.byte_counter import ByteCounter
 from lightning_dlres.memory.execute.compression import elements_of, storage_codec
 from lightning_dlres.memory.execute.policy import Placement
-from lightning_dlres.memory.execute.saved_tensor import SavedTensor
 from lightning_dlres.memory.execute.seen_storages import SeenStorage
-from lightning_dlres.memory.execute.spans import ByteSpan
+from lightning_dlres.memory.execute.spans import ByteSpan, View, view_of
 from lightning_dlres.memory.execute.transfer.copiers import Copier, DirectCopier, PendingCopy
 from lightning_dlres.memory.execute.transfer.gpu import Gpu
 from lightning_dlres.memory.execute.transfer.gpu_compression import GpuCompression
@@ -73,8 +73,9 @@ class SavedStorage:
         # Bytes on the device of a moved storage: the original ones until they have left, or
         # restored ones.
         self._on_device: Tensor | None = None
-        # The moved bytes, as they lie in the tier or compressed on the device.
-        self._encoded: Encoded | None = None
+        # The moved bytes, as they lie in the tier or compressed on the device. Uncompressed bytes
+        # are uint8[nbytes].
+        self._moved: Tensor | Encoded | None = None
         self._allocation: Allocation | None = None
         self._copier: Copier = _DIRECT
         self._offload: PendingCopy | None = None
@@ -222,15 +223,15 @@ class SavedStorage:
             if self._allocation is None:
                 return False
             self._offload = placement.copier.to_tier(payload, self._allocation.data)
-            encoded = (
-                _uncompressed(on_device, self._allocation)
+            self._moved = (
+                self._allocation.data
                 if encoded is None
                 else replace(encoded, data=self._allocation.data, used=payload.numel())
             )
         else:
             assert encoded is not None
             self._charge(encoded.nbytes)
-        self._encoded = encoded
+            self._moved = encoded
         self._hold_bytes(on_device)
         if self._offload is None or not placement.copier.overlaps:
             self.wait_offloaded()
@@ -263,10 +264,10 @@ class SavedStorage:
         return True
 
     def _finish_compression(self, compression: GpuCompression, placement: Placement) -> None:
-        self._encoded = compression.finish()
-        if self._encoded is not None:
-            if self._allocation is not None:
-                self._encoded = replace(self._encoded, data=self._allocation.data)
+        encoded = compression.finish()
+        if encoded is not None:
+            in_tier = self._allocation
+            self._moved = encoded if in_tier is None else replace(encoded, data=in_tier.data)
             return
         # It takes more than the planned capacity: offload it uncompressed, or else keep it.
         if self._offload is None:
@@ -278,7 +279,7 @@ class SavedStorage:
         self._allocation = None if tier is None else tier.allocate(self.span.nbytes)
         if self._allocation is not None and self._on_device is not None:
             self._offload = placement.copier.to_tier(self._on_device, self._allocation.data)
-            self._encoded = _uncompressed(self._on_device, self._allocation)
+            self._moved = self._allocation.data
 
     def wait_offloaded(self) -> None:
         """Free the memory on the device. Work that is issued from now on waits for the copy."""
@@ -288,7 +289,7 @@ class SavedStorage:
         if self._offload is not None:
             self._offload.wait()
             self._offload = None
-        if self._on_device is not None and self._encoded is not None and not self._has_left:
+        if self._on_device is not None and self._moved is not None and not self._has_left:
             self._on_device, self._has_left = None, True
             self._charge(-self.span.nbytes)
 
@@ -332,27 +333,28 @@ class SavedStorage:
         if self._on_device is None:
             self._on_device = self._restore()
         data = self._on_device
-        if self._waiting <= 0 and self._encoded is not None and self._offload is None:
+        if self._waiting <= 0 and self._moved is not None and self._offload is None:
             self._on_device = None
         return data
 
     def _restore(self) -> Tensor:
-        assert self._encoded is not None
-        encoded = self._encoded
-        is_in_tier = encoded.data.device != self._device or self._copier.overlaps
+        moved = self._moved
+        assert moved is not None
+        data = moved.data if isinstance(moved, Encoded) else moved
+        is_in_tier = data.device != self._device or self._copier.overlaps
         if is_in_tier and self._prefetch is None:
             self._start_prefetch()
+        is_new = self._prefetch is not None
         if self._prefetch is not None:
             data, copy = self._prefetch
             copy.wait()
             self._prefetch = None
-            if encoded.codec == Raw.name:
+        if not isinstance(moved, Encoded):
+            if is_new:
                 return data
-            encoded = replace(encoded, data=data)
-        if encoded.codec == Raw.name:
-            restored = encoded.payload.clone()
+            restored = data.clone()
         else:
-            restored = codecs.decode(encoded).view(torch.uint8)
+            restored = codecs.decode(replace(moved, data=data)).view(torch.uint8)
         self._loans.append(self._byte_counter.lend(restored))
         return restored
 
@@ -361,13 +363,30 @@ class SavedStorage:
         self._byte_counter.add(nbytes)
 
 
-def _uncompressed(data: Tensor, allocation: Allocation) -> Encoded:
-    """Return the uncompressed bytes of a tensor as they lie in a tier."""
-    return Encoded(
-        codec=Raw.name,
-        dtype=data.dtype,
-        shape=data.shape,
-        stride=data.stride(),
-        data=allocation.data,
-        used=data.numel(),
-    )
+class SavedTensor:
+    """Handle of a saved tensor whose storage the engine manages.
+
+    Args:
+        saved_storage: Storage that holds the tensor's bytes.
+        tensor: Tensor that autograd saves.
+        shift: Offset in bytes, see `ByteSpan.of`.
+
+    Attributes:
+        version: Version of the tensor when it was saved.
+        alias: The tensor, if its storage stays where it is; else None, and `view` describes it.
+        was_used: Whether backward has asked for it.
+    """
+
+    __slots__ = ("__weakref__", "alias", "saved_storage", "version", "view", "was_used")
+
+    def __init__(self, saved_storage: SavedStorage, tensor: Tensor, shift: int) -> None:
+        self.saved_storage, self.version = saved_storage, saved_storage.version
+        self.was_used = False
+        self.alias: Tensor | None = None
+        self.view: View | None = None
+        if saved_storage.is_original:
+            # An alias instead of the tensor: an output's node would hold itself, and never be
+            # freed.
+            self.alias = tensor.detach()
+        else:
+            self.view = view_of(tensor, shift)
