@@ -1,4 +1,4 @@
-"""A pipelined `nn.ModuleList`: its members as layers, and user code's calls of the members.
+"""User code's calls of the members of a pipelined `nn.ModuleList`.
 
 User code calls the members one after the other, as in a loop. The calls are recorded, and the last
 one runs the pipeline. Until then user code gets placeholders.
@@ -10,28 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from lightning_dlres import _compat
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import original_forward
-
-
-class ListMember:
-    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs).
-
-    Its output is the first argument of the next member, which also gets the same other arguments.
-    """
-
-    def __init__(self, module: nn.Module, is_last: bool) -> None:
-        self._module, self._is_last = module, is_last
-
-    def __call__(self, inputs: Tree) -> Tree:
-        first, args, kwargs = inputs
-        with original_forward([self._module], _compat.CALL):
-            output = self._module(first, *args, **kwargs)
-        return output if self._is_last else (output, args, kwargs)
 
 
 class _MemberOutput:

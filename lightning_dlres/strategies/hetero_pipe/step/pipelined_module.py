@@ -11,7 +11,7 @@ Only the module's own `forward` is replaced, so that the user's hooks still fire
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +23,7 @@ from lightning_dlres.core.errors import ConfigError, UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.partition import ModelLayers
 from lightning_dlres.pipeline.stage.stage import Layer
-from lightning_dlres.strategies.hetero_pipe.step.forward_replacement import (
-    ForwardReplacement,
-    original_forward,
-    set_forward,
-    user_forward_in,
-)
-from lightning_dlres.strategies.hetero_pipe.step.module_list import ListMember, list_forwards
+from lightning_dlres.strategies.hetero_pipe.step.module_list import list_forwards
 
 Handler = Callable[[Tree], Tree]
 
@@ -58,7 +52,7 @@ class PipelinedModule:
         if is_plain_sequential(self.module):
             return module
         if isinstance(self.module, nn.ModuleList):
-            return ListMember(module, is_last=index == len(self.layers.modules) - 1)
+            return _ListMember(module, is_last=index == len(self.layers.modules) - 1)
         return _SingleLayer(module)
 
     @contextmanager
@@ -75,7 +69,7 @@ class PipelinedModule:
         attribute = _forward_attribute(self.module)
 
         def handle(inputs: Tree) -> Tree:
-            with original_forward(targets, attribute):
+            with _original_forward(targets, attribute):
                 return handler(inputs)
 
         if isinstance(self.module, nn.ModuleList):
@@ -86,13 +80,13 @@ class PipelinedModule:
             forwards = [lambda *args, **kwargs: handle((args, kwargs))]
         saved = [module.__dict__.get(attribute) for module in targets]
         for module, forward, current in zip(targets, forwards, saved, strict=True):
-            module.__dict__[attribute] = ForwardReplacement(
-                self.path, forward, user_forward_in(current)
+            module.__dict__[attribute] = _ForwardReplacement(
+                self.path, forward, _user_forward_in(current)
             )
         try:
             yield
         finally:
-            set_forward(targets, attribute, saved)
+            _set_forward(targets, attribute, saved)
 
 
 def _forward_attribute(module: nn.Module) -> str:
@@ -109,7 +103,7 @@ def is_plain_sequential(module: nn.Module) -> bool:
     """
     if not isinstance(module, nn.Sequential):
         return False
-    user_forward = user_forward_in(vars(module).get("forward"))
+    user_forward = _user_forward_in(vars(module).get("forward"))
     return user_forward is None and type(module).forward is nn.Sequential.forward
 
 
@@ -225,6 +219,60 @@ def _sequential_forward(path: str, handler: Handler) -> Callable[..., Tree]:
     return forward
 
 
+class _ForwardReplacement:
+    """Replacement for a module's forward, in the module's `__dict__`.
+
+    A copy of the module does not copy the replacement, which would run the original module. It gets
+    a function that refuses the call.
+
+    Attributes:
+        user_forward: The function that the user had put there; None without one.
+    """
+
+    def __init__(self, path: str, forward: Callable[..., Tree], user_forward: Any) -> None:
+        self._path, self._forward, self.user_forward = path, forward, user_forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., Tree]:
+        path = self._path
+
+        def refuse(*args: Any, **kwargs: Any) -> Tree:
+            raise UnsupportedStepError(
+                f"A copy of {path!r}, the pipelined module, must be made before the run, got a "
+                "call of a copy that was made during the run: it has the weights of one stage "
+                "only. Make copies in the LightningModule's constructor."
+            )
+
+        return refuse
+
+
+def _user_forward_in(value: Any) -> Any:
+    """Return the user's own function in a module's `__dict__`, below any replacement."""
+    return value.user_forward if isinstance(value, _ForwardReplacement) else value
+
+
+@contextmanager
+def _original_forward(modules: Sequence[nn.Module], attribute: str) -> Iterator[None]:
+    """Context manager in which modules have their original forward, so that their layers can
+    run."""
+    current = [module.__dict__.get(attribute) for module in modules]
+    _set_forward(modules, attribute, list(map(_user_forward_in, current)))
+    try:
+        yield
+    finally:
+        _set_forward(modules, attribute, current)
+
+
+def _set_forward(modules: Sequence[nn.Module], attribute: str, values: Sequence[Any]) -> None:
+    """Set an attribute in the `__dict__` of each module; None removes it."""
+    for module, value in zip(modules, values, strict=True):
+        module.__dict__.pop(attribute, None)
+        if value is not None:
+            module.__dict__[attribute] = value
+
+
 class _SingleLayer:
     """A module of any class as one layer; its input tree is (args, kwargs)."""
 
@@ -233,5 +281,21 @@ class _SingleLayer:
 
     def __call__(self, inputs: Tree) -> Tree:
         args, kwargs = inputs
-        with original_forward([self._module], _forward_attribute(self._module)):
+        with _original_forward([self._module], _forward_attribute(self._module)):
             return self._module(*args, **kwargs)
+
+
+class _ListMember:
+    """A member of a pipelined list as one layer; its input tree is (first argument, args, kwargs).
+
+    Its output is the first argument of the next member, which also gets the same other arguments.
+    """
+
+    def __init__(self, module: nn.Module, is_last: bool) -> None:
+        self._module, self._is_last = module, is_last
+
+    def __call__(self, inputs: Tree) -> Tree:
+        first, args, kwargs = inputs
+        with _original_forward([self._module], _compat.CALL):
+            output = self._module(first, *args, **kwargs)
+        return output if self._is_last else (output, args, kwargs)
