@@ -21,7 +21,7 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.comm.collectives import wait_for_collective
 from lightning_dlres.pipeline.execute.partition import Owners
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
-from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
+from lightning_dlres.pipeline.stage.stage import GradientBuffer
 
 BUCKET_BYTES = 4 << 20
 # Process groups by the stages whose ranks, in all replicas, are their members.

@@ -1,11 +1,12 @@
-"""One training step on one rank: the actions of the schedule, run in order."""
+"""One training step on one rank: the actions of the schedule, run in order, and the loss whose
+backward delivers their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,13 @@ from lightning_dlres.pipeline.comm.mailbox import Channel
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory
-from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer, Gradients, storage_id
 from lightning_dlres.pipeline.stage.microbatch import cut, join, share
-from lightning_dlres.pipeline.stage.stage import enter_inplace_safe
+from lightning_dlres.pipeline.stage.stage import (
+    GradientBuffer,
+    Gradients,
+    enter_inplace_safe,
+    storage_id,
+)
 
 
 class UserStep(Protocol):
@@ -330,3 +335,51 @@ def _entered(tree: Tree) -> Tree:
         return enter_inplace_safe([tensor])[0] if tensor.requires_grad else tensor
 
     return map_tensors(enter, tree)
+
+
+class _Deliver(torch.autograd.Function):
+    """Autograd function between the loss and the parameters.
+
+    Lightning zeroes gradients between the step and its backward, divides the loss for accumulation,
+    scales it for mixed precision, and runs hooks. This function leaves all of that as it is.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        anchor: Tensor,
+        gradients: list[Tensor],
+        scale: float,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise UnsupportedStepError(
+                "backward must run once on the loss of a step, got a second call (retain_graph?): "
+                "the schedule computes the gradients only once. Scale the loss instead, or return "
+                "a sum of losses."
+            )
+        factor = float(grad_output) / ctx.scale
+        if factor != 1.0:
+            gradients = [gradient * factor for gradient in gradients]
+        return None, None, None, None, *gradients
+
+
+def with_gradients(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
+    """Return a loss of the same value whose backward adds `gradients` to the parameters' `.grad`.
+
+    Args:
+        loss: Loss, a scalar tensor.
+        gradients: Gradient of `scale * loss` for every parameter of this rank.
+        scale: Factor in the gradients. Backward divides them by it, and multiplies them by the
+            gradient of the loss that autograd passes.
+    """
+    # The anchor makes the loss require a gradient on a stage that has no trainable parameter.
+    anchor = torch.zeros((), requires_grad=True)
+    return _Deliver.apply(loss.detach(), anchor, list(gradients.values()), scale, *gradients)  # type: ignore[no-untyped-call, no-any-return]

@@ -38,9 +38,8 @@ from lightning_dlres.pipeline.profile.layer_sizes import (
     bytes_of,
     sizes_without_storage,
 )
-from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
 from lightning_dlres.pipeline.stage.initialise import initialise
-from lightning_dlres.pipeline.stage.stage import Stage
+from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 
 _log = logging.getLogger(__name__)
 

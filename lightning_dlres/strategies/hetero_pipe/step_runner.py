@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_dlres.core import rng
+from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.rng import derive_seed
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
 from lightning_dlres.pipeline.execute.digest import digest
 from lightning_dlres.pipeline.execute.runtime import Runtime
-from lightning_dlres.pipeline.execute.training import TrainingStep, TrainResult
+from lightning_dlres.pipeline.execute.training import TrainingStep, TrainResult, with_gradients
 from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 from lightning_dlres.pipeline.plan.schedules.registry import (
     AUTO,
@@ -28,10 +29,6 @@ from lightning_dlres.strategies.hetero_pipe.checks.loss_check import (
     reason_against_microbatches,
     reason_in_fingerprints,
     reason_in_records,
-)
-from lightning_dlres.strategies.hetero_pipe.gradient_delivery import (
-    with_gradients,
-    without_gradients,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import unsendable_values
 from lightning_dlres.strategies.hetero_pipe.replay.logs import logs_in
@@ -186,7 +183,7 @@ class StepRunner:
         if not requires_gradients:
             return output
         input_tensors = tensors_of(inputs)
-        return map_tensors(lambda t: without_gradients(t, input_tensors), output)
+        return map_tensors(lambda t: _without_gradients(t, input_tensors), output)
 
     def _run(
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int
@@ -380,3 +377,31 @@ class _StateBeforeStep:
             return []
         tensors = self._runner.runtime.buffers.tensors()
         return [tensors[index] for index in self._runner.changing_buffers]
+
+
+class _NoGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        raise UnsupportedStepError(
+            "Gradients of the pipelined module are available in training_step only: elsewhere the "
+            "pipeline runs it forward only. Compute gradients in training_step, or validate on a "
+            "single device: Trainer(devices=1)."
+        )
+
+
+def _without_gradients(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Return a module output that requires gradients, as in plain training, but whose backward
+    raises.
+
+    Args:
+        output: Output of the pipelined module; returned as it is if it cannot have a gradient.
+        inputs: Inputs of the module; a gradient for any of them raises, too.
+    """
+    if not (output.is_floating_point() or output.is_complex()):
+        return output
+    anchor = torch.zeros((), requires_grad=True)
+    return _NoGradients.apply(output, anchor, *inputs)  # type: ignore[no-untyped-call, no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
+from lightning_dlres.pipeline.stage.stage import GradientBuffer
 
 
 def test_the_buffer_never_writes_to_gradients_that_share_storage() -> None:

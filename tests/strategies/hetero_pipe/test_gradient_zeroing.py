@@ -10,8 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.execute.training import TrainingStep
-from lightning_dlres.pipeline.stage.gradient_buffer import GradientBuffer
-from lightning_dlres.pipeline.stage.stage import Stage
+from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 from lightning_dlres.strategies.hetero_pipe.gradient_zeroing import zeroes_every_step
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 from tests.support.models import QUIET
