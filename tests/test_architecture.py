@@ -12,9 +12,12 @@ calls.
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,11 @@ MAY_IMPORT_ROOMS = {
     "kernels": {"kernels", "core"},
     "core": {"core"},
 }
+MOST_FILES, MOST_LINES = 15, 450
+FORBIDDEN_WORDS = re.compile(r"\bMethods? [A-E]\b|\b[Dd]atum\b|\bVMs?\b|\b[Vv]irtual machines?\b")
+CONCERNS_LIGHTNING = re.compile(
+    r"Lightning|Trainer|lightning\.pytorch|training[_ ]step|[Uu]ser code|the user's|DataLoader"
+)
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve"}
 # The only files that may hold private names of torch or Lightning, each name with its reason. Rooms
@@ -205,6 +213,79 @@ def test_the_rules_find_what_they_forbid(where: str, source: str, words: str) ->
 )
 def test_the_rules_allow_what_the_design_allows(where: str, source: str) -> None:
     assert violations(ast.parse(source), ROOT / PACKAGE / where) == []
+
+
+def folder_of(module: str) -> str | None:
+    """Return the folder, below the package, in which a module lies; None for other packages."""
+    path = ROOT.joinpath(*module.split("."))
+    if path.with_suffix(".py").is_file():
+        path = path.parent
+    elif not path.is_dir():
+        return folder_of(module.rpartition(".")[0]) if "." in module else None
+    return relative(path).removeprefix(PACKAGE).lstrip("/") if PACKAGE in path.parts else None
+
+
+def imported_folders() -> dict[str, set[str]]:
+    """Return, for every folder of the package, the folders that its files import."""
+    edges: dict[str, set[str]] = {}
+    # A package's `__init__` may offer names of the folders within it.
+    for file in (file for file in FILES if file.name != "__init__.py"):
+        folder = relative(file.parent).removeprefix(PACKAGE).lstrip("/")
+        for item in imports(parse(file), file):
+            target = folder_of(item.full) if item.top == PACKAGE else None
+            if target is not None and target != folder and folder and target:
+                edges.setdefault(folder, set()).add(target)
+    return edges
+
+
+def test_folders_import_each_other_in_no_circle() -> None:
+    """A circle between folders hides which of them stands on which."""
+    try:
+        list(TopologicalSorter(imported_folders()).static_order())
+    except CycleError as error:
+        raise AssertionError(
+            f"these folders import each other: {' -> '.join(error.args[1])}"
+        ) from None
+
+
+def test_no_folder_is_crowded() -> None:
+    counts = Counter(relative(file.parent) for file in FILES)
+    crowded = {folder: count for folder, count in counts.items() if count > MOST_FILES}
+    assert not crowded, f"more than {MOST_FILES} files: give a part of them a folder: {crowded}"
+
+
+def test_no_file_is_long() -> None:
+    lines = {relative(file): len(file.read_text().splitlines()) for file in FILES}
+    long = {file: count for file, count in lines.items() if count > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines: split along a seam: {long}"
+
+
+def test_no_public_class_name_is_used_twice() -> None:
+    """A name that two classes share makes a reader guess which one is meant."""
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(parse(file)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(relative(file))
+    shared = {name: files for name, files in places.items() if len(files) > 1}
+    assert not shared, f"class names of two classes: {shared}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=relative)
+def test_words_of_readers(file: Path) -> None:
+    """Codes of the methods belong to docs/methods.md; a replica is not called a virtual machine."""
+    found = FORBIDDEN_WORDS.findall(file.read_text())
+    assert not found, f"{relative(file)}: {found}"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [f for f in FILES if room_of(f) == "strategies" and f.name != "__init__.py"],
+    ids=relative,
+)
+def test_strategies_hold_only_what_concerns_lightning(file: Path) -> None:
+    """What neither imports nor speaks of Lightning belongs to a room below."""
+    assert CONCERNS_LIGHTNING.search(file.read_text()), f"{relative(file)}: move it down"
 
 
 def test_public_names_exist() -> None:
