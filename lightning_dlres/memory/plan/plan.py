@@ -14,7 +14,7 @@ from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.memory.execute.actions import MemoryAction
 
 
-class StorageDecision(msgspec.Struct, frozen=True, kw_only=True):
+class StorageDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Decision about one saved storage.
 
     Events are numbered over the step: the saving or the use of a storage. The policy identifies a
@@ -50,7 +50,7 @@ class StorageDecision(msgspec.Struct, frozen=True, kw_only=True):
     uses: tuple[int, ...] = ()
 
 
-class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Plan of one step under limits.
 
     Interval `i` is the time before event `i`; the last interval follows the last event.

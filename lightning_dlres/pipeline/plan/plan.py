@@ -22,7 +22,7 @@ from lightning_dlres.pipeline.profile.cluster import Cluster
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
 
-class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
+class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A split of `layers` over stages, on `replicas`, with the profile that it was made from.
 
     Attributes:

@@ -11,7 +11,7 @@ from lightning_dlres.core.checks import finite, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's device.
 
     Attributes:
@@ -34,7 +34,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             whole_number("memory_limit", self.memory_limit, "memory_limit=None", least=0)
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A link between two ranks, the same in both directions.
 
     Attributes:
@@ -59,7 +59,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 _PERFECT_LINK = Link(ranks=(0, 0), latency=0.0, bytes_per_second=float("inf"))
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The devices of all ranks and the links between them.
 
     Attributes:

@@ -24,7 +24,7 @@ _LAYER_SIZES = (
 )
 
 
-class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
+class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs of one layer for one micro-batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
         return self.parameter_bytes + sum(self.shared.values())
 
 
-class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs of a step besides its layers. A tuple has one entry per kind of device.
 
     Attributes:

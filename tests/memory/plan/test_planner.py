@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from math import inf
@@ -87,7 +88,7 @@ def test_plans_stay_within_their_limits(profile: StepProfile) -> None:
     plan = plan_memory(profile, MemoryLimits(device=smallest))
     assert plan.peak <= smallest + 1
     lives = [
-        Lifetime(decision.capacity, decision.saved, datum_end(profile, decision.saved))
+        Lifetime(decision.capacity, decision.saved, storage_end(profile, decision.saved))
         for decision in plan.decisions
         if decision.tier == "host"
     ]
@@ -104,7 +105,7 @@ def test_a_fetch_waits_for_storages_that_are_leaving() -> None:
     assert plan_memory(profile, MemoryLimits(device=smallest)).peak <= smallest + 1
 
 
-def datum_end(profile: StepProfile, saved: int) -> int:
+def storage_end(profile: StepProfile, saved: int) -> int:
     return next(storage.end for storage in profile.storages if storage.saved == saved)
 
 
@@ -209,3 +210,7 @@ def test_bad_json_is_refused() -> None:
         ConfigError, match=r"step profile must be JSON that StepProfile.to_json wrote"
     ):
         StepProfile.from_json("[")
+    plan = json.loads(plan_memory(stack([1, 1]), MemoryLimits()).to_json())
+    plan["decisions"][0]["room"] = 5
+    with pytest.raises(ConfigError, match="unknown field `room`"):
+        MemoryPlan.from_json(json.dumps(plan))

@@ -207,6 +207,8 @@ def test_a_plan_that_cannot_run_is_refused(change: dict[str, Any], words: str) -
         ('{"replicas": [["0"]], "split": [1]}', "Expected `int`, got `str`"),
         (b"\xff\xfe", "must be JSON"),
         ("[" * 50, "must be JSON"),
+        # A slip in an edited file must not be read as the default.
+        ('{"replicas": [[0]], "split": [1], "recomputed": [0]}', "unknown field `recomputed`"),
     ],
 )
 def test_text_that_is_no_plan_is_refused(text: str | bytes, words: str) -> None:
