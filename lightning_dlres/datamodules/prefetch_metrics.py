@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from lightning.pytorch import Trainer
 
 from lightning_dlres.prefetch.cache.messages import Metrics
@@ -14,10 +16,14 @@ class MetricsLog:
     def __init__(self) -> None:
         self._last: Metrics | None = None
         self._batches, self._stalled_before = 0, 0.0
+        self._loader: weakref.ref[PrefetchLoader] | None = None
 
     def count_batch(self, trainer: Trainer, loader: PrefetchLoader) -> None:
         """Count a batch that is about to be trained on, and log if the interval is full."""
         self._batches += 1
+        if self._loader is None or self._loader() is not loader:
+            # Another batch size makes another loader, whose seconds begin at 0.
+            self._loader, self._stalled_before = weakref.ref(loader), 0.0
         interval = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
         if not trainer.loggers or self._batches % interval:
             return
@@ -30,6 +36,9 @@ class MetricsLog:
 
     def _figures(self, metrics: Metrics, loader: PrefetchLoader, interval: int) -> dict[str, float]:
         last = self._last
+        if last is not None and metrics.samples < last.samples:
+            # The cache's process was started again, and counts anew.
+            last = None
 
         def increase(name: str) -> float:
             return float(getattr(metrics, name) - (getattr(last, name) if last else 0))
