@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.pipeline.execute.partition import ModelLayers
+from lightning_dlres.strategies.hetero_pipe.replay.user_objects import same_tensors
 
 Buffers = dict[str, Tensor]
 
@@ -52,7 +53,9 @@ class NonPipelinedBuffers:
         return {
             name: buffer.detach().clone()
             for name, buffer in self.snapshot().items()
-            if name not in before or not _is_equal(buffer, before[name])
+            # Compared by value: a norm changes its running statistics without raising the version
+            # counter.
+            if name not in before or not same_tensors(buffer, before[name])
         }
 
     def restore(self, before: Buffers) -> None:
@@ -79,8 +82,3 @@ class NonPipelinedBuffers:
 def _set_buffer(root: nn.Module, name: str, buffer: Tensor | None) -> None:
     owner, _, key = name.rpartition(".")
     setattr(root.get_submodule(owner), key, buffer)
-
-
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    # Compared by value: a norm changes its running statistics without raising the version counter.
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -31,7 +31,12 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres.core.errors import DlresError
 from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
-from lightning_dlres.strategies.hetero_pipe.replay.user_objects import SCALARS, is_library_class
+from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
+    SCALARS,
+    is_library_class,
+    slot_names,
+    value_key,
+)
 
 # Largest number of objects that are read; the search stops there.
 _MAX_OBJECTS = 20_000
@@ -114,7 +119,7 @@ def untracked_state_warning(names: list[str]) -> str | None:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, (*SCALARS, frozenset)) and a == b)
+    return a is b or value_key(a) == value_key(b)
 
 
 def _read(value: Any) -> Entries | None:
@@ -181,7 +186,7 @@ def _object_entries(value: Any) -> Entries | None:
     elif is_library_class(kind) and not isinstance(value, (Dataset, Sampler)):
         return None
     else:
-        slots = {n: getattr(value, n) for n in _slot_names(kind) if hasattr(value, n)}
+        slots = {n: getattr(value, n) for n in slot_names(kind) if hasattr(value, n)}
         names = {**slots, **getattr(value, "__dict__", {})}
     if names is None:
         return None
@@ -203,12 +208,6 @@ def _file_position(file: io.IOBase) -> int:
         # `tell` of a text file raises while the file is iterated. The position of its buffer moves,
         # too, one block at a time.
         return _file_position(file.buffer) if hasattr(file, "buffer") else -1
-
-
-@cache
-def _slot_names(kind: Any) -> tuple[str, ...]:
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return tuple(n for of in slots for n in ((of,) if isinstance(of, str) else of))
 
 
 @cache

@@ -9,10 +9,11 @@ from __future__ import annotations
 import operator
 import random
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres import _compat
+from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.wire.payload import as_bytes
 from lightning_dlres.pipeline.execute.digest import digest
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -65,6 +68,9 @@ _KINDS_WITH_ATTRIBUTES = NAMED_KINDS - {"dict"}
 _FLAT_TYPES = {*SCALARS, Tensor, np.ndarray}
 # Immutable types that are compared quickly.
 _QUICK_TYPES = {int, str, bytes, bool, type(None), float}
+# Immutable types whose values are the same if they are equal. Floats and complex numbers are not
+# among them.
+_HASHABLE_TYPES = {*SCALARS, torch.dtype, torch.device, type(Path())} - {float, complex}
 # Largest number of items of a sequence that counts as a setting, such as the learning rates of all
 # groups.
 _MAX_SETTING_ITEMS = 16
@@ -112,20 +118,27 @@ class ObjectState:
     def is_surely_unchanged(self) -> bool:
         """Return whether a quick comparison proves that the object has not changed.
 
-        False also stands for "unknown": a tensor may have changed in place.
+        False also stands for "unknown": a tensor may have changed in place, or a number may have
+        been replaced by an equal one.
         """
         if self.kind == "random" or not self.types <= _QUICK_TYPES:
             return False
+        # Identity proves equality here: values of these types are immutable. Equality would not
+        # prove it: 0, False and -0.0 are equal.
         if self.names:
             namespace = namespace_of(self.owner)
-            # Identity proves equality here: values of these types are immutable.
-            if tuple(namespace) == self.names and all(
-                map(operator.is_, namespace.values(), self.values)
+            if are_identical(namespace, self.names) and are_identical(
+                namespace.values(), self.values
             ):
                 return True
-        is_container = self.kind in ("dict", "list", "set")
-        current = self.owner if is_container else read_content(self.owner, self.kind)
-        return bool(current == self.content)
+        if self.kind in NAMED_KINDS:
+            now = self.owner if self.kind == "dict" else read_content(self.owner, self.kind)
+            return are_identical(now, self.content) and are_identical(
+                now.values(), self.content.values()
+            )
+        if self.kind == "set":
+            return _same_members(self.owner, self.content)
+        return are_identical(self.owner, self.content)
 
     def children(self) -> Iterator[tuple[str, Any]]:
         """Yield the objects with state inside this one, with their paths."""
@@ -154,11 +167,11 @@ class ObjectState:
         elif self.kind in ("object", "module", "dict"):
             _write_names(owner, self.kind, content)
         elif self.kind in ("list", "deque"):
-            if len(owner) != len(content) or not all(map(operator.is_, owner, content)):
+            if not are_identical(owner, content):
                 owner.clear()
                 owner.extend(content)
         elif self.kind == "set":
-            if owner != content:
+            if not _same_members(owner, content):
                 owner.clear()
                 owner.update(content)
         elif not same_generator_state(read_content(owner, self.kind), content):
@@ -177,6 +190,14 @@ def kind_of(value: Any) -> str | None:
     built-in containers "dict", "list", "deque", "set" and "tuple".
     """
     return _kind_of_class(cast(Hashable, type(value)))
+
+
+def has_own_attributes(value: Any) -> bool:
+    """Return whether a container can have attributes beside its items, as a subclass that the user
+    defines."""
+    is_builtin = type(value).__module__ in ("builtins", "collections")
+    is_container = kind_of(value) in ("dict", "list", "deque", "set", "tuple")
+    return is_container and not is_builtin and hasattr(value, "__dict__")
 
 
 def is_data_source(value: Any) -> bool:
@@ -218,9 +239,60 @@ def read_content(owner: Any, kind: str) -> Any:
     return owner.getstate() if isinstance(owner, random.Random) else owner.bit_generator.state
 
 
+@cache
+def slot_names(kind: Any) -> tuple[str, ...]:
+    """Return the names in the `__slots__` of a class and its base classes."""
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return tuple(n for of in slots for n in ((of,) if isinstance(of, str) else of))
+
+
+def are_identical(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def value_key(value: Any) -> Hashable:
+    """Return a key that two values share only if user code cannot tell them apart.
+
+    Python's own equality is no such key: 0, False and -0.0 are equal, and NaN equals nothing. The
+    key of a mutable object is its identity; it is valid while the object exists.
+    """
+    kind: Any = type(value)
+    if kind is float:
+        return kind, value.hex()
+    if kind is complex:
+        return kind, value.real.hex(), value.imag.hex()
+    if kind in _HASHABLE_TYPES:
+        return kind, value
+    if isinstance(value, np.generic):
+        return kind, value.dtype.str, value.tobytes()
+    if kind in (tuple, frozenset):
+        return kind, kind(map(value_key, value))
+    return kind, id(value)
+
+
+def same_tensors(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype, device and values, bit by bit.
+
+    NaN is the same as NaN, and 0.0 differs from -0.0.
+    """
+    if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout):
+        return False
+    try:
+        return torch.equal(as_bytes(a), as_bytes(b))
+    except ProtocolError:
+        # Sparse and quantized tensors cannot be read as bytes.
+        return torch.equal(a, b)
+
+
 def same_generator_state(a: Any, b: Any) -> bool:
     """Return whether two states of a random generator are equal."""
     return torch.equal(a, b) if isinstance(a, Tensor) else digest(a) == digest(b)
+
+
+def _same_members(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Return whether two sets hold the same objects."""
+    return len(a) == len(b) and set(map(id, a)) == set(map(id, b))
 
 
 def _write_names(owner: Any, kind: str, content: dict[Any, Any]) -> None:
@@ -235,6 +307,10 @@ def _write_names(owner: Any, kind: str, content: dict[Any, Any]) -> None:
     if len(namespace) != len(content) and kind != "module":
         for name in [n for n in namespace if n not in content]:
             del namespace[name]
+    # A cache that drops its oldest entry depends on the order of a dict.
+    if kind == "dict" and not are_identical(namespace, content):
+        namespace.clear()
+        namespace.update(content)
 
 
 def _is_setting(value: Any) -> bool:

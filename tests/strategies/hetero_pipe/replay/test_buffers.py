@@ -128,6 +128,26 @@ def test_buffers_are_restored_after_every_run() -> None:
         assert model.added is None
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "is_changed"),
+    [
+        (float("nan"), float("nan"), False),
+        (0.0, 0.0, False),
+        (0.0, -0.0, True),
+        (-0.0, 0.0, True),
+        (float("nan"), 0.0, True),
+    ],
+)
+def test_buffer_has_changed_if_its_bits_have(old: float, new: float, is_changed: bool) -> None:
+    model: Any = Centre()
+    model.centre.fill_(old)
+    buffers = NonPipelinedBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
+    before = buffers.snapshot()
+    buffers.isolate(before)
+    model.centre.fill_(new)
+    assert list(buffers.diff(before)) == (["centre"] if is_changed else [])
+
+
 def save_during_run(context: RankContext, path: str) -> dict[str, Tensor]:
     """Return the state of a plain run, and save the state of a pipeline at the same step."""
     plain_state = {}

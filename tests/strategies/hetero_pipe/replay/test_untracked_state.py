@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
+from lightning_dlres.strategies.hetero_pipe.replay.untracked_state import UntrackedState
 from tests.strategies.hetero_pipe.replay.test_user_state import (
     CounterCallback,
     ManyStates,
@@ -111,3 +114,22 @@ def test_one_line_names_untracked_state_that_changes(pool: RankPool) -> None:
     (line,) = lines
     names = line.partition(" changes ")[2].partition(", which cannot")[0].split(", ")
     assert {name.removeprefix(f"{__name__}.") for name in names} == NAMES
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_changed"),
+    [
+        (0, False, True),
+        (0.0, -0.0, True),
+        (1.0, 1.0, False),
+        (float("nan"), float("nan"), False),
+        (frozenset([1]), frozenset([True]), True),
+        (frozenset([1]), frozenset([1]), False),
+    ],
+)
+def test_equal_values_may_be_a_change(old: Any, new: Any, is_changed: bool) -> None:
+    part: Any = Slots()
+    part.calls = old
+    state = UntrackedState([("self.part", part)], [])
+    part.calls = new
+    assert state.changed(LayerTensors()) == (["self.part.calls"] if is_changed else [])
