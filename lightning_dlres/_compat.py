@@ -95,6 +95,14 @@ def metric_mergers(metric: Metric) -> dict[str, str | None]:
     return {name: MERGEABLE.get(reduction) for name, reduction in reductions.items()}
 
 
+def metric_defaults(metric: Metric) -> dict[str, Any]:
+    """Return the states of a new metric by name: tensors, or empty lists.
+
+    torchmetrics keeps them to itself.
+    """
+    return dict(metric._defaults)
+
+
 def metric_progress(metric: Metric) -> tuple[int, Any]:
     """Return a metric's number of updates and the value of its last `forward`.
 

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dlres import _compat
 from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.strategies.hetero_pipe.replay.user_objects import same_tensors, value_key
 
 # Relative difference of two states that counts as rounding.
 _ROUNDING = 1e-4
@@ -125,7 +126,13 @@ class MetricStates:
         without one."""
         for name, metric in self.metrics.items():
             updates_by_parts = metric.full_state_update is False
-            if not updates_by_parts or None in _compat.metric_mergers(metric).values():
+            mergers = _compat.metric_mergers(metric)
+            # Lists have no sum. A state that is a list now counts, whatever its default was.
+            has_lists_to_reduce = any(
+                isinstance(state, list) and mergers.get(key) != "cat"
+                for key, state in metric.metric_state.items()
+            )
+            if not updates_by_parts or None in mergers.values() or has_lists_to_reduce:
                 return str(name)
         return None
 
@@ -160,7 +167,12 @@ class MetricStates:
                 for key, value in new.state.items()
                 if (delta := _delta(old.state[key], value)) is not None
             }
-            counts_differ = new.updates != old.updates or new.numbers != old.numbers
+            # Compared by key: 0 equals False, and NaN does not equal itself.
+            numbers_differ = any(
+                value_key(old.numbers.get(key)) != value_key(value)
+                for key, value in new.numbers.items()
+            )
+            counts_differ = new.updates != old.updates or numbers_differ
             if deltas or counts_differ or new.last_value is not old.last_value:
                 changes[name] = [deltas, new.numbers, new.updates, _detached_tree(new.last_value)]
         return changes
@@ -176,6 +188,12 @@ class MetricStates:
     def reset(self) -> None:
         """Reset all metrics, so that they collect the state of some micro-batches only."""
         for metric in self.metrics.values():
+            # torchmetrics cannot reset a list state that has become a tensor, or a tensor state
+            # that has become a list.
+            for key, default in _compat.metric_defaults(metric).items():
+                if isinstance(default, list) != isinstance(getattr(metric, key), list):
+                    value = [] if isinstance(default, list) else default.to(metric.device)
+                    setattr(metric, key, value)
             metric.reset()
 
     def partial_states(self) -> Tree:
@@ -250,7 +268,8 @@ def _copied_state(value: Any) -> Any:
 def _delta(old: Any, new: Any) -> list[Any] | None:
     """Return [number of list items that stay, new value or new items]; None without a change."""
     if not isinstance(new, list) or not isinstance(old, list):
-        is_same = isinstance(old, Tensor) and new.shape == old.shape and torch.equal(new, old)
+        # A list state may become a tensor, or a tensor state a list.
+        is_same = isinstance(old, Tensor) and isinstance(new, Tensor) and same_tensors(old, new)
         return None if is_same else [0, _detached_tree(new)]
     starts_alike = all(a is b for a, b in zip(old, new, strict=False)) and len(new) >= len(old)
     stays = len(old) if starts_alike else 0
@@ -259,13 +278,18 @@ def _delta(old: Any, new: Any) -> list[Any] | None:
 
 def _patched(current: Any, start: int, value: Any) -> Any:
     """Return a state after a delta: the new value, or the first items and the new ones."""
-    return [*current[:start], *value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    # Nothing stays of a tensor that becomes a list. A tensor without dimensions has no first items.
+    return [*current[:start], *value] if start else list(value)
 
 
 def _merged(states: list[Any], how: str | None) -> Any:
     if how == "cat":
-        if isinstance(states[0], list):
-            return [item for state in states for item in state]
+        if any(isinstance(state, list) for state in states):
+            # Some parts may have a tensor, which is the concatenation of a list.
+            lists = [state if isinstance(state, list) else [state] for state in states]
+            return [item for items in lists for item in items]
         return torch.cat([torch.atleast_1d(state) for state in states])
     stacked: Tensor = torch.stack(states)
     return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -301,3 +301,110 @@ def test_diff_of_a_growing_list_in_a_collection_has_only_the_new_items() -> None
         holder.feed(scores(step), False)
         counts.append(sum(t.numel() for t in tensors_of(states.diff(before))))
     assert counts == counts[:1] * 5
+
+
+# --- States that change their type, or to an equal value.
+
+
+class Changeable(Metric):
+    """A metric with one state, which `update` sets to any value, and a number."""
+
+    full_state_update = False
+
+    def __init__(self, default: Any, how: str | None = "cat") -> None:
+        super().__init__()
+        self.add_state("state", default, dist_reduce_fx=how)
+        self.number: float = 0
+
+    def update(self, value: Any) -> None:
+        self.state = value
+
+    def compute(self) -> Tensor:
+        items = self.state if isinstance(self.state, list) else [self.state]
+        return torch.cat([torch.atleast_1d(item) for item in items])
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "list": lambda: [torch.ones(2), torch.zeros(1)],
+    "empty list": list,
+    "tensor": lambda: torch.ones(3),
+    "number": lambda: torch.ones(()),
+    "tensor of integers": lambda: torch.ones(3, dtype=torch.int64),
+}
+
+
+def describe(state: Any) -> str:
+    return f"{type(state).__name__} {state} {getattr(state, 'dtype', '')}"
+
+
+@pytest.mark.parametrize("new", VALUES)
+@pytest.mark.parametrize("old", VALUES)
+def test_state_may_become_a_list_or_a_tensor(old: str, new: str) -> None:
+    leader, follower = Holder(Changeable([])), Holder(Changeable([]))
+    for holder in (leader, follower):
+        holder.feed((VALUES[old](),), False)
+    states, follower_states = MetricStates(leader), MetricStates(follower)
+    before = states.snapshot()
+    leader.feed((VALUES[new](),), False)
+    follower_states.apply(send(states.diff(before)))
+    for one in (leader, follower):
+        assert describe(one.metric.state) == describe(VALUES[new]())
+    states.restore(before)
+    assert describe(leader.metric.state) == describe(VALUES[old]())
+    assert leader.metric.update_count == 1
+
+
+@pytest.mark.parametrize("default", ["list", "tensor"])
+@pytest.mark.parametrize("state", ["list", "tensor"])
+def test_parts_of_a_changed_type_merge(default: str, state: str) -> None:
+    make = (lambda: []) if default == "list" else (lambda: torch.empty(0))
+    worker, other = Holder(Changeable(make())), Holder(Changeable(make()))
+    worker.feed((VALUES[state](),), False)
+    states = MetricStates(worker)
+    before, parts = states.snapshot(), []
+    for value in ([torch.tensor(4.0)], torch.tensor([5.0])):
+        states.reset()
+        assert describe(worker.metric.state) == describe(make())
+        worker.feed((value,), False)
+        parts.append(send(states.partial_states()))
+    states.restore(before)
+    states.merge(parts)
+    other.feed((VALUES[state](),), False)
+    MetricStates(other).merge(parts[::-1])
+    expected = VALUES[state]() if state == "tensor" else torch.cat(VALUES[state]())
+    for holder, added in ((worker, [4.0, 5.0]), (other, [5.0, 4.0])):
+        result = holder.metric.compute()  # type: ignore[operator]
+        assert torch.equal(result, torch.cat([expected, torch.tensor(added)]))
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "min"])
+def test_list_that_has_a_reduction_of_tensors_cannot_be_merged(how: str) -> None:
+    holder = Holder(Changeable(torch.zeros(3), how))
+    assert MetricStates(holder).first_unmergeable() is None
+    holder.feed(([torch.ones(3)],), False)
+    assert MetricStates(holder).first_unmergeable() == "metric"
+
+
+@pytest.mark.parametrize(("old", "new"), [(0.0, -0.0), (-0.0, 0.0)])
+def test_diff_has_the_sign_of_zero(old: float, new: float) -> None:
+    leader, follower = Holder(Changeable([])), Holder(Changeable([]))
+    for holder in (leader, follower):
+        holder.feed((torch.tensor([old]),), False)
+        holder.metric.number = old
+    states = MetricStates(leader)
+    before = states.snapshot()
+    metric: Any = leader.metric
+    metric.state, metric.number = torch.tensor([new]), new
+    MetricStates(follower).apply(send(states.diff(before)))
+    assert str(follower.metric.state) == str(torch.tensor([new]))
+    assert str(follower.metric.number) == str(new)
+
+
+def test_diff_without_changes_is_empty_with_nan() -> None:
+    holder = Holder(Changeable([]))
+    holder.feed((torch.tensor([float("nan")]),), False)
+    states, metric = MetricStates(holder), cast("Any", holder.metric)
+    metric.number = float("nan")
+    before = states.snapshot()
+    metric.number, metric.state = float("nan"), torch.tensor([float("nan")])
+    assert states.diff(before) == {}
