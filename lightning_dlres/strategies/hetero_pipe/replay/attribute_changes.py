@@ -3,27 +3,31 @@
 The changes of one run of the step are a dict from the path of an object to its change. A change is
 a list that starts with its kind:
 
-- `["names", new, gone]`: attributes or dict entries. `new` has `[key, encoding, value]` for each
-  name with a new value; `gone` has the names that were deleted.
-- `["items", start, items]`: a list or deque. It keeps its first `start` items; `items` has
-  `[encoding, value]` for each item that follows.
-- `["set", items]`: a set, with `[encoding, value]` for each of its members.
+- `["names", new, gone, order]`: attributes or dict entries. `new` has `[*key, *value]` for each
+  name with a new value, and `gone` has the names that were deleted. `order` has all keys of a dict
+  if their order has changed, else it is None.
+- `["items", start, items]`: a list or deque. It keeps its first `start` items; `items` has those
+  that follow.
+- `["set", new, gone]`: a set, with its new members and those that it no longer has.
 - `["state", state]`: a random generator.
 
-The encoding says how the receiver makes the value:
+Every key, value, item and member is a pair `[encoding, value]`. The encoding says how the receiver
+makes the value:
 
 - None: the value itself.
 - "in place": a tensor or array that is written into the one that the receiver has, so that other
   references to it see the new values.
 - "known": the value is the path of an object whose state is replayed itself.
-- "set", "frozenset": the value is a list of the members.
-- "unsendable": the object cannot be sent. The value is `[class name, path, key]`. A rank that ran
-  the step has the object of its own run; other ranks keep what they have.
+- "packed": the value is a container that `replay.containers` has packed.
+- "unsendable": the object cannot be sent. The value is `[class name, path, name]`. A rank that ran
+  the step has the object of its own run. Other ranks keep what they have. If they have nothing
+  there, they get no such attribute, key or member; a new item of a list is None, so that items
+  after it have the same index on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,17 +35,20 @@ from torch import Tensor
 
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.execute.digest import digest
+from lightning_dlres.strategies.hetero_pipe.replay.containers import unpack
 from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
     ABSENT,
     ObjectState,
     namespace_of,
+    value_key,
 )
 
 IN_PLACE = "in place"
 KNOWN = "known"
+PACKED = "packed"
 UNSENDABLE = "unsendable"
 
-# Objects that cannot be sent, by path and key; each rank has those of its own run.
+# Objects that cannot be sent, by path and name; each rank has those of its own run.
 Unsendable = Mapping[tuple[str, Any], Any]
 
 
@@ -60,13 +67,11 @@ def unsendable_values(changes: Tree) -> dict[str, str]:
     classes."""
     classes = {}
     for change in changes.values():
-        if change[0] == "state":
-            continue
-        for entry in change[1] if change[0] in ("names", "set") else change[-1]:
-            if entry[-2] == UNSENDABLE:
-                kind, path, key = entry[-1]
-                attribute = f"{path}.{key}" if path else str(key)
-                classes[attribute if isinstance(key, str) else f"{path}[{key!r}]"] = kind
+        for encoding, value in _encoded_values(change):
+            if encoding == UNSENDABLE:
+                kind, path, name = value
+                attribute = f"{path}.{name}" if path else str(name)
+                classes[attribute if isinstance(name, str) else f"{path}[{name!r}]"] = kind
     return classes
 
 
@@ -88,43 +93,99 @@ def apply_change(
     """
     kind, *rest = change
 
-    def decoded(encoding: Any, value: Any, current: Any) -> Any:
-        if encoding == KNOWN:
-            return states[value].owner if value in states else current
-        if encoding == UNSENDABLE:
-            return unsendable.get((value[1], value[2]), current)
-        if encoding == IN_PLACE and _has_same_form(current, value):
-            if isinstance(current, Tensor):
-                with torch.no_grad():
-                    current.copy_(value)
-            else:
-                current[...] = value
-            return current
-        if encoding == "set":
-            return set(value)
-        return frozenset(value) if encoding == "frozenset" else value
+    def decoded(encoded: Sequence[Any], current: Any = ABSENT) -> Any:
+        return _decoded(encoded, current, states, unsendable)
 
     if kind == "names":
-        new, gone = rest
-        namespace = namespace_of(state.owner)
-        for key, encoding, value in new:
-            result = decoded(encoding, value, namespace.get(key, ABSENT))
-            if result is not ABSENT:
-                namespace[key] = result
-        for key in gone:
-            namespace.pop(key, None)
+        _apply_names(state, *rest, decoded=decoded)
     elif kind == "state":
         state.write(rest[0])
     elif kind == "set":
-        state.write({decoded(encoding, value, None) for encoding, value in rest[0]})
+        new, gone = rest
+        gone_members = set(map(decoded, gone))
+        # Python's equality would not find NaN. The key would not find a copy of an object.
+        gone_keys = set(map(value_key, gone_members))
+        stays = {
+            member for member in state.content - gone_members if value_key(member) not in gone_keys
+        }
+        state.write(stays | {m for m in map(decoded, new) if m is not ABSENT})
     else:
         start, items = rest
         current = state.content
         tail = [
-            decoded(encoding, value, current[start + i] if start + i < len(current) else None)
-            for i, (encoding, value) in enumerate(items)
+            decoded(item, current[start + i] if start + i < len(current) else None)
+            for i, item in enumerate(items)
         ]
         state.write([*current[:start], *tail])
+
+
+def _apply_names(
+    state: ObjectState,
+    new: Sequence[Any],
+    gone: Sequence[Any],
+    order: Sequence[Any] | None,
+    *,
+    decoded: Callable[..., Any],
+) -> None:
+    namespace = namespace_of(state.owner)
+    for *encoded_key, encoding, value in new:
+        key = decoded(encoded_key)
+        # A key that this rank does not have cannot get a value.
+        result = ABSENT if key is ABSENT else decoded((encoding, value), namespace.get(key, ABSENT))
+        if result is not ABSENT:
+            namespace[key] = result
+    for key in map(decoded, gone):
+        namespace.pop(key, None)
+    if order is not None:
+        keys = [key for key in map(decoded, order) if key in namespace]
+        sorted_content = {key: namespace[key] for key in keys}
+        sorted_content |= {key: v for key, v in namespace.items() if key not in sorted_content}
+        namespace.clear()
+        namespace.update(sorted_content)
+
+
+def _decoded(
+    encoded: Sequence[Any], current: Any, states: Mapping[str, ObjectState], unsendable: Unsendable
+) -> Any:
+    """Return the value of a pair `[encoding, value]`.
+
+    Args:
+        encoded: The pair.
+        current: This rank's value in the same place; `ABSENT` without one.
+        states: The states of all objects now, by path.
+        unsendable: This rank's own objects that cannot be sent.
+    """
+    encoding, value = encoded
+    if encoding == KNOWN:
+        return states[value].owner if value in states else current
+    if encoding == UNSENDABLE:
+        return unsendable.get((value[1], value[2]), current)
+    if encoding == PACKED:
+        return unpack(value)
+    if encoding == IN_PLACE and _has_same_form(current, value):
+        if isinstance(current, Tensor):
+            with torch.no_grad():
+                current.copy_(value)
+        else:
+            current[...] = value
+        return current
+    return value
+
+
+def _encoded_values(change: Tree) -> Iterator[Sequence[Any]]:
+    """Yield the pairs `[encoding, value]` of a change, but not those of an order."""
+    kind, *rest = change
+    if kind == "names":
+        new, gone, _ = rest
+        for key_encoding, key, encoding, value in new:
+            yield key_encoding, key
+            yield encoding, value
+        yield from gone
+    elif kind == "set":
+        yield from rest[0]
+        yield from rest[1]
+    elif kind == "items":
+        yield from rest[1]
 
 
 def _has_same_form(a: Any, b: Any) -> bool:

@@ -24,9 +24,16 @@ from lightning_dlres.pipeline.execute.layer_tensors import LayerTensors
 from lightning_dlres.strategies.hetero_pipe.replay.attribute_changes import (
     IN_PLACE,
     KNOWN,
+    PACKED,
     UNSENDABLE,
     Unsendable,
     apply_change,
+)
+from lightning_dlres.strategies.hetero_pipe.replay.containers import (
+    arrives_unchanged,
+    detached_copy,
+    pack,
+    with_items,
 )
 from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
     ABSENT,
@@ -34,13 +41,13 @@ from lightning_dlres.strategies.hetero_pipe.replay.user_objects import (
     NAMED_KINDS,
     SCALARS,
     ObjectState,
+    are_identical,
+    has_own_attributes,
     kind_of,
     read_content,
     same_generator_state,
+    value_key,
 )
-
-# Types of values that are copied, or may hold some that are.
-_TYPES_TO_COPY = {*COPIED_TYPES, tuple}
 
 
 class UserState:
@@ -135,6 +142,8 @@ class UserState:
             if kind != "tuple":
                 states.append(state)
             queue += state.children()
+            if has_own_attributes(value):
+                queue.append((f"{path}'s attributes", vars(value)))
         return states, metrics
 
 
@@ -163,7 +172,8 @@ class IsolatedState:
         self._originals: dict[int, tuple[Any, Any, int]] = {}
         self.unsendable: dict[tuple[str, Any], Any] = {}
         for state in states:
-            if not state.types.isdisjoint(_TYPES_TO_COPY):
+            # A tuple may hold tensors.
+            if any(kind in COPIED_TYPES or issubclass(kind, tuple) for kind in state.types):
                 state.write(self._copied_content(state))
 
     def diff(self) -> Tree:
@@ -203,8 +213,9 @@ class IsolatedState:
 
     def _copy(self, value: Any) -> Any:
         kind = type(value)
-        if kind is tuple and any(type(item) in COPIED_TYPES for item in value):
-            return tuple(map(self._copy, value))
+        if isinstance(value, tuple):
+            items = [self._copy(item) for item in value]
+            return value if are_identical(items, value) else with_items(value, items)
         if kind not in COPIED_TYPES:
             return value
         if kind is Tensor and self._layer_tensors.layer_of(value) is not None:
@@ -222,14 +233,7 @@ class IsolatedState:
     def _change_of(self, state: ObjectState) -> Tree:
         before, now = state.content, read_content(state.owner, state.kind)
         if state.kind in NAMED_KINDS:
-            new = [
-                [*self._encoded(state.path, key, value)]
-                for key, value in now.items()
-                if not self._is_same(before.get(key, ABSENT), value)
-            ]
-            # A setting that is missing now may only have become too large to count as one.
-            gone = [key for key in before if key not in now and state.kind != "settings"]
-            return ["names", new, gone] if new or gone else None
+            return self._change_of_names(state, before, now)
         if state.kind in ("list", "deque"):
             starts_alike = all(map(self._is_same, before, now))
             if len(now) == len(before) and starts_alike:
@@ -239,25 +243,72 @@ class IsolatedState:
             has_grown = starts_alike and len(now) > len(before)
             start = len(before) if has_grown and state.kind == "list" else 0
             items = enumerate(now[start:], start)
-            return ["items", start, [self._encoded(state.path, i, item)[1:] for i, item in items]]
+            return ["items", start, [self._encoded(state.path, i, item) for i, item in items]]
         if state.kind == "set":
-            if now == before:
-                return None
-            return ["set", [self._encoded(state.path, i, v)[1:] for i, v in enumerate(now)]]
+            return self._change_of_set(state.path, before, now)
         return None if same_generator_state(before, now) else ["state", now]
 
-    def _encoded(self, path: str, key: Any, value: Any) -> tuple[Any, Any, Any]:
-        """Return the key, the encoding and the value to send."""
+    def _change_of_names(self, state: ObjectState, before: Any, now: Any) -> Tree:
+        path = state.path
+        new = [
+            [
+                *self._encoded_key(path, ("key", index), key),
+                *self._encoded(path, _sendable_name(key, index), value),
+            ]
+            for index, (key, value) in enumerate(now.items())
+            if not self._is_same(before.get(key, ABSENT), value)
+        ]
+        # A setting that is missing now may only have become too large to count as one.
+        gone = [
+            self._encoded_key(path, ("old key", index), key)
+            for index, key in enumerate(before)
+            if key not in now and state.kind != "settings"
+        ]
+        order = None
+        if state.kind == "dict":
+            expected = [k for k in before if k in now] + [k for k in now if k not in before]
+            # Keys may be equal and not the same, such as 1 and True.
+            if not are_identical(expected, now) and (
+                list(map(value_key, expected)) != list(map(value_key, now))
+            ):
+                order = [self._encoded_key(path, ("key", i), key) for i, key in enumerate(now)]
+        return ["names", new, gone, order] if new or gone or order else None
+
+    def _change_of_set(self, path: str, before: set[Any], now: set[Any]) -> Tree:
+        # Most members are the same objects, so that few need a key.
+        ids_before, ids_now = set(map(id, before)), set(map(id, now))
+        gone = {value_key(member): member for member in before if id(member) not in ids_now}
+        new = {value_key(member): member for member in now if id(member) not in ids_before}
+        added = [self._encoded(path, i, new[k]) for i, k in enumerate(new) if k not in gone]
+        removed = [
+            self._encoded(path, ("old member", i), gone[k])
+            for i, k in enumerate(gone)
+            if k not in new
+        ]
+        return ["set", added, removed] if added or removed else None
+
+    def _encoded_key(self, path: str, name: Any, key: Any) -> tuple[Any, Any]:
+        """Return the encoding of a key, and the key to send."""
+        return (None, key) if type(key) is str else self._encoded(path, name, key)
+
+    def _encoded(self, path: str, name: Any, value: Any) -> tuple[Any, Any]:
+        """Return the encoding and the value to send.
+
+        Args:
+            path: Name of the object that the value belongs to.
+            name: Key, index or other name of the value in this object.
+            value: The value.
+        """
         if id(value) in self._paths:
-            return key, KNOWN, self._paths[id(value)]
+            return KNOWN, self._paths[id(value)]
         encoding: str | None = IN_PLACE if id(value) in self._originals else None
         try:
-            if isinstance(value, (set, frozenset)):
-                return key, type(value).__name__, map_tensors(_detached_copy, list(value))
-            return key, encoding, map_tensors(_detached_copy, value)
-        except ConfigError:
-            self.unsendable[path, key] = value
-            return key, UNSENDABLE, [type(value).__name__, path, key]
+            if arrives_unchanged(value):
+                return encoding, map_tensors(detached_copy, value)
+            return PACKED, pack(value)
+        except (ConfigError, RecursionError):
+            self.unsendable[path, name] = value
+            return UNSENDABLE, [type(value).__name__, path, name]
 
     def _is_same(self, before: Any, now: Any) -> bool:
         if before is now:
@@ -267,8 +318,11 @@ class IsolatedState:
         if type(before) is not type(now):
             return False
         if isinstance(before, tuple):
-            return len(before) == len(now) and all(map(self._is_same, before, now))
-        return isinstance(before, SCALARS) and bool(before == now)
+            if len(before) != len(now) or not all(map(self._is_same, before, now)):
+                return False
+            attributes = [tuple(getattr(t, "__dict__", {}).items()) for t in (before, now)]
+            return not any(attributes) or self._is_same(*attributes)
+        return value_key(before) == value_key(now)
 
     def _is_written(self, value: Any) -> bool:
         """Return whether a value is a copy that the run has written to."""
@@ -281,5 +335,7 @@ class IsolatedState:
         return bool(copy.shape != original.shape or copy.tobytes() != original.tobytes())
 
 
-def _detached_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+def _sendable_name(key: Any, index: int) -> Any:
+    """Return a name for the value under a key: the key itself if it can be sent."""
+    parts = key if type(key) is tuple else (key,)
+    return key if all(type(part) in SCALARS for part in parts) else ("value of key", index)

@@ -1,0 +1,197 @@
+"""Containers of user code as plain data. Other ranks make containers of the same types from it.
+
+`core.wire` carries a batch. It refuses sets, deques and subclasses of lists, and makes a plain
+string of a subclass of `str`. An attribute must arrive as the same type, or not at all: a step that
+calls `add` on a set fails on a rank that got a list.
+
+A packed value is a list:
+
+- `["value", value]`: a value that `core.wire` carries without a change of type.
+- `[base, class, argument, items, attributes]`: a container. `base` is the name of its built-in base
+  class, `class` the import path of its class. `argument` is the largest length of a deque, or the
+  import path of the default factory of a defaultdict. Items and attributes are packed values.
+  Without attributes of its own, a dict that is its own `__dict__` has None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.errors import ConfigError, ProtocolError
+from lightning_dlres.core.wire.tree import Tree, map_tensors
+from lightning_dlres.strategies.hetero_pipe.replay.user_objects import SCALARS, slot_names
+
+# Base classes of containers that can be made anew. A subclass comes before its base.
+_BASES: tuple[Any, ...] = (
+    *(frozenset, set, deque, list, tuple),
+    *(OrderedDict, defaultdict, dict),
+)
+_BASE_BY_NAME = {base.__name__: base for base in _BASES}
+# Types without parts that `core.wire` carries. Of their subclasses it would make the base class.
+_EXACT_LEAVES = {*SCALARS, np.ndarray, torch.Size, torch.dtype, torch.device, type(Path())}
+_VALUE = "value"
+
+
+def arrives_unchanged(value: Any) -> bool:
+    """Return whether `core.wire` carries a value without a change of any type inside it.
+
+    True does not promise that `core.wire` accepts the value.
+    """
+    kind = type(value)
+    if kind is Tensor:
+        is_dense = value.layout is torch.strided and not value.is_nested
+        return is_dense and not value.is_quantized and not value.is_meta
+    if kind in _EXACT_LEAVES or isinstance(value, (np.generic, Enum)):
+        return True
+    if kind in (list, tuple):
+        return all(map(arrives_unchanged, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Only the fields of a data class are carried: items of a list, set or deque would be lost.
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return False
+        names = {field.name for field in dataclasses.fields(value)} | {*_attributes(value)}
+        return all(arrives_unchanged(getattr(value, name, None)) for name in names)
+    # `core.wire` runs the constructor of a subclass of `dict`, and drops its attributes.
+    if kind is dict or (isinstance(value, Mapping) and not isinstance(value, dict)):
+        return all(arrives_unchanged(part) for pair in value.items() for part in pair)
+    return False
+
+
+def pack(value: Any) -> Tree:
+    """Return a value as plain data, with copies of its tensors.
+
+    Raises:
+        ConfigError: If another rank could not make a value of the same types.
+    """
+    if arrives_unchanged(value):
+        return [_VALUE, map_tensors(detached_copy, value)]
+    kind: Any = type(value)
+    base = next((base for base in _BASES if isinstance(value, base)), None)
+    if base is None or dataclasses.is_dataclass(value) or not _can_be_made(kind, base):
+        raise ConfigError(
+            f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank as the same "
+            "type. Use numbers, strings, tensors, and lists, tuples, dicts, sets or deques of them."
+        )
+    # The methods of the base class, since the user's class may replace them.
+    items = (
+        [[pack(key), pack(item)] for key, item in base.items(value)]
+        if issubclass(base, dict)
+        else [pack(item) for item in base.__iter__(value)]
+    )
+    argument: Any = None
+    if base is deque:
+        argument = value.maxlen
+    elif base is defaultdict and value.default_factory is not None:
+        argument = _path_of(value.default_factory)
+    attributes = None
+    if getattr(value, "__dict__", None) is not value:
+        attributes = [[name, pack(inner)] for name, inner in _attributes(value).items()]
+    return [base.__name__, _path_of(kind), argument, items, attributes]
+
+
+def unpack(packed: Tree) -> Any:
+    """Make the value that `pack` has made plain data of. No constructor of the user's runs.
+
+    Raises:
+        ProtocolError: If this rank does not have the class.
+    """
+    tag, *content = packed
+    if tag == _VALUE:
+        return content[0]
+    path, argument, items, attributes = content
+    base, kind = _BASE_BY_NAME.get(tag), _at_path(path)
+    if base is None or not isinstance(kind, type) or not issubclass(kind, base):
+        raise ProtocolError(
+            f"{path!r} must be a {tag} class on every rank, and is none on this one. Import its "
+            "module on all ranks."
+        )
+    result: Any
+    if issubclass(base, dict):
+        result = base.__new__(kind)
+        if base is defaultdict:
+            base.__init__(result, None if argument is None else _at_path(argument))
+        for key, item in items:
+            base.__setitem__(result, unpack(key), unpack(item))
+    elif base in (tuple, frozenset):
+        result = base.__new__(kind, map(unpack, items))
+    else:
+        result = base.__new__(kind)
+        values = map(unpack, items)
+        base.__init__(result, values, *((argument,) if base is deque else ()))
+    if attributes is None:
+        result.__dict__ = result
+    elif attributes:
+        vars(result).update({name: unpack(inner) for name, inner in attributes})
+    return result
+
+
+def with_items(value: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a tuple like another one, with other items; the tuple itself if its class does not
+    allow one."""
+    kind = type(value)
+    if not _can_be_made(kind, tuple):
+        return value
+    result = tuple.__new__(kind, items)
+    if hasattr(value, "__dict__"):
+        # Shared, so that a new value of an attribute is seen through both.
+        result.__dict__ = value.__dict__
+    return result
+
+
+def detached_copy(tensor: Tensor) -> Tensor:
+    """Return a copy without a graph."""
+    return tensor.detach().clone()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    # Names such as `__orig_class__` are set by `typing`.
+    attributes = getattr(value, "__dict__", {})
+    return {name: inner for name, inner in attributes.items() if not name.startswith("__")}
+
+
+@cache
+def _can_be_made(kind: Any, base: Any) -> bool:
+    """Return whether an instance with the base's items and some attributes is all of its state."""
+    if not {"__dict__", "__weakref__"}.issuperset(slot_names(kind)):
+        return False
+    try:
+        # Fails for the named tuples that are written in C, such as results of `torch.max`.
+        return type(base.__new__(kind)) is kind
+    except TypeError:
+        return False
+
+
+def _path_of(thing: Any) -> str:
+    """Return the import path of a class or function.
+
+    Raises:
+        ConfigError: If this path does not lead to it.
+    """
+    path = f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', None)}"
+    is_importable = isinstance(thing, (type, FunctionType, BuiltinFunctionType))
+    if not is_importable or _at_path(path) is not thing:
+        raise ConfigError(
+            f"{thing!r} cannot be sent to another rank, which would find it by its name. Define it "
+            "at the top level of a module."
+        )
+    return path
+
+
+def _at_path(path: str) -> Any:
+    module, _, qualname = path.partition(":")
+    result: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        result = getattr(result, part, None)
+    return result
