@@ -53,10 +53,15 @@ from lightning_dlres.prefetch.cache.exchange import (
     Counts,
     Fetch,
 )
-from lightning_dlres.prefetch.cache.fetches import InflightFetches, PendingFetch
 from lightning_dlres.prefetch.cache.index import CacheIndex, count_missing
-from lightning_dlres.prefetch.cache.prefetch_window import PrefetchWindow
-from lightning_dlres.prefetch.cache.space.cache_space import Bytes, CacheSpace, EpochSlots, Lengths
+from lightning_dlres.prefetch.cache.prefetch_window import InflightFetches, PrefetchWindow
+from lightning_dlres.prefetch.cache.space.cache_space import (
+    Bytes,
+    CacheSpace,
+    EpochSlots,
+    Lengths,
+    PendingWrites,
+)
 from lightning_dlres.prefetch.cache.space.entry_kernels import (
     DONE,
     FAILED,
@@ -64,7 +69,6 @@ from lightning_dlres.prefetch.cache.space.entry_kernels import (
     PINNED,
     UNFETCHED,
 )
-from lightning_dlres.prefetch.cache.space.pending_writes import PendingWrites
 from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 
 
@@ -268,7 +272,7 @@ class PrefetchEngine:
         if fetch.epoch in self._window.epochs:
             state = FAILED if self._budget else UNFETCHED
             self._space.slot_table[fetch.epoch.row, fetch.epoch_slots] = state
-            waiting = [request for request in self._requests if self._waits_for(request, fetch)]
+            waiting = [request for request in self._requests if fetch.delays(request)]
             self._drop(waiting)
             self._failures += [
                 BatchFailure(request.client, request.request_id, error) for request in waiting
@@ -331,13 +335,6 @@ class PrefetchEngine:
                 # These hits were marked as in use, and no client will ever release them.
                 self._space.release(np.array(list(request.used.values()), dtype=np.int64))
                 self._pending_writes.retry()
-
-    def _waits_for(self, request: BatchRequest, fetch: PendingFetch) -> bool:
-        if fetch.request is not None or not self._budget:
-            return request is fetch.request
-        # The storage has tried until its deadline. Another try would double the request's wait.
-        is_needed = np.isin(fetch.epoch_slots, request.epoch_slots).any()
-        return request.epoch is fetch.epoch and bool(is_needed)
 
     def _advance(self) -> None:
         """Do everything that can be done now: store, serve and prefetch."""

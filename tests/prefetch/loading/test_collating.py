@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lightning_dlres.prefetch.loading.collating import _MIN_REUSED_BYTES, Collator
+from lightning_dlres.prefetch.loading.workers import _MIN_REUSED_BYTES, Collator
 
 Pair = namedtuple("Pair", "first second")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from lightning_dlres.prefetch.order.sequence import Positions
-from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
+from lightning_dlres.prefetch.storage.base import ReportProgress
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 from lightning_dlres.prefetch.storage.source import read_source
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 
-class EmbeddedStorage(Storage):
+class EmbeddedStorage(NodeStorage):
     """Storage nodes in this process, over Unix sockets that only this user can reach.
 
     Args:
@@ -31,7 +30,6 @@ class EmbeddedStorage(Storage):
         directory: Path,
         report_progress: ReportProgress | None = None,
     ) -> None:
-        super().__init__()
         reader = read_source(config, report_progress)
         with ExitStack() as stack:
             running = [
@@ -46,31 +44,18 @@ class EmbeddedStorage(Storage):
                 )
                 for node in range(config.nodes)
             ]
-            self._inner = NodeStorage(
+            super().__init__(
                 [node.endpoint for node in running],
                 replicas=config.replicas,
                 timeout=config.timeout,
             )
             self._running = stack.pop_all()
-        self.table, self.nodes = self._inner.table, self._inner.nodes
         self.note = reader.note
-        self._inner.on_reply = self._forward
-
-    def submit(self, fetch_id: int, node: int, sample_ids: Positions) -> None:
-        """See `Storage`."""
-        self._inner.submit(fetch_id, node, sample_ids)
-
-    def replies(self) -> list[Reply]:
-        """See `Storage`."""
-        return self._inner.replies()
 
     def close(self) -> None:
         """See `Storage`."""
-        self._inner.close()
+        super().close()
         self._running.close()
-
-    def _forward(self) -> None:
-        self.on_reply()
 
 
 # Opener of storage="embedded".
