@@ -1,8 +1,8 @@
-"""Heartbeats between rank 0 and the other ranks, and the rules by which silence is a failure.
+"""Heartbeats between rank 0 and the other ranks, and the rules that turn silence into a failure.
 
 The ranks form a star over ZeroMQ, of one `Hub` and many `Member`s. Neither has a thread or a clock.
-A `Watch` (see `liveness`) owns one of them, calls it with the time, and acts on the failures that
-it returns. So the rules can be tested with any clock and without sockets.
+A `Watch` (see `liveness`) owns one of them, passes it the current time, and acts on the failures
+that it returns. So the rules can be tested with any clock and without sockets.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lightning_dlres.core.wire.server import Server
 
 _log = logging.getLogger(__name__)
 
-# Time for a rank to join. Ranks start at different speeds, because of imports and of the collective
-# that carries the invitation.
+# Seconds that a rank may take to join the watch. Ranks start at different speeds, because of
+# imports and of the collective that carries the invitation.
 JOIN_SECONDS = 60.0
 
 # Kinds of messages. A receiver confirms ABORT and GOODBYE; until then the sender repeats them.
@@ -38,7 +38,7 @@ _KINDS = frozenset((HEARTBEAT, ABORT, GOODBYE, CONFIRM))
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Reason for which the run cannot go on.
+    """Failure of a rank, which ends the run.
 
     Attributes:
         origin: The rank at fault.
@@ -50,13 +50,13 @@ class RankFailure:
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Data with which a rank joins the watch. Its holder is trusted.
+    """Data that a rank needs to join the watch. A process that has it is trusted.
 
     Attributes:
         endpoint: ZeroMQ endpoint of the hub.
         names: Names of all ranks in messages.
         token: Secret of the run, in every message.
-        deadline: The hub's deadline in seconds.
+        deadline: Seconds of silence after which the hub counts a rank as lost.
         server_key: Public CURVE key of the hub; empty on a loopback address.
         client_public: Public CURVE key of the members; empty on a loopback address.
         client_secret: Secret CURVE key of the members; empty on a loopback address.
@@ -80,7 +80,7 @@ class WatchPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         origin: The rank at fault, in an ABORT from the hub.
         reason: The failure, in an ABORT.
         confirms: Kind of the confirmed message, in a CONFIRM.
-        signals: Number of times that the sender has received each signal, by signal number.
+        signals: Number of POSIX signals that the sender has received, by signal number.
     """
 
     token: bytes
@@ -117,20 +117,20 @@ class Peer:
         """Record that the peer has sent a message."""
         self.last_heard, self.joined, self.closed_at = now, True, None
 
-    def excuse(self, seconds: float) -> None:
-        """Leave out time in which this rank could not listen, such as while it was stopped."""
+    def discount_pause(self, seconds: float) -> None:
+        """Do not count time in which this rank could not listen, such as while it was stopped."""
         self.last_heard += seconds
         self.closed_at = None if self.closed_at is None else self.closed_at + seconds
 
     @property
     def is_flushed(self) -> bool:
-        """True if no confirmation is to be waited for."""
+        """True if this rank need not wait for any confirmation of the peer."""
         return self.left or self.lost or not self.unconfirmed
 
 
 @dataclass(frozen=True)
 class HeartbeatTimeouts:
-    """Times by which silence becomes a failure, in seconds.
+    """Interval of heartbeats, and the deadline by which silence becomes a failure; in seconds.
 
     Attributes:
         deadline: Silence after which a rank counts as lost.
@@ -142,16 +142,18 @@ class HeartbeatTimeouts:
 
     @classmethod
     def of(cls, deadline: float) -> HeartbeatTimeouts:
+        """Return the timeouts for a deadline, with an interval of at most a tenth of it."""
         return cls(deadline, min(deadline / 10, 1.0))
 
     def failure_reason(self, peer: Peer, name: str, now: float, trust_closed: bool) -> str | None:
-        """Return the reason for which a peer counts as lost, or None if it does not.
+        """Return the reason why a peer counts as lost; None if it does not.
 
         Args:
             peer: State of the peer.
             name: Name of the peer.
             now: Current time.
-            trust_closed: False if the peer may have another connection.
+            trust_closed: False if a closed connection proves nothing, since the peer may have
+                opened another one.
         """
         silent = now - peer.last_heard
         if peer.left:
@@ -162,8 +164,8 @@ class HeartbeatTimeouts:
             return f"{missing}: it was killed, hangs or is cut off" if silent > wait else None
         if silent > self.deadline:
             waited = format_seconds(self.deadline)
-            return f"{name} has not been heard of for {waited}: it was killed or hangs"
-        # A live rank connects again within 0.1 s (by ZeroMQ), and goes on with its heartbeats.
+            return f"{name} has not been heard from for {waited}: it was killed or hangs"
+        # ZeroMQ reconnects a live rank within 0.1 s, and the rank's heartbeats go on.
         closed = now - peer.closed_at if trust_closed and peer.closed_at is not None else 0.0
         if closed > min(1.0, self.deadline / 4) and silent > 2 * self.interval:
             return f"{name} is gone: its connection closed without a goodbye (killed or crashed)"
@@ -182,7 +184,8 @@ class WatchEndpoint(abc.ABC):
         # Count of received signals by signal number. Only the main thread replaces the dict, in a
         # signal handler, which may run at any point of the watch's thread. So it is never mutated.
         self.signals: dict[int, int] = {}
-        # On the hub the same for the other ranks, by rank; only the watch's thread replaces it.
+        # On the hub: the counts of each other rank, by rank. Only the watch's thread replaces the
+        # dict.
         self.member_signals: dict[int, dict[int, int]] = {}
         self._token = invitation.token
         # Counts and logs messages that do not belong to this run.
@@ -258,7 +261,7 @@ class WatchEndpoint(abc.ABC):
     @abc.abstractmethod
     def _send(self, peer: Peer, kind: str, payload: WatchPayload) -> None:
         """Send without waiting. A message that cannot be sent is dropped: `_resend_unconfirmed`
-        repeats it, or the silence shows that the peer is lost."""
+        sends it again, or the deadline shows that the peer is lost."""
 
 
 class Hub(WatchEndpoint):
@@ -269,9 +272,9 @@ class Hub(WatchEndpoint):
         peers = [Peer(rank, now) for rank in range(1, len(invitation.names))]
         super().__init__(0, server, peers, invitation)
         self._server = server
-        # TCP connections by their id: the rank of those that have sent a message, and the time at
-        # which the others were opened.
+        # Rank of each TCP connection that has sent a message, by connection id.
         self._rank_by_connection: dict[int, int] = {}
+        # Time at which each other TCP connection was opened, by connection id.
         self._silent_since: dict[int, float] = {}
 
     def handle(self, message: Message, now: float) -> RankFailure | None:
@@ -307,8 +310,8 @@ class Hub(WatchEndpoint):
         """Do nothing: the hub answers heartbeats."""
 
     def trusts_closed_connections(self, timeouts: HeartbeatTimeouts, now: float) -> bool:
-        # A connection without a message yet may be that of a rank that has connected again and is
-        # busy. It may be silent for as long as a rank may. After that it belongs to a stranger.
+        # A connection that has sent nothing yet may belong to a rank that reconnected and is busy.
+        # It has the same deadline as a rank. After that, it is taken for a foreign process.
         return all(now - since > timeouts.deadline for since in self._silent_since.values())
 
     def forward_failure(self, failure: RankFailure) -> None:

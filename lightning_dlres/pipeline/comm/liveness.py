@@ -337,7 +337,7 @@ class Watch:
         wait = self._seconds_to_next_event()
         message = self._receive(wait)
         now = time.monotonic()
-        self._excuse_silence(now - self._last_turn - wait)
+        self._discount_pause(now - self._last_turn - wait)
         self._last_turn = now
         if message is not None:
             self._handle(message, now)
@@ -379,12 +379,12 @@ class Watch:
         if failure is not None:
             self._handle_failure(failure)
 
-    def _excuse_silence(self, late: float) -> None:
+    def _discount_pause(self, late: float) -> None:
         """Leave out time in which this process was stopped or got no CPU time: the other ranks may
         have sent heartbeats in it."""
         if late > self._timeouts.interval:
             for peer in self._endpoint.peers:
-                peer.excuse(late)
+                peer.discount_pause(late)
 
     def _handle_requests(self, now: float) -> None:
         """Act on `announce` and `close`, which other threads call."""

@@ -332,7 +332,7 @@ def test_a_silent_rank_has_the_whole_deadline() -> None:
     peer = heartbeat.Peer(1, 100.0, joined=True)
     assert not failure_reason(peer, 109.9)
     assert failure_reason(peer, 110.1) == (
-        "rank 1 has not been heard of for 10 s: it was killed or hangs"
+        "rank 1 has not been heard from for 10 s: it was killed or hangs"
     )
 
 
@@ -353,7 +353,7 @@ def test_a_rank_has_more_time_to_join() -> None:
 
 def test_silence_while_this_rank_could_not_listen_does_not_count() -> None:
     peer = heartbeat.Peer(1, 100.0, joined=True, closed_at=100.5)
-    peer.excuse(50.0)
+    peer.discount_pause(50.0)
     assert not failure_reason(peer, 151.0)
     assert failure_reason(peer, 152.1)
 
@@ -423,7 +423,7 @@ def test_a_stopped_rank_is_detected_and_ends_when_it_continues(
     stopped, _ = start_rank(start_script, "1", hub.invitation)
     wait_until(lambda: all(peer.joined for peer in hub._endpoint.peers), "the rank has joined")
     os.kill(stopped.pid, signal.SIGSTOP)
-    message = f"{NAMES[1]} has not been heard of for 2 s: it was killed or hangs"
+    message = f"{NAMES[1]} has not been heard from for 2 s: it was killed or hangs"
     assert failure_of(hub) == RankFailure(1, message)
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.wait(SECONDS) == 1
@@ -450,7 +450,7 @@ def test_other_ranks_detect_that_rank_0_is_stopped(group: Group, start_script: S
     wait_until(lambda: member._endpoint.peers[0].last_heard > joined, "the hub has answered")
     os.kill(host.pid, signal.SIGSTOP)
     assert failure_of(member) == RankFailure(
-        0, f"{NAMES[0]} has not been heard of for 1 s: it was killed or hangs"
+        0, f"{NAMES[0]} has not been heard from for 1 s: it was killed or hangs"
     )
 
 
