@@ -3,8 +3,8 @@
 A send returns at once. A small message on the CPU leaves from the calling thread. A thread per
 destination and channel sends all others: large ones, those on another device, and those behind
 messages that have not left yet. A thread per source and channel receives. So activations and
-gradients travel while the stage computes. Every message carries a key. If a message with another
-key arrives, it is an error, and never data for the wrong micro-batch.
+gradients travel while the stage computes. Every message carries a key, and the receiver names the
+key that it expects. Another key is an error, so data never reaches the wrong micro-batch.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.pipeline.comm import packing
 from lightning_dlres.pipeline.comm.abandoned_threads import abandon
 
-# Identifies a message on its channel; for a micro-batch (micro-batch, pass).
+# Identifies a message on its channel. The key of a micro-batch is (micro-batch, number of the
+# pass).
 Key = tuple[str | int, ...]
 
 # Pause between two calls of `check` while waiting.
 _POLL_SECONDS = 0.05
-# Time for the threads to end after a failure.
+# Seconds that `close` waits for the threads to end after a failure.
 _FAILED_CLOSE_SECONDS = 0.5
-# Wait after which the reason given to `explaining` is printed.
+# Seconds of waiting after which the text given to `explaining` is printed.
 _EXPLAIN_SECONDS = 5.0
-# Time for the reason of a failure to arrive after a connection broke.
+# Seconds to wait, after a connection broke, for `check` to raise the reason.
 _REASON_SECONDS = 1.0
-# Bytes of sent messages that a channel may keep in memory; small beside a stage's activations.
+# Most bytes that an outbox keeps in memory of messages whose sends may be unfinished. Small beside
+# a stage's activations.
 _UNFINISHED_BYTES = 256 << 10
 
 
@@ -59,7 +61,7 @@ class Channel(IntEnum):
 
 
 class Mailbox:
-    """All messages of one rank.
+    """Sender and receiver of one rank's messages.
 
     Args:
         group: Gloo process group over all ranks, for the mailbox alone. Its timeout must be longer
@@ -138,10 +140,11 @@ class Mailbox:
                 break
             except queue.Empty:
                 self.check()
-                reason = self._explanation
-                if reason and time.monotonic() > explain_at:
+                if self._explanation and time.monotonic() > explain_at:
                     explain_at = float("inf")
-                    sys.stderr.write(f"dlres: {own_name} waits for {what} from {peer}. {reason}\n")
+                    sys.stderr.write(
+                        f"dlres: {own_name} waits for {what} from {peer}. {self._explanation}\n"
+                    )
                     sys.stderr.flush()
                 if time.monotonic() > deadline:
                     advice = (
@@ -150,7 +153,7 @@ class Mailbox:
                     )
                     raise PeerTimeoutError(
                         f"{own_name} waited {self.timeout:g} s for {what} from {peer}, and no "
-                        f"message came. {reason or advice}"
+                        f"message came. {self._explanation or advice}"
                     ) from None
         if isinstance(item, BaseException):
             self._wait_for_reason()
@@ -166,10 +169,10 @@ class Mailbox:
         return tree
 
     @contextmanager
-    def explaining(self, reason: str) -> Iterator[None]:
-        """Context manager that explains a long wait by a likely reason: on stderr after a few
+    def explaining(self, explanation: str) -> Iterator[None]:
+        """Context manager that gives a likely reason for a long wait: on stderr after a few
         seconds, and in the error of the timeout."""
-        before, self._explanation = self._explanation, reason
+        before, self._explanation = self._explanation, explanation
         try:
             yield
         finally:
@@ -213,10 +216,10 @@ class Mailbox:
         self._inboxes.clear()
 
     def _wait_for_reason(self) -> None:
-        """Wait shortly for `check` to raise the reason of a broken connection.
+        """Wait briefly for `check` to raise the reason of a broken connection.
 
-        A peer that fails announces the reason on another path, and its connection breaks after
-        that. The reason is the better error.
+        A failing peer announces the reason to all ranks (see `liveness`) before its connection
+        breaks. The reason is a better error than the broken connection.
         """
         deadline = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < deadline:
@@ -253,11 +256,11 @@ class _Outbox:
         self._group, self._destination, self._channel = group, destination, channel
         self._peer, self._tracer = peer, tracer
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        # The lock guards `_queued`, the number of messages with the thread. While there are any,
-        # only the thread uses the frame and the unfinished sends; else only the calling thread.
+        # The lock guards `_queued`, the number of messages handed to the thread. While it is not
+        # zero, only the thread uses `_frame_bytes` and `_unfinished*`; else only the caller does.
         self._lock = threading.Lock()
         self._queued = 0
-        self._frame = packing.FIRST_FRAME_BYTES
+        self._frame_bytes = packing.FIRST_FRAME_BYTES
         self._unfinished: list[tuple[dist.Work, Tensor]] = []
         self._unfinished_bytes = 0
         self._failure: BaseException | None = None
@@ -275,7 +278,7 @@ class _Outbox:
         message = _Message(key, header, large)
         with self._lock:
             if not self._queued and self._can_send_now(message):
-                # As in the thread, the next message raises the failure.
+                # The next `put` raises a failure, as it does for sends of the thread.
                 with self._recording_failure(), self._traced(message):
                     self._write(message.header, message.large)
                 return
@@ -287,8 +290,8 @@ class _Outbox:
         self._queue.put(None)
 
     def _can_send_now(self, message: _Message) -> bool:
-        has_room = self._unfinished_bytes + self._frame <= _UNFINISHED_BYTES
-        return has_room and packing.fits_frame(message.header, message.large, self._frame)
+        has_room = self._unfinished_bytes + self._frame_bytes <= _UNFINISHED_BYTES
+        return has_room and packing.fits_frame(message.header, message.large, self._frame_bytes)
 
     def _run(self) -> None:
         with self._recording_failure():
@@ -297,7 +300,7 @@ class _Outbox:
                 with self._traced(message):
                     self._write(message.header, message.large)
                     self._wait_sent()
-                # The next message may come late, and this one need not stay in memory until then.
+                # Free the message. Otherwise it stays in memory until the next one comes.
                 del message
                 with self._lock:
                     self._queued -= 1
@@ -307,7 +310,7 @@ class _Outbox:
 
     @contextmanager
     def _recording_failure(self) -> Iterator[None]:
-        """Context manager that keeps an error for the next `put`."""
+        """Context manager that saves an error, which the next `put` raises."""
         try:
             yield
         except (RuntimeError, ValueError, PeerError) as error:
@@ -319,7 +322,7 @@ class _Outbox:
 
     def _write(self, header: bytes, large: list[Tensor]) -> None:
         """Start the transfers of a message."""
-        transfers, self._frame = packing.pack(header, large, self._frame)
+        transfers, self._frame_bytes = packing.pack(header, large, self._frame_bytes)
         for transfer in transfers:
             work = self._group.send([transfer], self._destination, int(self._channel))
             self._unfinished.append((work, transfer))
@@ -344,7 +347,7 @@ class _Inbox:
     ) -> None:
         self._group, self._source, self._channel = group, source, channel
         self._peer, self._tracer = peer, tracer
-        self._frame = packing.FIRST_FRAME_BYTES
+        self._frame_bytes = packing.FIRST_FRAME_BYTES
         self.items: queue.SimpleQueue[tuple[Key, Tree] | BaseException] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=self._run, name=f"receive-{channel.name}-{source}", daemon=True
@@ -355,7 +358,8 @@ class _Inbox:
         try:
             while (message := self._receive()) is not None:
                 self.items.put(message)
-                # From here on `receive` decides how long the message stays in memory.
+                # Free the message. Otherwise it stays in memory until the next one comes, even if
+                # `receive` has returned it and its reader is done.
                 del message
         except Exception as error:
             # Any error: `receive` must raise it, and not wait for a thread that has ended.
@@ -363,20 +367,20 @@ class _Inbox:
 
     def _receive(self) -> tuple[Key, Tree] | None:
         """Return the next message; None for a goodbye."""
-        packed = self._read(torch.empty(self._frame, dtype=torch.uint8))
-        end, header_bytes = packing.read_prefix(packed)
+        packed = self._read(torch.empty(self._frame_bytes, dtype=torch.uint8))
+        packed_bytes, header_bytes = packing.read_prefix(packed)
         if not header_bytes:
             return None
         with self._tracer.span(
             f"receive {self._channel.name.lower()}", "transfer", peer=self._source
         ):
-            if end > len(packed):
-                first, packed = packed, torch.empty(end, dtype=torch.uint8)
+            if packed_bytes > len(packed):
+                first, packed = packed, torch.empty(packed_bytes, dtype=torch.uint8)
                 packed[: len(first)] = first
                 self._read(packed[len(first) :])
-            self._frame = packing.next_frame_bytes(end)
+            self._frame_bytes = packing.next_frame_bytes(packed_bytes)
             header = packing.decode_header(packed, header_bytes, self._peer)
-            large = packing.unpack_tensors(packed, end, header_bytes, header) or [
+            large = packing.unpack_tensors(packed, packed_bytes, header_bytes, header) or [
                 self._read(torch.empty(length, dtype=torch.uint8))
                 for length in payload.large_sizes(header)
             ]
