@@ -18,8 +18,8 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.report.gantt import Panel, RowLabels
 from lightning_dlres.pipeline.report.timeline import Measurement, pipeline_seconds
 
-# Longest name of a device in a row label, in characters.
-_MAX_KIND = 26
+# Characters of a device's kind in a row label; a longer kind is cut.
+_MAX_KIND_LENGTH = 26
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,10 @@ class RunReport:
         plan: The plan, with the schedule that was run.
         planned_schedule: Schedule for which the plan was made.
         predicted: Simulated step; None if the plan was made without a measurement.
-        even_seconds: Simulated time of a step of the even split, in seconds; None like `predicted`.
+        even_seconds: Simulated seconds of a step if every stage had equally many layers (the even
+            split). None like `predicted`.
         measured: Measured steps; None if there were none.
-        clock_error: Seconds by which spans of different hosts may be shifted against each other.
+        clock_error: Most seconds by which the clocks of two hosts may still differ.
     """
 
     plan: PipelinePlan
@@ -55,15 +56,17 @@ class RunReport:
         """Return the figures of the run in one line."""
         predicted, measured = self.predicted, self.measured
         if measured is None:
-            prediction = "" if predicted is None else f", {_time(predicted.step_seconds)} predicted"
+            prediction = (
+                "" if predicted is None else f", {_format_time(predicted.step_seconds)} predicted"
+            )
             return f"dlres: no training step was measured{prediction}."
-        count = _steps(len(measured.counted))
-        parts = [f"dlres: step {_time(measured.step_seconds)} measured (median of {count})"]
+        count = _format_steps(len(measured.counted))
+        parts = [f"dlres: step {_format_time(measured.step_seconds)} measured (median of {count})"]
         if predicted is None:
             parts.append(f"bubble {measured.bubble:.0%} measured")
             parts.append("nothing predicted, because the plan was made without a measurement")
         else:
-            parts[0] += f", {_time(predicted.step_seconds)} predicted"
+            parts[0] += f", {_format_time(predicted.step_seconds)} predicted"
             parts.append(f"bubble {measured.bubble:.0%} measured, {predicted.bubble:.0%} predicted")
         predicted_speedup, measured_speedup = self.speedup
         if predicted_speedup is not None and measured_speedup is not None:
@@ -79,21 +82,25 @@ class RunReport:
         for replica, ranks in enumerate(plan.replicas):
             for stage, rank in enumerate(ranks):
                 prefix = f"replica {replica} · " if len(plan.replicas) > 1 else ""
-                kind = _kind(plan, rank)
-                short = kind if len(kind) <= _MAX_KIND else f"{kind[: _MAX_KIND - 1]}…"
+                kind = _kind_name(plan, rank)
+                short = (
+                    kind if len(kind) <= _MAX_KIND_LENGTH else f"{kind[: _MAX_KIND_LENGTH - 1]}…"
+                )
                 labels[replica, stage] = f"{prefix}stage {stage} · rank {rank}\n{short}".rstrip()
         return labels
 
     def panels(self) -> list[Panel]:
-        """Return the known panels of the chart: planned above measured."""
+        """Return the panels of the chart: planned above measured. An unknown one is left out."""
         panels = []
         if self.predicted is not None:
-            panels.append(Panel(f"Planned: {_figures(self.predicted)}", self.predicted))
+            panels.append(Panel(f"Planned: {_format_figures(self.predicted)}", self.predicted))
         if self.measured is not None:
             typical, count = self.measured.typical, len(self.measured.counted)
-            title = f"Measured: {_figures(typical.timeline)}"
+            title = f"Measured: {_format_figures(typical.timeline)}"
             if count > 1:
-                title += f", batch {typical.batch}, the closest to the median of {_steps(count)}"
+                title += (
+                    f", batch {typical.batch}, the closest to the median of {_format_steps(count)}"
+                )
             panels.append(Panel(title, typical.timeline))
         return panels
 
@@ -104,11 +111,11 @@ class RunReport:
             picture: File name of the chart, in the report's directory; None if there is none.
             trace: File name of the trace, in the report's directory; None if there is none.
         """
-        parts = ["# Resource report", self.line(), self._summary()]
+        parts = ["# Resource report", self.line(), self._summary_table()]
         if picture is not None:
             parts.append(f"![Work of every stage in a step]({picture})")
-        parts += ["## Stages", self._stages(), "## Plan", _table(self.plan.table())]
-        parts += self._cluster()
+        parts += ["## Stages", self._stages_table(), "## Plan", _without_title(self.plan.table())]
+        parts += self._cluster_sections()
         notes = self.notes()
         if notes:
             parts += ["## Notes", "\n".join(f"- {note}" for note in notes)]
@@ -121,7 +128,7 @@ class RunReport:
         return "\n\n".join(parts) + "\n"
 
     def notes(self) -> list[str]:
-        """Return sentences without which the figures of this run could be misread."""
+        """Return the notes that a reader needs to interpret the figures of this run."""
         plan, measured, notes = self.plan, self.measured, []
         if not plan.is_measured:
             notes.append(
@@ -143,8 +150,8 @@ class RunReport:
             )
         if any(plan.step.message):
             notes.append(
-                "Predicted busy times include the time to hand messages over. Measured busy times "
-                "are those of computation alone."
+                "Predicted busy times include the time that a stage spends on messages. Measured "
+                "busy times are those of computation alone."
             )
         if measured.includes_warm_up:
             notes.append(
@@ -153,13 +160,13 @@ class RunReport:
             )
         if not measured.is_steady:
             notes.append(
-                "No step directly followed another, so the time of a step lacks the work between "
-                "steps, such as that of the optimizer."
+                "No step directly followed another. So the time of a step does not include the "
+                "work between steps, such as the optimizer's."
             )
         if any(step.checked for step in measured.counted):
             notes.append(
-                "In some of these steps the loss was checked, and the layers ran forward twice for "
-                "it."
+                "In some of these steps dlres checked the loss, for which the layers ran forward "
+                "twice."
             )
         if self.clock_error:
             notes.append(
@@ -168,32 +175,34 @@ class RunReport:
             )
         return notes
 
-    def _summary(self) -> str:
+    def _summary_table(self) -> str:
         predicted, measured = self.predicted, self.measured
         predicted_speedup, measured_speedup = self.speedup
         planned, measured_figures = ["-"] * 4, ["-"] * 4
         if predicted is not None:
             planned = [
-                _time(predicted.step_seconds),
-                _time(pipeline_seconds(predicted)),
+                _format_time(predicted.step_seconds),
+                _format_time(pipeline_seconds(predicted)),
                 f"{predicted.bubble:.0%}",
-                _ratio(predicted_speedup),
+                _format_ratio(predicted_speedup),
             ]
         if measured is not None:
             measured_figures = [
-                _time(measured.step_seconds),
-                _time(measured.pipeline_seconds),
+                _format_time(measured.step_seconds),
+                _format_time(measured.pipeline_seconds),
                 f"{measured.bubble:.0%}",
-                _ratio(measured_speedup),
+                _format_ratio(measured_speedup),
             ]
         names = ["step", "first to last work of a step", "bubble", "times as fast as even split"]
         rows = [list(row) for row in zip(names, planned, measured_figures, strict=True)]
-        # Both figures of the row above compare with the predicted time: the even split is not run.
-        rows.append(["step of the even split", _time(self.even_seconds), "-"])
-        count = f", median of {_steps(len(measured.counted))}" if measured is not None else ""
+        # Both speed-ups above compare with this simulated time, since the even split is not run.
+        rows.append(["step of the even split", _format_time(self.even_seconds), "-"])
+        count = (
+            f", median of {_format_steps(len(measured.counted))}" if measured is not None else ""
+        )
         return render("", ["", "predicted", f"measured{count}"], rows)
 
-    def _stages(self) -> str:
+    def _stages_table(self) -> str:
         plan, rows = self.plan, []
         predicted_busy = self.predicted.busy_seconds if self.predicted is not None else None
         measured_busy = self.measured.busy_seconds if self.measured is not None else None
@@ -210,10 +219,10 @@ class RunReport:
                         replica,
                         stage,
                         rank,
-                        _kind(plan, rank) or "-",
-                        _time(predicted),
-                        _time(measured),
-                        _ratio(ratio),
+                        _kind_name(plan, rank) or "-",
+                        _format_time(predicted),
+                        _format_time(measured),
+                        _format_ratio(ratio),
                         "-" if peak is None else format_bytes(peak),
                         "-" if limit is None else format_bytes(limit),
                     ]
@@ -229,7 +238,7 @@ class RunReport:
         ]
         return render("", [*columns, "peak memory, predicted", "memory limit"], rows)
 
-    def _cluster(self) -> list[str]:
+    def _cluster_sections(self) -> list[str]:
         cluster = self.plan.cluster
         if cluster is None:
             return []
@@ -281,28 +290,28 @@ def run_report(
     return RunReport(as_run, planned, predicted, even_seconds, measured, clock_error)
 
 
-def _figures(timeline: Timeline) -> str:
-    return f"{_time(timeline.step_seconds)} a step, bubble {timeline.bubble:.0%}"
+def _format_figures(timeline: Timeline) -> str:
+    return f"{_format_time(timeline.step_seconds)} a step, bubble {timeline.bubble:.0%}"
 
 
-def _kind(plan: PipelinePlan, rank: int) -> str:
+def _kind_name(plan: PipelinePlan, rank: int) -> str:
     cluster = plan.cluster
     return cluster.kinds[cluster.devices[rank].kind] if cluster is not None else ""
 
 
-def _steps(count: int) -> str:
+def _format_steps(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
 
 
-def _time(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     return "-" if seconds is None else format_seconds(float(f"{seconds:.3g}"))
 
 
-def _ratio(ratio: float | None) -> str:
+def _format_ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def _table(text: str) -> str:
+def _without_title(text: str) -> str:
     """Return a printed table without its title, which Markdown would read as the first row."""
     lines: Sequence[str] = text.splitlines()
     return "\n".join(line for line in lines if line.startswith("|"))

@@ -139,7 +139,7 @@ def test_notes_explain_the_figures() -> None:
         plan(), "1f1b", even_seconds=0.5, measured=steps(plan()), clock_error=2e-3
     )
     assert "up to 2 ms against each other" in " ".join(two_hosts.notes())
-    assert "hand messages over" in " ".join(report(plan(message=1e-3)).notes())
+    assert "spends on messages" in " ".join(report(plan(message=1e-3)).notes())
 
 
 def test_replicas_have_rows_of_their_own() -> None:
