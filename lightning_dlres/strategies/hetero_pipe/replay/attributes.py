@@ -120,7 +120,9 @@ class UserState:
         for name, owner in self._settings().items():
             if id(owner) not in seen and (isinstance(owner, dict) or hasattr(owner, "__dict__")):
                 seen.add(id(owner))
-                states.append(ObjectState.read(name, owner, "settings"))
+                state = ObjectState.read(name, owner, "settings")
+                states.append(state)
+                queue += state.children()
         for index, (path, value) in enumerate(queue):
             kind, is_root = kind_of(value), index < num_roots
             # Modules are seen from the start, so that no attribute leads to one a second time.

@@ -149,6 +149,9 @@ class ObjectState:
             named = ((prefix + name, value) for name, value in self.content.items())
         elif self.kind == "dict":
             named = ((f"{self.path}[{key!r}]", value) for key, value in self.content.items())
+        elif self.kind == "settings":
+            # A list of settings may change in place.
+            named = ((f"{self.path}.{n}", v) for n, v in self.content.items() if type(v) is list)
         elif self.kind in ("list", "deque", "tuple"):
             named = ((f"{self.path}[{i}]", value) for i, value in enumerate(self.content))
         else:

@@ -23,9 +23,13 @@ class ScaledSamples(Samples):
 
     scale = 1.0
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.levels = [0.0, 0.0]
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x, y = super().__getitem__(index)
-        return x * self.scale, y
+        return x * self.scale + sum(self.levels), y
 
 
 class WeightedSampler(Sampler[int]):
@@ -64,6 +68,8 @@ class ChangesSettings(Classifier):
         self.optimizers().param_groups[0]["momentum"] = min(0.9, value / 4)  # type: ignore[union-attr]
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.trainer.train_dataloader.dataset.scale = 1 + value  # type: ignore[union-attr]
+        self.trainer.train_dataloader.dataset.levels[1] += value  # type: ignore[union-attr]
+        self.lr_schedulers().base_lrs[0] += value  # type: ignore[union-attr]
         self.trainer.datamodule.steps += 1  # type: ignore[attr-defined]
         sampler = self.trainer.train_dataloader.sampler  # type: ignore[union-attr]
         sampler.weights[batch_idx] += value
@@ -75,6 +81,8 @@ class ChangesSettings(Classifier):
     def on_train_epoch_end(self) -> None:
         sampler = self.trainer.train_dataloader.sampler  # type: ignore[union-attr]
         self.observed += [*sampler.weights.tolist(), *sampler.counts.tolist()]
+        self.observed += self.trainer.train_dataloader.dataset.levels  # type: ignore[union-attr]
+        self.observed += self.lr_schedulers().base_lrs  # type: ignore[union-attr]
         self.observed += self.lr_schedulers().get_last_lr()  # type: ignore[union-attr]
         self.observed.append(self.trainer.datamodule.steps)  # type: ignore[attr-defined]
 
