@@ -48,11 +48,13 @@ class NonPipelinedBuffers:
         for name, buffer in before.items():
             _set_buffer(self._layers.root, name, copies[id(buffer)])
 
-    def diff(self, before: Buffers) -> Buffers:
-        """Return copies of the buffers whose values differ from the snapshot."""
-        return {
+    def diff(self, before: Buffers) -> Mapping[str, Tensor | None]:
+        """Return copies of the buffers whose values differ from the snapshot; None for a buffer
+        that the run has removed or set to None."""
+        now = self.snapshot()
+        return dict.fromkeys(name for name in before if name not in now) | {
             name: buffer.detach().clone()
-            for name, buffer in self.snapshot().items()
+            for name, buffer in now.items()
             # Compared by value: a norm changes its running statistics without raising the version
             # counter.
             if name not in before or not same_tensors(buffer, before[name])
@@ -65,14 +67,16 @@ class NonPipelinedBuffers:
         for name in self.snapshot().keys() - before.keys():
             _set_buffer(self._layers.root, name, None)
 
-    def apply(self, changes: Mapping[str, Tensor]) -> None:
+    def apply(self, changes: Mapping[str, Tensor | None]) -> None:
         """Give the buffers the values of a `diff`. A buffer stays the same tensor if its shape and
         dtype allow it, since user code may hold references to it."""
         buffers = self.snapshot()
         with torch.no_grad():
             for name, value in changes.items():
                 buffer = buffers.get(name)
-                if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                if value is None:
+                    _set_buffer(self._layers.root, name, None)
+                elif buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
                     new = value.to(self._device, copy=True)
                     _set_buffer(self._layers.root, name, new)
                 else:

@@ -148,6 +148,20 @@ def test_buffer_has_changed_if_its_bits_have(old: float, new: float, is_changed:
     assert list(buffers.diff(before)) == (["centre"] if is_changed else [])
 
 
+def test_buffer_that_becomes_none_is_restored_and_sent() -> None:
+    model: Any = Centre()
+    buffers = NonPipelinedBuffers(find_pipelined_module(model, None).layers, torch.device("cpu"))
+    before = buffers.snapshot()
+    buffers.isolate(before)
+    model.queue = None
+    changes = buffers.diff(before)
+    buffers.restore(before)
+    assert model.queue is before["queue"]
+    assert changes == {"queue": None}
+    buffers.apply(changes)
+    assert model.queue is None
+
+
 def save_during_run(context: RankContext, path: str) -> dict[str, Tensor]:
     """Return the state of a plain run, and save the state of a pipeline at the same step."""
     plain_state = {}
