@@ -34,7 +34,7 @@ class MetricSnapshot(NamedTuple):
 
     Attributes:
         state: The states that torchmetrics knows, by name.
-        numbers: The metric's attributes that are numbers.
+        numbers: The metric's attributes that are numbers or flags.
         updates: Number of updates since the last reset.
         last_value: Result of the last `forward`.
     """
@@ -252,7 +252,7 @@ class MetricStates:
 
 def _snapshot_of(metric: Metric) -> MetricSnapshot:
     state = {key: _copied_state(value) for key, value in metric.metric_state.items()}
-    numbers = {k: v for k, v in vars(metric).items() if type(v) in (int, float)}
+    numbers = {k: v for k, v in vars(metric).items() if type(v) in (bool, int, float)}
     return MetricSnapshot(state, numbers, *_compat.metric_progress(metric))
 
 

@@ -408,3 +408,18 @@ def test_diff_without_changes_is_empty_with_nan() -> None:
     before = states.snapshot()
     metric.number, metric.state = float("nan"), torch.tensor([float("nan")])
     assert states.diff(before) == {}
+
+
+@pytest.mark.parametrize(("old", "new"), [(0, False), (False, 0), (1, 1.0), (True, False)])
+def test_number_that_changes_its_type_is_undone_and_sent(old: Any, new: Any) -> None:
+    leader, follower = Holder(Changeable([])), Holder(Changeable([]))
+    for holder in (leader, follower):
+        holder.metric.number = old
+    states = MetricStates(leader)
+    before = states.snapshot()
+    leader.metric.number = new
+    changes = states.diff(before)
+    states.restore(before)
+    assert repr(leader.metric.number) == repr(old)
+    MetricStates(follower).apply(send(changes))
+    assert repr(follower.metric.number) == repr(new)
