@@ -26,7 +26,6 @@ from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutErr
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm import packing
 from lightning_dlres.pipeline.comm.abandoned_threads import abandon
 
 # Identifies a message on its channel. The key of a micro-batch is (micro-batch, number of the
@@ -260,7 +259,7 @@ class _Outbox:
         # zero, only the thread uses `_frame_bytes` and `_unfinished*`; else only the caller does.
         self._lock = threading.Lock()
         self._queued = 0
-        self._frame_bytes = packing.FIRST_FRAME_BYTES
+        self._frame_bytes = payload.FIRST_FRAME_BYTES
         self._unfinished: list[tuple[dist.Work, Tensor]] = []
         self._unfinished_bytes = 0
         self._failure: BaseException | None = None
@@ -291,7 +290,7 @@ class _Outbox:
 
     def _can_send_now(self, message: _Message) -> bool:
         has_room = self._unfinished_bytes + self._frame_bytes <= _UNFINISHED_BYTES
-        return has_room and packing.fits_frame(message.header, message.large, self._frame_bytes)
+        return has_room and payload.fits_frame(message.header, message.large, self._frame_bytes)
 
     def _run(self) -> None:
         with self._recording_failure():
@@ -322,7 +321,7 @@ class _Outbox:
 
     def _write(self, header: bytes, large: list[Tensor]) -> None:
         """Start the transfers of a message."""
-        transfers, self._frame_bytes = packing.pack(header, large, self._frame_bytes)
+        transfers, self._frame_bytes = payload.pack(header, large, self._frame_bytes)
         for transfer in transfers:
             work = self._group.send([transfer], self._destination, int(self._channel))
             self._unfinished.append((work, transfer))
@@ -347,7 +346,7 @@ class _Inbox:
     ) -> None:
         self._group, self._source, self._channel = group, source, channel
         self._peer, self._tracer = peer, tracer
-        self._frame_bytes = packing.FIRST_FRAME_BYTES
+        self._frame_bytes = payload.FIRST_FRAME_BYTES
         self.items: queue.SimpleQueue[tuple[Key, Tree] | BaseException] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=self._run, name=f"receive-{channel.name}-{source}", daemon=True
@@ -368,7 +367,7 @@ class _Inbox:
     def _receive(self) -> tuple[Key, Tree] | None:
         """Return the next message; None for a goodbye."""
         packed = self._read(torch.empty(self._frame_bytes, dtype=torch.uint8))
-        packed_bytes, header_bytes = packing.read_prefix(packed)
+        packed_bytes, header_bytes = payload.read_prefix(packed)
         if not header_bytes:
             return None
         with self._tracer.span(
@@ -378,9 +377,9 @@ class _Inbox:
                 first, packed = packed, torch.empty(packed_bytes, dtype=torch.uint8)
                 packed[: len(first)] = first
                 self._read(packed[len(first) :])
-            self._frame_bytes = packing.next_frame_bytes(packed_bytes)
-            header = packing.decode_header(packed, header_bytes, self._peer)
-            large = packing.unpack_tensors(packed, packed_bytes, header_bytes, header) or [
+            self._frame_bytes = payload.next_frame_bytes(packed_bytes)
+            header = payload.decode_frame_header(packed, header_bytes, self._peer)
+            large = payload.unpack_tensors(packed, packed_bytes, header_bytes, header) or [
                 self._read(torch.empty(length, dtype=torch.uint8))
                 for length in payload.large_sizes(header)
             ]

@@ -43,7 +43,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
-from lightning_dlres.prefetch.cache.batch_requests import BatchRequest, LeaseTable
 from lightning_dlres.prefetch.cache.epochs import EpochProgress
 from lightning_dlres.prefetch.cache.exchange import (
     DIRECT_TIER,
@@ -53,8 +52,13 @@ from lightning_dlres.prefetch.cache.exchange import (
     Counts,
     Fetch,
 )
+from lightning_dlres.prefetch.cache.in_flight import (
+    BatchRequest,
+    InflightFetches,
+    LeaseTable,
+    PrefetchWindow,
+)
 from lightning_dlres.prefetch.cache.index import CacheIndex, count_missing
-from lightning_dlres.prefetch.cache.prefetch_window import InflightFetches, PrefetchWindow
 from lightning_dlres.prefetch.cache.space.cache_space import (
     Bytes,
     CacheSpace,
