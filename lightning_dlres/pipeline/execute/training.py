@@ -22,7 +22,7 @@ from lightning_dlres.pipeline.stage.microbatch import cut, join, share
 from lightning_dlres.pipeline.stage.stage import (
     GradientBuffer,
     Gradients,
-    enter_inplace_safe,
+    inplace_safe_aliases,
     storage_id,
 )
 
@@ -332,7 +332,7 @@ def _entered(tree: Tree) -> Tree:
     leaves."""
 
     def enter(tensor: Tensor) -> Tensor:
-        return enter_inplace_safe([tensor])[0] if tensor.requires_grad else tensor
+        return inplace_safe_aliases([tensor])[0] if tensor.requires_grad else tensor
 
     return map_tensors(enter, tree)
 

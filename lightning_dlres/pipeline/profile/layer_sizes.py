@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import LiveBytes, storage_key, without_storage
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of, unflatten
-from lightning_dlres.pipeline.stage.stage import enter_inplace_safe
+from lightning_dlres.pipeline.stage.stage import inplace_safe_aliases
 
 Bind = Callable[[int, nn.Module], Callable[[Tree], Tree]]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -123,7 +123,7 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
         differentiable = [t for t in inputs if t.requires_grad]
         with live:
             with saved.recorded(), call.context():
-                safe = iter(enter_inplace_safe(differentiable) if differentiable else ())
+                safe = iter(inplace_safe_aliases(differentiable) if differentiable else ())
                 leaves = [next(safe) if t.requires_grad else t for t in inputs]
                 output = call.bind(call.index, module_copy)(unflatten(structure, leaves))
             live_after_forward, outputs = live.now, tensors_of(output)

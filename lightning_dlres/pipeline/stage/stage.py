@@ -1,9 +1,9 @@
 """The computation of one stage: its layers forward and backward, one micro-batch at a time.
 
 Layers run in *runs* of consecutive layers. Each run has an autograd graph of its own, which is cut
-at the run's inputs. A run is a single layer where something must happen between layers: gradients
-are synchronised while the layers below go backward, or the layer is recomputed. Otherwise a run is
-as long as possible, since every cut takes 0.1 to 0.2 ms for each micro-batch.
+at the run's inputs. A run is a single layer where something must happen between layers: the layer
+is recomputed, or gradients are synchronised while earlier layers still run backward. Otherwise a
+run is as long as possible, since every cut takes 0.1 to 0.2 ms for each micro-batch.
 
 A recomputed layer keeps only its inputs. Before its backward it runs again, with the random state
 and the buffers of its first run, so that the gradients are the same to the bit.
@@ -64,11 +64,11 @@ class _Identity(torch.autograd.Function):
         return gradients
 
 
-def enter_inplace_safe(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors with the same storage, which in-place operations may change. Gradients flow to
-    the leaves."""
-    entered: tuple[Tensor, ...] = _Identity.apply(*leaves)  # type: ignore[no-untyped-call]
-    return entered
+def inplace_safe_aliases(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return aliases of leaves (same storage) that in-place operations may change. Gradients flow
+    to the leaves."""
+    safe: tuple[Tensor, ...] = _Identity.apply(*leaves)  # type: ignore[no-untyped-call]
+    return safe
 
 
 class Stage:
@@ -76,13 +76,13 @@ class Stage:
 
     Args:
         layers: Layers as callables, in order.
-        parameters: Parameters of every layer that need a gradient.
-        first_layer: Index of the first layer in the whole model. It enters every layer's random
+        parameters: For each layer, its parameters that need a gradient.
+        first_layer: Index of the first layer in the whole model. It is part of every layer's random
             seed, so that randomness does not depend on the split.
         device: Device of the stage.
-        context: Factory of a context that is entered around every forward (mixed precision).
+        context: Returns a context manager for every forward, such as that of mixed precision.
         recomputed: Modules of the recomputed layers, by position in this stage.
-        by_layer: True if the caller of `backward` needs the gradients layer by layer.
+        by_layer: True if `layer_done` of `backward` must be called for every single layer.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class Stage:
         self._recomputed = dict(recomputed or {})
         self._by_layer = by_layer
         self.set_parameters(parameters)
-        # By position: True if the layer changes its inputs in place, known after its first run.
+        # By position of a layer in this stage: True if the layer changes its inputs in place, known
+        # after its first run.
         self._changes_inputs: dict[int, bool] = {}
         # By position: the last snapshot of the layer's buffers.
         self._buffers: dict[int, BufferStates] = {}
@@ -112,19 +113,19 @@ class Stage:
         self._seeds: dict[int, int] = {}
 
     def set_parameters(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Set the parameters of every layer that need a gradient."""
+        """Set, for each layer, its parameters that need a gradient."""
         self.parameters = list(dict.fromkeys(p for group in parameters for p in group))
         # With tied parameters every layer is a run. The gradients of a tied parameter are then
         # added in the same order for any choice of recomputed layers.
-        tied = sum(len(set(group)) for group in parameters) > len(self.parameters)
-        single = set(range(len(parameters)) if self._by_layer or tied else self._recomputed)
+        has_tied = sum(len(set(group)) for group in parameters) > len(self.parameters)
+        single = set(range(len(parameters)) if self._by_layer or has_tied else self._recomputed)
         self._runs = _runs(len(parameters), single)
         self._run_parameters = [
             list(dict.fromkeys(p for position in run for p in parameters[position]))
             for run in self._runs
         ]
-        # By first position of a run: the result of `_is_closed`.
-        self._closed: dict[int, bool] = {}
+        # By first position of a run: the result of `_has_known_leaves_only`.
+        self._known_leaves_only: dict[int, bool] = {}
 
     @property
     def recomputes(self) -> bool:
@@ -166,8 +167,8 @@ class Stage:
             for run, record in zip(self._runs, self._records[microbatch], strict=True):
                 if record.outputs is None:
                     with with_buffers(record.buffers):
-                        entered = _entered(record.structure, record.inputs)
-                        outputs = self._run_layers(run, entered, seed, microbatch)
+                        safe = _inplace_safe_tree(record.structure, record.inputs)
+                        outputs = self._run_layers(run, safe, seed, microbatch)
                     _, record.outputs = flatten(outputs)
 
     def backward(
@@ -184,8 +185,8 @@ class Stage:
             microbatch: Index that was given to `forward`.
             gradients: Gradient of every output tensor; None where no gradient flows back.
             buffer: Destination of the parameter gradients.
-            layer_done: Called with a layer's position in this stage, as soon as the parameter
-                gradients of this layer and of those above are in the buffer.
+            layer_done: Called with the position in this stage of a run's first layer, as soon as
+                the parameter gradients of this and all later layers are in the buffer.
         """
         if any(record.outputs is None for record in self._records[microbatch]):
             self.recompute(microbatch)
@@ -195,9 +196,11 @@ class Stage:
             reversed(self._runs), reversed(self._run_parameters), strict=True
         ):
             record = records.pop()
-            if run.start not in self._closed:
-                self._closed[run.start] = _is_closed(record, parameters)
-            gradients = _backward(record, gradients, parameters, buffer, self._closed[run.start])
+            if run.start not in self._known_leaves_only:
+                self._known_leaves_only[run.start] = _has_known_leaves_only(record, parameters)
+            gradients = _backward(
+                record, gradients, parameters, buffer, self._known_leaves_only[run.start]
+            )
             if layer_done is not None:
                 layer_done(run.start)
         return list(gradients)
@@ -208,8 +211,8 @@ class Stage:
         self._seeds.clear()
 
     def _run_layers(self, run: range, inputs: Tree, seed: int, microbatch: int) -> Tree:
-        # All seeds are derived first. Between two layers the code for it would have left the
-        # processor's caches.
+        # Derive all seeds first. Between two layers it is slower, since the layer has pushed the
+        # code for it out of the processor's caches.
         first = self._first_layer
         seeds = [derive_seed(seed, microbatch, first + position) for position in run]
         for position, layer_seed in zip(run, seeds, strict=True):
@@ -223,7 +226,7 @@ class Stage:
         """Return the detached output of a run, and a record with its graph."""
         structure, tensors = flatten(inputs)
         leaves = [_detached(tensor) for tensor in tensors]
-        outputs = self._run_layers(run, _entered(structure, leaves), seed, microbatch)
+        outputs = self._run_layers(run, _inplace_safe_tree(structure, leaves), seed, microbatch)
         out_structure, out_tensors = flatten(outputs)
         detached = unflatten(out_structure, [_detached(tensor) for tensor in out_tensors])
         return detached, _RunRecord(structure, leaves, out_tensors, [])
@@ -233,8 +236,8 @@ class Stage:
     ) -> tuple[Tree, _RunRecord]:
         """Return the detached output of a recomputed layer, and a record without its graph.
 
-        The graph is made nevertheless, because it determines the outputs that need a gradient. It
-        is dropped at once.
+        Autograd makes the graph nevertheless, because it shows which outputs need a gradient. The
+        graph is dropped at once.
         """
         position = run.start
         structure, tensors = flatten(inputs)
@@ -247,7 +250,7 @@ class Stage:
             ]
         buffers = snapshot_buffers(self._recomputed[position], self._buffers.get(position, []))
         self._buffers[position] = buffers
-        outputs = self._run_layers(run, _entered(structure, arguments), seed, microbatch)
+        outputs = self._run_layers(run, _inplace_safe_tree(structure, arguments), seed, microbatch)
         if position not in self._changes_inputs:
             self._changes_inputs[position] = not all(
                 torch.equal(a, b) for a, b in zip(arguments, leaves, strict=True)
@@ -258,7 +261,7 @@ class Stage:
 
 
 def _runs(count: int, single: Collection[int]) -> list[range]:
-    """Return the runs of `count` layers, of which those in `single` are runs of their own."""
+    """Return the runs of `count` layers; each layer in `single` is a run of its own."""
     starts = [i for i in range(count) if i in single or i == 0 or i - 1 in single]
     return [range(a, b) for a, b in pairwise([*starts, count])]
 
@@ -268,13 +271,13 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _entered(structure: Structure, leaves: list[Tensor]) -> Tree:
-    """Return the tree of the leaves, in which in-place operations are allowed."""
+def _inplace_safe_tree(structure: Structure, leaves: list[Tensor]) -> Tree:
+    """Return the tree of the leaves, with those that need a gradient as `inplace_safe_aliases`."""
     with_gradient = [leaf for leaf in leaves if leaf.requires_grad]
     if not with_gradient:
         return unflatten(structure, leaves)
-    entered = iter(enter_inplace_safe(with_gradient))
-    return unflatten(structure, [next(entered) if leaf.requires_grad else leaf for leaf in leaves])
+    safe = iter(inplace_safe_aliases(with_gradient))
+    return unflatten(structure, [next(safe) if leaf.requires_grad else leaf for leaf in leaves])
 
 
 def _backward(
@@ -282,7 +285,7 @@ def _backward(
     gradients: Sequence[Tensor | None],
     parameters: Sequence[nn.Parameter],
     buffer: GradientBuffer,
-    closed: bool,
+    known_leaves_only: bool,
 ) -> list[Tensor | None]:
     """Run backward through one run's graph; see `Stage.backward`."""
     assert record.outputs is not None
@@ -296,14 +299,14 @@ def _backward(
         return [None] * len(record.inputs)
     outputs, output_gradients = zip(*pairs, strict=True)
     with buffer.as_grad(parameters):
-        # `inputs` keeps gradients from tensors outside of the run. It makes autograd look up every
-        # node of the graph, so it is left out where there are no such tensors.
-        inputs = None if closed else [*input_leaves, *parameters]
+        # With `inputs`, autograd accumulates no gradient in tensors outside of the run. But it then
+        # looks up every node, which costs time. So omit it if there are no such tensors.
+        inputs = None if known_leaves_only else [*input_leaves, *parameters]
         torch.autograd.backward(outputs, output_gradients, inputs=inputs)
     return [leaf.grad for leaf in record.inputs]
 
 
-def _is_closed(record: _RunRecord, parameters: Sequence[nn.Parameter]) -> bool:
+def _has_known_leaves_only(record: _RunRecord, parameters: Sequence[nn.Parameter]) -> bool:
     """Return True if the run's inputs and parameters are the only leaves of its graph."""
     assert record.outputs is not None
     known = {id(tensor) for tensor in (*record.inputs, *parameters)}
