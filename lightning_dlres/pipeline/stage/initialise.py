@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_dlres.core._compat import copy_hooks, recurrent_weights_released
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.stage.remote_parameters import local_class
+from lightning_dlres.pipeline.stage.remote_parameters import class_on_holder
 
 
 def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
@@ -18,7 +18,7 @@ def replace_storage(parameter: nn.Parameter, data: Tensor) -> None:
     """
     replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
     # The swap exchanges class, attributes and hooks too, so the replacement needs the same ones.
-    replacement.__class__ = local_class(parameter)
+    replacement.__class__ = class_on_holder(parameter)
     replacement.__dict__.update(parameter.__dict__)
     if replacement.is_floating_point() or replacement.is_complex():
         copy_hooks(parameter, replacement)

@@ -1,10 +1,10 @@
 """Remote parameters and buffers: those that another stage holds.
 
-They have no storage: they are on the meta device. On the CPU torch does not refuse to mix meta
-tensors with real ones: a product or a sum of the two is uninitialised memory. So remote tensors are
-of a class that checks every operation on them. An operation that mixes the two is an error, in
-every hook, callback and thread. Operations on shapes are allowed, and so is writing to a remote
-tensor, as the rank that holds it does the same. Tensors of other classes cost nothing.
+They are on the meta device and have no storage. On the CPU, torch lets an operation mix meta and
+real tensors: its result is uninitialised memory. So remote tensors have a class of their own, which
+checks every operation on them. An operation that mixes the two is an error, in every hook, callback
+and thread. Operations on shapes are allowed. Writing to a remote tensor is allowed too, because the
+rank that holds it does the same write. The checks do not slow down operations on other tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import without_subclasses
 from lightning_dlres.core.errors import UnsupportedStepError
 
-# Operations on one tensor. They are the most frequent ones, since optimizers read the gradient of
-# every parameter; skipping the check for them saves time.
-_UNARY = frozenset(("__get__", "size", "dim", "numel", "requires_grad_", "detach"))
+# Operations on one tensor, which cannot mix tensors and are not checked. They are the most frequent
+# ones, since optimizers read the gradient of every parameter.
+_UNCHECKED = frozenset(("__get__", "size", "dim", "numel", "requires_grad_", "detach"))
 
 # Matches torch's errors about operations that need the values of a meta tensor.
 _VALUES_NEEDED = re.compile("meta (tensor|device)")
@@ -39,8 +39,8 @@ class RemoteTensor(Tensor):
 class RemoteParameter(nn.Parameter):
     """A parameter of another stage. It has no gradient.
 
-    Optimizers read `grad` and `is_meta` several times in every step. Constants in the class are ten
-    times as fast as torch's own attributes are in a subclass.
+    Optimizers read `grad` and `is_meta` several times in every step. Class constants are read
+    ten times as fast as torch's own attributes of a subclass.
     """
 
     grad: Any = None
@@ -70,18 +70,19 @@ def set_gradient_read_hook(hook: Callable[[], None] | None) -> None:
 
 
 def mark_remote(parameter: nn.Parameter) -> None:
-    """Turn a parameter without storage into a `RemoteParameter`; user-defined classes stay."""
+    """Turn a parameter without storage into a `RemoteParameter`, unless its class is
+    user-defined."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = RemoteParameter
 
 
-def local_class(parameter: nn.Parameter) -> type:
+def class_on_holder(parameter: nn.Parameter) -> type:
     """Return the class of the parameter on the rank that holds it."""
     return nn.Parameter if isinstance(parameter, RemoteParameter) else type(parameter)
 
 
 def remote_buffer(buffer: Tensor) -> Tensor:
-    """Return the buffer without storage, as a `RemoteTensor`; user-defined classes stay."""
+    """Return the buffer without storage, as a `RemoteTensor` unless its class is user-defined."""
     meta = buffer.detach().to("meta")
     return meta.as_subclass(RemoteTensor) if type(meta) is Tensor else meta
 
@@ -92,12 +93,12 @@ def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     Raises:
         UnsupportedStepError: If the operation needs the values of a remote tensor.
     """
-    # Without this the calls below would come back to __torch_function__.
+    # Without this the calls below would call `__torch_function__` again, without end.
     with without_subclasses():
         name = getattr(function, "__name__", "?")
-        if name in _UNARY:
+        if name in _UNCHECKED:
             return _as_remote(function(*args, **kwargs))
-        if not _only_writes(name, args) and _mixes((*args, *kwargs.values())):
+        if not _only_writes(name, args) and _mixes_meta_and_real((*args, *kwargs.values())):
             raise _no_values(name)
         try:
             result = function(*args, **kwargs)
@@ -115,7 +116,7 @@ def _only_writes(name: str, args: tuple[Any, ...]) -> bool:
     return in_place and bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
 
 
-def _mixes(values: Iterable[Any]) -> bool:
+def _mixes_meta_and_real(values: Iterable[Any]) -> bool:
     """Return True if there are both remote and real tensors among the values."""
     kinds = {tensor.is_meta for tensor in _tensors_in(values)}
     return len(kinds) == 2
@@ -141,7 +142,7 @@ def _as_remote(result: Any) -> Any:
 def _no_values(operation: str) -> UnsupportedStepError:
     return UnsupportedStepError(
         f"{operation}: the operation needs the values of a weight or buffer that another stage "
-        "holds. Each rank has the values of its own stage's layers only. Leave out tensors with "
-        "`.is_meta`, or give a layer a second name in the LightningModule, so that all stages "
-        "hold it. Averages of the weights can be made from checkpoints after training."
+        "holds. Each rank has the values of its own stage's layers only. Skip tensors with "
+        "`.is_meta`, or assign the layer to a second attribute of the LightningModule: then all "
+        "stages hold it. To average weights, use checkpoints after training."
     )

@@ -178,8 +178,8 @@ def layer_weight_error(use: str) -> UnsupportedStepError:
         f"training_step must not use a layer's weight outside of the pipelined module ({use}): "
         "another stage may hold the weight. Examples are a penalty over self.parameters() and a "
         "weight that other code shares. Use the optimizer's weight_decay, compute the term inside "
-        "the layers, or give the layer a second name in the LightningModule, so that all stages "
-        "hold it."
+        "the layers, or assign the layer to a second attribute of the LightningModule: then all "
+        "stages hold it."
     )
 
 
