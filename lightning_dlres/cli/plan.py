@@ -19,7 +19,7 @@ from lightning_dlres.pipeline.plan.planner import measured_plan
 from lightning_dlres.pipeline.profile.cluster import Cluster
 from lightning_dlres.pipeline.profile.cluster_file import load_cluster
 from lightning_dlres.strategies.capabilities import PipelinePlanning
-from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_here
+from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_single_process
 
 
 def plan(options: Sequence[str]) -> int:
@@ -109,7 +109,7 @@ class _Planner(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         options = self._strategy.options
-        profile = profile_here(
+        profile = profile_single_process(
             trainer,
             pl_module,
             path=options.module,

@@ -1,4 +1,4 @@
-"""Adapter between the user's LightningModule and a profiler, which runs its layers and loss."""
+"""Adapter through which a profiler runs the layers and the loss of the user's LightningModule."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def profiled_model(context: StepContext) -> ProfiledModel:
 def gradient_copies(trainer: Trainer, module: LightningModule) -> int:
     """Return the number of gradients that a parameter has at once.
 
-    It is 2 while the schedule computes new gradients, since Lightning zeroes the old ones later. It
-    is 1 if the old gradients are dropped when a step begins.
+    It is 2 if the schedule computes new gradients while the old ones exist, since Lightning zeroes
+    them later. It is 1 if the old gradients are dropped when a step begins.
     """
     return 1 if zeroes_every_step(trainer, module) else 2
 
 
-def profile_here(
+def profile_single_process(
     trainer: Trainer,
     module: LightningModule,
     *,
@@ -66,7 +66,7 @@ def profile_here(
     cluster: Cluster,
     factors: Sequence[float],
 ) -> RunProfile:
-    """Return a profile for described devices, measured in this process alone.
+    """Return a profile for the devices of a cluster file, measured in this process alone.
 
     Args:
         trainer: Trainer that is about to train `module` on a single device.
@@ -75,7 +75,7 @@ def profile_here(
         split_batch: The user's function that cuts a batch; None cuts along the first dimension.
         config: Options of the profile.
         microbatches: Number of micro-batches of a batch.
-        cluster: The described devices.
+        cluster: Devices and links of the cluster file.
         factors: For each kind of device, the time of a layer on it divided by the time here.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The plan of one run: samples are read, the step is tried on them, and the layers are measured."""
+"""Planner of one run: reads samples, measures the layers, makes the plan, and tries the step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Result of planning, the same on all ranks but for the parameters.
+    """Result of planning. The plan is the same on all ranks; the parameters are those of the rank.
 
     Attributes:
         plan: Plan of the run.
@@ -60,8 +60,8 @@ class RunPlanner:
         optimizers: Optimizers of the run; empty outside of `fit`.
         model_is_whole: True if every rank has the whole model. Otherwise the model was made on the
             meta device, and layers can neither be tried nor measured as they are.
-        keeps_placement: True if the parameters of an earlier run are still on their ranks only, so
-            that this run needs the same plan.
+        keeps_placement: True if an earlier run has left each rank with its own stage's parameters
+            only. This run then needs the same plan.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class RunPlanner:
 
         Args:
             trainer: Trainer of the run.
-            previous: Plan of the strategy's previous run; used again where it still holds.
+            previous: Plan of the strategy's previous run; used again if it has the same layers,
+                and is measured or must be kept.
 
         Raises:
             ConfigError: If no plan fits the model, the ranks or their memory.
@@ -97,14 +98,15 @@ class RunPlanner:
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         world_size = self._connection.world_size
-        measures = self._options.given_plan is None and world_size > 1
-        cuts = not self._options.is_plain_training(world_size)
-        reads = fitting and cuts and (self._model_is_whole or measures)
-        samples = self._read_samples(trainer) if reads else None
+        will_measure = self._options.given_plan is None and world_size > 1
+        is_pipelined = not self._options.is_plain_training(world_size)
+        needs_samples = fitting and is_pipelined and (self._model_is_whole or will_measure)
+        samples = self._read_samples(trainer) if needs_samples else None
         plan = self._make_plan(trainer, previous, samples)
         if samples is None or not self._model_is_whole:
             return PlannedRun(plan=plan)
-        # Last, so that tensors that the user's hooks took while layers were measured are replaced.
+        # Try the step last. The user's hooks may have saved tensors while layers were measured. The
+        # trial replaces these by tensors whose later use can be refused.
         return PlannedRun(plan=plan, written_in_forward=self._try_step(samples))
 
     def _make_plan(
@@ -116,9 +118,9 @@ class RunPlanner:
                 options.given_plan, self._unmeasured_layers(), self._pipelined.path, world_size
             )
         replicas = options.replicas(world_size)
-        fits = previous is not None and _layer_names(previous) == self._layers.names
-        stays = trainer.state.fn != TrainerFn.FITTING or self._keeps_placement
-        if previous is not None and fits and (previous.is_measured or stays):
+        same_layers = previous is not None and _layer_names(previous) == self._layers.names
+        must_keep_plan = trainer.state.fn != TrainerFn.FITTING or self._keeps_placement
+        if previous is not None and same_layers and (previous.is_measured or must_keep_plan):
             return previous
         profile = None
         if samples is not None and world_size > 1:
@@ -134,7 +136,7 @@ class RunPlanner:
         return unmeasured_layers(self._layers.names, self._layers.parameter_bytes())
 
     def _search(self, profile: RunProfile) -> PipelinePlan:
-        """Search the fastest plan on rank 0, and return it on all ranks."""
+        """Search for the fastest plan on rank 0, and return it on all ranks."""
         connection = self._connection
         plan_or_error: Tree = [None, None]
         if connection.rank == 0:
@@ -149,16 +151,16 @@ class RunPlanner:
         return PipelinePlan.from_json(text)
 
     def _try_step(self, samples: ProfileSamples) -> set[nn.Parameter]:
-        """Run one step on real samples; return the parameters that the layers' forward writes to.
+        """Run a trial step on samples; return the parameters that the layers' forward writes to.
 
         Raises:
             UnsupportedStepError: If the step takes tensors from layers that a stage cannot have.
         """
-        connection, before = self._connection, self._context.untracked_state()
+        connection, state_before = self._connection, self._context.untracked_state()
         inspection = inspect_step(self._context, samples.together)
-        changed = untracked_state_warning(before.changed(self._context.layer_tensors))
-        if changed is not None:
-            rank_zero_info(changed)
+        state_warning = untracked_state_warning(state_before.changed(self._context.layer_tensors))
+        if state_warning is not None:
+            rank_zero_info(state_warning)
         refusals = [
             connection.broadcast(inspection.refusal if rank == connection.rank else None, rank)
             for rank in range(connection.world_size)
@@ -168,9 +170,9 @@ class RunPlanner:
             raise UnsupportedStepError(refusal)
         if inspection.failure is not None:
             _log_untried_step(inspection.failure)
-        line = inspection.warning()
-        if line is not None and samples.microbatches > 1:
-            rank_zero_info(line)
+        layer_warning = inspection.warning()
+        if layer_warning is not None and samples.microbatches > 1:
+            rank_zero_info(layer_warning)
         return inspection.written_parameters
 
     def _profile(self, trainer: Trainer, samples: ProfileSamples) -> RunProfile | None:
@@ -197,7 +199,7 @@ class RunPlanner:
     def _read_samples(self, trainer: Trainer) -> ProfileSamples | None:
         """Read samples on rank 0 and return them on all ranks; None if they cannot be read."""
         options = self._options
-        measures = options.given_plan is None and self._connection.world_size > 1
+        will_measure = options.given_plan is None and self._connection.world_size > 1
         samples_or_error: Tree = [None, None, None, None, None]
         if self._connection.rank == 0:
             try:
@@ -212,13 +214,13 @@ class RunPlanner:
                 ]
             except Exception as error:
                 expected = is_lack_of_memory(error) or isinstance(error, NoCopyError)
-                if measures and not expected:
+                if will_measure and not expected:
                     raise
                 samples_or_error = [None, None, None, None, f"{type(error).__name__}: {error}"]
         *samples, reason = self._connection.broadcast(samples_or_error, 0)
         if reason is None:
             return ProfileSamples(*samples)
-        if measures:
+        if will_measure:
             _log_split_by_bytes(reason)
         else:
             _log_untried_step(reason)
@@ -227,8 +229,8 @@ class RunPlanner:
 
 def _log_untried_step(reason: str) -> None:
     rank_zero_info(
-        f"dlres: training_step could not be tried before training ({reason}): tensors that it "
-        "takes from layers by hooks or attributes are not checked."
+        f"dlres: training_step could not be tried before training ({reason}): dlres does not "
+        "check for tensors that the step takes from layers by hooks or attributes."
     )
 
 

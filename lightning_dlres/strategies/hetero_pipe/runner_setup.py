@@ -1,4 +1,4 @@
-"""Set-up of the object that runs a rank's steps: its stage, its runtime, its groups of ranks."""
+"""Set-up of the runner of a rank's steps, with its stage, its runtime and its process groups."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_runner(
         precision: Precision plugin of the Trainer.
         tracer: Gets a span for every computation and transfer.
         barrier: Waits for all ranks.
-        undo: Gets the undo of all changes outside of the model; closed at the run's end.
+        undo: Exit stack that reverts all changes outside of the model; closed at the run's end.
     """
     context, connection = deployment.context, deployment.connection
     if options.is_plain_training(connection.world_size):
@@ -76,7 +76,7 @@ def make_runner(
     def changed_in_forward() -> list[Tensor]:
         written = deployment.written_in_forward
         buffers = [buffer for module in modules for buffer in module.buffers()]
-        return buffers + [p for some in modules for p in some.parameters() if p in written]
+        return buffers + [p for module in modules for p in module.parameters() if p in written]
 
     buffers = BufferSync(
         changed_in_forward,
@@ -95,7 +95,9 @@ def make_runner(
             device=context.device,
             context=context.precision,
             recomputed={
-                p: modules[p] for p, layer in enumerate(indices) if layer in plan.recompute
+                position: modules[position]
+                for position, layer in enumerate(indices)
+                if layer in plan.recompute
             },
             by_layer=len(plan.replicas) > 1,
         ),
@@ -126,15 +128,15 @@ def make_runner(
         log_rank_zero=rank_zero_info,
         on_schedule_change=deployment.follow_schedule,
         drops_old_gradients=lambda: zeroes_every_step(deployment.module.trainer, deployment.module),
-        follow_freezing=_FreezingFollower(deployment, runtime, make_sync).update,
+        update_trainable=_TrainableUpdater(deployment, runtime, make_sync).update,
     )
     # Calls outside of steps (a summary, generated samples) go through the pipeline on all ranks.
     undo.enter_context(context.pipelined.intercepted(runner.forward))
     return runner
 
 
-class _FreezingFollower:
-    """Updater of the runtime after the user froze or unfroze parameters between steps.
+class _TrainableUpdater:
+    """Updater of the runtime's trainable parameters when the user freezes or unfreezes some.
 
     Args:
         deployment: The model on this rank.
@@ -145,7 +147,7 @@ class _FreezingFollower:
 
     def __init__(self, deployment: Deployment, runtime: Runtime, make_sync: SyncFactory) -> None:
         self._deployment, self._runtime, self._make_sync = deployment, runtime, make_sync
-        self._flags = self._current_flags()
+        self._requires_grad = self._read_requires_grad()
 
     def update(self) -> None:
         """Set the runtime's trainable parameters if any `requires_grad` has changed.
@@ -157,10 +159,10 @@ class _FreezingFollower:
         for optimizer in deployment.optimizers:
             # The user's hooks may add parameter groups at any time.
             require_owned(optimizer, deployment.owners, type(deployment.module).__name__)
-        flags = self._current_flags()
-        if flags == self._flags:
+        requires_grad = self._read_requires_grad()
+        if requires_grad == self._requires_grad:
             return
-        self._flags = flags
+        self._requires_grad = requires_grad
         layers = deployment.layers
         trainable = layers.trainable(deployment.plan.layers_of(deployment.stage))
         non_pipelined = layers.non_pipelined_parameters()
@@ -168,6 +170,6 @@ class _FreezingFollower:
             trainable, non_pipelined, self._make_sync(trainable, non_pipelined)
         )
 
-    def _current_flags(self) -> list[bool]:
+    def _read_requires_grad(self) -> list[bool]:
         owners, stage = self._deployment.owners, self._deployment.stage
         return [p.requires_grad for p, stages in owners.items() if stage in stages]

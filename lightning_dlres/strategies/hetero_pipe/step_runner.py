@@ -60,7 +60,8 @@ class StepRunner:
         on_schedule_change: Called with the name of the schedule to which the run changes.
         drops_old_gradients: Returns True if the gradients of the step before may be dropped when a
             step begins; see `gradient_zeroing`.
-        follow_freezing: Called before every training step, to follow changes of `requires_grad`.
+        update_trainable: Called before every training step; adapts the runtime to changes of
+            `requires_grad`.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class StepRunner:
         log_rank_zero: Callable[[str], None],
         on_schedule_change: Callable[[str], None],
         drops_old_gradients: Callable[[], bool],
-        follow_freezing: Callable[[], None],
+        update_trainable: Callable[[], None],
     ) -> None:
         self.context, self.runtime, self.seed = context, runtime, seed
         self._barrier, self._log_rank_zero = barrier, log_rank_zero
         self._on_schedule_change = on_schedule_change
         self._drops_old_gradients = drops_old_gradients
-        self._follow_freezing = follow_freezing
+        self._update_trainable = update_trainable
         self.may_change_schedule = schedule == AUTO
         self.schedule = initial_schedule(schedule).name
         # Indices of the runtime's buffers that a forward changes, as the last check found them.
@@ -106,7 +107,7 @@ class StepRunner:
             batch: Index of the batch since the start of training; part of the random seed.
             scale: Factor of the loss in mixed precision.
         """
-        self._follow_freezing()
+        self._update_trainable()
         with self.runtime.tracer.span("step", "step", batch=batch):
             return self._train(args, batch, scale)
 

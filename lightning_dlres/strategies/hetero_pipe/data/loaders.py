@@ -57,7 +57,7 @@ class SharedLoader:
         device: torch.device,
         length: int | None,
     ) -> None:
-        # `__setattr__` below passes attributes on to the user's loader.
+        # A plain assignment would set the attributes of the user's loader (see `__setattr__`).
         self.__dict__.update(
             _loader=loader,
             _is_reader=is_reader,
@@ -79,21 +79,21 @@ class SharedLoader:
         return int(self._length)
 
     def __iter__(self) -> Iterator[Any]:
-        # The reader makes its iterator at once, as plain training does: that draws from the global
-        # random generator.
+        # Make the reader's iterator here, not at the first batch. Making it draws from the global
+        # random generator, and plain training does it at this point.
         if not self._is_reader:
-            return self._follow()
+            return self._receive_batches()
         with single_device_view(_USER_CODE):
             iterator = iter(self._loader)
-        return self._read(iterator)
+        return self._read_batches(iterator)
 
-    def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _read_batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         mailbox, signals = self._mailbox(), self._signals()
-        indices = _SeenIndices(self._loader)
+        indices = _SampleIndices(self._loader)
         content: list[Any]
         while True:
-            # Signals come before the next batch is read, because a handler may save a checkpoint
-            # with the loader's position.
+            # Handle signals before reading the next batch: a handler may save a checkpoint with the
+            # loader's position, which must not be one batch ahead.
             due = signals.due()
             if due:
                 message = [due, [], rng.snapshot(self._device), []]
@@ -104,15 +104,15 @@ class SharedLoader:
                     content = [next(iterator)]
             except StopIteration:
                 content = []
-            message = [[], content, rng.snapshot(self._device), indices.new()]
+            message = [[], content, rng.snapshot(self._device), indices.pop_new()]
             mailbox.broadcast(0, Channel.BATCH, ("batch",), message, "a batch")
             if not content:
                 return
             yield content[0]
 
-    def _follow(self) -> Iterator[Any]:
+    def _receive_batches(self) -> Iterator[Any]:
         mailbox, signals = self._mailbox(), self._signals()
-        indices = _SeenIndices(self._loader)
+        indices = _SampleIndices(self._loader)
         indices.clear()
         while True:
             due, content, random_state, indices_of_batch = mailbox.broadcast(
@@ -128,8 +128,9 @@ class SharedLoader:
             yield content[0]
 
 
-class _SeenIndices:
-    """Copy of the reader's sample indices of each batch, for callbacks that write predictions.
+class _SampleIndices:
+    """Sample indices of each batch, sent from the reader to the other ranks for callbacks that
+    write predictions.
 
     In prediction, Lightning's own batch sampler records these indices. It runs on the reader only.
 
@@ -147,8 +148,8 @@ class _SeenIndices:
         if self._sampler is not None:
             self._sampler.seen_batch_indices = []
 
-    def new(self) -> list[list[int]]:
-        """Return the indices of the batches drawn since the last call."""
+    def pop_new(self) -> list[list[int]]:
+        """Return the indices of the batches that the reader has drawn since the last call."""
         if self._sampler is None:
             return []
         drawn = self._sampler.seen_batch_indices[self._num_sent :]
@@ -165,7 +166,7 @@ class StatefulSharedLoader(SharedLoader):
     """Shared loader over a loader that can save and restore its position on the reader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state; empty on ranks that do not read, and write no checkpoint."""
+        """Return the loader's state; empty on the other ranks, which write no checkpoint."""
         return dict(self._loader.state_dict()) if self._is_reader else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,7 +224,7 @@ def share_loader(
 
 @contextmanager
 def unsharded_loaders(*owners: Any) -> Iterator[None]:
-    """Context manager in which the owners' hooks make loaders as on a single device.
+    """Context manager that runs the owners' loader hooks as if there were a single device.
 
     Args:
         *owners: The LightningModule and the data module; None is skipped.
@@ -236,10 +237,11 @@ def unsharded_loaders(*owners: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for attributes, name, own in saved:
+        # Only a hook that was set on the instance is put back; else the class's hook shows again.
+        for attributes, name, instance_hook in saved:
             attributes.pop(name, None)
-            if own is not None:
-                attributes[name] = own
+            if instance_hook is not None:
+                attributes[name] = instance_hook
 
 
 def _on_single_device(hook: Callable[[], Any]) -> Callable[[], Any]:

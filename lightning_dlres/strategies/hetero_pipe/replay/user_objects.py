@@ -36,7 +36,7 @@ SCALARS = (bool, int, float, complex, str, bytes, type(None))
 ABSENT = object()
 # Kinds whose content maps names, or keys, to values.
 NAMED_KINDS = frozenset({"object", "module", "dict", "settings"})
-# Values that a run of the step may change in place, so that every run gets copies.
+# Types of values that a run of the step may change in place. Every run gets copies of them.
 COPIED_TYPES = {Tensor, np.ndarray}
 
 # Objects of these packages are not the user's state.
@@ -46,7 +46,7 @@ _LIBRARIES = {
     *("logging", "threading", "queue", "socket", "multiprocessing", "concurrent", "asyncio"),
     *("matplotlib", "PIL", "pandas", "wandb", "tensorboard", "weakref", "_thread", "io", "typing"),
 }
-# Classes that are not the user's state either; the same holds for subclasses that the user defines.
+# Classes that are not the user's state either, nor are subclasses of them that the user defines.
 _OPAQUE = (
     type,
     FunctionType,
@@ -58,7 +58,7 @@ _OPAQUE = (
     DataLoader,
     Enum,
 )
-# These may hold a whole data set. Only their settings count, which are compared quickly.
+# Classes that may hold a whole data set. Only their settings (small attributes) are compared.
 _DATA_SOURCES = (Dataset, Sampler, LightningDataModule)
 # Attributes of every module that torch manages, and the methods that this package replaces
 # temporarily in a module's `__dict__`.
@@ -84,13 +84,15 @@ class ObjectState:
     """The content of one object of the user's, as it was when this state was read.
 
     Attributes:
-        path: Name of the object, from the LightningModule or the Trainer on.
+        path: Path of attributes and items that leads to the object, from the LightningModule or the
+            Trainer.
         owner: The object itself.
         kind: One of the names that `kind_of` returns.
         content: The state. Named kinds have a dict, sequences a list, sets a set, and random
             generators the state of the generator.
         types: Types of the values in `content`.
-        names: All attribute names of an object with attributes, also of those outside of `content`.
+        names: All attribute names of the object, including those that `content` leaves out; empty
+            for kinds without attributes.
         values: Values of `names`, in the same order.
     """
 
@@ -123,8 +125,8 @@ class ObjectState:
         """
         if self.kind == "random" or not self.types <= _QUICK_TYPES:
             return False
-        # Identity proves equality here: values of these types are immutable. Equality would not
-        # prove it: 0, False and -0.0 are equal.
+        # Identity proves that nothing changed, since values of these types are immutable. Equality
+        # would not prove it: 0, False and -0.0 are equal.
         if self.names:
             namespace = namespace_of(self.owner)
             if are_identical(namespace, self.names) and are_identical(
@@ -159,8 +161,7 @@ class ObjectState:
         yield from ((path, value) for path, value in named if kind_of(value) is not None)
 
     def write(self, content: Any) -> None:
-        """Give the object this content. The object itself stays the same, since other objects may
-        refer to it."""
+        """Replace the object's content in place, since other objects may refer to the object."""
         owner = self.owner
         if self.kind == "settings":
             namespace = namespace_of(owner)
@@ -300,7 +301,8 @@ def _same_members(a: Collection[Any], b: Collection[Any]) -> bool:
 
 def _write_names(owner: Any, kind: str, content: dict[Any, Any]) -> None:
     namespace = owner if kind == "dict" else vars(owner)
-    # A module's namespace also has the names that are not content, so that its length says nothing.
+    # A quick check by length. Names that it misses are deleted at the end. A module needs the slow
+    # check: its namespace also has names that are not content.
     if len(namespace) != len(content) or kind == "module":
         for name in [n for n in read_content(owner, kind) if n not in content]:
             del namespace[name]
@@ -340,7 +342,7 @@ def _lightning_attributes() -> frozenset[str]:
 
 @cache
 def _kind_of_class(kind: Any) -> str | None:
-    # The order counts: a metric is also a module, and a data source may also be a module.
+    # Keep this order: a metric is also a module, and a data source may be one too.
     if issubclass(kind, (Metric, MetricCollection)):
         return "metric"
     if issubclass(kind, (torch.jit.ScriptModule, *_OPAQUE)):
