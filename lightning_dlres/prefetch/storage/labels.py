@@ -1,4 +1,4 @@
-"""Class labels of samples: the folders that they lie in.
+"""Class labels of samples, from the names of their top folders.
 
 Classes are numbered from 0 in alphabetical order, as torchvision's `ImageFolder` numbers them.
 """
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
-# First parts of paths in a listing that name no class.
-_NO_CLASSES = ("", ".", "..")
+# First components of paths that are not names of classes; a listing may have such paths.
+_NOT_CLASSES = ("", ".", "..")
 
 
 def parse_labels(labels: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the given classes, () for "folder", or None if there are no labels.
+    """Return the given classes; () for "folder", whose classes are read later; None for no labels.
 
     Raises:
         ConfigError: If the value is none of these.
@@ -39,7 +39,7 @@ def parse_labels(labels: str | Sequence[str] | None) -> tuple[str, ...] | None:
 def class_of(key: str) -> str | None:
     """Return the first folder of a sample's key, or None if it has none."""
     folder, slash, _ = key.partition("/")
-    return folder if slash and folder not in _NO_CLASSES else None
+    return folder if slash and folder not in _NOT_CLASSES else None
 
 
 def class_names(table: SampleTable, source: str) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def class_names(table: SampleTable, source: str) -> tuple[str, ...]:
         ConfigError: If a sample lies in no folder.
     """
     keys, starts = table.keys.tobytes(), [0, *table.key_ends.tolist()]
-    # Folders have many samples: each name is decoded once only.
+    # Many samples share a folder, so decode each folder's name only once.
     names: dict[bytes, str] = {}
     for sample_id in range(len(table)):
         folder, slash, _ = keys[starts[sample_id] : starts[sample_id + 1]].partition(b"/")
@@ -67,10 +67,15 @@ def class_names(table: SampleTable, source: str) -> tuple[str, ...]:
 
 
 def check_classes(table: SampleTable, classes: Sequence[str], source: str) -> None:
-    """Raise unless every sample lies in a folder of these classes; () stands for no labels.
+    """Raise if a sample lies outside of the folders of these classes.
+
+    Args:
+        table: The samples.
+        classes: Names of the classes; () if samples have no labels, so that nothing is checked.
+        source: Name of the source, in errors.
 
     Raises:
-        ConfigError: If a folder is no class; it names the folder.
+        ConfigError: If a folder is not one of the classes. The message names the folder.
     """
     if not classes:
         return
@@ -78,8 +83,8 @@ def check_classes(table: SampleTable, classes: Sequence[str], source: str) -> No
     if unknown:
         raise ConfigError(
             f"Samples must lie in folders of the {len(classes)} classes of the training samples "
-            f"or of labels, got the folder {unknown[0]!r} in {source}. Name all classes: "
-            f"labels={_shortened([*classes, unknown[0]])}."
+            f"or of the labels argument, got the folder {unknown[0]!r} in {source}. Name all "
+            f"classes: labels={_shortened([*classes, unknown[0]])}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Configuration of a source of samples, and the checks of the arguments that become part of it.
+"""Configuration of a source of samples, and parsers of the arguments that it is made from.
 
 The process that keeps the cache gets the configuration as JSON.
 """
@@ -17,12 +17,13 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 Extensions = str | Sequence[str] | None
 StorageOptions = Mapping[str, Any] | str | Path | None
 
-# Characters. Shorter texts are hardly secrets, and hiding them would garble any message.
+# Least characters of a text that is hidden in messages. Shorter texts are hardly secrets, and
+# hiding them would garble the messages.
 _SHORTEST_SECRET = 4
 
 
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of where samples come from.
+    """Source of samples: a storage backend, its addresses and its options.
 
     Attributes:
         storage: Name of a registered storage backend, or "direct" for local files without a cache.
@@ -31,11 +32,11 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
         addresses: Addresses of storage nodes, in order; or one folder, store, listing or URL.
         nodes: Number of storage nodes, N.
         replicas: Number of nodes that have each sample.
-        read_threads: Number of fetches that one node, or a reader of files, reads at once.
-        timeout: Seconds after which a fetch has failed for good.
+        read_threads: Number of fetches that one node, or one reader of files, serves at once.
+        timeout: Seconds after which a fetch fails and is not tried again.
         public_key, secret_key: This side's CURVE keys; b"" without CURVE.
         server_key: Public CURVE key of the storage nodes; b"" without CURVE.
-        follow_links: True if links of a local folder are followed out of it.
+        follow_links: True to follow symbolic links that lead out of a local folder.
         extensions: Endings of sample names in lower case; () for all files.
         storage_options: Arguments of the file system behind a URL, as JSON; b"" for none.
         classes: Folders that samples may lie in; () if samples have no labels.
@@ -88,11 +89,12 @@ def parse_storage_options(options: StorageOptions) -> bytes:
         options: A mapping, or the path of a JSON file that has one.
 
     Raises:
-        ConfigError: If they are no such mapping. The message shows no value, which may be a secret.
+        ConfigError: If they are not such a mapping. The message shows no values: they may be
+            secrets.
     """
     if options is None:
         return b""
-    mapping = _load(Path(options)) if isinstance(options, (str, Path)) else options
+    mapping = _load_json(Path(options)) if isinstance(options, (str, Path)) else options
     if not isinstance(mapping, Mapping):
         raise ConfigError(_bad_options(f"a {type(mapping).__name__}"))
     for name, value in mapping.items():
@@ -112,22 +114,22 @@ def load_storage_options(encoded: bytes) -> dict[str, Any]:
 
 
 def hide_secrets(text: str, options: Any) -> str:
-    """Return a text with "***" for each value of a file system's arguments: it may be a secret."""
+    """Return the text with each value of the options replaced by "***": it may be a secret."""
     # Longest first, so that no part of a secret is left over.
-    for secret in sorted(_texts(options), key=len, reverse=True):
+    for secret in sorted(_secret_texts(options), key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
 
 
-def _texts(value: Any) -> set[str]:
+def _secret_texts(value: Any) -> set[str]:
     if isinstance(value, dict):
-        return set().union(*map(_texts, value.values()))
+        return set().union(*map(_secret_texts, value.values()))
     if isinstance(value, list):
-        return set().union(*map(_texts, value))
+        return set().union(*map(_secret_texts, value))
     return {value} if isinstance(value, str) and len(value) >= _SHORTEST_SECRET else set()
 
 
-def _load(path: Path) -> Any:
+def _load_json(path: Path) -> Any:
     try:
         return json.loads(path.expanduser().read_bytes())
     except OSError as error:
