@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Prediction:
 
 
 def predict(
-    sample_ids: Positions,
+    sample_ids: SampleIds,
     sizes: NDArray[np.int64],
     *,
     nodes: int,

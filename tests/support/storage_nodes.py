@@ -24,7 +24,7 @@ class AlteringReader:
     """
 
     def __init__(self, reader: Reader) -> None:
-        self.table, self.contents, self._reader = reader.table, reader.contents, reader
+        self.table, self.content_digest, self._reader = reader.table, reader.content_digest, reader
         self.alter: Alter | None = None
         self.reads = 0
 

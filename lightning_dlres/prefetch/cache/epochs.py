@@ -11,7 +11,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.messages import Begin
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
-from lightning_dlres.prefetch.order.sequence import Positions, ShardSpec, shuffled
+from lightning_dlres.prefetch.order.sequence import SampleIds, ShardSpec, shuffled
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class EpochProgress:
         self.num_requested += len(epoch_slots)
 
 
-def needed_samples(samples: int, begin: Begin) -> Positions:
+def needed_samples(samples: int, begin: Begin) -> SampleIds:
     """Return uint32[n], the sample_ids that `begin.local_ranks` need, by epoch slot.
 
     Args:

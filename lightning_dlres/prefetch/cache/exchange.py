@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import StorageError
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 
 # Tier of a delivered sample: the cache space, the pinned tier, or the reply itself.
 CACHED_TIER, PINNED_TIER, DIRECT_TIER = 0, 1, 2
@@ -26,7 +26,7 @@ class Fetch:
 
     fetch_id: int
     node: int
-    sample_ids: Positions
+    sample_ids: SampleIds
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BatchReply:
 
     client: str
     request_id: int
-    sample_ids: Positions
+    sample_ids: SampleIds
     locations: NDArray[np.int64]
     direct: NDArray[np.uint8]
 

@@ -17,7 +17,7 @@ from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.cache.space.entry_kernels import DONE, PINNED, UNFETCHED
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 
 Flags = NDArray[np.bool_]
 
@@ -35,7 +35,7 @@ class CacheIndex:
             its fetch is in flight.
     """
 
-    sample_ids: Positions
+    sample_ids: SampleIds
     lists: EpochSlots
     starts: NDArray[np.int64]
     cursors: NDArray[np.int64] = field(init=False)
@@ -44,7 +44,7 @@ class CacheIndex:
         self.cursors = self.starts[:-1].copy()
 
     @staticmethod
-    def build(sample_ids: Positions, nodes: int, is_pinned: Flags | None = None) -> CacheIndex:
+    def build(sample_ids: SampleIds, nodes: int, is_pinned: Flags | None = None) -> CacheIndex:
         """Return the index of samples in the order of an epoch.
 
         Args:

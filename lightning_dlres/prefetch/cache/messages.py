@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ProtocolError
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
-from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, Positions, Tail
+from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, SampleIds, Tail
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 # Kinds of messages.
@@ -196,7 +196,7 @@ class DeliveredBatch:
     """
 
     request_id: int
-    sample_ids: Positions
+    sample_ids: SampleIds
     locations: NDArray[np.int64]
     key_ends: NDArray[np.int64]
     keys: bytes

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_dlres.core.host import shared_memory
 from lightning_dlres.prefetch.cache.exchange import CACHED_TIER, DIRECT_TIER, PINNED_TIER
 from lightning_dlres.prefetch.cache.messages import DeliveredBatch
-from lightning_dlres.prefetch.order.sequence import mixed
+from lightning_dlres.prefetch.order.sequence import splitmix64
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
 Bytes = NDArray[np.uint8]
@@ -61,7 +61,7 @@ class Sample:
     def seed(self) -> int:
         """Seed for random augmentations: it differs from epoch to epoch, and is the same on any
         rank, in any worker and after a restart."""
-        return mixed(self._epoch_seed + self.sample_id)
+        return splitmix64(self._epoch_seed + self.sample_id)
 
     def __repr__(self) -> str:
         return f"Sample({self.key!r}, sample_id={self.sample_id}, {len(self)} bytes)"

@@ -20,7 +20,7 @@ from lightning_dlres.prefetch.cache.exchange import Counts
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig, Joined, Metrics
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.loading.local_samples import LocalSamples
-from lightning_dlres.prefetch.order.sequence import Positions, shuffled
+from lightning_dlres.prefetch.order.sequence import SampleIds, shuffled
 from lightning_dlres.prefetch.storage.file_storage import FileStorage
 from lightning_dlres.prefetch.storage.source import open_source
 
@@ -55,9 +55,9 @@ class DirectClient:
         self._window, self._max_window = _INITIAL_WINDOW, source.read_threads
         self._fetch_ids, self._epoch_ids = itertools.count(), itertools.count()
         # The sample_ids of the epoch that was begun, by epoch slot.
-        self._epoch_samples: Positions | None = None
+        self._epoch_samples: SampleIds | None = None
         # Future and sample_ids of each batch that is being read, by fetch_id.
-        self._pending: dict[int, tuple[Future[LocalSamples], Positions]] = {}
+        self._pending: dict[int, tuple[Future[LocalSamples], SampleIds]] = {}
         # Bytes of each batch that was requested and not handed over, and their sum.
         self._nbytes: dict[Future[LocalSamples], int] = {}
         self._bytes_ahead, self._counts = 0, Counts()

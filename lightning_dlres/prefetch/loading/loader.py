@@ -33,7 +33,7 @@ from lightning_dlres.prefetch.loading.workers import (
     DecodePool,
     Workers,
 )
-from lightning_dlres.prefetch.order.sequence import ShardSpec, Tail, mixed
+from lightning_dlres.prefetch.order.sequence import ShardSpec, Tail, splitmix64
 from lightning_dlres.prefetch.storage.registry import DIRECT
 
 # Version of the state in checkpoints.
@@ -370,7 +370,7 @@ class _EpochIterator(Iterator[Any]):
         # Two batches for each worker, as in torch's DataLoader, and one that is handed over.
         self._max_requested = 1 if self._is_on_miss else 2 + 2 * self._pool.num_workers
         self._max_in_making = 1 + 2 * self._pool.num_workers
-        self._epoch_seed = mixed(mixed(loader._seed % 2**64) + loader._epoch)
+        self._epoch_seed = splitmix64(splitmix64(loader._seed % 2**64) + loader._epoch)
         self.has_started = True
 
     def _next(self) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_dlres.core.errors import StorageError
 from lightning_dlres.prefetch.cache.samples import Bytes, Sample
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.base import Reply
 from lightning_dlres.prefetch.storage.file_storage import FileStorage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
@@ -36,7 +36,7 @@ class LocalSamples(Sequence[Sample]):
         epoch_seed: Seed that the samples' own are made of; set by the loader.
     """
 
-    def __init__(self, table: SampleTable, sample_ids: Positions, data: Bytes | None) -> None:
+    def __init__(self, table: SampleTable, sample_ids: SampleIds, data: Bytes | None) -> None:
         self.sample_ids = sample_ids
         self.epoch_seed = 0
         self._table, self._data = table, data
@@ -87,7 +87,7 @@ class WorkerReads:
         self._storage: FileStorage | None = None
         self._replies: SimpleQueue[Reply] = SimpleQueue()
 
-    def read(self, sample_ids: Positions) -> Bytes:
+    def read(self, sample_ids: SampleIds) -> Bytes:
         """Return samples, one behind the other.
 
         Raises:
@@ -119,7 +119,7 @@ def _forward(storage: FileStorage, replies: SimpleQueue[Reply]) -> None:
         replies.put(reply)
 
 
-def _unpickle_in_worker(sample_ids: Positions, epoch_seed: int) -> LocalSamples:
+def _unpickle_in_worker(sample_ids: SampleIds, epoch_seed: int) -> LocalSamples:
     # Nothing is read yet: an error while a task is unpickled would end the worker.
     assert _worker is not None
     samples = LocalSamples(_worker.table, sample_ids, None)

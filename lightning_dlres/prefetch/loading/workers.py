@@ -29,7 +29,7 @@ from lightning_dlres.prefetch.cache.samples import Sample, Samples
 from lightning_dlres.prefetch.loading.items import decode_item
 from lightning_dlres.prefetch.loading.local_samples import LocalSamples, set_up_worker
 from lightning_dlres.prefetch.loading.page_locked import pin_batch
-from lightning_dlres.prefetch.order.sequence import mixed
+from lightning_dlres.prefetch.order.sequence import splitmix64
 from lightning_dlres.prefetch.storage.labels import class_of
 from lightning_dlres.prefetch.storage.local_reads import BufferPool
 from lightning_dlres.prefetch.storage.readers import Reader
@@ -295,7 +295,7 @@ def _make_in_worker(samples: Samples | LocalSamples) -> Any:
     """Make a batch in a worker process. Random numbers follow from the samples, and not from the
     worker that gets them."""
     assert _maker is not None
-    seed = mixed(samples.epoch_seed + int(samples.sample_ids[0]))
+    seed = splitmix64(samples.epoch_seed + int(samples.sample_ids[0]))
     if torch.cuda.is_initialized():
         torch.manual_seed(seed % 2**63)
     else:

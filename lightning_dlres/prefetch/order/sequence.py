@@ -1,6 +1,6 @@
-"""Order of an epoch, and the share of it that each rank gets.
+"""Order of the samples in an epoch, and the share of them that each rank gets.
 
-These are pure functions of a few numbers. Every rank computes the same without communication,
+These are pure functions of a few numbers. Every rank computes the same order without communication,
 after any restart and with any number of ranks.
 
 The random generator is written out here and not taken from NumPy. Checkpoints outlive versions of
@@ -21,23 +21,23 @@ from lightning_dlres.core.compiled import compiled
 from lightning_dlres.core.errors import ConfigError, got_expected
 
 Tail = Literal["drop", "pad", "uneven"]
-# Sample ids, or indices into such an array.
-Positions = NDArray[np.uint32]
-# Ids must fit into int32: they are kept in 32 bits, one of which is left for other uses.
+# Sample ids.
+SampleIds = NDArray[np.uint32]
+# Most samples of a data set. Ids are saved in 32 bits, one of which is reserved for other uses.
 MOST_SAMPLES = 2**31 - 1
 
-_WORD = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15  # SplitMix64: Steele, Lea and Flood, OOPSLA 2014
+_WORD_MASK = 2**64 - 1
+_SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15  # SplitMix64: Steele, Lea and Flood, OOPSLA 2014
 
 
-def shuffled(count: int, seed: int, epoch: int) -> Positions:
+def shuffled(count: int, seed: int, epoch: int) -> SampleIds:
     """Return uint32[count], all sample ids in the order of an epoch.
 
     Every permutation has the same probability (Fisher and Yates). Checkpoints depend on the result:
     it must never change.
     """
     order = np.arange(count, dtype=np.uint32)
-    _shuffle(order, np.uint64(mixed(mixed(seed & _WORD) + epoch)))
+    _shuffle(order, np.uint64(splitmix64(splitmix64(seed & _WORD_MASK) + epoch)))
     return order
 
 
@@ -87,11 +87,11 @@ class ShardSpec:
     @property
     def num_assigned(self) -> int:
         """Number of samples assigned to all ranks; padding counts."""
-        left = self.samples - self.consumed
+        remaining = self.samples - self.consumed
         samples_per_step = self.ranks * self.batch
         if self.tail == "drop":
-            return left // samples_per_step * samples_per_step
-        return -(-left // self.ranks) * self.ranks if self.tail == "pad" else left
+            return remaining // samples_per_step * samples_per_step
+        return -(-remaining // self.ranks) * self.ranks if self.tail == "pad" else remaining
 
     def num_samples(self, rank: int) -> int:
         """Return the number of samples assigned to a rank."""
@@ -108,7 +108,7 @@ class ShardSpec:
         """
         return min(self.consumed + batches * self.ranks * self.batch, self.samples)
 
-    def sample_ids(self, order: Positions, ranks: tuple[int, ...]) -> Positions:
+    def sample_ids(self, order: SampleIds, ranks: tuple[int, ...]) -> SampleIds:
         """Return the ids of the samples of some ranks, in the order of the epoch.
 
         Sample j of the l-th of these ranks is at index j * len(ranks) + l.
@@ -119,7 +119,7 @@ class ShardSpec:
         """
         assigned = order[self.consumed : self.consumed + self.num_assigned]
         if (missing := self.num_assigned - len(assigned)) > 0:
-            # Repeat the epoch from its start, several times if there are more ranks than samples.
+            # Pad with the epoch from its start, repeated if there are more ranks than samples.
             assigned = np.concatenate([assigned, np.resize(order, missing)])
         if len(ranks) == self.ranks:
             return assigned
@@ -128,11 +128,11 @@ class ShardSpec:
         return assigned[np.resize(is_included, len(assigned))]
 
 
-def mixed(word: int) -> int:
-    """Return a 64-bit hash of a number, in which every bit of it counts (SplitMix64)."""
-    word = (word + _STEP) & _WORD
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+def splitmix64(word: int) -> int:
+    """Return a 64-bit hash of a number: the next output of SplitMix64 from this state."""
+    word = (word + _SPLITMIX_INCREMENT) & _WORD_MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD_MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD_MASK
     return word ^ (word >> 31)
 
 
@@ -146,16 +146,16 @@ def _shuffle(order: Any, state: Any) -> None:
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for last in range(len(order) - 1, 0, -1):
         choices = np.uint64(last + 1)
-        # Lemire, 2019: the upper half of a product is the random index. Draws below `least` are
-        # repeated; they would make some indices likelier than others.
-        least = (np.uint64(1) << half) % choices
+        # Lemire, 2019: the upper half of a product is the random index. A draw whose lower half is
+        # below the threshold is repeated. Otherwise some indices would be likelier than others.
+        threshold = (np.uint64(1) << half) % choices
         while True:
             state += step
             word = state
             word = (word ^ (word >> np.uint64(30))) * first
             word = (word ^ (word >> np.uint64(27))) * second
             product = ((word ^ (word >> np.uint64(31))) >> half) * choices
-            if (product & low) >= least:
+            if (product & low) >= threshold:
                 break
         other = np.int64(product >> half)
         order[last], order[other] = order[other], order[last]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import StorageError
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
 # Called with a line of text about the progress of a long start, such as "1000 files listed".
@@ -52,7 +52,7 @@ class Storage(ABC):
         self._replies: deque[Reply] = deque()
 
     @abstractmethod
-    def submit(self, fetch_id: int, node: int, sample_ids: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, sample_ids: SampleIds) -> None:
         """Request samples from a node, and return at once. Only one thread may call this.
 
         A reply with this `fetch_id` follows within the storage's timeout, whatever happens.

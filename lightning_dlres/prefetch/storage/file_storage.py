@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import StorageError
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader, checksum_error
@@ -44,7 +44,7 @@ class _PendingFetch:
         started: Time at which a thread began to read; 0 before.
     """
 
-    sample_ids: Positions
+    sample_ids: SampleIds
     submitted: float
     started: float = 0.0
 
@@ -76,9 +76,9 @@ class FileStorage(Storage):
         # Its fetch would count as started, and as hanging.
         self._most_threads = read_threads if reader.is_concurrent else 1
         self._threads = 0
-        self._queue: SimpleQueue[tuple[int, Positions] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, SampleIds] | None] = SimpleQueue()
 
-    def submit(self, fetch_id: int, node: int, sample_ids: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, sample_ids: SampleIds) -> None:
         """See `Storage`."""
         with self._lock:
             self._pending[fetch_id] = _PendingFetch(sample_ids, time.monotonic())
@@ -140,7 +140,7 @@ class FileStorage(Storage):
         while (request := self._queue.get()) is not None:
             self._run(*request)
 
-    def _run(self, fetch_id: int, sample_ids: Positions) -> None:
+    def _run(self, fetch_id: int, sample_ids: SampleIds) -> None:
         with self._lock:
             if fetch_id not in self._pending:
                 return
@@ -159,10 +159,10 @@ class FileStorage(Storage):
             text = f"{self._first(sample_ids)}: {error!r}."
             self._finish(Reply(fetch_id, StorageError(text)))
 
-    def _read(self, sample_ids: Positions) -> NDArray[np.uint8]:
+    def _read(self, sample_ids: SampleIds) -> NDArray[np.uint8]:
         return read_in_time(self._reader, sample_ids, self._timeout, self._closing)
 
-    def _first(self, sample_ids: Positions) -> str:
+    def _first(self, sample_ids: SampleIds) -> str:
         key = self.table.key(int(sample_ids[0]))
         return f"sample {key!r} or one of {len(sample_ids) - 1} after it"
 
@@ -176,7 +176,7 @@ def open_files(
 
 
 def read_in_time(
-    reader: Reader, sample_ids: Positions, timeout: float, closing: threading.Event
+    reader: Reader, sample_ids: SampleIds, timeout: float, closing: threading.Event
 ) -> NDArray[np.uint8]:
     """Return samples as `Reader.read_joined` does; repeat a read that fails or gives damaged data.
 
@@ -216,7 +216,7 @@ def _voluntary_switches() -> int:
 
 
 def _checksum_error(
-    table: SampleTable, sample_ids: Positions, data: NDArray[np.uint8]
+    table: SampleTable, sample_ids: SampleIds, data: NDArray[np.uint8]
 ) -> str | None:
     if table.checksums is None:
         return None

@@ -1,8 +1,8 @@
-"""Table of the samples of a data set: keys, sizes and checksums, and the file of a store for it.
+"""Table of the samples of a data set (keys, sizes, checksums), and its file: a store's manifest.
 
 The file (`manifest.dlres`) begins with one line of JSON, padded with spaces. Four little-endian
 arrays follow: sizes int64[n], CRC-32 uint32[n], ends of the keys int64[n], and the keys in UTF-8.
-The last four bytes are the CRC-32 of all bytes before them. The file can be mapped instead of read.
+The last four bytes are the CRC-32 of all bytes before them. The file can be mapped into memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES
 
+# Name of the manifest in the folder of a store.
 MANIFEST = "manifest.dlres"
-# Most packs (files with samples) of a store.
+# Most packs of a store. A pack is a file with many samples.
 MOST_PACKS = 1 << 16
 # Most bytes of all samples of a data set, so that sums of sizes fit into int64.
 _MOST_BYTES = 1 << 60
 _FORMAT, _VERSION = "dlres-store", 2
 _HEADER_BYTES, _CHECKSUM_BYTES = 512, 4
-# Bytes of the keys that are checked at a time.
-_SLICE = 1 << 24
+# Bytes of the keys that are decoded at a time, to check that they are UTF-8.
+_DECODED_BYTES = 1 << 24
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -42,14 +43,15 @@ class _Header(msgspec.Struct, frozen=True):
     samples: int
     key_bytes: int
     packs: Annotated[int, msgspec.Meta(ge=0, le=MOST_PACKS)]
-    # Becomes a part of paths, so it must have no "/" and the like.
+    # Becomes a part of file names. The pattern keeps out "/" and "..", since a manifest may come
+    # from anywhere.
     packs_id: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{12})?\Z")]
     encoding: str
     checksums: bool
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """Part of a header that all versions have."""
+    """Fields of a header that all versions of the format have."""
 
     format: str
     version: int
@@ -62,12 +64,12 @@ class SampleTable:
     Attributes:
         sizes: int64[n], in bytes.
         checksums: uint32[n] (CRC-32), or None if the source has none.
-        keys: uint8, the keys in UTF-8, one behind the other.
-        key_ends: int64[n], offset in `keys` behind each key.
+        keys: uint8[bytes of all keys], the keys in UTF-8, concatenated.
+        key_ends: int64[n], offset in `keys` at which each key ends.
         encoding: Meaning of the bytes of a sample: "raw" for the bytes of its file, or "tensors"
             (see `loading.items`).
         packs: Number of files of a store; 0 if each sample is a file.
-        packs_id: Part of the names of these files, different for every store that was written.
+        packs_id: Random part of the packs' file names; different each time a store is written.
     """
 
     sizes: NDArray[np.int64]
@@ -95,11 +97,11 @@ class SampleTable:
         packs: int = 0,
         packs_id: str = "",
     ) -> SampleTable:
-        """Return the table of lists of keys, sizes and checksums.
+        """Return a table with these keys, sizes and checksums.
 
         Raises:
-            ConfigError: If a key cannot be encoded in UTF-8, as some file names cannot, or there
-                are no samples.
+            ConfigError: If there are no samples, or a key cannot be encoded in UTF-8. Names of
+                files need not be text on Linux.
         """
         try:
             texts = [key.encode() for key in keys]
@@ -109,9 +111,9 @@ class SampleTable:
             ) from error
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         blob = np.frombuffer(b"".join(texts), dtype=np.uint8)
-        sums = None if checksums is None else np.array(checksums, dtype=np.uint32)
+        checksum_array = None if checksums is None else np.array(checksums, dtype=np.uint32)
         lengths = np.array(sizes, dtype=np.int64)
-        return SampleTable(lengths, sums, blob, ends, encoding, packs, packs_id)
+        return SampleTable(lengths, checksum_array, blob, ends, encoding, packs, packs_id)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -130,8 +132,8 @@ class SampleTable:
     def digest(self) -> str:
         """Hash of keys, sizes, checksums and encoding, equal for equal data sets."""
         digest = hashlib.blake2b(digest_size=16)
-        sums = np.empty(0, dtype=np.uint32) if self.checksums is None else self.checksums
-        for array in (self.sizes, sums, self.key_ends, self.keys):
+        checksums = np.empty(0, dtype=np.uint32) if self.checksums is None else self.checksums
+        for array in (self.sizes, checksums, self.key_ends, self.keys):
             digest.update(np.ascontiguousarray(array).data)
         digest.update(self.encoding.encode())
         return digest.hexdigest()
@@ -141,10 +143,16 @@ class SampleTable:
         rows = slice(first, first + count)
         start = int(self.key_ends[first - 1]) if first else 0
         ends = self.key_ends[rows]
-        sums = None if self.checksums is None else self.checksums[rows]
+        checksums = None if self.checksums is None else self.checksums[rows]
         keys = self.keys[start : int(ends[-1])]
         return SampleTable(
-            self.sizes[rows], sums, keys, ends - start, self.encoding, self.packs, self.packs_id
+            self.sizes[rows],
+            checksums,
+            keys,
+            ends - start,
+            self.encoding,
+            self.packs,
+            self.packs_id,
         )
 
     def select(self, sample_ids: NDArray[np.uint32]) -> SampleTable:
@@ -160,13 +168,13 @@ class SampleTable:
 
     @staticmethod
     def join(parts: Sequence[SampleTable]) -> SampleTable:
-        """Return the table of all samples of some tables, in order; see `rows`."""
+        """Return the table of all samples of some tables, in order; the inverse of `rows`."""
         key_starts = np.cumsum([0, *(len(part.keys) for part in parts[:-1])])
         ends = [part.key_ends + start for part, start in zip(parts, key_starts, strict=True)]
-        sums = [part.checksums for part in parts if part.checksums is not None]
+        checksums = [part.checksums for part in parts if part.checksums is not None]
         return SampleTable(
             np.concatenate([part.sizes for part in parts]),
-            np.concatenate(sums) if len(sums) == len(parts) else None,
+            np.concatenate(checksums) if len(checksums) == len(parts) else None,
             np.concatenate([part.keys for part in parts]),
             np.concatenate(ends),
             parts[0].encoding,
@@ -175,7 +183,7 @@ class SampleTable:
         )
 
     def to_bytes(self) -> list[memoryview]:
-        """Return the content of the file, in pieces."""
+        """Return the content of the manifest file, in pieces to be written in order."""
         header = _Header(
             format=_FORMAT,
             version=_VERSION,
@@ -187,10 +195,12 @@ class SampleTable:
             checksums=self.checksums is not None,
         )
         line = msgspec.json.encode(header).ljust(_HEADER_BYTES - 1) + b"\n"
-        sums = np.zeros(len(self), dtype=np.uint32) if self.checksums is None else self.checksums
+        checksums = (
+            np.zeros(len(self), dtype=np.uint32) if self.checksums is None else self.checksums
+        )
         arrays: list[tuple[NDArray[Any], str]] = [
             (self.sizes, "<i8"),
-            (sums, "<u4"),
+            (checksums, "<u4"),
             (self.key_ends, "<i8"),
             (self.keys, "u1"),
         ]
@@ -208,12 +218,12 @@ class SampleTable:
         return [*pieces, memoryview(checksum.to_bytes(_CHECKSUM_BYTES, "little"))]
 
     def save(self, path: Path) -> None:
-        """Write the file, as a whole or not at all.
+        """Write the manifest file atomically.
 
         Raises:
-            OSError: If it cannot be written. A file that was there before stays.
+            OSError: If it cannot be written. An existing file is left as it was.
         """
-        part = unfinished(path)
+        part = partial_path(path)
         try:
             with part.open("wb") as file:
                 for piece in self.to_bytes():
@@ -230,7 +240,7 @@ class SampleTable:
         """Return the table of a file, which is mapped into memory.
 
         Raises:
-            ConfigError: If the file is missing or no manifest.
+            ConfigError: If the file is missing or is not a manifest.
         """
         try:
             data = np.memmap(path, dtype=np.uint8, mode="r")
@@ -254,26 +264,27 @@ class SampleTable:
         """
         line = data[:_HEADER_BYTES].tobytes()
         try:
-            # First the format alone: other versions have other headers.
-            known = from_json(line, _Format)
-            if (known.format, known.version) != (_FORMAT, _VERSION):
-                raise ConfigError(_no_manifest(name, f"{known.format} {known.version}"))
+            # Decode the format and version first: other versions have other headers.
+            version_header = from_json(line, _Format)
+            if (version_header.format, version_header.version) != (_FORMAT, _VERSION):
+                actual = f"{version_header.format} {version_header.version}"
+                raise ConfigError(_invalid_manifest(name, actual))
             header = from_json(line, _Header)
         except msgspec.MsgspecError as error:
-            raise ConfigError(_no_manifest(name, f"no header ({error})")) from error
+            raise ConfigError(_invalid_manifest(name, f"no header ({error})")) from error
         count = header.samples
         expected = _HEADER_BYTES + 20 * count + header.key_bytes + _CHECKSUM_BYTES
         if len(data) != expected or count < 1 or header.key_bytes < 0:
-            raise ConfigError(_no_manifest(name, f"{len(data)} bytes for {count} samples"))
+            raise ConfigError(_invalid_manifest(name, f"{len(data)} bytes for {count} samples"))
         end = len(data) - _CHECKSUM_BYTES
         if zlib.crc32(data[:end].data) != int.from_bytes(data[end:].tobytes(), "little"):
-            raise ConfigError(_no_manifest(name, "bytes with another checksum"))
-        at = _HEADER_BYTES
+            raise ConfigError(_invalid_manifest(name, "bytes with another checksum"))
+        offset = _HEADER_BYTES
         arrays = []
         for kind, size in (("<i8", 8), ("<u4", 4), ("<i8", 8)):
-            arrays.append(np.frombuffer(data[at : at + size * count], dtype=kind))
-            at += size * count
-        sizes, sums, ends = arrays
+            arrays.append(np.frombuffer(data[offset : offset + size * count], dtype=kind))
+            offset += size * count
+        sizes, checksums, ends = arrays
         # Never trust the content: its writer may be hostile or another version of this package.
         if (
             (sizes < 0).any()
@@ -282,13 +293,15 @@ class SampleTable:
             or (ends[1:] < ends[:-1]).any()
             or ends[-1] != header.key_bytes
         ):
-            raise ConfigError(_no_manifest(name, "sizes or ends of keys that are out of range"))
-        keys = data[at:end]
+            raise ConfigError(
+                _invalid_manifest(name, "sizes or ends of keys that are out of range")
+            )
+        keys = data[offset:end]
         if not _are_texts(keys, ends):
-            raise ConfigError(_no_manifest(name, "a key that is not UTF-8"))
+            raise ConfigError(_invalid_manifest(name, "a key that is not UTF-8"))
         return SampleTable(
             sizes,
-            sums if header.checksums else None,
+            checksums if header.checksums else None,
             keys,
             ends,
             header.encoding,
@@ -297,26 +310,26 @@ class SampleTable:
         )
 
 
-def unfinished(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Return the temporary path at which a manifest is written before it is renamed."""
     return path.with_name(path.name + ".part")
 
 
 def _are_texts(keys: NDArray[np.uint8], ends: NDArray[np.int64]) -> bool:
-    """Return True if every key is valid UTF-8; the keys lie one behind the other."""
+    """Return True if every key is valid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for at in range(0, len(keys), _SLICE):
-            decoder.decode(keys[at : at + _SLICE].tobytes())
+        for offset in range(0, len(keys), _DECODED_BYTES):
+            decoder.decode(keys[offset : offset + _DECODED_BYTES].tobytes())
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         return False
-    # All keys together are valid UTF-8. No key may begin within a character.
-    firsts = keys[ends[ends < len(keys)]]
-    return not ((firsts & 0xC0) == 0x80).any()
+    # All keys together are valid UTF-8. Also, no key may begin within a character.
+    first_bytes = keys[ends[ends < len(keys)]]
+    return not ((first_bytes & 0xC0) == 0x80).any()
 
 
-def _no_manifest(name: str, got: str) -> str:
+def _invalid_manifest(name: str, got: str) -> str:
     return (
         f"{name} must be a manifest of version {_VERSION}, got {got}. Write the store again with "
         "`dlres store put --overwrite`."

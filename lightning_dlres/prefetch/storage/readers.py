@@ -1,6 +1,6 @@
 """Readers of samples from files: one file for each sample, or packs of many samples.
 
-The files lie on this host or behind any URL that fsspec knows; `Files` hides the difference.
+The files lie on this host, or at any URL that fsspec knows. `Files` is the interface to both.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import StorageError
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.local_reads import read_parts, read_whole
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 
-# Bytes of one system call; it reads less than 2 GiB at a time.
-_MOST_PREAD = 1 << 30
-# `Reader.contents` hashes this many samples, evenly spread, and the first bytes of each.
+# Most bytes of one `pread` call. Linux reads less than 2 GiB per call.
+_MOST_PREAD_BYTES = 1 << 30
+# `Reader.content_digest` hashes the first _PROBE_BYTES bytes of _PROBES samples, evenly spread.
 _PROBES, _PROBE_BYTES = 16, 1 << 16
-# Most files that stay open: a number, and a fraction (1/n) of the process's limit.
+# Most files that stay open: the smaller of a number and the 1/n-th part of the process's limit.
 _MOST_OPEN, _OPEN_FRACTION = 256, 4
 # Most files that one read opens at once beside those that stay open.
 _MOST_TEMPORARY = 8
@@ -44,7 +44,7 @@ class Piece:
     Attributes:
         path: Path of the file.
         start: Offset in bytes.
-        length: In bytes.
+        length: Length in bytes.
         is_whole: True if the piece is the whole file.
     """
 
@@ -56,12 +56,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceArrays:
-    """Parts of n files.
+    """Parts of n files, as arrays; each is a `Piece`.
 
     Attributes:
         paths: Paths of the files.
         starts: int64[n], offsets in bytes.
-        sizes: int64[n], in bytes.
+        sizes: int64[n], lengths in bytes.
     """
 
     paths: list[str]
@@ -73,7 +73,7 @@ class Files(ABC):
     """Access to files by path.
 
     Attributes:
-        name: Name of the access, for errors.
+        name: Kind of access, such as "local files", for errors.
         is_concurrent: True if several threads read at once; False if they wait for each other.
     """
 
@@ -90,8 +90,8 @@ class Files(ABC):
     def read_joined(self, pieces: PieceArrays) -> NDArray[np.uint8] | None:
         """Return pieces, one behind the other, in newly allocated memory; None to use `read`.
 
-        None means that a piece cannot be read, which `read` explains, or that this access cannot
-        read several pieces at once.
+        None means that a piece cannot be read, or that this access cannot read several pieces at
+        once. In both cases call `read`, which returns the error if there is one.
         """
         return None
 
@@ -147,7 +147,7 @@ class LocalFiles(Files):
         if self._open is None:
             descriptor = os.open(piece.path, os.O_RDONLY)
             try:
-                # One byte more shows that a file has grown.
+                # Ask for one byte more: if it comes, the file has grown since it was listed.
                 return _read(descriptor, piece.length + int(piece.is_whole), piece.start)
             finally:
                 os.close(descriptor)
@@ -158,8 +158,8 @@ class LocalFiles(Files):
     def _descriptors(self, paths: Sequence[str]) -> Iterator[list[int]]:
         """Context manager that gives an open descriptor for each path.
 
-        The first files stay open; the others are closed again. A store may have more packs than a
-        process may open files.
+        The first files stay open for later reads; the others are closed at the end. The reason is
+        that a store may have more packs than a process may open files.
 
         Raises:
             OSError: If a file cannot be opened, or too many would be open at once.
@@ -197,7 +197,7 @@ class Reader:
         paths: Paths of the packs, sample i being in pack i mod their number; or paths of the
             samples' own files.
         packed: True if the paths are those of packs.
-        note: Line for users about the source, such as links that were left out; "" for none.
+        note: Line to print about the source, such as about links that were left out; "" for none.
     """
 
     def __init__(
@@ -212,24 +212,24 @@ class Reader:
         self._files, self._paths = files, paths
         self._offsets = _offsets(table, len(paths)) if packed else None
         # For a selection: the id that each sample has in the whole source.
-        self._whole_ids: Positions | None = None
+        self._whole_ids: SampleIds | None = None
 
-    def select(self, sample_ids: Positions) -> Reader:
+    def select(self, sample_ids: SampleIds) -> Reader:
         """Return the reader of some samples, which get new ids from 0.
 
         Args:
-            sample_ids: uint32[n], ascending. This reader must itself be one of a whole source.
+            sample_ids: uint32[n], ascending. This reader must not be a selection itself.
         """
         selection = copy.copy(self)
         selection.table, selection._whole_ids = self.table.select(sample_ids), sample_ids
-        # The cached property is one of the samples: compute it anew.
-        vars(selection).pop("contents", None)
+        # The copy has the cached digest of the whole source. Drop it, so that it is computed anew.
+        vars(selection).pop("content_digest", None)
         return selection
 
-    def pieces(self, sample_ids: Positions) -> list[Piece]:
-        """Return the piece of a file that each sample is."""
+    def pieces(self, sample_ids: SampleIds) -> list[Piece]:
+        """Return the piece of a file that holds each sample."""
         sizes = self.table.sizes[sample_ids].tolist()
-        whole_ids = self._in_whole(sample_ids)
+        whole_ids = self._to_whole_ids(sample_ids)
         if self._offsets is None:
             paths = [self._paths[whole_id] for whole_id in whole_ids.tolist()]
             return [Piece(path, 0, size, True) for path, size in zip(paths, sizes, strict=True)]
@@ -246,10 +246,10 @@ class Reader:
         return self._files.is_concurrent
 
     @functools.cached_property
-    def contents(self) -> str:
+    def content_digest(self) -> str:
         """Hash of the first 64 KiB of 16 samples, evenly spread; "" if the table has checksums.
 
-        It tells most versions of a source apart that have the same keys and sizes.
+        It distinguishes most versions of a source that have the same keys and sizes.
 
         Raises:
             StorageError: If one of the samples cannot be read.
@@ -272,7 +272,7 @@ class Reader:
             digest.update(data)
         return digest.hexdigest()
 
-    def read(self, sample_ids: Positions) -> list[bytes]:
+    def read(self, sample_ids: SampleIds) -> list[bytes]:
         """Return samples.
 
         Raises:
@@ -289,18 +289,18 @@ class Reader:
             if len(data) != piece.length:
                 more = "more than " if len(data) > piece.length else f"{len(data)} bytes of "
                 raise StorageError(
-                    f"{self._named(sample_id)}: got {more}the {piece.length} bytes of {piece.path} "
-                    "that were listed. The file has changed since then: start again, or write the "
-                    "store again with `dlres store put`."
+                    f"{self._describe(sample_id)}: got {more}the {piece.length} bytes of "
+                    f"{piece.path} that were listed. The file has changed since then: start the "
+                    "run again, or write the store again with `dlres store put`."
                 )
             samples.append(data)
         return samples
 
-    def read_joined(self, sample_ids: Positions) -> NDArray[np.uint8]:
-        """Return samples as uint8[sum of their sizes], one behind the other, in memory that only
-        the caller holds. Raises the errors of `read`."""
+    def read_joined(self, sample_ids: SampleIds) -> NDArray[np.uint8]:
+        """Return samples as uint8[sum of their sizes], concatenated, in memory that only the
+        caller uses. Raises the errors of `read`."""
         sizes = np.ascontiguousarray(self.table.sizes[sample_ids], dtype=np.int64)
-        whole_ids = self._in_whole(sample_ids)
+        whole_ids = self._to_whole_ids(sample_ids)
         if self._offsets is None:
             paths = [self._paths[whole_id] for whole_id in whole_ids.tolist()]
             pieces = PieceArrays(paths, np.zeros_like(sizes), sizes)
@@ -312,14 +312,14 @@ class Reader:
             data = np.frombuffer(bytearray(b"".join(self.read(sample_ids))), dtype=np.uint8)
         return data
 
-    def _in_whole(self, sample_ids: Positions) -> Positions:
+    def _to_whole_ids(self, sample_ids: SampleIds) -> SampleIds:
         return sample_ids if self._whole_ids is None else self._whole_ids[sample_ids]
 
-    def _named(self, sample_id: int) -> str:
+    def _describe(self, sample_id: int) -> str:
         return f"sample {self.table.key(sample_id)!r} (sample_id {sample_id})"
 
     def _read_error(self, sample_id: int, piece: Piece, error: OSError) -> OSError | StorageError:
-        text = f"{self._named(sample_id)}: {error.strerror or error} ({piece.path})"
+        text = f"{self._describe(sample_id)}: {error.strerror or error} ({piece.path})"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return StorageError(f"{text}. Raise the limit of open files (`ulimit -n`).")
         if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError)):
@@ -330,16 +330,16 @@ class Reader:
 def _read(descriptor: int, length: int, start: int) -> bytes:
     """Return up to `length` bytes of a file, fewer if it is shorter. One system call reads less
     than 2 GiB."""
-    if length <= _MOST_PREAD:
+    if length <= _MOST_PREAD_BYTES:
         return os.pread(descriptor, length, start)
-    first = os.pread(descriptor, _MOST_PREAD, start)
-    if len(first) < _MOST_PREAD:
+    first = os.pread(descriptor, _MOST_PREAD_BYTES, start)
+    if len(first) < _MOST_PREAD_BYTES:
         return first
-    return first + _read(descriptor, length - _MOST_PREAD, start + _MOST_PREAD)
+    return first + _read(descriptor, length - _MOST_PREAD_BYTES, start + _MOST_PREAD_BYTES)
 
 
 def checksum_error(
-    table: SampleTable, sample_ids: Positions, data: Sequence[memoryview | bytes]
+    table: SampleTable, sample_ids: SampleIds, data: Sequence[memoryview | bytes]
 ) -> str | None:
     """Return a text about the first sample with a wrong checksum; None if there is no such sample,
     or the table has no checksums."""

@@ -21,7 +21,12 @@ import numpy as np
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.host.locks import locked_if_possible
 from lightning_dlres.prefetch.storage.listings import PACKS, pack_names
-from lightning_dlres.prefetch.storage.manifest import MANIFEST, MOST_PACKS, SampleTable, unfinished
+from lightning_dlres.prefetch.storage.manifest import (
+    MANIFEST,
+    MOST_PACKS,
+    SampleTable,
+    partial_path,
+)
 
 # File whose lock is held while a store is written. Its name is hidden, so it is no sample.
 _LOCK = ".put.lock"
@@ -129,7 +134,7 @@ class StoreWriter:
             if self._manifest.exists():
                 # A manifest of another version may name the other packs: remove only new ones.
                 packs &= set(pack_names(self._packs, self._id))
-        for name in [*packs, unfinished(self._manifest).name]:
+        for name in [*packs, partial_path(self._manifest).name]:
             # A file that cannot be removed now is removed when the next store is written.
             with contextlib.suppress(OSError):
                 (self._directory / name).unlink()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dlres.core.errors import ConfigError, StorageError, got_expected
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader, checksum_error
@@ -93,7 +93,7 @@ def _is_same(source: str | Path, target: Path) -> bool:
     return path.exists() and path.samefile(target)
 
 
-def _read_error(reader: Reader, sample_ids: Positions) -> str | None:
+def _read_error(reader: Reader, sample_ids: SampleIds) -> str | None:
     try:
         return checksum_error(reader.table, sample_ids, reader.read(sample_ids))
     except (StorageError, OSError) as error:

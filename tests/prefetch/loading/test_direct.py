@@ -21,7 +21,7 @@ from lightning_dlres.prefetch.loading.direct import DirectClient
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.loading.local_samples import WorkerReads
 from lightning_dlres.prefetch.loading.ranks import Ranks
-from lightning_dlres.prefetch.order.sequence import mixed, shuffled
+from lightning_dlres.prefetch.order.sequence import shuffled, splitmix64
 from lightning_dlres.prefetch.storage import file_storage, local_reads
 from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.writer import put
@@ -87,9 +87,9 @@ def test_samples_come_in_order_with_key_bytes_and_seed(
     batches = direct(stack, tmp_path / "store" if packed else folder, seed=5, **workers)
     for epoch in range(2):
         found = [fact for batch in batches for fact in batch]
-        seed = mixed(mixed(5) + epoch)
+        seed = splitmix64(splitmix64(5) + epoch)
         assert found == [
-            (f"part{n // 50}/sample {n:03d}.bin", n, bytes_of(n), mixed(seed + n))
+            (f"part{n // 50}/sample {n:03d}.bin", n, bytes_of(n), splitmix64(seed + n))
             for n in shuffled(SAMPLES, 5, epoch).tolist()
         ]
     assert batches.metrics().samples == 2 * SAMPLES

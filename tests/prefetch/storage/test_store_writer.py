@@ -313,12 +313,12 @@ def test_a_hostile_manifest_is_refused(table: SampleTable, words: str) -> None:
         SampleTable.from_bytes(data, "a store")
 
 
-def test_keys_may_cross_the_slices_in_which_they_are_checked(
+def test_keys_may_cross_the_blocks_in_which_they_are_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = ["", "é", "", "a€", "𝄞", ""]
     for size in range(1, 12):
-        monkeypatch.setattr("lightning_dlres.prefetch.storage.manifest._SLICE", size)
+        monkeypatch.setattr("lightning_dlres.prefetch.storage.manifest._DECODED_BYTES", size)
         table = SampleTable.build(keys, [1] * len(keys))
         loaded = SampleTable.from_bytes(np.frombuffer(b"".join(table.to_bytes()), np.uint8), "x")
         assert [loaded.key(sample_id) for sample_id in range(len(keys))] == keys
@@ -326,7 +326,7 @@ def test_keys_may_cross_the_slices_in_which_they_are_checked(
 
 def test_a_hostile_table_of_a_storage_node_is_a_protocol_error(folder: Path) -> None:
     class Hostile:
-        table, contents = table_of(b"a\xff", [1, 2], [1, 1]), ""
+        table, content_digest = table_of(b"a\xff", [1, 2], [1, 1]), ""
         read: Callable[[Any], list[bytes]]
 
     with (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_dlres.core.compiled import compiled
 from lightning_dlres.prefetch.cache.space.cache_space import Bytes
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 
 
 class PinnedSamples:
@@ -46,7 +46,7 @@ class PinnedSamples:
         """Return the bytes of the arrays."""
         return self.is_ready.nbytes + self._offsets.nbytes
 
-    def choose(self, sample_ids: Positions) -> None:
+    def choose(self, sample_ids: SampleIds) -> None:
         """Choose samples of an epoch, in its order, until one does not fit. Call this for every
         epoch: the first one may be short after a resume."""
         if not self._is_full:
@@ -54,7 +54,7 @@ class PinnedSamples:
                 sample_ids, self._sizes, self._offsets, self.used, self.capacity
             )
 
-    def put(self, sample_ids: Positions, data: Bytes) -> None:
+    def put(self, sample_ids: SampleIds, data: Bytes) -> None:
         """Copy the chosen ones of some samples; `data` is uint8[sum of their sizes]."""
         if not self.used:
             return
@@ -68,7 +68,7 @@ class PinnedSamples:
             self._data[offset : offset + size] = data[end - size : end]
             self.is_ready[sample_id] = True
 
-    def offsets(self, sample_ids: Positions) -> NDArray[np.int64]:
+    def offsets(self, sample_ids: SampleIds) -> NDArray[np.int64]:
         """Return int64[n], the offsets of samples that are ready."""
         return self._offsets[sample_ids]
 

@@ -29,7 +29,7 @@ from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.frames import Message
 from lightning_dlres.core.wire.keys import CurveKeys
-from lightning_dlres.prefetch.order.sequence import Positions
+from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.nodes import protocol
@@ -80,7 +80,7 @@ class _NodeFetch:
 
     fetch_id: int
     node: int
-    missing_ids: Positions
+    missing_ids: SampleIds
     deadline: float
     tries: int = 0
     pieces: list[NDArray[np.uint8]] = field(default_factory=list)
@@ -141,7 +141,7 @@ class NodeStorage(Storage):
             for node in range(self.nodes)
         ]
 
-    def submit(self, fetch_id: int, node: int, sample_ids: Positions) -> None:
+    def submit(self, fetch_id: int, node: int, sample_ids: SampleIds) -> None:
         """See `Storage`."""
         self._attempt(_NodeFetch(fetch_id, node, sample_ids, time.monotonic() + self._timeout))
 
@@ -225,7 +225,7 @@ class NodeStorage(Storage):
                 f"{welcome.node} of {welcome.nodes}. List all nodes in their order."
             )
         expected = self._expected
-        if (welcome.digest, welcome.contents) != (expected.digest, expected.contents):
+        if (welcome.digest, welcome.content_digest) != (expected.digest, expected.content_digest):
             got = (
                 f"got {welcome.samples} samples ({_data_set(welcome)}) and {expected.samples} "
                 f"({_data_set(expected)})."
@@ -390,7 +390,7 @@ def open_nodes(
 
 
 def _data_set(welcome: protocol.Welcome) -> str:
-    contents = f", contents {welcome.contents}" if welcome.contents else ""
+    contents = f", contents {welcome.content_digest}" if welcome.content_digest else ""
     return f"digest {welcome.digest}{contents}"
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dlres.core.errors import ProtocolError
-from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, Positions
+from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, SampleIds
 
 VERSION = 4
 # Most bytes of an answer, unless it is a single sample that is larger.
@@ -45,7 +45,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         digest: Hash of the table, see `SampleTable`.
         node: Index of the node.
         nodes: Number of nodes.
-        contents: Hash of the beginnings of some samples, see `Reader`.
+        content_digest: Hash of the beginnings of some samples, see `Reader`.
     """
 
     version: int
@@ -53,7 +53,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
     node: _Count
     nodes: _Count
-    contents: str = ""
+    content_digest: str = ""
 
 
 class TableRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class TableRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: _Count
 
 
-def pack_sample_ids(sample_ids: Positions) -> bytes:
+def pack_sample_ids(sample_ids: SampleIds) -> bytes:
     """Return the payload of a "get"."""
     return np.ascontiguousarray(sample_ids, "<u4").tobytes()
 
@@ -77,7 +77,7 @@ def samples_in_reply(sizes: NDArray[np.int64]) -> int:
     return max(1, int(np.searchsorted(ends, REPLY_BYTES, side="right")))
 
 
-def unpack_sample_ids(payload: bytes, samples: int, peer: str) -> Positions:
+def unpack_sample_ids(payload: bytes, samples: int, peer: str) -> SampleIds:
     """Return the sample ids of a "get".
 
     Args:

@@ -112,7 +112,7 @@ class StoreNode:
         self._reader = reader
         table = reader.table
         self._welcome = protocol.Welcome(
-            protocol.VERSION, len(table), table.digest, node, nodes, reader.contents
+            protocol.VERSION, len(table), table.digest, node, nodes, reader.content_digest
         )
         self._server = Server(
             bind=bind,
