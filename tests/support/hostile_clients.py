@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_dlres.core.wire.frames import pack
+from lightning_dlres.core.wire.endpoint import pack
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
 NULL = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

@@ -1,6 +1,9 @@
-"""A ZeroMQ socket with deadlines: the base class of `Server` and `Client`.
+"""Messages, and the ZeroMQ sockets with deadlines that carry them: the client, and the base class
+of `Server`.
 
-Messages have two frames (see `frames`). No wait is without a deadline.
+Every message has two frames: a msgpack header (kind, sequence, CRC-32 and length of the payload)
+and the raw payload. A large payload is therefore never copied into another buffer. Nothing is ever
+unpickled. Errors about a received message name its sender. No wait is without a deadline.
 
 Threads: an endpoint belongs to one thread at a time, as ZeroMQ sockets do. One thread may create it
 and hand it to another. Only `interrupt` may be called from any thread.
@@ -12,18 +15,32 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError
+from lightning_dlres.core.errors import (
+    ConfigError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    got_expected,
+)
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.frames import Buffer, Message, broken, pack, unpack
+from lightning_dlres.core.wire.decoding import from_msgpack
+from lightning_dlres.core.wire.keys import CurveKeys, check_key
 
+Buffer = bytes | bytearray | memoryview
+T = TypeVar("T")
+_Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# The header of an unknown sender is decoded, so the length of its kind must have a limit.
+_Kind = Annotated[str, msgspec.Meta(max_length=64)]
 # Domain of ZeroMQ's authentication protocol (ZAP).
 ZAP_DOMAIN = "dlres"
 PORTS = range(1 << 16)
@@ -39,6 +56,81 @@ _KEEPALIVE = {
 # A message has at most 3 frames: sender name, header and payload. Further frames are counted, but
 # not stored.
 _MAX_FRAMES = 3
+
+
+class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """First frame of a message; it describes the second, so that damage is detected before use."""
+
+    kind: _Kind
+    sequence: _Unsigned
+    crc32: _Unsigned
+    length: _Unsigned
+
+
+@dataclass(frozen=True)
+class Message:
+    """One received message.
+
+    Attributes:
+        kind: Name of the message's type.
+        sequence: Sequence number that the sender gave.
+        payload: Raw bytes.
+        peer: Name of the sender.
+        connection: Id of the TCP connection: ZeroMQ's file descriptor. Later connections may reuse
+            it.
+    """
+
+    kind: str
+    sequence: int
+    payload: bytes
+    peer: str
+    connection: int
+
+    def decode(self, expected: type[T]) -> T:
+        """Return the payload, decoded from msgpack into a typed struct.
+
+        Raises:
+            ProtocolError: If the payload is not of the expected type.
+        """
+        try:
+            return from_msgpack(self.payload, expected)
+        except msgspec.MsgspecError as error:
+            raise broken(
+                self.peer, f"a {self.kind!r} payload ({error})", f"a {expected.__name__}"
+            ) from error
+
+
+def pack(kind: str, sequence: int, payload: Buffer) -> list[Buffer]:
+    """Return the two frames of a message."""
+    header = FrameHeader(kind, sequence, zlib.crc32(payload), memoryview(payload).nbytes)
+    return [msgspec.msgpack.encode(header), payload]
+
+
+def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
+    """Return the message of two frames.
+
+    Raises:
+        ProtocolError: If the frames are not a header and the payload that it describes.
+    """
+    if len(frames) != 2:
+        raise broken(peer, f"{len(frames)} frames", "a header and a payload")
+    try:
+        header = from_msgpack(frames[0], FrameHeader)
+    except msgspec.MsgspecError as error:
+        raise broken(peer, f"an unreadable header ({error})", "a message header") from error
+    payload = frames[1]
+    if len(payload) != header.length:
+        raise broken(peer, f"{len(payload)} bytes", f"{header.length} bytes of {header.kind!r}")
+    if zlib.crc32(payload) != header.crc32:
+        raise broken(peer, f"a damaged {header.kind!r} payload", f"CRC-32 {header.crc32:08x}")
+    return Message(header.kind, header.sequence, payload, peer, connection)
+
+
+def broken(peer: str, got: str, expected: str) -> ProtocolError:
+    """Return the error for bytes that break the protocol."""
+    return ProtocolError(
+        f"{peer} sent {got}, expected {expected}. Check that both sides run the same version."
+    )
 
 
 @dataclass(frozen=True)
@@ -222,3 +314,81 @@ class Endpoint:
                 f"sending {kind!r} to {peer}: it is not connected. Check that it still runs."
             ) from error
         return sequence, tracker
+
+
+class Client(Endpoint):
+    """The side that connects, under a name; it reconnects automatically.
+
+    It is a ZeroMQ DEALER socket that connects to one server. Invalid messages of the server raise
+    an error in the client.
+
+    Args:
+        identity: Name of this client at the server, 1 to 255 bytes.
+        endpoint: Address of the server, such as "tcp://10.0.0.1:5555".
+        server: Name of the server in errors raised here.
+        curve: Keys of this client; needs `server_key`.
+        server_key: Public key of the server; needs `curve`.
+        max_message_bytes: Largest message that the server may send, in bytes; None: no limit.
+        send_timeout: Seconds that a send waits for a server that does not read.
+        monitor: Report connections in `connection_events`.
+
+    Raises:
+        ConfigError: If the endpoint is not an address, or if only one of `curve` and `server_key`
+            is given.
+    """
+
+    _opened_event = zmq.Event.HANDSHAKE_SUCCEEDED
+
+    def __init__(
+        self,
+        identity: str,
+        endpoint: str,
+        *,
+        server: str = "the server",
+        curve: CurveKeys | None = None,
+        server_key: bytes | None = None,
+        max_message_bytes: int | None = None,
+        send_timeout: float = 30.0,
+        monitor: bool = False,
+    ) -> None:
+        if (curve is None) != (server_key is None):
+            raise ConfigError("curve and server_key must be given together, got one. Pass both.")
+        if server_key is not None:
+            check_key("server_key", server_key)
+        if not 0 < len(identity.encode()) < 256:
+            raise ConfigError(got_expected("identity", identity, "1 to 255 bytes", '"rank 1"'))
+        super().__init__(zmq.DEALER, send_timeout)
+        self._peer_label = f"{server} ({endpoint})"
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(
+            zmq.MAXMSGSIZE, -1 if max_message_bytes is None else max_message_bytes
+        )
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        if curve is not None and server_key is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+        if monitor:
+            self._start_monitor()
+        try:
+            if endpoint.startswith("tcp:") and not _has_port(endpoint):
+                raise ValueError("no port from 1 to 65535")
+            self._socket.connect(endpoint)
+        except (zmq.ZMQError, ValueError) as error:
+            self.close()
+            raise ConfigError(
+                got_expected("endpoint", endpoint, f"an address ({error})", '"tcp://10.0.0.1:5555"')
+            ) from error
+
+    def send(self, kind: str, payload: Buffer = b"", *, sequence: int | None = None) -> int:
+        """Send to the server; return the sequence number (given, or this socket's next).
+
+        Raises:
+            PeerTimeoutError: If the server does not read and the queue is full.
+        """
+        return self._send([], self._peer_label, kind, payload, sequence=sequence)[0]
+
+
+def _has_port(endpoint: str) -> bool:
+    port = endpoint.rpartition(":")[2]
+    return port.isdecimal() and int(port) in PORTS[1:]

@@ -21,8 +21,16 @@ from zmq.auth.thread import ThreadAuthenticator
 from lightning_dlres.core.checks import whole_number
 from lightning_dlres.core.errors import ConfigError, ProtocolError, got_expected
 from lightning_dlres.core.wire.connections import Connections
-from lightning_dlres.core.wire.endpoint import PORTS, ZAP_DOMAIN, ConnectionEvent, Endpoint
-from lightning_dlres.core.wire.frames import Buffer, Message, broken, unpack
+from lightning_dlres.core.wire.endpoint import (
+    PORTS,
+    ZAP_DOMAIN,
+    Buffer,
+    ConnectionEvent,
+    Endpoint,
+    Message,
+    broken,
+    unpack,
+)
 from lightning_dlres.core.wire.keys import CurveKeys, check_key
 from lightning_dlres.core.wire.refused_messages import Refusals
 

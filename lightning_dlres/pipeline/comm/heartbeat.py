@@ -20,8 +20,7 @@ import msgspec
 
 from lightning_dlres.core.errors import PeerError, ProtocolError
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.client import Client
-from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.endpoint import Client, Message
 from lightning_dlres.core.wire.refused_messages import Refusals
 from lightning_dlres.core.wire.server import Server
 

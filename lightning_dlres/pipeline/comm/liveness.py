@@ -40,9 +40,8 @@ from lightning_dlres.core.errors import (
     text_of,
 )
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.decoding import from_msgpack
-from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.endpoint import Client, Message
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.server import Server, SocketLimits, is_loopback
 from lightning_dlres.pipeline.comm.heartbeat import (

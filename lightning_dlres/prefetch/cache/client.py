@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 
 from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError, ProtocolError
-from lightning_dlres.core.wire.client import Client
 from lightning_dlres.core.wire.decoding import from_msgpack
-from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.endpoint import Client, Message
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.launch import HostProcess, error_of
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig

@@ -35,7 +35,7 @@ from lightning_dlres.core.host.disk import trim
 from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.decoding import from_json
-from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.endpoint import Message
 from lightning_dlres.core.wire.server import Server
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine

@@ -1,6 +1,6 @@
 """Messages between the processes of a host and the process that keeps its cache.
 
-Each message is one frame of `core.wire.frames`. Small ones are msgpack; batch requests, batch
+Each message is one frame of `core.wire.endpoint`. Small ones are msgpack; batch requests, batch
 replies and releases are packed arrays. The id spaces are those of `cache.engine`.
 """
 

@@ -29,7 +29,7 @@ def test_the_process_gets_its_arguments_and_does_not_import_torch(
 ) -> None:
     (tmp_path / "dlres_looks.py").write_text(
         "import sys\n"
-        "from lightning_dlres.core.wire import client, server\n"
+        "from lightning_dlres.core.wire import endpoint, server\n"
         "def main(): print(sys.argv[1:], 'torch' in sys.modules)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
-from lightning_dlres.core.wire.client import Client
+from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.pipeline.comm import heartbeat
 from lightning_dlres.pipeline.comm.liveness import Watch
 from lightning_dlres.prefetch.cache import messages

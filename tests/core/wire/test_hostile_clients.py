@@ -14,8 +14,7 @@ import zmq
 
 from lightning_dlres.core.host.lightweight_process import lightweight_command
 from lightning_dlres.core.host.service import STATUS
-from lightning_dlres.core.wire.client import Client
-from lightning_dlres.core.wire.frames import pack
+from lightning_dlres.core.wire.endpoint import Client, pack
 from lightning_dlres.core.wire.outbox import Outbox, SendPatience
 from lightning_dlres.core.wire.refused_messages import Refusals
 from lightning_dlres.core.wire.server import Server, SocketLimits

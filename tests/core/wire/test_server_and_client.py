@@ -20,9 +20,7 @@ from lightning_dlres.core.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
-from lightning_dlres.core.wire.client import Client
-from lightning_dlres.core.wire.endpoint import ConnectionEvent
-from lightning_dlres.core.wire.frames import pack, unpack
+from lightning_dlres.core.wire.endpoint import Client, ConnectionEvent, pack, unpack
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.outbox import SendPatience
 from lightning_dlres.core.wire.server import Server, SocketLimits

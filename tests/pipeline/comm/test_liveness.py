@@ -20,9 +20,7 @@ import pytest
 
 import lightning_dlres.core as core
 from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolError
-from lightning_dlres.core.wire.client import Client
-from lightning_dlres.core.wire.endpoint import ConnectionEvent
-from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.endpoint import Client, ConnectionEvent, Message
 from lightning_dlres.core.wire.server import Server
 from lightning_dlres.pipeline.comm import heartbeat, liveness
 from lightning_dlres.pipeline.comm.liveness import RankFailure, Watch

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from lightning_dlres.core.errors import ConfigError, PeerTimeoutError, StorageError
-from lightning_dlres.core.wire.client import Client
+from lightning_dlres.core.wire.endpoint import Client
 from lightning_dlres.core.wire.keys import create_keys, load_keys, load_public_key
 from lightning_dlres.prefetch.storage.base import Reply
 from lightning_dlres.prefetch.storage.listings import open_reader

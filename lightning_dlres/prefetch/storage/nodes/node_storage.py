@@ -26,14 +26,13 @@ from lightning_dlres.core.errors import (
     got_expected,
 )
 from lightning_dlres.core.units import format_seconds
-from lightning_dlres.core.wire.client import Client
-from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.endpoint import Client, Message
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.nodes import protocol
-from lightning_dlres.prefetch.storage.nodes.connection import (
+from lightning_dlres.prefetch.storage.nodes.protocol import (
     NodeConnection,
     Outcome,
     RequestAttempt,

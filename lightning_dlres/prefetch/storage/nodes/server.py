@@ -30,7 +30,7 @@ from lightning_dlres.core.errors import (
 )
 from lightning_dlres.core.host.service import start_service
 from lightning_dlres.core.units import parse_seconds
-from lightning_dlres.core.wire.frames import Message
+from lightning_dlres.core.wire.endpoint import Message
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.outbox import Outbox, SendPatience
 from lightning_dlres.core.wire.server import Server, SocketLimits
