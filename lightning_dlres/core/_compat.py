@@ -44,11 +44,11 @@ def numpy_change_detector(state: Any) -> Callable[[], bool]:
 
     `state` is a result of `np.random.get_state()`. Getting or setting the state takes 0.1 ms, since
     each word becomes an object. The function therefore compares the generator's memory. Its address
-    is public, but its layout is not, so that the layout is checked against `state` first. If the
-    layout differs, or a draw may not change the memory (the second of two normal numbers), the
+    is public, but its layout is not. The layout is therefore checked against `state` first. If it
+    differs, or a draw may not change the memory (the second of two normal numbers), the
     function always returns True.
     """
-    # NumPy's own type hints lack it.
+    # NumPy's type hints lack `get_bit_generator`.
     current = cast(Any, np.random).get_bit_generator
     generator = current()
     if type(generator) is not np.random.MT19937:
@@ -83,8 +83,8 @@ def recurrent_weights_released(root: nn.Module) -> Iterator[None]:
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             weights = [own.get(name) for name in module._flat_weights_names]
             module._flat_weights = weights
-            # A reference to another tensor makes the next forward compute the weight again, as a
-            # parametrization needs it.
+            # None stands for a weight that a parametrization computes. A reference to an
+            # unrelated tensor makes the next forward compute it again.
             other = nn.Parameter(torch.empty(0))
             module._flat_weight_refs = [weakref.ref(other if w is None else w) for w in weights]
             module.flatten_parameters()
@@ -132,9 +132,9 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
             self._known.add(key)
             self.now += size
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, key, size)
+            weakref.finalize(storage, self._subtract, key, size)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _subtract(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
 
@@ -171,7 +171,7 @@ def without_subclasses() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-class Version:
+class ChangeDetector:
     """Detector of in-place changes of a tensor, through any of its views.
 
     It holds no memory of the tensor, unless the tensor is sparse. Autograd detects changes itself,
@@ -190,7 +190,7 @@ class Version:
 
     @property
     def now(self) -> int:
-        """Number of changes so far; equal to `saved` if there was none since the start."""
+        """Number of changes so far; equal to `saved` if there was none since then."""
         return self._witness._version
 
 
@@ -203,7 +203,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor with the version counter of another, but none of its memory.
+    """Return an alias without memory, which shares a tensor's version counter.
 
     A tensor whose data was replaced keeps its counter. There is no public way to hold a counter.
     """
@@ -269,9 +269,10 @@ def owners_of_memory(tensor: Tensor) -> int:
     torch's count has no public name.
     """
     storage = tensor.untyped_storage()
-    # The Python object of the storage counts once, however many variables hold it.
-    others = sys.getrefcount(storage) > _OWN_REFERENCES
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + others
+    # Python's storage object counts once, however many variables hold it. If only `storage`
+    # above holds it, subtract that count.
+    has_other_holders = sys.getrefcount(storage) > _OWN_REFERENCES
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + has_other_holders
 
 
 def is_only_in_python(tensor: Tensor) -> bool:
@@ -286,7 +287,7 @@ def is_only_in_python(tensor: Tensor) -> bool:
 def is_wrapped(tensor: Tensor) -> bool:
     """Return True if a tensor is a wrapper of torch.func (`vmap`, `jvp`), without own memory.
 
-    No public function tells.
+    torch has no public function for this.
     """
     functorch = getattr(torch._C, "_functorch", None)
     if functorch is None:
@@ -299,7 +300,7 @@ def is_wrapped(tensor: Tensor) -> bool:
 def is_transforming() -> bool:
     """Return True inside a transform of torch.func (vmap, grad) or of forward derivatives.
 
-    No public function tells.
+    torch has no public function for this.
     """
     if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         return True
@@ -308,20 +309,20 @@ def is_transforming() -> bool:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return True if autograd treats a tensor as a view; no public function tells."""
+    """Return True if autograd treats a tensor as a view; torch has no public test."""
     return bool(tensor._is_view())
 
 
 def is_in_backward() -> bool:
-    """Return True if this thread runs autograd's backward; no public function tells."""
+    """Return True if this thread runs autograd's backward; torch has no public test."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return task is not None and int(task()) != -1
 
 
 def graph_is_kept() -> bool:
-    """Return True if the running backward keeps its graph, or if torch cannot tell.
+    """Return True if the running backward keeps its graph, or if this torch version cannot tell.
 
-    No public function tells. The call must come from inside of backward.
+    torch has no public function for this. The call must come from inside of backward.
     """
     is_kept = getattr(cast(Any, torch._C)._autograd, "_get_current_graph_task_keep_graph", None)
     return True if is_kept is None else bool(is_kept())
@@ -337,5 +338,5 @@ def profiler_is_on() -> bool:
 
     A second profiler would stop it and crash the program.
     """
-    here = cast(Any, torch.autograd)._profiler_enabled()
-    return bool(here or getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+    is_on_in_thread = cast(Any, torch.autograd)._profiler_enabled()
+    return bool(is_on_in_thread or getattr(torch.autograd.profiler, "_is_profiler_enabled", False))

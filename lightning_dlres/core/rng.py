@@ -3,8 +3,8 @@
 Two processes that draw from their own generators diverge at the first shuffle. The reading rank
 therefore sends the state of its generators with every batch (`snapshot`, `restore`). The layers of
 the model run under a generator that depends on the step, micro-batch and layer, not on the rank
-(`derive_seed`, `forked`). `rewinder` restores a state often and on this rank only. It avoids the
-conversion of 1249 words to a tree and back.
+(`derive_seed`, `forked`). `rewinder` restores a state often and on this rank only. It skips the
+conversion to a tree and back, of 1249 words of state.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def rewinder(device: torch.device | None = None) -> Callable[[], None]:
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 63-bit seed of integers, in order (SplitMix64 finaliser over the running sum)."""
+    """Return a 63-bit seed that depends on all parts and their order.
+
+    The SplitMix64 finaliser is applied after each part.
+    """
     value = 0
     for part in parts:
         value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK

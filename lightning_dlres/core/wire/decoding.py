@@ -1,7 +1,7 @@
 """Decoding of msgpack and JSON data into types, in any thread, from any sender.
 
-msgspec counts nesting against the interpreter's recursion limit. Data that is nested deeper raises
-an error like other wrong data.
+msgspec counts nesting against the interpreter's recursion limit. Deeper data raises `DecodeError`,
+as other invalid data does.
 
 msgspec inspects a struct's fields when it first decodes one. Two threads that do so at once crash
 the process (seen with 0.22). A lock therefore lets one thread at a time create decoders.
@@ -39,19 +39,19 @@ def from_json(data: Buffer | str, expected: type[T]) -> T:
     return _decode(msgspec.json.Decoder, data, expected)
 
 
-def _decode(kind: Any, data: Buffer | str, expected: type[T]) -> T:
+def _decode(decoder_type: Any, data: Buffer | str, expected: type[T]) -> T:
     try:
-        value: T = _decoder(kind, expected).decode(data)
+        value: T = _decoder(decoder_type, expected).decode(data)
     except RecursionError as error:
-        raise msgspec.DecodeError("nested too deep") from error
+        raise msgspec.DecodeError("data nested deeper than the recursion limit") from error
     except UnicodeDecodeError as error:
         raise msgspec.DecodeError(f"text that is not UTF-8 ({error})") from error
     return value
 
 
-def _decoder(kind: Any, expected: Any) -> Any:
-    decoder = _decoders.get((kind, expected))
+def _decoder(decoder_type: Any, expected: Any) -> Any:
+    decoder = _decoders.get((decoder_type, expected))
     if decoder is None:
         with _creation_lock:
-            decoder = _decoders.setdefault((kind, expected), kind(expected))
+            decoder = _decoders.setdefault((decoder_type, expected), decoder_type(expected))
     return decoder

@@ -36,6 +36,7 @@ from lightning_dlres.core.wire.refused_messages import Refusals
 
 # Seconds between two checks of the connections' limits.
 _CHECK_SECONDS = 0.1
+# Options of a send without a copy: ZeroMQ returns a tracker of its use of the memory.
 _TRACKED = MappingProxyType({"copy": False, "track": True})
 
 
@@ -45,9 +46,10 @@ class SocketLimits:
 
     Attributes:
         message_bytes: Largest frame of a message, in bytes; a larger one closes its connection.
-        unread_bytes: Bytes that a connection may send beyond the whole messages that were read.
+        unread_bytes: Bytes that the server may have received from a connection, but not yet read as
+            whole messages.
         connections: Number of clients at one time.
-        queued: Number of messages that wait for the server, and that wait for each client.
+        queued: Largest number of messages in the queue from each client, and in the queue to it.
     """
 
     message_bytes: int = 64 << 20
@@ -61,7 +63,7 @@ class SocketLimits:
 
 
 class Server(Endpoint):
-    """The side that others connect to; a client that reconnects keeps its name.
+    """Side of a connection that clients connect to. A client that reconnects keeps its name.
 
     Args:
         bind: Numeric address or interface of this machine.
@@ -80,7 +82,7 @@ class Server(Endpoint):
 
     Raises:
         ConfigError: If the address cannot be bound; if `curve` comes with both or neither of
-            `allowed` and `allow_any`; or if strangers could reach the address without keys.
+            `allowed` and `allow_any`; or if other hosts could reach the address without keys.
     """
 
     _opened_event = zmq.Event.ACCEPTED
@@ -101,8 +103,8 @@ class Server(Endpoint):
         if curve is None and path is None and not (insecure or is_loopback(bind)):
             raise ConfigError(
                 f"bind must be a loopback address where no keys are given, got {bind!r}. Give keys "
-                "(`dlres store keys` writes them), or insecure=True (--insecure) to let every "
-                "process in that can reach this address."
+                "(`dlres store keys` writes them), or insecure=True (--insecure) to accept every "
+                "process that can reach this address."
             )
         if curve is None and (allowed or allow_any):
             raise ConfigError(
@@ -199,7 +201,7 @@ class Server(Endpoint):
         return tracker
 
     def acknowledged(self, connection: int) -> int | None:
-        """Return the bytes that a client's host acknowledged, or None without a kernel count."""
+        """Return the bytes that a client's host acknowledged; None if the kernel has no count."""
         return self._connections.acknowledged(connection)
 
     def drop(self, connection: int, reason: str) -> None:
@@ -235,12 +237,12 @@ class Server(Endpoint):
         if self._reports_events:
             super()._note_event(event)
 
-    def _bind(self, endpoint: str, where: str, expected: str) -> None:
+    def _bind(self, endpoint: str, location: str, expected: str) -> None:
         try:
             self._socket.bind(endpoint)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
-            raise ConfigError(f"listening on {where}: {error}. Use {expected}.") from error
+            raise ConfigError(f"cannot listen on {location}: {error}. Use {expected}.") from error
 
     def _unpack(self, frames: list[bytes], connection: int) -> Message:
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import (
-    Version,
+    ChangeDetector,
     has_forward_hooks,
     is_in_backward,
     is_transforming,
@@ -32,23 +32,29 @@ from lightning_dlres.memory.profile.step_profile import (
     SavedStorageProfile,
 )
 
-# Limit on the autograd nodes that are searched between a module's input and the module that made
-# it.
+# Largest number of autograd nodes to search for the layer that produced a tensor.
 _MAX_NODES = 64
 
 
 class StepClock(Protocol):
-    """Clock of a step, in seconds, events and marks; see `ProfilingPolicy`."""
+    """Position in a step: its event, its save mark, its seconds and its memory mark.
+
+    `ProfilingPolicy` implements it.
+    """
 
     @property
-    def next_event(self) -> int: ...
+    def next_event(self) -> int:
+        """Return the number of the next event: the next saving or use of a storage."""
 
     @property
-    def mark(self) -> int: ...
+    def mark(self) -> int:
+        """Return the save mark, which grows with every event and every saving."""
 
-    def clock(self) -> float: ...
+    def clock(self) -> float:
+        """Return the seconds of computation so far."""
 
-    def mark_memory(self) -> int: ...
+    def mark_memory(self) -> int:
+        """Mark the present time in the trace of the device's memory; return the mark."""
 
 
 @dataclass(eq=False)
@@ -61,7 +67,7 @@ class _Call:
         start: Clock at its start, in seconds.
         memory_mark: Memory mark at its start; `last_memory_mark` at its end.
         inputs: Storage and bytes of each input tensor.
-        after: Names of the layers that made its inputs.
+        producers: Names of the layers that produced its inputs.
         probe: Probe for side effects; None: they were not looked for.
         versions: Versions of the input tensors.
         is_repeatable: Whether a second run can be given the same arguments.
@@ -75,9 +81,9 @@ class _Call:
     start: float
     memory_mark: int
     inputs: list[tuple[Any, int]]
-    after: tuple[str, ...]
+    producers: tuple[str, ...]
     probe: SideEffectProbe | None
-    versions: list[Version]
+    versions: list[ChangeDetector]
     is_repeatable: bool
     last_memory_mark: int = 0
     last_mark: int = 0
@@ -130,7 +136,7 @@ class LayerRecord:
     Args:
         root: Model.
         optimizer_bytes: Returns the bytes of optimizer state of a parameter.
-        min_bytes: Inputs with fewer bytes cost nothing to keep.
+        min_bytes: Smaller inputs, in bytes, do not count in `Region.inputs`.
         finds_regions: Whether to look for modules that can run again, which takes time.
         finds_reuses: Whether to look for modules that can reuse memory.
     """
@@ -152,9 +158,9 @@ class LayerRecord:
         self._roles: dict[int, str] = {}
         # Index of the saved storage, by storage.
         self._numbers: dict[Any, int] = {}
-        # Name of the layer that made a tensor, by its autograd node and by its storage.
-        self._makers: dict[Any, str] = {}
-        self._storage_makers: dict[Any, str] = {}
+        # Name of the layer that produced a tensor, by its autograd node and by its storage.
+        self._producers: dict[Any, str] = {}
+        self._storage_producers: dict[Any, str] = {}
         self._clock: StepClock | None = None
         self._hooked: set[str] = set()
 
@@ -162,7 +168,7 @@ class LayerRecord:
     def watching(self, clock: StepClock) -> Iterator[None]:
         """Context manager that records module calls."""
         self._clock, handles = clock, []
-        # A second run would call the forward hooks of these modules again.
+        # Modules with user hooks are not recomputed: a second run would call the hooks again.
         self._hooked = {
             name
             for name, module in self._root.named_modules()
@@ -181,8 +187,8 @@ class LayerRecord:
             for handle in handles:
                 handle.remove()
             self._open.clear()
-            self._makers.clear()
-            self._storage_makers.clear()
+            self._producers.clear()
+            self._storage_producers.clear()
 
     def record_save(self, tensor: Tensor, number: int) -> tuple[str, str]:
         """Record a new saved storage; return the module that saves it, and its role there."""
@@ -204,7 +210,7 @@ class LayerRecord:
     def with_roles(
         self, storages: Sequence[SavedStorageProfile]
     ) -> tuple[SavedStorageProfile, ...]:
-        """Return the storages with the roles that are known only when their module has returned."""
+        """Return the storages with role "output" where a module has returned the storage."""
         return tuple(
             msgspec.structs.replace(storage, role=self._roles.get(number, storage.role))
             for number, storage in enumerate(storages)
@@ -214,8 +220,8 @@ class LayerRecord:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             assert self._clock is not None
             if not torch.is_grad_enabled() or is_in_backward():
-                # Nothing is saved, or a checkpoint recomputes in backward. A record would keep its
-                # tensors alive.
+                # Without gradients nothing is saved. In backward, a checkpoint recomputes, and a
+                # record would keep its tensors alive.
                 return
             tensors = list(tensors_in((args, kwargs)))
             # Under a transform no module can run again, and parameters may be unreadable.
@@ -228,9 +234,9 @@ class LayerRecord:
                 start=self._clock.clock(),
                 memory_mark=self._clock.mark_memory(),
                 inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
-                after=self._makers_of(tensors),
+                producers=self._producers_of(tensors),
                 probe=SideEffectProbe(module) if finds_side_effects else None,
-                versions=[Version(tensor) for tensor in tensors],
+                versions=[ChangeDetector(tensor) for tensor in tensors],
                 is_repeatable=has_repeatable_arguments(args, kwargs),
             )
             self._calls.setdefault(name, []).append(call)
@@ -262,34 +268,34 @@ class LayerRecord:
                     self._roles[number] = "output"
             call.output_bytes = sum(t.nbytes for t in outputs if t.requires_grad)
             if not any(True for _ in module.children()):
-                self._record_maker(outputs, references, name)
+                self._record_producer(outputs, references, name)
 
         return after
 
-    def _record_maker(self, outputs: list[Tensor], references: list[Any], name: str) -> None:
+    def _record_producer(self, outputs: list[Tensor], references: list[Any], name: str) -> None:
         for tensor, reference in zip(outputs, references, strict=True):
-            self._storage_makers[reference] = name
+            self._storage_producers[reference] = name
             if tensor.grad_fn is not None:
-                self._makers[tensor.grad_fn] = name
+                self._producers[tensor.grad_fn] = name
 
-    def _makers_of(self, tensors: list[Tensor]) -> tuple[str, ...]:
-        """Return the layers that made tensors, directly or through operations of no layer."""
+    def _producers_of(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        """Return the layers that produced tensors, even if operations outside of layers follow."""
         # A dict keeps the order, and drops repetitions.
-        makers: dict[str, None] = {}
+        producers: dict[str, None] = {}
         for tensor in tensors:
-            maker = self._storage_makers.get(storage_reference(tensor))
-            if maker is not None:
-                makers[maker] = None
+            producer = self._storage_producers.get(storage_reference(tensor))
+            if producer is not None:
+                producers[producer] = None
                 continue
             nodes, visited = [tensor.grad_fn], 0
             while nodes and visited < _MAX_NODES:
                 node = nodes.pop()
                 visited += 1
-                if node in self._makers:
-                    makers[self._makers[node]] = None
+                if node in self._producers:
+                    producers[self._producers[node]] = None
                 elif node is not None:
                     nodes += [above for above, _ in node.next_functions]
-        return tuple(makers)
+        return tuple(producers)
 
     def regions(
         self,
@@ -309,40 +315,41 @@ class LayerRecord:
             call = calls[0]
             if len(calls) != 1 or not call.is_done or call.has_side_effects:
                 continue
-            # Torch's checkpoint notices changes of positional tensors only, and raises an error
-            # then.
+            # Torch's checkpoint raises an error if a positional tensor has changed in place. It
+            # misses other changes.
             changed = any(v.now != v.saved for v in call.versions)
             if changed or not call.is_repeatable or call.name in self._hooked:
                 continue
             inputs = {reference for reference, _ in call.inputs}
-            given = {self._numbers[r] for r in inputs if r in self._numbers}
-            inside = tuple(
+            saved_inputs = {self._numbers[r] for r in inputs if r in self._numbers}
+            saved_inside = tuple(
                 number
                 for number, (first, last) in enumerate(marks)
                 if call.first_mark < first
                 and last <= call.last_mark
-                and number not in given
+                and number not in saved_inputs
                 and storages[number].uses
                 and storages[number].saved >= call.entry
             )
-            if not inside:
+            if not saved_inside:
                 continue
-            last_saved = max(storages[number].saved for number in inside)
-            if min(storages[number].uses[0] for number in inside) < last_saved:
+            # One second run restores them all, so the last must be saved before the first is used.
+            last_saved = max(storages[number].saved for number in saved_inside)
+            if min(storages[number].uses[0] for number in saved_inside) < last_saved:
                 continue
-            unknown = [size for r, size in call.inputs if r not in self._numbers]
+            unsaved_inputs = [size for r, size in call.inputs if r not in self._numbers]
             region = Region(
                 layer=call.name,
-                storages=inside,
+                storages=saved_inside,
                 seconds=call.seconds,
                 entry=call.entry,
-                inputs=sum(size for size in unknown if size >= self._min_bytes),
+                inputs=sum(size for size in unsaved_inputs if size >= self._min_bytes),
                 workspace=call.peak(trace) - trace.at(call.memory_mark),
             )
             # Of nested modules that save the same storages, the innermost is the fastest.
-            known = by_storages.get(inside)
-            if known is None or region.seconds <= known.seconds:
-                by_storages[inside] = region
+            earlier = by_storages.get(saved_inside)
+            if earlier is None or region.seconds <= earlier.seconds:
+                by_storages[saved_inside] = region
         return tuple(by_storages.values())
 
     def reuses(self, storages: Sequence[SavedStorageProfile], rate: float) -> tuple[Reuse, ...]:
@@ -379,7 +386,7 @@ class LayerRecord:
                     feature_map_gradients=sum(call.output_bytes for call in calls),
                     workspace=max(call.workspace(trace) for call in calls),
                     needs=tuple(sorted(roles)),
-                    after=tuple(dict.fromkeys(n for call in calls for n in call.after)),
+                    after=tuple(dict.fromkeys(n for call in calls for n in call.producers)),
                 )
             )
         return tuple(layers)
