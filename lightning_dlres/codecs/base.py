@@ -27,8 +27,8 @@ class Encoded:
         shape: Shape of the original tensor.
         stride: Strides of the original tensor.
         data: uint8[n], on the tensor's device. Bytes from `used` on are undefined.
-        used: Number of bytes of `data` in use. A GPU kernel leaves it as int64[] on the GPU;
-            reading it synchronizes the stream.
+        used: Number of bytes of `data` in use. After a GPU kernel: a scalar int64 tensor on the
+            GPU; reading it synchronizes the stream.
     """
 
     codec: str
@@ -74,7 +74,7 @@ class Codec(ABC):
         Args:
             tensor: Strided tensor of any shape and dtype.
             out: uint8[at least `bound(tensor)`] for the result, on the tensor's device, aligned to
-                8 bytes. The result keeps it. None allocates memory.
+                8 bytes. `Encoded.data` shares its memory. None allocates memory.
         """
 
     @abstractmethod
@@ -107,13 +107,13 @@ class Codec(ABC):
 
         Args:
             tensor: Tensor to encode.
-            out: uint8[n] for the result, which keeps it.
+            out: uint8[n] for the result, whose `data` shares its memory.
 
         Raises:
-            ConfigError: If the codec does not support it; see `can_encode_within`.
+            ConfigError: If the codec does not support this method; see `can_encode_within`.
         """
         raise ConfigError(
-            f"codec must be one that can encode within a limit, got {self.name!r}. Use `encode`."
+            f"codec must be able to encode within a limit, got {self.name!r}. Use `encode`."
         )
 
     def runs_on_gpus(self) -> bool:
@@ -130,7 +130,10 @@ class Codec(ABC):
             kinds = [(part.dtype, tuple(part.shape)) for part in parts]
             raise ConfigError(
                 got_expected(
-                    "parts", kinds, "tensors of one dtype and shape", "parts of one tensor"
+                    "parts",
+                    kinds,
+                    "encoded tensors of one dtype and shape",
+                    "gradients of one parameter, for example",
                 )
             )
         total = decode(parts[0])
@@ -152,7 +155,7 @@ def register(cls: C) -> C:
     registered = _codecs.setdefault(cls.name, cls())
     if type(registered) is not cls:
         raise ConfigError(
-            f"name of codec {cls.__qualname__} must be new, got {cls.name!r}, the name of "
+            f"name of codec {cls.__qualname__} must be unused, got {cls.name!r}, the name of "
             f"{type(registered).__qualname__}. Use another name."
         )
     return cls

@@ -53,7 +53,7 @@ def encode_raw(
 
 
 def decode_target(encoded: Encoded, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the tensor for a decoded result, and its memory as uint8[count * width].
+    """Return the tensor for a decoded result, and its memory as uint8[nbytes].
 
     Raises:
         ProtocolError: If `out` has another dtype, shape or stride, or if a tensor with these
@@ -72,5 +72,7 @@ def decode_target(encoded: Encoded, out: Tensor | None) -> tuple[Tensor, Tensor]
     given = (out.dtype, tuple(out.shape), out.stride())
     expected = (encoded.dtype, tuple(encoded.shape), encoded.stride)
     if given != expected:
-        raise ProtocolError(f"out must be a tensor of {expected}, got {given}. Pass out=None.")
+        raise ProtocolError(
+            f"out must have dtype, shape and strides {expected}, got {given}. Pass out=None."
+        )
     return out, dense_bytes(out)[0]

@@ -1,7 +1,7 @@
-"""Threads for kernels that release the interpreter's lock: as many as torch computes with.
+"""Thread pool for kernels that release the interpreter's lock.
 
-Numba's own parallel loops may use a threading layer that crashes in two cases. One is two threads
-that call it at once, as a background copy does. The other is a forked process, as of a data loader.
+It replaces Numba's parallel loops, whose threading layer may crash in two cases: if two threads use
+it at once (training and a background copy), and in a forked process (a data loader's worker).
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """
     if len(tasks) < 2:
         return [task() for task in tasks]
-    others = [_threads().submit(task) for task in tasks[:-1]]
+    futures = [_thread_pool().submit(task) for task in tasks[:-1]]
     try:
         last = tasks[-1]()
     finally:
-        for other in others:
-            other.exception()
-    return [*(other.result() for other in others), last]
+        # Wait for all, also after an error: a running task may still write to its output.
+        for future in futures:
+            future.exception()
+    return [*(future.result() for future in futures), last]
 
 
-def _threads() -> ThreadPoolExecutor:
+def _thread_pool() -> ThreadPoolExecutor:
     global _pool
     if _pool is None:
         _pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="dlres-kernels")

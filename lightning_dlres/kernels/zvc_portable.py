@@ -34,11 +34,11 @@ def _encode_elements(source: Any, mask: Any, values: Any) -> Any:
     nonzero: Any = 0
     for first in range(0, source.size - 7, 8):
         bits = np.uint8(0)
-        for place in range(8):
-            value = source[first + place]
+        for bit in range(8):
+            value = source[first + bit]
             values[nonzero] = value
             is_set = np.uint8(value != 0)
-            bits |= is_set << place
+            bits |= is_set << bit
             nonzero += is_set
         mask[first // 8] = bits
     return encode_rest(source, mask, values, nonzero)
@@ -50,11 +50,11 @@ def encode_rest(source: Any, mask: Any, values: Any, nonzero: Any) -> Any:
     first = source.size // 8 * 8
     if first < source.size:
         bits = np.uint8(0)
-        for place in range(source.size - first):
-            value = source[first + place]
+        for bit in range(source.size - first):
+            value = source[first + bit]
             values[nonzero] = value
             is_set = np.uint8(value != 0)
-            bits |= is_set << place
+            bits |= is_set << bit
             nonzero += is_set
         mask[first // 8] = bits
     return nonzero
@@ -65,9 +65,9 @@ def _decode_elements(mask: Any, values: Any, out: Any) -> Any:
     groups, group, nonzero = out.size // 8, 0, 0
     while group < groups and nonzero + 8 <= values.size:
         bits = mask[group]
-        for place in range(8):
-            is_set = (bits >> place) & 1
-            out[group * 8 + place] = values[nonzero] * is_set
+        for bit in range(8):
+            is_set = (bits >> bit) & 1
+            out[group * 8 + bit] = values[nonzero] * is_set
             nonzero += is_set
         group += 1
     return decode_rest(mask, values, out, group, nonzero)
@@ -76,7 +76,7 @@ def _decode_elements(mask: Any, values: Any, out: Any) -> Any:
 @subroutine
 def decode_rest(mask: Any, values: Any, out: Any, group: Any, nonzero: Any) -> Any:
     """Decode from a group of eight elements on; return the total of non-zero elements."""
-    # Fewer than eight values are left, so that reading a whole group would exceed the array.
+    # Fewer than eight values may be left: the loop above would read past their end.
     for index in range(group * 8, out.size):
         is_set = (mask[index // 8] >> (index % 8)) & 1
         out[index] = values[nonzero] if is_set else 0
