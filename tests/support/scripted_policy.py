@@ -72,7 +72,7 @@ class ScriptedPolicy:
         self._wait_offloaded(1)
         return Placement(self._decide(number, tensor), self._tier, copier=self._copier)
 
-    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
+    def end_save(self, saved_storage: SavedStorage, is_placed: bool) -> None:
         if self._copier.overlaps:
             self._moved.append(saved_storage)
 

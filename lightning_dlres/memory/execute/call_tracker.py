@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 class CallTracker:
-    """Last module that was called, per thread."""
+    """Tracker of the module that each thread called last."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -34,7 +34,7 @@ class CallTracker:
         self._local.last_module = module
 
     def copy_of(self, module: nn.Module, forward: Any) -> nn.Module | None:
-        """Return the called module if it is a copy of `module` with its forward; else None."""
+        """Return the last called module if it is a copy that shares the forward; else None."""
         called: nn.Module | None = getattr(self._local, "last_module", None)
         if called is None or called is module or vars(called).get("forward") is not forward:
             return None

@@ -98,9 +98,9 @@ class SavedTensors:
             self._count += 1
             placement = policy.begin_save(tensor, span, number)
             saved_storage = SavedStorage(tensor, storage, span, number, self.byte_counter)
-            done = saved_storage.place(placement)
+            is_placed = saved_storage.place(placement)
             storage.add(span, saved_storage)
-            policy.end_save(saved_storage, done)
+            policy.end_save(saved_storage, is_placed)
         return _Packed(saved_storage.add_reader(tensor, storage), policy)
 
     def _storage_of(self, tensor: Tensor) -> SeenStorage | None:

@@ -21,7 +21,7 @@ _DIRECT = DirectCopier()
 
 @dataclass(frozen=True)
 class Placement:
-    """Order of a policy for one saved storage.
+    """Decision of a policy about one saved storage.
 
     Attributes:
         action: Action to apply.
@@ -61,8 +61,8 @@ class OffloadPolicy(Protocol):
             number: Index of the saved storage in this step, in the order of saving.
         """
 
-    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
-        """Observe a placed storage. `done` is False if the placement was not possible."""
+    def end_save(self, saved_storage: SavedStorage, is_placed: bool) -> None:
+        """Observe the end of a save. `is_placed` is False if the placement was not possible."""
 
     def save_again(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """Observe that autograd saves another tensor over the same storage."""
@@ -74,9 +74,9 @@ class OffloadPolicy(Protocol):
         """Observe that a storage was restored."""
 
     def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
-        """Observe that the caller of backward has taken the storage's memory over.
+        """Observe that a backward function has taken over the storage's memory.
 
         Args:
             saved_storage: Storage that autograd will not ask for again.
-            tensor: Tensor over its memory, which the caller may now overwrite.
+            tensor: Tensor over its memory, which the backward function may now overwrite.
         """

@@ -21,8 +21,8 @@ from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
 from lightning_dlres.memory.execute.call_tracker import CallTracker
 from lightning_dlres.memory.execute.side_effects import PLAIN, checksum, tensors_in
 
-# Receives whether a recomputed output has the same bits as the first one.
-Report = Callable[[bool], None]
+# Callback that gets True if a recomputed output has the same bits as the first one.
+ReportMatch = Callable[[bool], None]
 # Parameters and buffers of a module, each with its version: the number of in-place changes.
 Weights = list[tuple[Tensor, int]]
 
@@ -50,17 +50,18 @@ class RecomputingForward:
     Args:
         module: Module whose forward it replaces.
         tracker: Tracker of the module that is being called.
-        report: Receives whether the second run gives the same bits. The first output is then used,
-            and no memory is saved. None: recompute without a check.
+        report: Gets True if a second run gives the same bits. Such a check uses the first output
+            and saves no memory. None: recompute without a check.
     """
 
     def __init__(
-        self, module: nn.Module, tracker: CallTracker, report: Report | None = None
+        self, module: nn.Module, tracker: CallTracker, report: ReportMatch | None = None
     ) -> None:
         self.module, self.tracker, self.report = module, tracker, report
-        # A forward that other code has patched in before.
+        # Forward that other code patched in earlier; None: the forward of the class.
         self.previous_forward = module.__dict__.get("forward")
-        # `functional_call` swaps other weights in, and backward would run with these ones again.
+        # Identities of the module's own weights. `functional_call` swaps others in for a call, but
+        # a second run in backward would use the own ones.
         self._weights = [id(tensor) for tensor, _ in _weights_of(module)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,10 +102,10 @@ def _require_unchanged(module: nn.Module, weights: Weights) -> None:
     Raises:
         RuntimeError: If a parameter or buffer was replaced, or changed in place.
     """
-    now = _weights_of(module)
-    if len(now) == len(weights) and all(
+    current = _weights_of(module)
+    if len(current) == len(weights) and all(
         one is other and before == after
-        for (one, before), (other, after) in zip(weights, now, strict=True)
+        for (one, before), (other, after) in zip(weights, current, strict=True)
     ):
         return
     raise RuntimeError(
@@ -129,10 +130,10 @@ def _distinct(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
     return distinct, [index_of[id(argument)] for argument in args]
 
 
-def _run_checked(run: Callable[..., Any], args: Sequence[Any], report: Report) -> Any:
+def _run_checked(run: Callable[..., Any], args: Sequence[Any], report: ReportMatch) -> Any:
     """Return a function's output, and report in backward whether a second run gives the same."""
     global_state = _GlobalState(args)
-    # Arguments must come back as checkpoint restores them: as other tensor objects.
+    # The second run must get its tensors as from checkpoint: as new tensor objects.
     inputs = _SavedArguments(args)
     output = run(*args)
     expected, is_reported = _checksums(output), False
@@ -151,7 +152,7 @@ def _run_checked(run: Callable[..., Any], args: Sequence[Any], report: Report) -
                     recomputed = None
             report(recomputed == expected)
 
-    # No hooks on leaves: these outlive the step.
+    # A leaf gets no hook: it outlives the step, and so would the hook.
     inner = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
     handles = [tensor.register_hook(compare) for tensor in inner]
     return output
@@ -182,9 +183,9 @@ class _Save(torch.autograd.Function):
     """Autograd function that saves tensors and computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, one: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        return one.new_empty(0)
+        return leaf.new_empty(0)
 
 
 def _checksums(output: Any) -> list[Any]:
@@ -212,8 +213,8 @@ class _GlobalState:
             for kind, dtype, is_enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, is_enabled))
             stack.enter_context(torch.enable_grad())
-            # These hooks hide this run from the engine. They save aliases: an operation that saves
-            # its own output would hold itself, and never be freed.
+            # These hooks hide this run from the engine. They save aliases: the node of an
+            # operation that saves its own output would form a cycle, and never be freed.
             stack.enter_context(saved_tensors_hooks(Tensor.detach, _identity))
             yield
 

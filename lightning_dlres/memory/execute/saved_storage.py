@@ -45,7 +45,7 @@ class SavedStorage:
     Args:
         tensor: First tensor over these bytes that autograd saves.
         storage: Storage of the tensor.
-        span: Bytes of the storage, or of the original that the storage is a copy of.
+        span: Byte range in the storage. For a restored copy: byte range in its original.
         number: Index in this step, in the order of saving.
         byte_counter: Counter of the bytes on the device.
 
@@ -66,8 +66,8 @@ class SavedStorage:
         self.storage, self.span, self.number, self.uses = storage, span, number, 0
         self.version = version_of(tensor)
         self._dtype, self._device = tensor.dtype, tensor.device
-        # Readers that have not asked for their tensor yet.
-        self._waiting = 0
+        # Number of readers that have not asked for their tensor yet.
+        self._waiting_readers = 0
         # Shares the tensor's version counter, and, until the storage moves, its memory.
         self._witness: Tensor | None = tensor.detach()
         # Bytes on the device of a moved storage: the original ones until they have left, or
@@ -82,7 +82,8 @@ class SavedStorage:
         self._prefetch: tuple[Tensor, PendingCopy] | None = None
         # Compression in flight, and the placement to fall back on if its capacity is too small.
         self._compression: tuple[GpuCompression, Placement] | None = None
-        self._has_left = False
+        # True once the original bytes have left the device.
+        self._has_left_device = False
         # Tensors that were handed to backward and share memory with later readers.
         self._handed_out: list[Tensor] = []
         # The original memory of a moved storage; expired once all other holders have released it.
@@ -100,7 +101,7 @@ class SavedStorage:
         """Return a tensor that shares the version counter of the saved tensors.
 
         Raises:
-            RuntimeError: If the memory was handed over to the caller of backward.
+            RuntimeError: If a backward function has taken over the memory.
         """
         if self._witness is None:
             raise RuntimeError(
@@ -112,12 +113,12 @@ class SavedStorage:
 
     @property
     def is_current(self) -> bool:
-        """Return whether a tensor that is saved now has these bytes: no change since then."""
+        """Return whether nothing has changed the bytes since they were saved."""
         return self._witness is not None and version_of(self._witness) == self.version
 
     @property
     def is_original(self) -> bool:
-        """Return whether it stays where it was saved."""
+        """Return whether the original memory holds the bytes: nothing was moved."""
         return self._original is None
 
     @property
@@ -133,7 +134,7 @@ class SavedStorage:
             storage: Storage of the tensor: the original, or a restored copy.
         """
         reader = SavedTensor(self, tensor, storage.shift)
-        self._waiting += 1
+        self._waiting_readers += 1
         self._readers.append(weakref.ref(reader))
         return reader
 
@@ -144,37 +145,37 @@ class SavedStorage:
     # --- Hand-over of the memory -------------------------------------------------------------
 
     def take_ownership(self, tensor: Tensor, reader: SavedTensor) -> bool:
-        """Hand the whole memory over to the caller of backward, if nothing else can read it.
+        """Hand the whole memory over to a backward function, if nothing else can read it.
 
         Args:
-            tensor: Tensor over that memory, the only one that the caller holds.
-            reader: Handle through which the caller got it. Autograd must not ask for it again.
+            tensor: Tensor over that memory, the only one that the backward function holds.
+            reader: Handle of that tensor. Autograd must not ask for it again.
 
         Returns:
-            Whether the caller owns the memory now, and may overwrite it.
+            True if the backward function now owns the memory, and may overwrite it.
         """
         storage = tensor.untyped_storage()
         if self._live_readers() != [reader] or storage.nbytes() != self.span.nbytes:
             return False
-        # Memory that torch did not allocate (an array's), or that other processes share.
+        # Torch did not allocate this memory (NumPy did), or other processes share it.
         if not storage.resizable() or (storage.device.type == "cpu" and tensor.is_shared()):
             return False
         del storage
         if self._on_device is None and self._original is not None and not self._original.expired():
-            # Other code still holds the original. A kept storage could not be taken over then, and
-            # the result must not depend on the action that the plan has chosen.
+            # Other code still holds the original, so a storage that stays could not be taken over.
+            # Refuse a moved one, too: results must not depend on the plan's choice of action.
             return False
         own = self._aliases(tensor, [reader])
         if not all(is_only_in_python(other) for other in own):
             return False
         if owners_of_memory(tensor) != 1 + len(own):
             return False
-        if not self._has_left:
+        if not self._has_left_device:
             self._charge(-self.span.nbytes)
         reader.alias = self._witness = self._on_device = self._compression = None
         self._handed_out.clear()
-        for end in self._loans:
-            end()
+        for end_loan in self._loans:
+            end_loan()
         self._loans.clear()
         return True
 
@@ -211,12 +212,12 @@ class SavedStorage:
             if encoded.codec != codec.name:
                 # Compression did not shrink it; keep the original.
                 encoded = None
-        leaves = placement.action is not MemoryAction.COMPRESS
-        if not leaves and encoded is None:
+        uses_tier = placement.action is not MemoryAction.COMPRESS
+        if not uses_tier and encoded is None:
             return False
-        if not leaves and placement.tier is not None and placement.capacity is not None:
-            leaves = encoded is not None and encoded.nbytes > placement.capacity
-        if leaves:
+        if not uses_tier and placement.tier is not None and placement.capacity is not None:
+            uses_tier = encoded is not None and encoded.nbytes > placement.capacity
+        if uses_tier:
             assert placement.tier is not None
             payload = on_device if encoded is None else encoded.payload
             self._allocation = placement.tier.allocate(payload.numel(), placement.offset)
@@ -238,7 +239,7 @@ class SavedStorage:
         return True
 
     def _hold_bytes(self, on_device: Tensor) -> None:
-        """Hold the bytes alone, so that the saved tensor's own memory can be freed elsewhere."""
+        """Drop the references to the saved tensor's memory, except for the bytes to move."""
         witness = self.witness
         self._on_device, self._original = on_device, storage_reference(witness)
         self._witness = without_memory(witness)
@@ -269,7 +270,7 @@ class SavedStorage:
             in_tier = self._allocation
             self._moved = encoded if in_tier is None else replace(encoded, data=in_tier.data)
             return
-        # It takes more than the planned capacity: offload it uncompressed, or else keep it.
+        # The result exceeds the planned capacity: offload uncompressed, or else keep the original.
         if self._offload is None:
             self._charge(-compression.memory.numel())
         else:
@@ -282,21 +283,21 @@ class SavedStorage:
             self._moved = self._allocation.data
 
     def wait_offloaded(self) -> None:
-        """Free the memory on the device. Work that is issued from now on waits for the copy."""
+        """Finish the move, and free the memory on the device; later GPU work waits for the copy."""
         if self._compression is not None:
             compression, self._compression = self._compression, None
             self._finish_compression(*compression)
         if self._offload is not None:
             self._offload.wait()
             self._offload = None
-        if self._on_device is not None and self._moved is not None and not self._has_left:
-            self._on_device, self._has_left = None, True
+        if self._on_device is not None and self._moved is not None and not self._has_left_device:
+            self._on_device, self._has_left_device = None, True
             self._charge(-self.span.nbytes)
 
     # --- Back to the device ------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Start to bring it back, if it is offloaded and copies run beside the computation."""
+        """Start the copy to the device, if it is offloaded and copies overlap with computation."""
         if self.is_offloaded and self._copier.overlaps:
             self._start_prefetch()
 
@@ -309,31 +310,30 @@ class SavedStorage:
         """Return the tensor of a reader, restored if needed.
 
         Raises:
-            RuntimeError: If the memory was handed over to the caller of backward.
+            RuntimeError: If a backward function has taken over the memory.
         """
         witness, alias = self.witness, reader.alias
         self.uses += 1
-        self._waiting -= not reader.was_used
+        self._waiting_readers -= not reader.was_used
         reader.was_used = True
         if alias is None:
             assert reader.view is not None
             alias = with_counter_of(witness, reader.view.on(self._restored_bytes(), self.span))
         if self.is_original or self._on_device is not None:
-            # A second reference while other readers wait for this memory. Without it autograd could
-            # take the tensor for a gradient of its own, and write to it.
+            # Hold a second reference, as other readers may still need this memory. Autograd writes
+            # into tensors that only it holds, when it sums gradients.
             self._handed_out.append(alias)
         return alias
 
     def _restored_bytes(self) -> Tensor:
         """Return the bytes on the device, uint8[nbytes].
 
-        When the last reader asks for the first time, the bytes become its own: no reference is
-        kept here.
+        Once every reader has asked, the last one alone holds the bytes, and frees them.
         """
         if self._on_device is None:
             self._on_device = self._restore()
         data = self._on_device
-        if self._waiting <= 0 and self._moved is not None and self._offload is None:
+        if self._waiting_readers <= 0 and self._moved is not None and self._offload is None:
             self._on_device = None
         return data
 
@@ -385,8 +385,8 @@ class SavedTensor:
         self.alias: Tensor | None = None
         self.view: View | None = None
         if saved_storage.is_original:
-            # An alias instead of the tensor: an output's node would hold itself, and never be
-            # freed.
+            # Hold an alias instead of the tensor: the node of an output would form a reference
+            # cycle, and never be freed.
             self.alias = tensor.detach()
         else:
             self.view = view_of(tensor, shift)

@@ -17,8 +17,8 @@ from lightning_dlres.memory.execute.actions import MemoryAction
 class StorageDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Decision about one saved storage.
 
-    Events are numbered over the step: the saving or the use of a storage. The policy identifies a
-    storage by its index in the step, its bytes and its dtype.
+    An event is the saving or the use of a storage; a step numbers its events. The policy identifies
+    a storage by its index in the step, its bytes and its dtype.
 
     Attributes:
         nbytes: Size in bytes.
@@ -27,7 +27,7 @@ class StorageDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         action: Action to apply.
         saved: Event at which it is saved.
         tier: Tier that it is offloaded to; None: it stays.
-        offset: Byte offset in the tier.
+        offset: Offset in the tier, in bytes.
         capacity: Bytes that are reserved for it in the tier, or on the device for a storage that is
             compressed and stays.
         offloaded_by: Event after which it must have left the device.
@@ -51,7 +51,7 @@ class StorageDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Plan of one step under limits.
+    """Plan of one training step under memory limits.
 
     Interval `i` is the time before event `i`; the last interval follows the last event.
 
@@ -62,18 +62,18 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             of ReLUs that save signs instead of their output.
         seconds: Predicted duration of the step.
         plain_seconds: Duration of plain training, which keeps everything.
-        peak: Predicted most bytes on the device.
-        plain_peak: Most bytes on the device in plain training.
-        saved_peak: Predicted most bytes of saved storages on the device.
-        plain_saved_peak: Most bytes of saved storages in plain training.
+        peak: Predicted peak of bytes on the device.
+        plain_peak: Peak of bytes on the device in plain training.
+        saved_peak: Predicted peak of the bytes of saved storages on the device.
+        plain_saved_peak: Peak of the bytes of saved storages in plain training.
         device_limit: Limit of the device in bytes; None: no limit.
         saved_limit: Limit of saved storages on the device in bytes; None: no limit.
-        tiers: Bytes of the slab in every tier, by name.
+        tiers: Bytes to allocate in each tier, by the name of the tier.
         held: Bytes of saved storages on the device, for every interval.
         base: Bytes of everything else on the device, for every interval.
         stalls: Seconds for which the device waits, for every event.
         interval_seconds: Seconds of computation, for every interval.
-        moved: Bytes that are copied over the links.
+        moved: Bytes copied between the device and the tiers in a step.
         notes: Remarks for the user.
     """
 
@@ -99,8 +99,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def changes_nothing(self) -> bool:
         """Return whether the plan keeps every storage and patches no module."""
-        installs = self.recompute or self.reuse
-        return not installs and all(d.action is MemoryAction.KEEP for d in self.decisions)
+        patched_modules = self.recompute or self.reuse
+        return not patched_modules and all(d.action is MemoryAction.KEEP for d in self.decisions)
 
     def bytes_of(self, action: MemoryAction) -> int:
         """Return the bytes of the storages with this action."""
@@ -108,12 +108,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def prediction(self) -> str:
         """Return the predicted outcome in one line."""
-        slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
+        slowdown = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         return (
             f"peak {format_bytes(self.peak)} instead of {format_bytes(self.plain_peak)}, saved "
             f"tensors {format_bytes(self.saved_peak)} instead of "
             f"{format_bytes(self.plain_saved_peak)}, step {format_seconds(self.seconds)} "
-            f"({slower:+.1%})"
+            f"({slowdown:+.1%})"
         )
 
     def table(self) -> str:
@@ -124,16 +124,16 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             counts = rows.setdefault(key, [0, 0])
             counts[0] += 1
             counts[1] += d.nbytes
-        shown = [
+        table_rows = [
             [layer, action, tier, count, format_bytes(size)]
             for (layer, action, tier), (count, size) in rows.items()
         ]
         for name in self.recompute:
-            shown.append([name, "recompute", "-", None, "-"])
+            table_rows.append([name, "recompute", "-", None, "-"])
         for name in self.reuse:
-            shown.append([name, "reuse", "-", None, "-"])
+            table_rows.append([name, "reuse", "-", None, "-"])
         title = f"Memory plan: {self.prediction()}"
-        lines = [render(title, ["layer", "action", "to", "storages", "bytes"], shown)]
+        lines = [render(title, ["layer", "action", "to", "storages", "bytes"], table_rows)]
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -146,12 +146,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the plan that `to_json` wrote.
 
         Raises:
-            ConfigError: If the text is no plan.
+            ConfigError: If the text is not a valid plan.
         """
         try:
             return from_json(text, MemoryPlan)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"memory plan must be JSON that MemoryPlan.to_json wrote, got an error: {error}. "
-                "Write it again."
+                "Write the plan with `to_json` again."
             ) from error

@@ -146,9 +146,9 @@ class PlanPolicy:
             self.mismatch = f"storage {number}: {text} were saved, {planned} planned"
         return None
 
-    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
+    def end_save(self, saved_storage: SavedStorage, is_placed: bool) -> None:
         """See `OffloadPolicy`."""
-        if not done:
+        if not is_placed:
             self.overflow_count += 1
         if self.mismatch is not None:
             return

@@ -246,7 +246,7 @@ class ProfilingPolicy:
         weakref.finalize(storage, self._original_freed, record).atexit = False
         return Placement(MemoryAction.OFFLOAD, self._tier)
 
-    def end_save(self, saved_storage: SavedStorage, done: bool) -> None:
+    def end_save(self, saved_storage: SavedStorage, is_placed: bool) -> None:
         """See `OffloadPolicy`."""
         record = self._records[-1]
         self._record_of[saved_storage] = record

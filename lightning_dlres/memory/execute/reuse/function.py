@@ -19,7 +19,7 @@ from lightning_dlres.memory.execute.bitwise_check import are_same, layout_of
 from lightning_dlres.memory.execute.reuse.formula import BackwardCall, Formula, Params
 
 # Receives whether a formula computes the same bits as PyTorch's own operation.
-Report = Callable[[bool], None]
+ReportMatch = Callable[[bool], None]
 # Random gradients that a check compares beside the actual one.
 _RANDOM_CHECKS = 4
 
@@ -50,7 +50,7 @@ class InPlaceGradient(torch.autograd.Function):
         ctx: Any,
         formula: Formula,
         owner: MemoryOwner | None,
-        report: Report | None,
+        report: ReportMatch | None,
         x: Tensor,
         *params: Tensor | None,
     ) -> Tensor:

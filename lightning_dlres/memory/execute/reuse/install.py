@@ -16,7 +16,7 @@ from lightning_dlres.memory.execute.bitwise_check import BitwiseCheck
 from lightning_dlres.memory.execute.call_tracker import CallTracker
 from lightning_dlres.memory.execute.reuse.activations import SignedRelu
 from lightning_dlres.memory.execute.reuse.formula_matching import FormulaMatch, match_formula
-from lightning_dlres.memory.execute.reuse.function import InPlaceGradient, MemoryOwner, Report
+from lightning_dlres.memory.execute.reuse.function import InPlaceGradient, MemoryOwner, ReportMatch
 from lightning_dlres.memory.execute.reuse.norms import BatchNormFormula
 
 
@@ -38,7 +38,7 @@ class ReusingForward:
         module: nn.Module,
         owner: MemoryOwner | None,
         tracker: CallTracker,
-        report: Report | None = None,
+        report: ReportMatch | None = None,
     ) -> None:
         self.module, self.owner, self.tracker, self.report = module, owner, tracker, report
 
