@@ -31,7 +31,7 @@ class MemoryBudget:
     """Base class of `ActivationOffload` and `MemoryPrecision`: their arguments and their plan.
 
     Attributes:
-        training_steps: Offloaded training steps of the present `fit`; None outside of it.
+        training_steps: Offloaded training steps of the running `fit`; None without one.
     """
 
     def __init__(
@@ -72,12 +72,13 @@ class MemoryBudget:
                 outside of the module cannot be seen.
             profile_steps: Steps that are measured per batch shape. The first one measures memory,
                 the others measure time.
-            exact: Whether modules are patched (by "reuse" and "recompute") only if they compute the
-                same bits in one more step. False: rounding may differ.
-            on_over_budget: Behaviour where no plan meets the budget, such as for a larger batch
-                that comes late. "error" ends training; "warn" continues with the smallest peak.
+            exact: True: "reuse" and "recompute" patch a module only if an extra step shows that it
+                computes the same bits. False: rounding may differ.
+            on_over_budget: Behaviour if no plan meets the budget, for example when a larger batch
+                arrives late in training. "error" ends training; "warn" continues with the
+                smallest peak.
             plan: Plan of an earlier run, or the path of the JSON that its `to_json` wrote. Steps
-                that match it follow it from the first one on. All other steps are measured.
+                that match it follow it from the start. Other steps are measured first.
 
         Raises:
             ConfigError: If an argument has a bad value.
@@ -133,15 +134,15 @@ class TrainingSteps:
 
     def __init__(self, config: MemoryConfig, trainer: Trainer, name: str) -> None:
         require_supported(trainer.strategy, name)
-        users = [type(user).__name__ for user in _users(trainer)]
-        if len(users) > 1:
+        part_names = [type(part).__name__ for part in _offloading_parts(trainer)]
+        if len(part_names) > 1:
             raise ConfigError(
                 f"{name} must be the only part of a Trainer that offloads, got "
-                f"{' and '.join(users)} in one Trainer. Remove all but one: each would move what "
-                "the other has saved."
+                f"{' and '.join(part_names)} in one Trainer. Remove all but one: each would move "
+                "what the other has saved."
             )
         self._config, self._trainer, self._name = config, trainer, name
-        # Check the directory now, and not after the first step.
+        # `for_device` checks the directory: do it before training, not after the first step.
         offloader_config = config.for_device(trainer.strategy.root_device, self._ranks_on_host())
         if "compress" in config.actions and MemoryAction.COMPRESS not in offloader_config.actions:
             rank_zero_info(
@@ -164,11 +165,12 @@ class TrainingSteps:
         if self.offloader is None:
             self.offloader = self._make_offloader(module)
         optimizers = self._trainer.optimizers
-        entries = sum(len(optimizer.state) for optimizer in optimizers)
+        state_entries = sum(len(optimizer.state) for optimizer in optimizers)
         # Steps with equal keys should save the same tensors, and have the same memory beside them.
-        shape = (_shape_of(batch), is_stepping, entries, module.training)
+        shape = (_shape_of(batch), is_stepping, state_entries, module.training)
         if self.offloader.is_idle(shape):
             return
+        # Weights and buffers never move: training and the optimizer access them at any time.
         exempt = list(tensors_in([*module.parameters(), *module.buffers()]))
 
         def resident_tensors() -> list[Tensor]:
@@ -208,7 +210,10 @@ class TrainingSteps:
             return None
         plan, measured = offloader.plan, offloader.measurements
         if not measured.seconds and plan.changes_nothing:
-            return f"dlres memory: everything was kept, planned {plan.prediction()}."
+            return (
+                "dlres memory: all saved tensors stayed on the device; planned "
+                f"{plan.prediction()}."
+            )
         if not measured.seconds:
             return f"dlres memory: planned {plan.prediction()}; no step followed the plan."
         median = sorted(measured.seconds)[len(measured.seconds) // 2]
@@ -239,6 +244,7 @@ class TrainingSteps:
             is_compiled=is_compiled(module),
             log=rank_zero_info,
             warn=rank_zero_warn,
+            # Measuring needs torch's profiler, and a second profiler would crash the program.
             may_profile=not isinstance(profiler, PyTorchProfiler),
             given_plan=self._config.load_plan(),
         )
@@ -265,8 +271,8 @@ class TrainingSteps:
 
 def memory_report(trainer: Trainer) -> tuple[str, str, bytes] | None:
     """Return (summary, plan text, PNG) of the active memory plan, or None."""
-    for user in _users(trainer):
-        steps = user.training_steps
+    for part in _offloading_parts(trainer):
+        steps = part.training_steps
         if steps is None or steps.offloader is None:
             continue
         plan, profile = steps.offloader.plan, steps.offloader.profile
@@ -278,7 +284,7 @@ def memory_report(trainer: Trainer) -> tuple[str, str, bytes] | None:
     return None
 
 
-def _users(trainer: Trainer) -> list[MemoryBudget]:
+def _offloading_parts(trainer: Trainer) -> list[MemoryBudget]:
     """Return the Trainer's callbacks and precision plugin that offload."""
     parts = [*trainer.callbacks, trainer.precision_plugin]  # type: ignore[attr-defined]
     return [part for part in parts if isinstance(part, MemoryBudget)]

@@ -73,9 +73,9 @@ class ResourceReport(Callback):
             raise ConfigError(got_expected("dir", dir, "a local path", "dir='resource_report'"))
         self.dir = dir
         self.line: str | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Drop the state of a `fit`."""
         self._directory: Path | None = None
         self._since_ns: int | None = None
@@ -87,7 +87,7 @@ class ResourceReport(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._forget()
+        self._reset()
         if stage != "fit":
             return
         # `log_dir` broadcasts, so every rank must read it.
@@ -145,13 +145,13 @@ class ResourceReport(Callback):
                 rank_zero_warn(
                     f"ResourceReport: no report was written: {type(error).__name__}: {error}"
                 )
-        self._forget()
+        self._reset()
 
     @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._forget()
+        self._reset()
 
     def _report(self, trainer: Trainer) -> None:
         strategy, spans = trainer.strategy, self._spans
@@ -186,7 +186,9 @@ class ResourceReport(Callback):
         counted = durations[WARM_UP_STEPS:] if self._steps <= _TIMED_STEPS else durations
         counted = counted or durations
         if not counted:
-            return "dlres: nothing was measured: a measurement takes two training steps in a row."
+            return (
+                "dlres: nothing was measured. The time of a step needs two training steps in a row."
+            )
         seconds = format_seconds(float(f"{statistics.median(counted):.3g}"))
         plural = "step" if len(counted) == 1 else "steps"
         return f"dlres: step {seconds} measured (median of {len(counted)} {plural})."
@@ -198,14 +200,14 @@ class ResourceReport(Callback):
             summary, plan_text, picture = self._memory
             text += f"\n## Memory\n\n{summary}\n\n![memory]({MEMORY_PICTURE})\n\n{plan_text}\n"
             pictures[MEMORY_PICTURE] = picture
-        where = "no files with fast_dev_run"
+        location = "no files with fast_dev_run"
         if self._directory is not None:
             names = sections.rank_names
             spans = {names.get(rank, f"rank {rank}"): s for rank, s in self._spans.items()}
             _write_files(self._directory, text, pictures, spans)
-            where = str(self._directory / REPORT_FILE)
+            location = str(self._directory / REPORT_FILE)
         self.line = sections.line
-        rank_zero_info(f"{sections.line} Report: {where}")
+        rank_zero_info(f"{sections.line} Report: {location}")
 
 
 def _directory_error(directory: Path) -> str | None:
@@ -228,26 +230,26 @@ def _write_files(
 ) -> None:
     """Write the report's files, each atomically, and remove those of an earlier report."""
     directory.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
+    staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
     try:
         for name, data in pictures.items():
-            (partial / name).write_bytes(data)
+            (staging / name).write_bytes(data)
         if spans:
-            write_chrome_trace(partial / TRACE_FILE, _from_zero(spans))
-        (partial / REPORT_FILE).write_text(text, "utf-8")
+            write_chrome_trace(staging / TRACE_FILE, _relative_to_first(spans))
+        (staging / REPORT_FILE).write_text(text, "utf-8")
         # The report comes last, so that the files to which it refers exist.
         names = [*dict.fromkeys([TIMELINE_PICTURE, MEMORY_PICTURE, *pictures])]
         for name in (*names, TRACE_FILE, REPORT_FILE):
-            if (partial / name).exists():
-                os.replace(partial / name, directory / name)
+            if (staging / name).exists():
+                os.replace(staging / name, directory / name)
             else:
                 (directory / name).unlink(missing_ok=True)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _from_zero(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
-    """Return the spans with times since the first one, instead of since the host was started."""
+def _relative_to_first(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
+    """Return the spans with times since the first one, instead of since the host's start."""
     first = min((span.start_ns for group in spans.values() for span in group), default=0)
     return {
         name: [
@@ -258,7 +260,7 @@ def _from_zero(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
     }
 
 
-def _text_without_plan(strategy: str, line: str, traced: bool) -> str:
+def _text_without_plan(strategy: str, line: str, has_trace: bool) -> str:
     """Return the report under a strategy that has no sections of its own."""
     parts = [
         "# Resource report",
@@ -266,7 +268,7 @@ def _text_without_plan(strategy: str, line: str, traced: bool) -> str:
         f"{strategy} has no pipeline plan, so there is no prediction to compare with, no bubble "
         'and no timeline of stages. `Trainer(strategy="dlres_hetero_pipe")` has them.',
     ]
-    if traced:
+    if has_trace:
         parts.append(
             f"[{TRACE_FILE}]({TRACE_FILE}) holds the work of every rank in the last steps. Open it "
             "in <https://ui.perfetto.dev>."

@@ -25,12 +25,12 @@ class MemoryPrecision(MemoryBudget, Precision):
 
     `Trainer(plugins=dlres.MemoryPrecision("bf16-mixed", budget="8GiB"))` computes the same bits as
     `Trainer(precision="bf16-mixed")`: every hook is passed on to Lightning's own plugin for that
-    precision. Checkpoints can be read with and without this plugin. The state of a gradient scaler
-    has its usual name in them.
+    precision. Checkpoints can be read with and without this plugin. They hold the
+    gradient scaler's state under Lightning's usual key.
 
     Args:
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
-        **arguments: Arguments of `MemoryBudget.__init__`, which `ActivationOffload` takes, too.
+        **arguments: Keyword arguments of `ActivationOffload`; see `MemoryBudget.__init__`.
 
     Raises:
         ConfigError: If an argument has a bad value; when `fit` starts, if the strategy or device is
@@ -46,7 +46,7 @@ class MemoryPrecision(MemoryBudget, Precision):
         self.inner = _lightning_plugin(precision)
         self._module: LightningModule | None = None
         self._batch: Any = None
-        # Whether the optimizer steps after the present batch.
+        # True inside of `optimizer_step`, whose closure runs the training step.
         self._is_stepping = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,6 +87,7 @@ class MemoryPrecision(MemoryBudget, Precision):
         steps.begin(module, self._batch, self._is_stepping or not automatic)
         with self.inner.train_step_context():
             yield
+        # In manual optimization backward and the optimizer run inside of `training_step`.
         if not automatic:
             steps.end()
 
@@ -95,7 +96,7 @@ class MemoryPrecision(MemoryBudget, Precision):
         self, tensor: Tensor, module: LightningModule
     ) -> Tensor:
         loss = self.inner.post_backward(tensor, module)
-        # The step of a batch after which the optimizer steps ends in `optimizer_step`.
+        # If the optimizer steps after this batch, `optimizer_step` ends the training step.
         if (
             self.training_steps is not None
             and module.automatic_optimization
@@ -129,7 +130,7 @@ class MemoryPrecision(MemoryBudget, Precision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Under the name of Lightning's own plugin, which can then restore it without this one.
+        # Save under the key of Lightning's own plugin, so that runs without this plugin restore it.
         state = self.inner.state_dict()
         if state:
             checkpoint[type(self.inner).__qualname__] = state
@@ -219,7 +220,7 @@ def _lightning_plugin(precision: PrecisionName) -> Precision:
 
 
 def _set_autocast_device(inner: MixedPrecision, device: str) -> None:
-    """Move autocast, and the gradient scaler, to the type of device that the Trainer uses."""
+    """Set the device type of autocast and of the gradient scaler to the Trainer's."""
     if inner.device != device:
         inner.device = device
         if inner.scaler is not None:
