@@ -1,4 +1,4 @@
-"""Epochs on one host: the samples that it needs of an epoch, and the progress of an open epoch."""
+"""Samples that one host needs of an epoch, and the progress of an open epoch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_dlres.prefetch.order.sequence import SampleIds, ShardSpec, shuffl
 
 @dataclass(eq=False)
 class EpochProgress:
-    """Open epoch and its progress.
+    """Progress of an open epoch.
 
     Attributes:
-        epoch_id: Name of the epoch, given by the clients.
-        row: 0 or 1, the epoch's row of the slot table.
+        epoch_id: Number of epochs that each client has begun before this one.
+        row: Row of `CacheSpace.slot_table` that this epoch uses, 0 or 1. Two epochs may be open.
         index: The samples of this epoch, by epoch slot.
-        is_requested: bool[n], true for the epoch slots that a batch request has named.
+        is_requested: bool[n], true for epoch slots that a batch request contains.
         reach: Number of leading epoch slots that may be fetched.
-        num_requested: Number of epoch slots that batch requests have named.
+        num_requested: Number of true elements of `is_requested`.
     """
 
     epoch_id: int
@@ -35,10 +35,10 @@ class EpochProgress:
     num_requested: int = 0
 
     def mark_requested(self, epoch_slots: EpochSlots) -> None:
-        """Note that a batch request names some epoch slots.
+        """Mark the epoch slots of a batch request as requested.
 
         Raises:
-            ConfigError: If a slot is not in this epoch, or was named before.
+            ConfigError: If a slot is not in this epoch, or was requested before.
         """
         if len(epoch_slots) and int(epoch_slots.max()) >= len(self.index):
             raise ConfigError(
@@ -48,24 +48,24 @@ class EpochProgress:
         is_repeated = len(np.unique(epoch_slots)) < len(epoch_slots)
         if is_repeated or self.is_requested[epoch_slots].any():
             raise ConfigError(
-                f"epoch_slots of epoch {self.epoch_id} must each be requested once, got one for "
-                "the second time. Give each loader a cache of its own name."
+                f"epoch_slots of epoch {self.epoch_id} must each be requested once, got a repeated "
+                "request. Give the cache of each loader another name."
             )
         self.is_requested[epoch_slots] = True
         self.num_requested += len(epoch_slots)
 
 
-def needed_samples(samples: int, begin: Begin) -> SampleIds:
-    """Return uint32[n], the sample_ids that `begin.local_ranks` need, by epoch slot.
+def needed_samples(num_samples: int, begin: Begin) -> SampleIds:
+    """Return uint32[n], the sample_ids that `begin.local_ranks` need, in order of epoch slots.
 
     Args:
-        samples: Number of samples of the data set.
+        num_samples: Number of samples of the data set.
         begin: Description of the epoch.
     """
     order = (
-        shuffled(samples, begin.seed, begin.epoch)
+        shuffled(num_samples, begin.seed, begin.epoch)
         if begin.shuffle
-        else np.arange(samples, dtype=np.uint32)
+        else np.arange(num_samples, dtype=np.uint32)
     )
-    shards = ShardSpec(samples, begin.consumed, begin.ranks, begin.batch, begin.tail)
+    shards = ShardSpec(num_samples, begin.consumed, begin.ranks, begin.batch, begin.tail)
     return shards.sample_ids(order, begin.local_ranks)

@@ -110,7 +110,7 @@ class PrefetchLoader:
         flag("shuffle", shuffle)
         function("decode", decode)
         function("collate", collate)
-        ShardSpec(0, 0, self._ranks.ranks, batch_size, tail)
+        ShardSpec(0, 0, self._ranks.num_ranks, batch_size, tail)
         DecodePool(BatchMaker(decode, collate, "raw"), num_workers, worker_type)
         self._batch_size, self._shuffle, self._tail = batch_size, shuffle, tail
         self._seed, self._epochs = seed, epochs
@@ -157,7 +157,7 @@ class PrefetchLoader:
         if self._count_unfinished is not None:
             done -= min(done, self._count_unfinished())
         epoch, batches = self._epoch, self._batches_before + done
-        assigned = done * self._batch_size * self._ranks.ranks
+        assigned = done * self._batch_size * self._ranks.num_ranks
         consumed = min(self._consumed_before + assigned, self.data_set.samples)
         is_cut = done and self._is_epoch_cut is not None and self._is_epoch_cut()
         if is_cut or self._is_exhausted(done):
@@ -248,7 +248,7 @@ class PrefetchLoader:
         return {
             **vars(self),
             "_cache": f"{self._cache.partition('~')[0]}~{uuid.uuid4().hex[:8]}",
-            "_ranks": replace(self._ranks, local=(self._ranks.rank,)),
+            "_ranks": replace(self._ranks, local_ranks=(self._ranks.rank,)),
             **dict.fromkeys(("_client", "_pool", "_iterator", "_leave_at_end")),
             **dict.fromkeys(("_on_batch", "_count_unfinished", "_is_epoch_cut")),
         }
@@ -290,7 +290,9 @@ class PrefetchLoader:
 
     def _shards(self, consumed: int) -> ShardSpec:
         samples = self.data_set.samples
-        return ShardSpec(samples, consumed, self._ranks.ranks, self._tail_batch_size, self._tail)
+        return ShardSpec(
+            samples, consumed, self._ranks.num_ranks, self._tail_batch_size, self._tail
+        )
 
     def _begin_epoch(self) -> int:
         return self.client.begin_epoch(
@@ -298,8 +300,8 @@ class PrefetchLoader:
             epoch=self._epoch,
             shuffle=self._shuffle,
             consumed=self._consumed_before,
-            ranks=self._ranks.ranks,
-            local_ranks=self._ranks.local,
+            ranks=self._ranks.num_ranks,
+            local_ranks=self._ranks.local_ranks,
             batch=self._tail_batch_size,
             tail=self._tail,
             has_next=self._epochs is None or self._epoch + 1 < self._epochs,
@@ -360,7 +362,7 @@ class _EpochIterator(Iterator[Any]):
         self._epoch_id = loader._begin_epoch()
         # The host's samples alternate between its ranks: this rank's have the epoch slots
         # lane, lane + stride, lane + 2 * stride, ...
-        self._stride, self._lane = len(ranks.local), ranks.local.index(ranks.rank)
+        self._stride, self._lane = len(ranks.local_ranks), ranks.local_ranks.index(ranks.rank)
         self._num_samples = shards.num_samples(ranks.rank)
         self._num_batches = -(-self._num_samples // loader._batch_size)
         self._num_requested = 0

@@ -17,23 +17,26 @@ from lightning_dlres.prefetch.storage.file_storage import FileStorage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader
 
-# Seconds between two checks for a read that hangs.
+# Interval of the checks for a read that hangs, in seconds.
 _CHECK_SECONDS = 1.0
 
-# Reader of this process, if it is a worker that reads.
-_worker: WorkerReads | None = None
+# Reader of this process; None except in worker processes that read samples themselves.
+_worker: WorkerReader | None = None
 
 
 class LocalSamples(Sequence[Sample]):
-    """Samples of one batch, in order. In a worker process they are read at the first look at them.
+    """Samples of one batch, in order.
+
+    A worker process receives only the sample ids, and reads the bytes at the first access.
 
     Args:
         table: Table of the data set.
-        sample_ids: uint32[n].
-        data: uint8, the samples one behind the other. None: a worker process is to read them.
+        sample_ids: uint32[n], the samples of the batch.
+        data: uint8[sum of their sizes], the samples concatenated. None: a worker process reads
+            them.
 
     Attributes:
-        epoch_seed: Seed that the samples' own are made of; set by the loader.
+        epoch_seed: Seed of the epoch, from which each sample derives its own. The loader sets it.
     """
 
     def __init__(self, table: SampleTable, sample_ids: SampleIds, data: Bytes | None) -> None:
@@ -66,19 +69,24 @@ class LocalSamples(Sequence[Sample]):
 
 
 def set_up_worker(reader: Reader, timeout: float) -> None:
-    """Let this process read the samples of the batches that are sent to it."""
-    global _worker
-    _worker = WorkerReads(reader, timeout)
-
-
-class WorkerReads:
-    """Reader of a worker process, for one batch after the other.
-
-    It reads in a thread of a storage, because a read that hangs cannot be interrupted.
+    """Make this worker process read the samples of the batches that it receives.
 
     Args:
         reader: Reader of the source.
-        timeout: Seconds for which a read is tried.
+        timeout: Seconds after which a read fails.
+    """
+    global _worker
+    _worker = WorkerReader(reader, timeout)
+
+
+class WorkerReader:
+    """Reader of a worker process, which reads one batch at a time.
+
+    The threads of a `FileStorage` do the reads, because a read that hangs cannot be interrupted.
+
+    Args:
+        reader: Reader of the source.
+        timeout: Seconds after which a read fails.
     """
 
     def __init__(self, reader: Reader, timeout: float) -> None:
@@ -88,26 +96,28 @@ class WorkerReads:
         self._replies: SimpleQueue[Reply] = SimpleQueue()
 
     def read(self, sample_ids: SampleIds) -> Bytes:
-        """Return samples, one behind the other.
+        """Return the samples, concatenated, as uint8[sum of their sizes].
 
         Raises:
-            StorageError: If a sample cannot be had; it names the sample.
+            StorageError: If a sample cannot be read. The message names the sample.
         """
         if self._storage is None:
-            # A new queue: a thread that hangs may still put its reply into the old one.
+            # A new queue: a hanging thread of the last storage may still reply to the old queue.
             self._replies = SimpleQueue()
-            self._storage = FileStorage(self._reader, 1, 1, self._timeout)
+            self._storage = FileStorage(
+                self._reader, nodes=1, read_threads=1, timeout=self._timeout
+            )
             self._storage.on_reply = partial(_forward, self._storage, self._replies)
-        self._storage.submit(0, 0, sample_ids)
+        self._storage.submit(fetch_id=0, node=0, sample_ids=sample_ids)
         while True:
             try:
                 data = self._replies.get(timeout=_CHECK_SECONDS).data
                 break
             except Empty:
-                # The storage reports reads that hang only in `replies()`.
+                # Only `replies()` turns a read that hangs into an error.
                 _forward(self._storage, self._replies)
         if isinstance(data, StorageError):
-            # Its thread may hang: the next batch gets another storage.
+            # The thread of this storage may hang. The next batch gets a new storage.
             self._storage.close()
             self._storage = None
             raise data
@@ -120,7 +130,7 @@ def _forward(storage: FileStorage, replies: SimpleQueue[Reply]) -> None:
 
 
 def _unpickle_in_worker(sample_ids: SampleIds, epoch_seed: int) -> LocalSamples:
-    # Nothing is read yet: an error while a task is unpickled would end the worker.
+    # Do not read here: an error while the worker unpickles a task would end the worker.
     assert _worker is not None
     samples = LocalSamples(_worker.table, sample_ids, None)
     samples.epoch_seed = epoch_seed

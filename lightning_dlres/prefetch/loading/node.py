@@ -23,22 +23,23 @@ _BATCH_SIZE = 16
 
 
 class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
-    """Node that yields the samples of a source out of a cache that fetches them ahead of need.
+    """Node that yields the samples of a source from a cache that prefetches them.
 
-    A sample's bytes are not copied. They stay in the cache as long as any object looks at them.
+    A sample's bytes are not copied. They stay in the cache while any object refers to them.
 
     A `reset` without a state starts the next epoch, or the same one if none of its samples was
-    yielded. A `reset` with a state resumes with the very next sample, on any number of ranks.
+    yielded. A `reset` with a state resumes after the last yielded sample, on any number of ranks.
 
     Args:
         source: See `prefetch.cache.options.host_config`.
-        ranks: Rank of this process; None: the only one.
+        ranks: Rank of this process, and the ranks of its host. None: this is the only rank.
         shuffle: True: every epoch has its own order. False: the order of the data set.
-        seed: Seed of the orders.
-        tail: See `ShardSpec`; one sample counts as a batch.
-        epochs: Number of all epochs, so that nothing is prefetched after the last; None: unknown.
-        cache: Name of the cache, the same for all ranks of a host that share it, and for no other
-            data set or job. None: this node has a cache of its own.
+        seed: Seed of the shuffled orders.
+        tail: Rule for samples that do not divide among the ranks; see `ShardSpec`. Batches of the
+            rule have one sample.
+        epochs: Total number of epochs. Nothing is prefetched after the last one. None: unknown.
+        cache: Name of the cache. Ranks of one host that pass the same name share the cache. Other
+            data sets and jobs need other names. None: this node shares its cache with no other.
         options: Further arguments of `prefetch.cache.options.host_config`.
 
     Raises:
@@ -74,7 +75,7 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
         )
         self._batches: Iterator[list[Sample]] = iter(())
         self._batch: list[Sample] = []
-        # The loader's state at the last reset, and the samples that were yielded since.
+        # State of the loader at the last reset, and the number of samples yielded since.
         self._state: dict[str, Any] = {}
         self._num_yielded = 0
 
@@ -90,6 +91,7 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
     @override
     def next(self) -> Sample:
         if not self._batch:
+            # Reversed: `pop` takes the last element in constant time.
             self._batch = next(self._batches)[::-1]
         self._num_yielded += 1
         return self._batch.pop()
@@ -97,11 +99,14 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
     @override
     def get_state(self) -> dict[str, Any]:
         state = self._state
-        consumed = min(state["consumed"] + self._num_yielded * self._ranks.ranks, state["samples"])
+        # The minimum: padding of the last batches does not count as consumed.
+        consumed = min(
+            state["consumed"] + self._num_yielded * self._ranks.num_ranks, state["samples"]
+        )
         return {**state, "consumed": consumed, "batches": state["batches"] + self._num_yielded}
 
     def metrics(self) -> Metrics:
-        """Return the metrics of the host's cache since it started."""
+        """Return the metrics of this host's cache, counted since the cache started."""
         return self._loader.metrics()
 
     def close(self) -> None:

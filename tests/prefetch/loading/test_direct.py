@@ -19,7 +19,7 @@ from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.direct import DirectClient
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
-from lightning_dlres.prefetch.loading.local_samples import WorkerReads
+from lightning_dlres.prefetch.loading.local_samples import WorkerReader
 from lightning_dlres.prefetch.loading.ranks import Ranks
 from lightning_dlres.prefetch.order.sequence import shuffled, splitmix64
 from lightning_dlres.prefetch.storage import file_storage, local_reads
@@ -169,7 +169,7 @@ def test_the_error_names_a_damaged_sample(stack: ExitStack, folder: Path, tmp_pa
 def test_a_worker_process_reads_all_batches_in_one_thread(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_bytes(name.encode())
-    reads = WorkerReads(open_reader(tmp_path), 0.1)
+    reads = WorkerReader(open_reader(tmp_path), 0.1)
     # Threads of earlier tests may still be ending.
     before = set(threading.enumerate())
     for number in range(3):
