@@ -38,7 +38,8 @@ def store(options: Sequence[str]) -> int:
     """Run a subcommand and return its exit status."""
     settings = _parser().parse_args(options)
     if settings.command == "serve":
-        # Replace this process by one without torch and Lightning: a host may run many nodes.
+        # Replace this process by one without torch and Lightning, because their memory counts when
+        # a host runs many nodes.
         sys.stdout.flush()
         command = lightweight_command("lightning_dlres.cli.store:serve_main", *options)
         os.execv(command[0], command)
@@ -51,15 +52,15 @@ def store(options: Sequence[str]) -> int:
         print(f"dlres: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of the output has closed it, as `head` does. Without another output the
-        # interpreter would fail to flush at its end.
+        # The program that reads the output has closed the pipe, as `head` does. Redirect stdout:
+        # otherwise the interpreter fails when it flushes stdout at exit.
         with open(os.devnull, "w") as devnull:
             os.dup2(devnull.fileno(), sys.stdout.fileno())
         return 1
 
 
 def serve_main() -> int:
-    """Serve with the arguments of this process; return its exit status."""
+    """Run `dlres store serve` with the arguments of this process; return the exit status."""
     try:
         return _serve(_parser().parse_args(sys.argv[1:]))
     except DlresError as error:
@@ -101,15 +102,16 @@ def _serve(settings: argparse.Namespace) -> int:
         ]
         table = reader.table
         endpoints = ",".join(_public(node.endpoint) for node in nodes)
-        served = f"all {settings.nodes} nodes" if len(nodes) > 1 else f"node {indices[0]}"
+        served = "all" if len(nodes) > 1 else f"node {indices[0]}"
         print(
             f"Serving {len(table)} samples ({format_bytes(table.total_bytes)}) of "
-            f"{settings.source} as {served} of {settings.nodes}: {endpoints}",
+            f"{settings.source} as {served} of {settings.nodes} nodes: {endpoints}",
             flush=True,
         )
         stopped.wait()
         sent = sum(node.sent_bytes for node in nodes)
-        print(f"Answered {sum(n.requests for n in nodes)} requests, {format_bytes(sent)}.")
+        num_requests = sum(node.requests for node in nodes)
+        print(f"Answered {num_requests} requests and sent {format_bytes(sent)}.")
     return 0
 
 
@@ -124,7 +126,7 @@ def _source_arguments(settings: argparse.Namespace) -> dict[str, Any]:
     encoded = parse_storage_options(settings.storage_options)
     if encoded and not is_url(settings.source):
         raise ConfigError(
-            "--storage-options must be given with a URL only, got the source "
+            "--storage-options must come with a URL as the source, got "
             f"{settings.source!r}. Leave the option out, or pass a URL."
         )
     return {
@@ -139,13 +141,13 @@ def _print_note(note: str) -> None:
 
 
 def _put(settings: argparse.Namespace) -> int:
-    with _progress("packing") as show:
+    with _progress("packing") as report_progress:
         table = put(
             settings.source,
             settings.directory,
             packs=settings.packs,
             overwrite=settings.overwrite,
-            progress=show,
+            progress=report_progress,
             on_note=_print_note,
             **_source_arguments(settings),
         )
@@ -159,26 +161,34 @@ def _put(settings: argparse.Namespace) -> int:
 def _ls(settings: argparse.Namespace) -> int:
     table = _open(settings).table
     count = len(table) if settings.limit == 0 else min(settings.limit, len(table))
-    sums = table.checksums
+    checksums = table.checksums
     rows = [
-        (n, table.key(n), int(table.sizes[n]), f"{int(sums[n]):08x}" if sums is not None else "-")
+        (
+            n,
+            table.key(n),
+            int(table.sizes[n]),
+            f"{int(checksums[n]):08x}" if checksums is not None else "-",
+        )
         for n in range(count)
     ]
     print(render(str(settings.source), ("sample_id", "key", "bytes", "CRC-32"), rows))
-    more = f"the first {count} of " if count < len(table) else ""
-    print(f"{more}{len(table)} samples, {format_bytes(table.total_bytes)}, digest {table.digest}")
+    count_prefix = f"the first {count} of " if count < len(table) else ""
+    print(
+        f"{count_prefix}{len(table)} samples, {format_bytes(table.total_bytes)}, "
+        f"digest {table.digest}"
+    )
     return 0
 
 
 def _verify(settings: argparse.Namespace) -> int:
     num_damaged, reader = 0, _open(settings)
-    with _progress("reading") as show:
-        for line in find_damage(reader, show):
+    with _progress("reading") as report_progress:
+        for line in find_damage(reader, report_progress):
             num_damaged += 1
             print(line, file=sys.stderr)
     table = reader.table
-    num_whole = len(table) - num_damaged
-    print(f"{num_whole} of {len(table)} samples are whole.")
+    num_intact = len(table) - num_damaged
+    print(f"{num_intact} of {len(table)} samples are intact.")
     if table.checksums is None:
         print("The source has no checksums; only sizes were compared.")
     return 1 if num_damaged else 0
@@ -191,13 +201,16 @@ def _keys(settings: argparse.Namespace) -> int:
 
 
 def _public(endpoint: str) -> str:
-    """Return an address that other hosts can use: "any interface" becomes this host's name."""
+    """Return an address that other hosts can use: this host's name replaces a wildcard address."""
     return endpoint.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
 
 
 @contextlib.contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Context manager that shows a progress bar; gives None if there is no terminal."""
+    """Context manager that shows a progress bar and gives the function that advances it.
+
+    It gives None if stderr is no terminal.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -220,8 +233,8 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="answer requests for samples until ^C",
         description="Answer requests for samples until ^C. All nodes must serve the same data set. "
-        "A store has a checksum for every sample. Of other sources only keys, sizes and the "
-        "beginnings of 16 samples are compared, as they were when each node started.",
+        "A store has a checksum for every sample. For other sources, clients compare only keys, "
+        "sizes and the beginnings of 16 samples, as each node found them at its start.",
     )
     serve.add_argument("source", help=source_help)
     serve.add_argument("--nodes", type=int, default=1, help="number of storage nodes (1)")
@@ -238,7 +251,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--emulate-delay", default="0s", help="delay of each request (0s); for benchmarks"
     )
-    serve.add_argument("--key", type=Path, help="NAME.key_secret: encrypt, and admit only --allow")
+    serve.add_argument(
+        "--key",
+        type=Path,
+        help="secret key file (NAME.key_secret): encrypt, and admit only --allow",
+    )
     serve.add_argument(
         "--allow", type=Path, nargs="+", default=[], help="files of clients' public keys"
     )

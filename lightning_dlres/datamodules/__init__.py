@@ -1,4 +1,4 @@
-"""Lightning data modules over the package's own ways to load samples."""
+"""Lightning data modules that load samples through the prefetch cache."""
 
 from lightning_dlres.datamodules.prefetch_cache import PrefetchCacheDataModule
 

@@ -1,4 +1,4 @@
-"""Classes of a data module's samples: given names, or the folders of one split."""
+"""Class names of a data module: given by the user, or taken from the folders of one split."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_dlres.prefetch.storage.labels import parse_labels
 
 
 class ClassLabels:
-    """Names of classes in the order of their numbers, the same on all ranks.
+    """Class names in the order of their indices, the same on all ranks.
 
     Args:
         labels: "folder", a list of names, or None for samples without labels.
-        list_folders: Returns the names of the folders that samples lie in.
+        list_folders: Function that returns the names of the folders that contain samples.
 
     Raises:
-        ConfigError: If `labels` is none of these.
+        ConfigError: If `labels` is of another kind.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class ClassLabels:
     ) -> None:
         self._given = parse_labels(labels)
         self._list_folders = list_folders
-        # The given names, or those of the folders once they have been listed.
+        # The given names, or the names of the folders after they were listed. () before.
         self._names: tuple[str, ...] = self._given or ()
 
     @property
@@ -35,40 +35,43 @@ class ClassLabels:
         return self._given is not None
 
     @property
-    def known(self) -> tuple[str, ...]:
-        """Names of the classes; () if there are no labels, or folders were not listed yet."""
+    def known_names(self) -> tuple[str, ...]:
+        """Class names; () if samples have no labels, or the folders were not listed yet."""
         return self._names
 
     def names(self) -> list[str]:
-        """Return the names of the classes; list folders if they are not known.
+        """Return the class names. List the folders first if the names are not known.
 
         Raises:
-            ConfigError: If samples have no labels, or lie in no folders.
+            ConfigError: If samples have no labels, or the source has no folders.
         """
         if self._given is None:
             raise ConfigError(
-                "labels must be given where classes are asked for, got None. Use labels='folder'."
+                "labels must be 'folder' or a list of names for a data module with classes, got "
+                "None. Use labels='folder'."
             )
         self._names = self._names or tuple(self._list_folders())
         return list(self._names)
 
-    def agree(self, strategy: Strategy, is_first: bool) -> None:
-        """List folders on rank 0, and use its names on all ranks. All ranks must call this.
+    def broadcast_names(self, strategy: Strategy, is_rank_zero: bool) -> None:
+        """List the folders on rank 0, and broadcast the names to all ranks.
+
+        All ranks must call this.
 
         Args:
             strategy: Strategy of the ranks.
-            is_first: True on rank 0.
+            is_rank_zero: True on rank 0, which lists the folders.
 
         Raises:
-            DlresError: If rank 0 could not list the classes; on all ranks.
+            DlresError: If rank 0 cannot list the folders. All ranks raise it.
         """
         if not self.are_used:
             return
         result: list[str] | DlresError
         try:
-            result = self.names() if is_first else []
+            result = self.names() if is_rank_zero else []
         except DlresError as error:
-            # Broadcast, so that the other ranks do not wait for names.
+            # Broadcast the error, so that the other ranks do not wait for names forever.
             result = error
         result = strategy.broadcast(result, 0)
         if isinstance(result, DlresError):
@@ -76,18 +79,18 @@ class ClassLabels:
         self._names = tuple(result)
 
     def forget_folders(self) -> None:
-        """Forget the names of folders, because the source has changed; given names stay."""
+        """Forget the folder names after a change of the source. Given names stay."""
         self._names = self._given or ()
 
-    def check(self, names: list[str]) -> None:
-        """Raise if a checkpoint has other classes, or the same in another order.
+    def check_checkpoint_names(self, checkpoint_names: list[str]) -> None:
+        """Check that a checkpoint has the same classes in the same order.
 
         Raises:
-            ConfigError: If the numbers of classes stand for other classes in the checkpoint.
+            ConfigError: If a class index means another class in the checkpoint.
         """
-        if self._names and names and list(self._names) != names:
+        if self._names and checkpoint_names and list(self._names) != checkpoint_names:
             raise ConfigError(
-                f"labels must give the {len(names)} classes of the checkpoint in their order, got "
-                f"{len(self._names)} others from {'labels' if self._given else 'folders'}. Pass "
-                "labels with a list of the names."
+                f"labels must give the {len(checkpoint_names)} classes of the checkpoint in their "
+                f"order, got {len(self._names)} classes that differ, from "
+                f"{'labels' if self._given else 'folders'}. Pass the names as a list in labels."
             )

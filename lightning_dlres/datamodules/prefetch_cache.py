@@ -285,7 +285,7 @@ class PrefetchCacheDataModule(LightningDataModule):
                 elif split in LABELLED:
                     needs_classes = True
         if needs_classes:
-            self._labels.agree(trainer.strategy, trainer.is_global_zero)
+            self._labels.broadcast_names(trainer.strategy, trainer.is_global_zero)
 
     @override
     def teardown(self, stage: str) -> None:
@@ -347,12 +347,12 @@ class PrefetchCacheDataModule(LightningDataModule):
         return {
             "train": loader.state_dict(),
             "val": {**self._next_passes, **passes},
-            "classes": list(self._labels.known),
+            "classes": list(self._labels.known_names),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._labels.check(state_dict.get("classes", []))
+        self._labels.check_checkpoint_names(state_dict.get("classes", []))
         # TailRuleore positions only in fit().
         if self._trainer().state.fn != "fit":
             return
@@ -380,7 +380,7 @@ class PrefetchCacheDataModule(LightningDataModule):
         self._metrics_log = MetricsLog()
 
     def _config(self, split: Split, source: Any) -> HostConfig:
-        classes = self._labels.known if split.name in LABELLED else ()
+        classes = self._labels.known_names if split.name in LABELLED else ()
         return self._configs.config(split, source, classes)
 
     def _folders(self) -> Sequence[str]:

@@ -1,6 +1,6 @@
-"""Source files of Python's standard library, as samples of the prefetch cache.
+"""Source files of Python's standard library, as samples for the prefetch cache.
 
-The samples vary in size, and every machine with Python has them.
+Every machine with Python has these files, and they vary in size as real samples do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.datamodules import PrefetchCacheDataModule
 from lightning_dlres.datamodules.split_configs import TailRule
-from lightning_dlres.demos.source_text import CYCLE, SKIPPED, VALIDATION
+from lightning_dlres.demos.source_text import SKIPPED_FOLDERS, SPLIT_CYCLE, VALIDATION_POSITION
 from lightning_dlres.prefetch.cache.samples import Sample
 from lightning_dlres.prefetch.loading.workers import Workers
 
@@ -28,11 +28,11 @@ from lightning_dlres.prefetch.loading.workers import Workers
 class Crop:
     """Transform that returns a window of a file's bytes.
 
-    The sample's seed gives the position: another one in each epoch, the same after a restart. Files
-    that are too short are padded with line ends.
+    The sample's seed sets the position of the window. It changes with each epoch and is the same
+    after a restart. Files that are too short are padded with newlines.
 
     Attributes:
-        length: Bytes of a window.
+        length: Number of bytes in a window.
     """
 
     length: int
@@ -48,10 +48,11 @@ class Crop:
 
 
 class SourceFilesDataModule(PrefetchCacheDataModule):
-    """Windows of bytes of Python source files, each file once in an epoch.
+    """Data module that yields one window of bytes of each Python source file in every epoch.
 
     Args:
-        context: Bytes of a window that the model reads; a window has one more, to predict.
+        context: Number of bytes that the model reads. A window has one byte more, because the
+            target of each byte is the next one.
         directory: Directory with `.py` files. None: this Python's standard library.
         batch_size, storage, capacity, prefetch, lookahead, pinned, drop_last, tail, seed,
             num_workers, worker_type: See `PrefetchCacheDataModule`.
@@ -97,46 +98,49 @@ class SourceFilesDataModule(PrefetchCacheDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """List the files.
+        """List the files, and use one of each 10 for validation.
 
         Raises:
-            ConfigError: If there are too few.
+            ConfigError: If there are too few files.
         """
         files = self.files()
-        if len(files) < CYCLE:
+        if len(files) < SPLIT_CYCLE:
             raise ConfigError(
-                f"directory must have at least {CYCLE} .py files, got {len(files)} .py files in "
-                f"{str(self.directory)!r}. Use a directory with more Python source."
+                f"directory must have at least {SPLIT_CYCLE} .py files, got {len(files)} .py files "
+                f"in {str(self.directory)!r}. Use a directory with more Python source."
             )
-        training = [path for index, path in enumerate(files) if index % CYCLE != VALIDATION]
-        self.use("train", _listing(self.directory, training))
-        self.use("val", _listing(self.directory, files[VALIDATION::CYCLE]))
+        training = [
+            path for index, path in enumerate(files) if index % SPLIT_CYCLE != VALIDATION_POSITION
+        ]
+        self.use("train", _write_listing(self.directory, training))
+        self.use("val", _write_listing(self.directory, files[VALIDATION_POSITION::SPLIT_CYCLE]))
         super().setup(stage)
 
     def files(self) -> list[Path]:
-        """Return the files, sorted by name."""
+        """Return the non-empty `.py` files, sorted by path."""
         files: list[Path] = []
         for folder, subfolders, names in os.walk(self.directory):
-            subfolders[:] = [name for name in subfolders if name not in SKIPPED]
+            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         return sorted(path for path in files if path.stat().st_size)
 
 
-def _listing(root: Path, files: list[Path]) -> Path:
-    """Write a listing of files; return its path.
+def _write_listing(root: Path, files: list[Path]) -> Path:
+    """Write a listing of files and return the path of the listing.
 
-    Its name is a hash of its contents, so that all ranks write the same file.
+    Its name contains a hash of its content, so that all ranks write the same file. A rename puts
+    it in place, so that no rank reads a part of it.
     """
     for path in files:
         if not {"\t", "\n"}.isdisjoint(str(path)):
             raise ConfigError(
-                f"file names must have no tabs and line ends, got {str(path)!r}. Rename the file."
+                f"file names must have no tabs or newlines, got {str(path)!r}. Rename the file."
             )
     text = "".join(f"{path.relative_to(root).as_posix()}\t{path}\n" for path in files)
     name = f"dlres-sources-{os.getuid()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.tsv"
     target = Path(tempfile.gettempdir(), name)
-    descriptor, unfinished = tempfile.mkstemp(suffix=".tsv")
+    descriptor, temporary_path = tempfile.mkstemp(suffix=".tsv")
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
-    Path(unfinished).replace(target)
+    Path(temporary_path).replace(target)
     return target

@@ -1,4 +1,7 @@
-"""Source of Python's standard library as byte windows: real text on every machine with Python."""
+"""Windows of bytes from the source of Python's standard library, for byte-level models.
+
+The source is real text that every machine with Python has.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,22 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes
 
-# Folders that are not read.
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-# Of each 10 consecutive files, one is for validation and one for test, at these positions.
-CYCLE, VALIDATION, TEST = 10, 4, 9
+# Names of folders that the data modules skip.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+# Of each SPLIT_CYCLE consecutive files, one goes to validation and one to test: those at these
+# positions within the cycle.
+SPLIT_CYCLE, VALIDATION_POSITION, TEST_POSITION = 10, 4, 9
 
 
 class SourceTextDataModule(LightningDataModule):
     """Windows of bytes of Python source, split by file into training, validation and test.
 
     Args:
-        context: Bytes of a window that the model reads; a window has one more, to predict.
-        batch_size: Windows of a batch.
-        max_bytes: Largest size of the text, such as "4MiB"; files are read in order of their names.
+        context: Number of bytes that the model reads. A window has one byte more, because the
+            target of each byte is the next one.
+        batch_size: Number of windows in a batch.
+        max_bytes: Maximum size of the text, such as "4MiB". Files are used in order of their paths,
+            until the next file would exceed it.
         directory: Directory with `.py` files. None: this Python's standard library.
 
     Raises:
@@ -52,13 +58,17 @@ class SourceTextDataModule(LightningDataModule):
         """Read the text.
 
         Raises:
-            ConfigError: If there is too little text.
+            ConfigError: If a split has too few windows.
         """
         files = self.files()
-        training = [f for i, f in enumerate(files) if i % CYCLE not in (VALIDATION, TEST)]
+        training = [
+            f
+            for i, f in enumerate(files)
+            if i % SPLIT_CYCLE not in (VALIDATION_POSITION, TEST_POSITION)
+        ]
         self.training = ByteWindows(training, self.context)
-        self.validation = ByteWindows(files[VALIDATION::CYCLE], self.context)
-        self.testing = ByteWindows(files[TEST::CYCLE], self.context)
+        self.validation = ByteWindows(files[VALIDATION_POSITION::SPLIT_CYCLE], self.context)
+        self.testing = ByteWindows(files[TEST_POSITION::SPLIT_CYCLE], self.context)
         counts = [len(part) for part in (self.training, self.validation, self.testing)]
         if counts[0] < self.batch_size or not all(counts):
             raise ConfigError(
@@ -70,10 +80,10 @@ class SourceTextDataModule(LightningDataModule):
             )
 
     def files(self) -> list[Path]:
-        """Return the files to read, sorted by name, of at most `max_bytes` in total."""
+        """Return the first `.py` files in order of their paths, at most `max_bytes` in total."""
         candidates: list[Path] = []
         for folder, subfolders, names in os.walk(self.directory):
-            subfolders[:] = [name for name in subfolders if name not in SKIPPED]
+            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
             candidates += [Path(folder, name) for name in names if name.endswith(".py")]
         files, total = [], 0
         for path in sorted(candidates):
@@ -101,14 +111,15 @@ class SourceTextDataModule(LightningDataModule):
 
 
 class ByteWindows(Dataset[Tensor]):
-    """Windows of `context` + 1 bytes of the files' text.
+    """Windows of `context` + 1 bytes of the concatenated files.
 
-    Each begins with the last byte of the one before: every byte but the first is predicted once.
+    Each window begins with the last byte of the previous one. So every byte except the first is
+    a target once. Bytes at the end that fill no window are left out.
     """
 
     def __init__(self, files: list[Path], context: int) -> None:
         text = bytearray().join(path.read_bytes() for path in files)
-        # frombuffer refuses an empty buffer.
+        # `frombuffer` refuses an empty buffer. One byte makes no window either.
         self.text = torch.frombuffer(text or bytearray(1), dtype=torch.uint8)
         self.context = context
 

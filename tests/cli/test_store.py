@@ -46,14 +46,14 @@ def test_a_store_is_put_listed_and_verified(
     assert "03.txt" not in printed
     assert "the first 3 of 30 samples" in printed
     assert main(["store", "verify", str(store)]) == 0
-    assert "30 of 30 samples are whole" in capsys.readouterr().out
+    assert "30 of 30 samples are intact" in capsys.readouterr().out
     (pack,) = store.glob("samples-*-00001-of-00002.bin")
     data = bytearray(pack.read_bytes())
     data[-1] ^= 1
     pack.write_bytes(data)
     assert main(["store", "verify", str(store)]) == 1
     output = capsys.readouterr()
-    assert "29 of 30 samples are whole" in output.out
+    assert "29 of 30 samples are intact" in output.out
     assert "'29.txt' (sample_id 29) is damaged" in output.err
 
 
@@ -107,7 +107,7 @@ def test_mistakes_end_with_status_2_and_a_message(
 def test_serve_answers_until_it_is_stopped(start_script: Any, folder: Path, tmp_path: Path) -> None:
     whole = "import sys; from lightning_dlres.cli.main import main; sys.exit(main(sys.argv[1:]))"
     serving = start_script(whole, "store", "serve", folder, "--nodes", 2, "--port", 0)
-    serving_line = serving.wait_for_line("Serving 30 samples .* as all 2 nodes of 2: (.*)")
+    serving_line = serving.wait_for_line("Serving 30 samples .* as all of 2 nodes: (.*)")
     storage = NodeStorage(serving_line[1].split(","), timeout=20)
     assert storage.table.key(3) == "03.txt"
     storage.submit(0, 1, np.array([1, 3], np.uint32))
