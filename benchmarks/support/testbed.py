@@ -84,14 +84,14 @@ class Host:
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0.001 <= self.share <= 1024:
-            raise _bad("share", self.share, "cores, 0.001 to 1024", "0.8 for 80% of one core")
+            raise _invalid("share", self.share, "0.001 to 1024 cores", "0.8 for 80% of one core")
         if self.rate is not None and not _RATE.fullmatch(self.rate):
-            raise _bad("rate", self.rate, "a number with kbit, mbit or gbit", "'200mbit'")
+            raise _invalid("rate", self.rate, "a number with kbit, mbit or gbit", "'200mbit'")
         if self.delay is not None and not _DELAY.fullmatch(self.delay):
-            raise _bad("delay", self.delay, "a number with us, ms or s", "'5ms'")
+            raise _invalid("delay", self.delay, "a number with us, ms or s", "'5ms'")
         if self.cpus is not None and not set() < set(self.cpus) <= os.sched_getaffinity(0):
-            cores = f"some of the cores {sorted(os.sched_getaffinity(0))}"
-            raise _bad("cpus", self.cpus, cores, "None for all of them")
+            cores = f"at least one of the cores {sorted(os.sched_getaffinity(0))}"
+            raise _invalid("cpus", self.cpus, cores, "None for all of them")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Testbed:
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         if not 1 <= len(hosts) <= 254:
-            raise _bad("hosts", len(hosts), "1 to 254 of them", "Testbed([Host(), Host()])")
+            raise _invalid("hosts", len(hosts), "1 to 254 hosts", "Testbed([Host(), Host()])")
         self._specs = tuple(hosts)
         self._owner = 0
         self._prefix = ""
@@ -140,7 +140,9 @@ class Testbed:
             UnavailableError: this machine does not allow it; nothing is left of the attempt.
         """
         if os.geteuid() != 0:
-            raise UnavailableError(f"needs root: got user id {os.geteuid()}, expected 0. Try sudo.")
+            raise UnavailableError(
+                f"The testbed must run as root, got user id {os.geteuid()}. Use sudo."
+            )
         _cgroup_root()
         _tool("tc")
         self._owner = os.getpid()
@@ -186,7 +188,9 @@ class Testbed:
             ValueError: no such host, or the testbed is not entered.
         """
         if not 0 <= host < len(self.hosts):
-            raise _bad("host", host, f"one of {len(self.hosts)}, counted from 0", "inside `with`")
+            raise _invalid(
+                "host", host, f"the index of one of {len(self.hosts)} hosts", "an open testbed"
+            )
         machine, launcher = self.hosts[host], [_tool("ip"), "netns", "exec"]
         if machine.spec.cpus is not None:
             cores = ",".join(map(str, machine.spec.cpus))
@@ -406,8 +410,9 @@ def _call(*argv: str, check: bool = True) -> str:
 def _tool(name: str, package: str = "iproute2") -> str:
     found = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if found is None:
-        try_ = f"apt-get install {package}"
-        raise UnavailableError(f"{name} is missing: expected {package}. Try `{try_}`.")
+        raise UnavailableError(
+            f"{name} must be installed, got no such program. Use `apt-get install {package}`."
+        )
     return found
 
 
@@ -456,5 +461,5 @@ def _text(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
-def _bad(what: str, got: object, expected: str, try_: str) -> ValueError:
-    return ValueError(f"{what}: got {got!r}, expected {expected}. Try {try_}.")
+def _invalid(argument: str, value: object, rule: str, fix: str) -> ValueError:
+    return ValueError(f"{argument} must be {rule}, got {value!r}. Use {fix}.")

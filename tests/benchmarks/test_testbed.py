@@ -1,4 +1,4 @@
-"""The testbed's hosts are as slow as they claim, reach each other only, and never outlive it."""
+"""Tests of the testbed: its hosts have their speed, reach only each other, and are removed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from tests.support.scripts import StartScript
 from tests.support.waiting import wait_until
 
 PORT = "5000"
-BUSY = """
+# Prints the cores that it got: CPU seconds by seconds.
+USE_CPU = """
 import time
 start, used = time.monotonic(), time.process_time()
 while time.monotonic() < start + 1.0:
     pass
 print((time.process_time() - used) / (time.monotonic() - start))
 """
-# Says how long it took until the other side had all of the bytes.
+# Prints the seconds until the receiver had all of the bytes.
 SEND = """
 import socket, sys, time
 address, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -52,6 +53,7 @@ connection.shutdown(socket.SHUT_WR)
 connection.recv(1)
 print(time.monotonic() - start)
 """
+# Prints the number of received bytes and the address of the sender.
 RECEIVE = """
 import socket, sys
 connection, peer = socket.create_server(("", int(sys.argv[1]))).accept()
@@ -61,9 +63,10 @@ while data := connection.recv(1 << 16):
 connection.send(b"!")
 print(count, peer[0])
 """
-# A process, and another that has left its session, as a daemon does.
-FAMILY = ("sh", "-c", "setsid sleep 1000 & exec sleep 1000")
-SCRIPT = """
+# Command that starts a second process in another session, as a daemon does.
+COMMAND_WITH_DAEMON = ("sh", "-c", "setsid sleep 1000 & exec sleep 1000")
+# Opens a testbed of two hosts, prints the names of each host, and waits for a signal.
+SCRIPT_WITH_TESTBED = """
 import signal
 from benchmarks.support.testbed import Host, Testbed
 
@@ -78,29 +81,32 @@ with Testbed([Host(share=0.5, rate="100mbit"), Host()]) as bed:
 """
 
 
-def real(test: Callable[..., None]) -> Callable[..., None]:
+def builds_hosts(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that builds hosts."""
-    marked: Callable[..., None] = pytest.mark.root(pytest.mark.usefixtures("available")(test))
+    marked: Callable[..., None] = pytest.mark.root(
+        pytest.mark.usefixtures("skip_where_unavailable")(test)
+    )
     return marked
 
 
 @pytest.fixture
-def available() -> None:
+def skip_where_unavailable() -> None:
+    """Skip the test on machines that cannot build a testbed."""
     if reason := reason_unavailable():
         pytest.skip(reason)
 
 
-def python(host: int, source: str, *argv: str) -> Command:
+def python_command(host: int, source: str, *argv: str) -> Command:
     return Command(host, [sys.executable, "-I", "-S", "-c", source, *argv])
 
 
-def traces(machine: Machine | tuple[str, Path]) -> list[str]:
-    """What is left of the testbed of one of its hosts: namespaces, cgroups, processes."""
+def existing_names(machine: Machine | tuple[str, Path]) -> list[str]:
+    """Return the names of the namespaces and cgroups that exist of the testbed of a host."""
     name, cgroup = (machine.namespace, machine.cgroup) if isinstance(machine, Machine) else machine
     prefix = name.rpartition("-")[0] + "-"
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    found = [*listed.stdout.split(), *(path.name for path in cgroup.parent.iterdir())]
-    return [each for each in found if each.startswith(prefix)]
+    existing = [*listed.stdout.split(), *(path.name for path in cgroup.parent.iterdir())]
+    return [item for item in existing if item.startswith(prefix)]
 
 
 def processes(machine: Machine) -> list[int]:
@@ -111,7 +117,7 @@ def wait_for_processes(machine: Machine, count: int) -> None:
     wait_until(lambda: len(processes(machine)) == count, f"{count} processes are on a host")
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -119,11 +125,12 @@ def alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def seconds(bed: Testbed, sender: int, receiver: int, count: int) -> float:
+def transfer_seconds(bed: Testbed, sender: int, receiver: int, count: int) -> float:
+    """Send `count` bytes from one host to another; return the seconds that this took."""
     sent, received = bed.run(
         [
-            python(sender, SEND, bed.hosts[receiver].address, PORT, str(count)),
-            python(receiver, RECEIVE, PORT),
+            python_command(sender, SEND, bed.hosts[receiver].address, PORT, str(count)),
+            python_command(receiver, RECEIVE, PORT),
         ],
         timeout=60.0,
     )
@@ -132,7 +139,7 @@ def seconds(bed: Testbed, sender: int, receiver: int, count: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "arguments",
     [
         {"share": 0.0},
         {"share": -1.0},
@@ -147,35 +154,35 @@ def seconds(bed: Testbed, sender: int, receiver: int, count: int) -> float:
     ],
     ids=str,
 )
-def test_a_host_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(wrong))}: got .*, expected .*\. Try "):
-        Host(**wrong)
+def test_invalid_arguments_of_a_host_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(arguments))} must be .*, got .*\. Use "):
+        Host(**arguments)
 
 
-def test_a_testbed_needs_hosts_and_a_process_an_open_testbed() -> None:
-    with pytest.raises(ValueError, match="hosts: got 0, expected 1 to 254"):
+def test_a_testbed_without_hosts_and_a_process_without_a_testbed_are_refused() -> None:
+    with pytest.raises(ValueError, match="hosts must be 1 to 254 hosts, got 0"):
         Testbed([])
-    with pytest.raises(ValueError, match=r"host: got 0, expected .* inside `with`"):
+    with pytest.raises(ValueError, match=r"host must be .*, got 0\. Use an open testbed"):
         Testbed([Host()]).popen(0, ["true"])
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_names_the_missing_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
     uncached = reason_unavailable.__wrapped__
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    assert "expected iproute2" in str(uncached())
+    assert "apt-get install iproute2" in str(uncached())
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert uncached() == "needs root: got user id 1000, expected 0. Try sudo."
+    assert uncached() == "The testbed must run as root, got user id 1000. Use sudo."
 
 
-@real
-def test_hosts_have_their_own_loopback_and_reach_each_other() -> None:
+@builds_hosts
+def test_hosts_reach_each_other_and_have_separate_loopback_interfaces() -> None:
     with Testbed([Host(), Host()]) as bed:
-        assert seconds(bed, 0, 1, 1000) > 0
-        assert seconds(bed, 1, 0, 1000) > 0
+        assert transfer_seconds(bed, 0, 1, 1000) > 0
+        assert transfer_seconds(bed, 1, 0, 1000) > 0
         # The same port on each host, at the same time.
         both = [
-            python(host, source, *argv)
+            python_command(host, source, *argv)
             for host in range(2)
             for source, argv in ((SEND, ("127.0.0.1", PORT, "10")), (RECEIVE, (PORT,)))
         ]
@@ -185,12 +192,12 @@ def test_hosts_have_their_own_loopback_and_reach_each_other() -> None:
         assert set(interfaces) >= {"lo", bed.interface}
 
 
-@real
-def test_two_testbeds_do_not_meet() -> None:
+@builds_hosts
+def test_hosts_of_two_testbeds_do_not_reach_each_other() -> None:
     with Testbed([Host()]) as one, Testbed([Host()]) as other:
-        one.popen(0, python(0, RECEIVE, PORT).argv, stdout=subprocess.DEVNULL)
+        one.popen(0, python_command(0, RECEIVE, PORT).argv, stdout=subprocess.DEVNULL)
         probe = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])))"
-        reached = python(
+        reached = python_command(
             0,
             "import time\nwhile True:\n try:\n  " + probe + "\n  break\n"
             " except OSError: time.sleep(0.01)",
@@ -199,40 +206,46 @@ def test_two_testbeds_do_not_meet() -> None:
         )
         one.run([reached], timeout=60.0)
         with pytest.raises(HostError, match="ConnectionRefusedError"):
-            other.run([python(0, probe, one.hosts[0].address, PORT)], timeout=60.0)
+            other.run([python_command(0, probe, one.hosts[0].address, PORT)], timeout=60.0)
 
 
-@real
-def test_a_share_holds_for_all_processes_of_a_host_together() -> None:
+@builds_hosts
+def test_the_processes_of_a_host_divide_its_cpu_share() -> None:
     with Testbed([Host(share=0.5), Host(share=0.1)]) as bed:
-        shares = bed.run([python(0, BUSY), python(0, BUSY), python(1, BUSY)], timeout=60.0)
+        shares = bed.run(
+            [python_command(0, USE_CPU), python_command(0, USE_CPU), python_command(1, USE_CPU)],
+            timeout=60.0,
+        )
     half, tenth = float(shares[0]) + float(shares[1]), float(shares[2])
-    # Above: what the kernel's clock allows. Below: other work on this machine takes time too.
+    # Upper bounds: the kernel accounts CPU time in clock ticks. Lower bounds: other processes use
+    # this machine too.
     assert 0.2 < half < 0.65
     assert 0.04 < tenth < 0.15
     assert half > 2 * tenth
 
 
-@real
-def test_a_share_too_small_for_the_period_gets_a_longer_one() -> None:
+@builds_hosts
+def test_a_small_cpu_share_gets_a_longer_period() -> None:
     with Testbed([Host(share=0.05)]) as bed:
-        (share,) = bed.run([python(0, BUSY)], timeout=60.0)
+        (share,) = bed.run([python_command(0, USE_CPU)], timeout=60.0)
     assert float(share) < 0.1
 
 
-@real
-def test_a_link_is_shaped_in_both_directions() -> None:
+@builds_hosts
+def test_a_rate_limits_a_link_in_both_directions() -> None:
     count, bits_per_second = 1_000_000, 20e6
     with Testbed([Host(rate="20mbit"), Host(), Host()]) as bed:
-        out, back, beside = (seconds(bed, *pair, count) for pair in ((0, 1), (1, 0), (1, 2)))
-    at_least = 0.95 * 8 * count / bits_per_second
-    assert out > at_least
-    assert back > at_least
-    assert beside < at_least / 2, "a link with no rate is slowed"
+        out, back, beside = (
+            transfer_seconds(bed, *pair, count) for pair in ((0, 1), (1, 0), (1, 2))
+        )
+    least_seconds = 0.95 * 8 * count / bits_per_second
+    assert out > least_seconds
+    assert back > least_seconds
+    assert beside < least_seconds / 2, "a link without a rate limit is slowed"
 
 
-@real
-def test_a_delay_counts_once_for_each_link_crossed() -> None:
+@builds_hosts
+def test_a_packet_is_delayed_on_each_link_that_it_crosses() -> None:
     bed = Testbed([Host(delay="30ms", rate="100mbit"), Host(delay="20ms")])
     try:
         bed.__enter__()
@@ -241,34 +254,38 @@ def test_a_delay_counts_once_for_each_link_crossed() -> None:
             raise
         pytest.skip(f"this kernel has no netem: {error}")
     with contextlib.closing(bed):
-        assert seconds(bed, 0, 1, 1) > 2 * (0.030 + 0.020)
+        assert transfer_seconds(bed, 0, 1, 1) > 2 * (0.030 + 0.020)
 
 
-@real
-def test_a_host_stays_on_its_cores() -> None:
+@builds_hosts
+def test_processes_of_a_host_run_on_its_cores_only() -> None:
     core = max(os.sched_getaffinity(0))
     with Testbed([Host(cpus=[core])]) as bed:
-        show = python(0, "import os; print(*os.sched_getaffinity(0))")
+        show = python_command(0, "import os; print(*os.sched_getaffinity(0))")
         assert bed.run([show], timeout=60.0) == [f"{core}\n"]
 
 
-@real
-def test_a_command_gets_its_variables_and_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@builds_hosts
+def test_a_command_gets_its_variables_and_those_of_the_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OURS", "from us")
     with Testbed([Host(), Host()]) as bed:
         shows = [Command(i, ["sh", "-c", "echo $OURS $RANK"], {"RANK": str(i)}) for i in range(2)]
         assert bed.run(shows, timeout=60.0) == ["from us 0\n", "from us 1\n"]
 
 
-@real
-def test_a_failure_stops_the_others_and_is_told() -> None:
+@builds_hosts
+def test_a_failed_command_stops_the_others_and_is_reported() -> None:
     with Testbed([Host(), Host()]) as bed:
         failing = Command(1, ["sh", "-c", "sleep 1000 & seq 100 >&2; echo the cause >&2; exit 3"])
         with pytest.raises(HostError) as caught:
             bed.run([Command(0, ["sh", "-c", "sleep 1000 & sleep 1000"]), failing], timeout=60.0)
         assert "host 1: exit code 3: sh -c" in str(caught.value)
         assert str(caught.value).endswith("99\n100\nthe cause")
-        assert "\n50\n" not in str(caught.value), "more than the last lines"
+        assert "\n50\n" not in str(caught.value), (
+            "the message has more than the last lines of stderr"
+        )
         for machine in bed.hosts:
             wait_for_processes(machine, 0)
         with pytest.raises(HostError, match="host 0: killed by signal 9"):
@@ -278,8 +295,8 @@ def test_a_failure_stops_the_others_and_is_told() -> None:
         assert bed.run([Command(0, ["echo", "still there"])], timeout=60.0) == ["still there\n"]
 
 
-@real
-def test_waiting_has_an_end() -> None:
+@builds_hosts
+def test_commands_that_run_past_the_timeout_are_killed_and_reported() -> None:
     with Testbed([Host(), Host()]) as bed:
         late = Command(1, ["sh", "-c", "echo waiting for something >&2; sleep 1000"])
         with pytest.raises(HostTimeoutError) as caught:
@@ -291,97 +308,103 @@ def test_waiting_has_an_end() -> None:
         wait_for_processes(bed.hosts[1], 0)
 
 
-@real
-def test_nothing_is_left_after_an_exception() -> None:
+@builds_hosts
+def test_an_exception_removes_hosts_and_processes() -> None:
     with pytest.raises(ZeroDivisionError), Testbed([Host(share=0.5), Host()]) as bed:  # noqa: PT012
         machines = bed.hosts
         for host, machine in enumerate(machines):
-            bed.popen(host, FAMILY)
+            bed.popen(host, COMMAND_WITH_DAEMON)
             wait_for_processes(machine, 2)
         pids = [pid for machine in machines for pid in processes(machine)]
-        assert len(traces(machines[0])) == 5, "two hosts, each twice, and the bridge"
+        assert len(existing_names(machines[0])) == 5, (
+            "a namespace and a cgroup per host, and the bridge"
+        )
         _ = 1 / 0
-    assert not traces(machines[0])
-    assert not [pid for pid in pids if alive(pid)]
+    assert not existing_names(machines[0])
+    assert not [pid for pid in pids if is_alive(pid)]
 
 
-@real
-def test_nothing_is_left_of_an_attempt_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@builds_hosts
+def test_a_failed_build_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with Testbed([Host()]) as bed:
         machine = bed.hosts[0]
         monkeypatch.setattr(testbed, "QUEUE", "nonsense")
         with pytest.raises(UnavailableError, match="nonsense"):
             Testbed([Host(), Host(rate="1mbit")]).__enter__()
-        ours = (machine.namespace.rpartition("-")[0], machine.cgroup)
-        assert len(traces(ours)) == 3, "more than the testbed that is open"
+        open_names = (machine.namespace.rpartition("-")[0], machine.cgroup)
+        assert len(existing_names(open_names)) == 3, "something is left of the failed build"
 
 
-@real
+@builds_hosts
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_after_a_signal(number: signal.Signals, start_script: StartScript) -> None:
-    script = start_script(SCRIPT)
-    machines = [built(script, host) for host in range(2)]
-    assert len(traces(machines[0])) == 5
+def test_a_signal_removes_hosts_and_processes(
+    number: signal.Signals, start_script: StartScript
+) -> None:
+    script = start_script(SCRIPT_WITH_TESTBED)
+    machines = [wait_for_host(script, host) for host in range(2)]
+    assert len(existing_names(machines[0])) == 5
     os.kill(script.pid, number)
     assert script.wait() in (128 + number, -number)
-    assert not traces(machines[0])
+    assert not existing_names(machines[0])
     script.wait_for_no_children()
 
 
-@real
-def test_a_second_interrupt_waits_until_all_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+@builds_hosts
+def test_an_interrupt_during_removal_waits_until_all_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     remove = testbed._remove
 
-    def interrupted(names: Iterator[str]) -> None:
+    def remove_with_interrupt(names: Iterator[str]) -> None:
         signal.raise_signal(signal.SIGINT)
         remove(names)
 
     bed = Testbed([Host()]).__enter__()
     machine = bed.hosts[0]
-    monkeypatch.setattr(testbed, "_remove", interrupted)
+    monkeypatch.setattr(testbed, "_remove", remove_with_interrupt)
     with pytest.raises(KeyboardInterrupt):
         bed.close()
-    assert not traces(machine)
+    assert not existing_names(machine)
 
 
-@real
-def test_the_next_testbed_removes_what_a_killed_one_left(start_script: StartScript) -> None:
-    script = start_script(SCRIPT)
-    machine = built(script, 1)
+@builds_hosts
+def test_the_next_testbed_removes_the_hosts_of_a_killed_process(start_script: StartScript) -> None:
+    script = start_script(SCRIPT_WITH_TESTBED)
+    machine = wait_for_host(script, 1)
     os.kill(script.pid, signal.SIGKILL)
     script.wait()
     with Testbed([Host()]) as bed:
-        assert not traces(machine)
-        assert len(traces(bed.hosts[0])) == 3
+        assert not existing_names(machine)
+        assert len(existing_names(bed.hosts[0])) == 3
     script.wait_for_no_children()
 
 
-@real
-def test_a_pid_that_another_process_has_got_since_does_not_protect_leftovers() -> None:
+@builds_hosts
+def test_hosts_of_a_dead_process_are_removed_although_its_pid_is_reused() -> None:
     with Testbed([Host()]) as bed:
-        # As a process with this one's number would have left it that started at another time.
+        # The name of a testbed of another process: it had the pid of this one, and started earlier.
         name = f"dlres-bed-{os.getpid()}-1-0-host0"
         left = bed.hosts[0].cgroup.parent / name
         left.mkdir()
         subprocess.run(["ip", "netns", "add", name], check=True)
         with Testbed([Host()]):
-            assert not traces((name, left))
-        assert len(traces(bed.hosts[0])) == 3
+            assert not existing_names((name, left))
+        assert len(existing_names(bed.hosts[0])) == 3
 
 
-@real
-def test_a_living_testbed_of_another_process_is_left_alone(start_script: StartScript) -> None:
-    script = start_script(SCRIPT)
-    machine = built(script, 1)
+@builds_hosts
+def test_the_testbed_of_another_running_process_stays(start_script: StartScript) -> None:
+    script = start_script(SCRIPT_WITH_TESTBED)
+    machine = wait_for_host(script, 1)
     with Testbed([Host()]):
-        assert len(traces(machine)) == 5
-    assert len(traces(machine)) == 5
+        assert len(existing_names(machine)) == 5
+    assert len(existing_names(machine)) == 5
     os.kill(script.pid, signal.SIGINT)
     script.wait()
 
 
-@real
-def test_the_handling_of_signals_is_restored() -> None:
+@builds_hosts
+def test_the_last_testbed_restores_the_signal_handlers() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     outer, inner = Testbed([Host()]), Testbed([Host()])
     with outer, inner:
@@ -392,7 +415,7 @@ def test_the_handling_of_signals_is_restored() -> None:
         assert {number: signal.getsignal(number) for number in before} == before
 
 
-def built(script: Any, host: int) -> tuple[str, Path]:
-    """Wait until a script has built a host; return its names."""
+def wait_for_host(script: Any, host: int) -> tuple[str, Path]:
+    """Wait until a script has built a host; return (namespace, cgroup)."""
     name, cgroup = script.wait_for_line(rf"built (\S+-host{host}) (\S+)").groups()
     return name, Path(cgroup)
