@@ -28,7 +28,7 @@ def test_simulated_kernels_write_the_bytes_of_the_cpu() -> None:
         text=True,
         timeout=200,
     )
-    assert done.stdout.strip() == "alike", done.stderr
+    assert done.stdout.strip() == "kernels agree", done.stderr
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])

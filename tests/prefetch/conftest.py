@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.support.forkserver import ForkServer
 from lightning_dlres.prefetch.cache import launch
-from tests.support.cache_processes import ForkedHost
+from tests.support.cache_processes import ForkedCacheProcess
 from tests.support.rank_pool import ADDRESSES
 from tests.support.sample_files import SAMPLES, bytes_of
 
@@ -56,7 +56,7 @@ def forked_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         try:
             descriptors = {0: read, 1: log.fileno(), 2: log.fileno(), lock: lock}
             fork_server = request.getfixturevalue("fork_server")
-            return ForkedHost(
+            return ForkedCacheProcess(
                 fork_server.start(
                     function,
                     arguments,

@@ -1,4 +1,4 @@
-"""Processes of a cache that are forked from a warm process, to save their imports."""
+"""Cache processes that a fork server starts, because imports in each would be slow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import os
 from benchmarks.support.forkserver import ForkedProcess
 
 
-class ForkedHost:
-    """Forked process with the attributes of `subprocess.Popen` that `cache.launch` uses."""
+class ForkedCacheProcess:
+    """Forked cache process with those attributes of `subprocess.Popen` that `cache.launch` uses.
+
+    Args:
+        process: The forked process.
+        stdin: File descriptor of the pipe to its stdin.
+    """
 
     def __init__(self, process: ForkedProcess, stdin: int) -> None:
         self._process, self.stdin = process, os.fdopen(stdin, "wb")

@@ -1,4 +1,4 @@
-"""Storage nodes in the test's process, which tests kill, restart and let alter their samples."""
+"""Storage nodes in the process of the test, which can kill, restart and corrupt them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from lightning_dlres.prefetch.storage.listings import open_reader
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 from lightning_dlres.prefetch.storage.readers import Reader
 
-# Returns the samples of a read, altered.
-Alter = Callable[[list[bytes]], list[bytes]]
+# Function that takes the samples of a read and returns the samples to send instead.
+AlterSamples = Callable[[list[bytes]], list[bytes]]
 
 
 class AlteringReader:
     """Reader that counts its reads and may alter their samples.
 
     Attributes:
-        alter: Called with the samples of each read; None to leave them as they are.
+        alter: Function that replaces the samples of each read. None: the samples stay as they are.
         reads: Number of reads so far.
     """
 
     def __init__(self, reader: Reader) -> None:
         self.table, self.content_digest, self._reader = reader.table, reader.content_digest, reader
-        self.alter: Alter | None = None
+        self.alter: AlterSamples | None = None
         self.reads = 0
 
     def read(self, sample_ids: np.ndarray) -> list[bytes]:
@@ -42,8 +42,8 @@ class Nodes:
         count: Number of nodes.
 
     Attributes:
-        readers: Reader of each node; a restart uses the present one.
-        running: Each node, or None if it was killed.
+        readers: Reader of each node. A test may replace one; `restart` then uses the new reader.
+        running: Each running node; None in the place of a killed one.
         endpoints: Address of each node, the same after a restart.
     """
 
@@ -59,10 +59,12 @@ class Nodes:
         return StoreNode(reader, node=node, nodes=len(self.readers), port=port)
 
     def kill(self, node: int) -> None:
+        """Close a node, so that its address refuses connections."""
         running = self.running[node]
         if running:
             running.close()
         self.running[node] = None
 
     def restart(self, node: int) -> None:
+        """Start a killed node again at its old address."""
         self.running[node] = self._start(node, int(self.endpoints[node].rpartition(":")[2]))

@@ -1,4 +1,7 @@
-"""Reuse: layers overwrite their input with its gradient, exactly, if there is no other reader."""
+"""Tests of memory reuse: a layer writes the gradient of its input over the input.
+
+Gradients must be the same as without reuse. An input that has another reader must stay.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,21 @@ from lightning_dlres.memory.execute.reuse.install import ReusingForward, patch_r
 from tests.support.examples import examples
 from tests.support.scripted_policy import ScriptedEngine
 
-ACTIONS = [*MemoryAction, None]  # None: each action in turn
+# Actions for saved storages. None: each action in turn.
+ACTIONS = [*MemoryAction, None]
 
 
-def engine(action: MemoryAction | None = MemoryAction.KEEP, late: bool = False) -> ScriptedEngine:
-    every = list(MemoryAction)
-    return ScriptedEngine(lambda number, _: action or every[number % len(every)], late=late)
+def scripted_engine(
+    action: MemoryAction | None = MemoryAction.KEEP, late: bool = False
+) -> ScriptedEngine:
+    """Return an engine that treats every saved storage by `action`.
+
+    Args:
+        action: Action for all storages. None: each action in turn.
+        late: True: copies happen at the last allowed time.
+    """
+    actions = list(MemoryAction)
+    return ScriptedEngine(lambda number, _: action or actions[number % len(actions)], late=late)
 
 
 class Layers(nn.Sequential):
@@ -37,6 +49,7 @@ class Layers(nn.Sequential):
         return super().forward(x * 1.0)
 
 
+# Layers by name: constructor, and shape of the input.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(6, 4), (3, 5, 6)),
     "linear without bias": (lambda: nn.Linear(6, 4, bias=False), (7, 6)),
@@ -63,170 +76,179 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def gradients(net: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:
-    """Return the loss, all gradients, and the buffers."""
+def backward_results(net: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:
+    """Run backward; return the loss, all gradients, and the buffers."""
     tensors = [x, *net.parameters()]
     for tensor in tensors:
         tensor.grad = None
     loss.backward()
-    found = [t.grad for t in tensors if t.grad is not None]
-    return [loss.detach(), *found, *(b.clone() for b in net.buffers())]
+    grads = [t.grad for t in tensors if t.grad is not None]
+    return [loss.detach(), *grads, *(b.clone() for b in net.buffers())]
 
 
-def require_same(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    assert len(expected) == len(found) > 0
-    for one, other in zip(expected, found, strict=True):
-        assert torch.equal(one, other)
+def assert_equal_tensors(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> None:
+    assert len(expected) == len(actual) > 0
+    for expected_tensor, actual_tensor in zip(expected, actual, strict=True):
+        assert torch.equal(expected_tensor, actual_tensor)
 
 
-class Watching:
-    """Owner that counts the memory that it hands over."""
+class CountingOwner:
+    """Owner that counts the storages that it lets layers overwrite."""
 
     def __init__(self, scripted: ScriptedEngine) -> None:
-        self._owner, self.handed_over = scripted.owner, 0
+        self._owner, self.num_reused = scripted.owner, 0
         self.recording_unpacked = scripted.owner.recording_unpacked
 
     def take_ownership(self, tensor: Tensor, unpacked: list[Any]) -> bool:
-        found = self._owner.take_ownership(tensor, unpacked)
-        self.handed_over += found
-        return found
+        is_granted = self._owner.take_ownership(tensor, unpacked)
+        self.num_reused += is_granted
+        return is_granted
 
 
-def names_of(net: nn.Module) -> list[str]:
+def leaf_names(net: nn.Module) -> list[str]:
     return [name for name, module in net.named_modules() if name and not list(module.children())]
 
 
-class Refusing(Watching):
-    """Owner that hands no memory over."""
+class RefusingOwner(CountingOwner):
+    """Owner that lets layers overwrite no storage, so that gradients get separate memory."""
 
     def take_ownership(self, tensor: Tensor, unpacked: list[Any]) -> bool:
         return False
 
 
-def trained(
+def run_step(
     net: nn.Module,
     shape: tuple[int, ...],
     scripted: ScriptedEngine | None,
-    owner_of: Callable[[ScriptedEngine], Watching] = Watching,
+    owner_of: Callable[[ScriptedEngine], CountingOwner] = CountingOwner,
 ) -> tuple[list[Tensor], int]:
-    """Return the results of a step, and how often memory was reused."""
+    """Run a step on a copy of `net`; return its results and the number of reused storages.
+
+    Args:
+        net: Module to copy.
+        shape: Shape of the input.
+        scripted: Engine of the step. None: plain autograd.
+        owner_of: Returns the owner that decides on reuse.
+    """
     torch.manual_seed(3)
     net = copy.deepcopy(net)
     x = torch.randn(shape, requires_grad=True)
     if scripted is None:
-        return gradients(net, x, net(x).square().sum()), 0
+        return backward_results(net, x, net(x).square().sum()), 0
     owner = owner_of(scripted)
     with (
         scripted.hooks([*net.parameters(), *net.buffers()]),
-        patch_reuse(net, names_of(net), owner),
+        patch_reuse(net, leaf_names(net), owner),
     ):
         loss = net(x).square().sum()
-    return gradients(net, x, loss), owner.handed_over
+    return backward_results(net, x, loss), owner.num_reused
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradients_equal_those_in_separate_memory(
+def test_reuse_gives_the_gradients_of_separate_memory(
     name: str, action: MemoryAction | None, late: bool
 ) -> None:
     make, shape = LAYERS[name]
     torch.manual_seed(1)
     net = Layers(make())
-    separate, _ = trained(net, shape, engine(), Refusing)
-    found, handed_over = trained(net, shape, engine(action, late))
-    require_same(separate, found)
-    assert handed_over == (0 if "relu" in name else 1)
-    for expected, one in zip(trained(net, shape, None)[0], found, strict=True):
-        torch.testing.assert_close(one, expected)
-        # A convolution of fewer samples may add sums up in another order.
-        assert "conv" in name or torch.equal(one, expected)
+    separate, _ = run_step(net, shape, scripted_engine(), RefusingOwner)
+    reused, num_reused = run_step(net, shape, scripted_engine(action, late))
+    assert_equal_tensors(separate, reused)
+    assert num_reused == (0 if "relu" in name else 1)
+    for expected, actual in zip(run_step(net, shape, None)[0], reused, strict=True):
+        torch.testing.assert_close(actual, expected)
+        # A convolution with reuse works on a part of the batch, which may add in another order.
+        assert "conv" in name or torch.equal(actual, expected)
 
 
-def block(*layers: nn.Module) -> nn.Module:
-    return Layers(*layers)
-
-
+# Nets by name: constructor, shape of the input, and number of storages to reuse.
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "gelu, linear": (lambda: block(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)), (5, 6), 3),
-    "norm, linear": (lambda: block(nn.LayerNorm(6), nn.Linear(6, 4)), (5, 6), 2),
+    "gelu, linear": (lambda: Layers(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)), (5, 6), 3),
+    "norm, linear": (lambda: Layers(nn.LayerNorm(6), nn.Linear(6, 4)), (5, 6), 2),
     "conv, relu, conv": (
-        lambda: block(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+        lambda: Layers(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)),
         (8, 3, 9, 9),
         2,
     ),
     "relu in place": (
-        lambda: block(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)),
+        lambda: Layers(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)),
         (8, 3, 9, 9),
         2,
     ),
     "channels last": (
-        lambda: block(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(
+        lambda: Layers(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(
             memory_format=torch.channels_last  # type: ignore[call-overload]
         ),
         (8, 3, 9, 9),
         2,
     ),
     "batch norm, relu": (
-        lambda: block(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+        lambda: Layers(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
         (8, 3, 9, 9),
         3,
     ),
-    "silu, group norm": (lambda: block(nn.SiLU(), nn.GroupNorm(2, 6)), (9, 6, 5), 2),
+    "silu, group norm": (lambda: Layers(nn.SiLU(), nn.GroupNorm(2, 6)), (9, 6, 5), 2),
 }
 
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", NETS)
 def test_consecutive_layers_reuse_memory(name: str, action: MemoryAction | None) -> None:
-    make, shape, count = NETS[name]
+    make, shape, expected_reuses = NETS[name]
     torch.manual_seed(1)
     net = make()
-    separate, _ = trained(net, shape, engine(), Refusing)
-    scripted = engine(action)
-    found, handed_over = trained(net, shape, scripted)
-    require_same(separate, found)
-    assert handed_over == count
-    for expected, one in zip(trained(net, shape, None)[0], found, strict=True):
-        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+    separate, _ = run_step(net, shape, scripted_engine(), RefusingOwner)
+    scripted = scripted_engine(action)
+    reused, num_reused = run_step(net, shape, scripted)
+    assert_equal_tensors(separate, reused)
+    assert num_reused == expected_reuses
+    for expected, actual in zip(run_step(net, shape, None)[0], reused, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     scripted.forget()
     assert scripted.byte_counter.now == 0
     assert scripted.tier.used_bytes == 0
 
 
-class Reader(nn.Module):
-    """Linear layer whose input has another reader."""
+class SharedInput(nn.Module):
+    """Linear layer whose input has another reader.
 
-    def __init__(self, how: str) -> None:
+    Args:
+        reader: Kind of the other reader, a key of `REUSES_BY_READER`.
+    """
+
+    def __init__(self, reader: str) -> None:
         super().__init__()
-        self.how, self.linear, self.other = how, nn.Linear(6, 4), nn.Linear(6, 4)
-        self.kept: Any = None
+        self.reader, self.linear, self.other = reader, nn.Linear(6, 4), nn.Linear(6, 4)
+        self.other_reference: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1.0
-        if self.how == "earlier":
+        if self.reader == "earlier":
             return x.sin().sum() + self.linear(x)
-        if self.how == "later":
+        if self.reader == "later":
             y = self.linear(x)
             return (x * x).sum() + y
-        if self.how == "output":
+        if self.reader == "output":
             x = x.sigmoid()
         y = self.linear(x)
-        keep = {
+        make_reference = {
             "python": lambda: x,
             "view": lambda: x[1:],
             "detached": lambda: x.detach(),
             "numpy": lambda: x.detach().numpy(),
             "storage": lambda: x.untyped_storage(),
-        }.get(self.how)
-        self.kept = keep() if keep is not None else None
-        if self.how == "functional":
+        }.get(self.reader)
+        self.other_reference = make_reference() if make_reference is not None else None
+        if self.reader == "functional":
             return y + nn.functional.linear(x, self.other.weight)
         return y
 
 
-# Other reader of the input, and how often memory may be reused. Backward runs in reverse order.
-HOW = {
+# Number of storages that may be reused, by the other reader of the input. Backward runs in reverse
+# order: readers that come later in forward have finished before the linear layer starts.
+REUSES_BY_READER = {
     "earlier": 0,
     "output": 0,
     "later": 1,
@@ -236,24 +258,24 @@ HOW = {
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("reader", REUSES_BY_READER)
 def test_memory_with_other_readers_is_not_overwritten(
-    how: str, action: MemoryAction | None
+    reader: str, action: MemoryAction | None
 ) -> None:
     torch.manual_seed(1)
-    net = Reader(how)
+    net = SharedInput(reader)
     torch.manual_seed(3)
     x = torch.randn(5, 6, requires_grad=True)
-    plain = gradients(net, x, net(x).square().sum())
-    scripted = engine(action)
-    owner = Watching(scripted)
+    plain = backward_results(net, x, net(x).square().sum())
+    scripted = scripted_engine(action)
+    owner = CountingOwner(scripted)
     with scripted.hooks(net.parameters()), patch_reuse(net, ["linear"], owner):
         loss = net(x).square().sum()
-    before = None if net.kept is None else _bytes_of(net.kept)
-    require_same(plain, gradients(net, x, loss))
-    assert owner.handed_over == HOW[how]
+    before = None if net.other_reference is None else _bytes_of(net.other_reference)
+    assert_equal_tensors(plain, backward_results(net, x, loss))
+    assert owner.num_reused == REUSES_BY_READER[reader]
     if before is not None:
-        assert before == _bytes_of(net.kept)
+        assert before == _bytes_of(net.other_reference)
 
 
 def _bytes_of(value: Any) -> bytes:
@@ -279,14 +301,14 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("action", ACTIONS)
 def test_the_last_of_several_readers_reuses_the_memory(action: MemoryAction | None) -> None:
     net = Attention()
-    plain, _ = trained(net, (2, 5, 6), None)
-    found, handed_over = trained(net, (2, 5, 6), engine(action))
-    require_same(plain, found)
-    assert handed_over == 2
+    plain, _ = run_step(net, (2, 5, 6), None)
+    reused, num_reused = run_step(net, (2, 5, 6), scripted_engine(action))
+    assert_equal_tensors(plain, reused)
+    assert num_reused == 2
 
 
-def deep() -> nn.Module:
-    return block(
+def deep_net() -> nn.Module:
+    return Layers(
         nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6)
     )
 
@@ -295,24 +317,24 @@ def deep() -> nn.Module:
 def test_a_retained_graph_keeps_its_storages(action: MemoryAction | None) -> None:
     def step(scripted: ScriptedEngine | None) -> tuple[list[Tensor], int]:
         torch.manual_seed(3)
-        net = deep()
+        net = deep_net()
         x = torch.randn(5, 6, requires_grad=True)
         if scripted is None:
             loss, count = net(x).square().sum(), 0
             loss.backward(retain_graph=True)
-            return gradients(net, x, loss), count
-        owner = Watching(scripted)
-        with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), owner):
+            return backward_results(net, x, loss), count
+        owner = CountingOwner(scripted)
+        with scripted.hooks(net.parameters()), patch_reuse(net, leaf_names(net), owner):
             loss = net(x).square().sum()
         loss.backward(retain_graph=True)
-        assert owner.handed_over == 0
-        return gradients(net, x, loss), owner.handed_over
+        assert owner.num_reused == 0
+        return backward_results(net, x, loss), owner.num_reused
 
-    require_same(step(None)[0], step(engine(action))[0])
+    assert_equal_tensors(step(None)[0], step(scripted_engine(action))[0])
 
 
 def test_a_second_backward_raises_an_error_that_names_the_cause() -> None:
-    net, scripted = Reader("later"), engine()
+    net, scripted = SharedInput("later"), scripted_engine()
     x = torch.randn(5, 6, requires_grad=True)
     with scripted.hooks(net.parameters()), patch_reuse(net, ["linear"], scripted.owner):
         loss = net(x).square().sum()
@@ -322,7 +344,7 @@ def test_a_second_backward_raises_an_error_that_names_the_cause() -> None:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_double_backward(action: MemoryAction | None) -> None:
+def test_double_backward_gives_the_gradients_of_plain_autograd(action: MemoryAction | None) -> None:
     layers = {name: make for name, (make, _) in LAYERS.items()}
     for name, make in layers.items():
         torch.manual_seed(1)
@@ -332,47 +354,47 @@ def test_double_backward(action: MemoryAction | None) -> None:
             scripted: ScriptedEngine | None, net: nn.Module = net, shape: Any = shape
         ) -> list[Tensor]:
             torch.manual_seed(3)
-            own = copy.deepcopy(net)
+            copied = copy.deepcopy(net)
             x = torch.randn(shape, requires_grad=True, dtype=torch.float64)
 
             def loss() -> Tensor:
-                y = own(x).square().sum()
+                y = copied(x).square().sum()
                 (first,) = torch.autograd.grad(y, x, create_graph=True)
                 return y + first.square().sum()
 
             if scripted is None:
-                return gradients(own, x, loss())
-            stays = [*own.parameters(), *own.buffers()]
-            with scripted.hooks(stays), patch_reuse(own, names_of(own), scripted.owner):
-                found = loss()
-            return gradients(own, x, found)
+                return backward_results(copied, x, loss())
+            exempt = [*copied.parameters(), *copied.buffers()]
+            with scripted.hooks(exempt), patch_reuse(copied, leaf_names(copied), scripted.owner):
+                result = loss()
+            return backward_results(copied, x, result)
 
-        for one, other in zip(step(None), step(engine(action)), strict=True):
-            torch.testing.assert_close(one, other)
+        for plain, reused in zip(step(None), step(scripted_engine(action)), strict=True):
+            torch.testing.assert_close(plain, reused)
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "gelu", "relu", "layer norm"])
-def test_autocast(name: str) -> None:
+def test_reuse_under_autocast_gives_the_gradients_of_separate_memory(name: str) -> None:
     make, shape = LAYERS[name]
     torch.manual_seed(1)
     net = Layers(make())
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        plain, _ = trained(net, shape, None)
-        separate, _ = trained(net, shape, engine(), Refusing)
-        found, handed_over = trained(net, shape, engine())
-    require_same(separate, found)
+        plain, _ = run_step(net, shape, None)
+        separate, _ = run_step(net, shape, scripted_engine(), RefusingOwner)
+        reused, num_reused = run_step(net, shape, scripted_engine())
+    assert_equal_tensors(separate, reused)
     if name != "conv2d":
-        require_same(plain, found)
-    assert handed_over == (name in ("linear", "conv2d", "gelu"))
+        assert_equal_tensors(plain, reused)
+    assert num_reused == (name in ("linear", "conv2d", "gelu"))
 
 
 def test_patches_keep_class_state_dict_and_hooks() -> None:
-    net, scripted, calls = deep(), engine(), []
+    net, scripted, calls = deep_net(), scripted_engine(), []
     keys, kinds = list(net.state_dict()), [type(m) for m in net.modules()]
     net[0].register_forward_hook(lambda *_: calls.append("forward"))
     net[0].register_full_backward_hook(lambda *_: calls.append("backward"))
     x = torch.randn(5, 6, requires_grad=True)
-    with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), scripted.owner):
+    with scripted.hooks(net.parameters()), patch_reuse(net, leaf_names(net), scripted.owner):
         assert list(net.state_dict()) == keys
         assert [type(m) for m in net.modules()] == kinds
         net(x).sum().backward()
@@ -383,44 +405,45 @@ def test_patches_keep_class_state_dict_and_hooks() -> None:
 
 
 def test_a_copied_module_does_not_reuse_memory() -> None:
-    net, scripted = deep(), engine()
-    with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), scripted.owner):
+    net, scripted = deep_net(), scripted_engine()
+    with scripted.hooks(net.parameters()), patch_reuse(net, leaf_names(net), scripted.owner):
         other = copy.deepcopy(net)
-    own = [m for m in other.modules() if "forward" in vars(m)]
-    assert own
-    for module in own:
+    patched = [m for m in other.modules() if "forward" in vars(m)]
+    assert patched
+    for module in patched:
         forward = vars(module)["forward"]
         assert isinstance(forward, ReusingForward)
         assert forward.module is module
         assert forward.owner is None
 
 
-class Own(nn.Linear):
+class LinearSubclass(nn.Linear):
     """Subclass, which has no formula."""
 
 
-UNFIT: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
-    "subclass": (Own(6, 4), lambda: torch.randn(5, 6)),
+# Calls that no formula covers: module, and constructor of the input.
+UNSUPPORTED: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
+    "subclass": (LinearSubclass(6, 4), lambda: torch.randn(5, 6)),
     "transposed": (nn.Linear(6, 4), lambda: torch.randn(6, 5).T),
-    "part": (nn.Linear(6, 4), lambda: torch.randn(5, 12)[:, :6]),
-    "dtypes": (nn.Linear(6, 4), lambda: torch.randn(5, 6).double()),
-    "features": (nn.Linear(6, 4), lambda: torch.randn(5, 7)),
+    "strided rows": (nn.Linear(6, 4), lambda: torch.randn(5, 12)[:, :6]),
+    "mixed dtypes": (nn.Linear(6, 4), lambda: torch.randn(5, 6).double()),
+    "wrong features": (nn.Linear(6, 4), lambda: torch.randn(5, 7)),
     "circular": (
         nn.Conv2d(3, 4, 3, padding_mode="circular", padding=1),
         lambda: torch.randn(4, 3, 9, 9),
     ),
-    "uneven": (nn.Conv2d(3, 4, 2, padding="same"), lambda: torch.randn(4, 3, 9, 9)),
+    "uneven padding": (nn.Conv2d(3, 4, 2, padding="same"), lambda: torch.randn(4, 3, 9, 9)),
     "no batch": (nn.Conv2d(3, 4, 3), lambda: torch.randn(3, 9, 9)),
-    "one": (nn.Conv2d(3, 4, 3), lambda: torch.randn(1, 3, 9, 9)),
-    "channels": (nn.BatchNorm2d(4), lambda: torch.randn(4, 3, 9, 9)),
-    "other": (nn.Dropout(), lambda: torch.randn(5, 6)),
+    "one sample": (nn.Conv2d(3, 4, 3), lambda: torch.randn(1, 3, 9, 9)),
+    "wrong channels": (nn.BatchNorm2d(4), lambda: torch.randn(4, 3, 9, 9)),
+    "layer without a formula": (nn.Dropout(), lambda: torch.randn(5, 6)),
     "in place": (nn.SiLU(inplace=True), lambda: torch.randn(5, 6)),
 }
 
 
-@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_calls_without_a_formula_run_the_modules_own_forward(name: str) -> None:
-    module, make = UNFIT[name]
+    module, make = UNSUPPORTED[name]
     x = make().requires_grad_()
     assert match_formula(module, [x.view_as(x)], {}) is None
     with torch.no_grad():
@@ -442,18 +465,20 @@ def test_signs_round_trip(values: list[float], times: int, dtype: torch.dtype) -
     assert torch.equal(_mask(signs, tensor.shape, tensor.stride()), ~(tensor <= 0))
 
 
-def test_signs_of_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_round_trip_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dlres.memory.execute.reuse.activations._CHUNK", 64)
     tensor = torch.randn(7, 3, 5, 4).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     mask = _mask(signs_of(tensor), tensor.shape, tensor.stride())
     assert torch.equal(mask, tensor > 0)
     x = torch.randn(7, 3, 5, 4, requires_grad=True)
-    net = block(nn.ReLU())
-    require_same(trained(net, x.shape, None)[0], trained(net, x.shape, engine())[0])
+    net = Layers(nn.ReLU())
+    assert_equal_tensors(
+        run_step(net, x.shape, None)[0], run_step(net, x.shape, scripted_engine())[0]
+    )
 
 
-@pytest.mark.parametrize("how", ["add", "set", "relu"])
-def test_outputs_may_be_changed_in_place(how: str) -> None:
+@pytest.mark.parametrize("operation", ["add", "set", "relu"])
+def test_a_change_of_the_output_in_place_gives_the_plain_gradients(operation: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -462,20 +487,22 @@ def test_outputs_may_be_changed_in_place(how: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = x * 1.0
             y = self.linear(x)
-            if how == "add":
+            if operation == "add":
                 y += x
-            elif how == "set":
+            elif operation == "set":
                 y[:, 0] = 0.0
             else:
                 y = y.relu_()
             return y
 
     net = Net()
-    require_same(trained(net, (2, 5, 6), None)[0], trained(net, (2, 5, 6), engine())[0])
+    assert_equal_tensors(
+        run_step(net, (2, 5, 6), None)[0], run_step(net, (2, 5, 6), scripted_engine())[0]
+    )
 
 
-class Stops(torch.autograd.Function):
-    """Function without a gradient."""
+class UndefinedGradient(torch.autograd.Function):
+    """Function whose backward returns an undefined gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -487,17 +514,17 @@ class Stops(torch.autograd.Function):
 
 
 def test_an_undefined_gradient_stays_undefined() -> None:
-    net = block(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
+    net = Layers(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
     x = torch.randn(5, 6, requires_grad=True)
-    scripted = engine()
-    with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), scripted.owner):
-        loss = Stops.apply(net(x)).sum() + x.sum()
+    scripted = scripted_engine()
+    with scripted.hooks(net.parameters()), patch_reuse(net, leaf_names(net), scripted.owner):
+        loss = UndefinedGradient.apply(net(x)).sum() + x.sum()
     loss.backward()
     assert all(p.grad is None for p in net.parameters())
 
 
 def test_a_shallow_copy_computes_with_its_own_weights() -> None:
-    net, scripted, tracker = nn.Linear(6, 4), engine(), CallTracker()
+    net, scripted, tracker = nn.Linear(6, 4), scripted_engine(), CallTracker()
     root, x = nn.Sequential(net), torch.randn(5, 6, requires_grad=True)
     with (
         scripted.hooks(net.parameters()),
@@ -511,33 +538,33 @@ def test_a_shallow_copy_computes_with_its_own_weights() -> None:
 
 
 def test_memory_of_an_array_is_not_written_to() -> None:
-    net, scripted = nn.Linear(6, 4), engine()
+    net, scripted = nn.Linear(6, 4), scripted_engine()
     array = np.ones((5, 6), np.float32)
     position = nn.Parameter(torch.ones(6))
-    owner = Watching(scripted)
+    owner = CountingOwner(scripted)
     with scripted.hooks(net.parameters()), patch_reuse(nn.Sequential(net), ["0"], owner):
         x = torch.from_numpy(array)
         x += position
         loss = net(x).sum()
         del x
     loss.backward()
-    assert owner.handed_over == 0
+    assert owner.num_reused == 0
     assert (array == 2.0).all()
 
 
 def test_memory_that_another_process_shares_is_not_written_to() -> None:
-    net, scripted = nn.Linear(6, 4), engine()
-    owner = Watching(scripted)
+    net, scripted = nn.Linear(6, 4), scripted_engine()
+    owner = CountingOwner(scripted)
     with scripted.hooks(net.parameters()), patch_reuse(nn.Sequential(net), ["0"], owner):
         x = torch.randn(5, 6, requires_grad=True) * 1.0
         x.detach().share_memory_()
         loss = net(x).sum()
         del x
     loss.backward()
-    assert owner.handed_over == 0
+    assert owner.num_reused == 0
 
 
-def test_gradients_in_another_layout_equal_plain_ones() -> None:
+def test_gradients_in_another_layout_keep_their_strides() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -548,7 +575,7 @@ def test_gradients_in_another_layout_equal_plain_ones() -> None:
 
     net = Net()
     strides = []
-    for scripted in (None, engine()):
+    for scripted in (None, scripted_engine()):
         x = torch.randn(2, 3, 4, 5, requires_grad=True)
         inner = x * 1.0
         inner.register_hook(lambda gradient: strides.append(gradient.stride()))
@@ -564,16 +591,16 @@ def test_gradients_in_another_layout_equal_plain_ones() -> None:
     assert strides[0] == strides[1]
 
 
-def test_many_gradients_at_once() -> None:
-    net = block(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
+def test_batched_gradients_equal_those_of_plain_autograd() -> None:
+    net = Layers(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
     x = torch.randn(5, 6, requires_grad=True)
     many = torch.randn(3, 5, 4)
 
     def step() -> Tensor:
-        (found,) = torch.autograd.grad(net(x), x, many, is_grads_batched=True)
-        return found
+        (gradient,) = torch.autograd.grad(net(x), x, many, is_grads_batched=True)
+        return gradient
 
-    plain, scripted = step(), engine()
-    with scripted.hooks(net.parameters()), patch_reuse(net, names_of(net), scripted.owner):
-        found = step()
-    torch.testing.assert_close(found, plain)
+    plain, scripted = step(), scripted_engine()
+    with scripted.hooks(net.parameters()), patch_reuse(net, leaf_names(net), scripted.owner):
+        reused = step()
+    torch.testing.assert_close(reused, plain)

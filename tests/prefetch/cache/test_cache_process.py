@@ -1,6 +1,6 @@
-"""Process that keeps a host's cache, and the loaders that use it.
+"""Tests of the cache process of a host, and of the loaders that use it.
 
-Bytes, order and counts are right, and every process cleans up, even if another one is killed.
+They check bytes, order and counts, and that every process cleans up, even if another is killed.
 """
 
 from __future__ import annotations
@@ -59,9 +59,18 @@ def checked_id(sample: Sample) -> int:
     return sample.sample_id
 
 
-def loader(
+def open_loader(
     stack: ExitStack, source: Any, name: str = "t", ranks: Ranks | None = None, **options: Any
 ) -> PrefetchLoader:
+    """Open a loader that `stack` closes, with a small cache.
+
+    Args:
+        stack: Stack of the test.
+        source: Source of the samples.
+        name: Name of the cache.
+        ranks: Rank of the loader; None: the only rank.
+        options: Further arguments of `host_config` or `PrefetchLoader`.
+    """
     loader_options = (
         "batch_size",
         "shuffle",
@@ -73,7 +82,7 @@ def loader(
         "worker_type",
     )
     cache = {key: value for key, value in options.items() if key not in loader_options}
-    # These tests are about the cache; by default a folder is read without one.
+    # Without `storage`, a loader would read a folder directly and start no cache.
     storage = "embedded" if isinstance(source, Path) else "auto"
     config = host_config(
         source, **{"capacity": "16KiB", "prefetch": 8, "storage": storage, **cache}
@@ -84,7 +93,10 @@ def loader(
 
 
 def cache_processes(directory: Path = Path("/")) -> list[int]:
-    """Return the pids of caches whose locks are in a directory: other tests may run, too."""
+    """Return the pids of the processes that hold locks of caches in a directory.
+
+    The directory keeps out the caches of other tests that run at the same time.
+    """
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -114,7 +126,7 @@ def cache_processes(directory: Path = Path("/")) -> list[int]:
 def test_every_sample_comes_once_in_the_order_of_the_epoch(
     stack: ExitStack, folder: Path, options: dict[str, Any]
 ) -> None:
-    batches = loader(stack, folder, seed=5, **options)
+    batches = open_loader(stack, folder, seed=5, **options)
     for epoch in range(3):
         epoch_batches = list(batches)
         assert len(epoch_batches) == len(batches) == 14
@@ -124,9 +136,9 @@ def test_every_sample_comes_once_in_the_order_of_the_epoch(
     assert metrics.samples == 3 * SAMPLES
 
 
-def test_counts_without_lookahead_equal_the_model(stack: ExitStack, folder: Path) -> None:
+def test_counts_without_lookahead_equal_the_predicted_ones(stack: ExitStack, folder: Path) -> None:
     for capacity in (400, 1500, 4000, 40_000):
-        batches = loader(
+        batches = open_loader(
             stack, folder, f"m{capacity}", storage="embedded", lookahead=0, capacity=capacity
         )
         for _ in batches:
@@ -143,7 +155,7 @@ def test_counts_without_lookahead_equal_the_model(stack: ExitStack, folder: Path
 
 def test_ranks_share_a_cache_and_each_gets_its_samples(stack: ExitStack, folder: Path) -> None:
     ranks = [
-        loader(stack, folder, "r", Ranks(rank, 3, (0, 2)), batch_size=4, storage="files")
+        open_loader(stack, folder, "r", Ranks(rank, 3, (0, 2)), batch_size=4, storage="files")
         for rank in (0, 2)
     ]
     iterators = [iter(batches) for batches in ranks]
@@ -158,22 +170,22 @@ def test_ranks_share_a_cache_and_each_gets_its_samples(stack: ExitStack, folder:
     assert ranks[0].metrics().requested_samples >= len(order[0::3]) + len(order[2::3])
 
 
-def test_a_resume_continues_with_the_very_next_sample(stack: ExitStack, folder: Path) -> None:
-    first = loader(stack, folder, "a", seed=9)
+def test_a_resume_repeats_and_skips_no_sample(stack: ExitStack, folder: Path) -> None:
+    first = open_loader(stack, folder, "a", seed=9)
     list(first)
     seen, iterator = [], iter(first)
     for _ in range(4):
         seen.extend(next(iterator).tolist())
     state = first.state_dict()
     assert state == {**state, "epoch": 1, "consumed": 28, "batches": 4, "seed": 9}
-    # Other ranks and another batch size share the rest of the epoch.
+    # Resume with two ranks and another batch size: they share the rest of the epoch.
     rest: list[list[int]] = []
     for rank in range(2):
-        second = loader(stack, folder, f"b{rank}", Ranks(rank, 2, (rank,)), batch_size=5)
+        second = open_loader(stack, folder, f"b{rank}", Ranks(rank, 2, (rank,)), batch_size=5)
         second.load_state_dict(state)
         assert len(second) == 4 + 7
         rest.append([number for batch in second for number in batch.tolist()])
-        # The next epoch is a whole one again.
+        # The next epoch has all samples again.
         assert len(second) == 10
         end = second.state_dict()
         assert (end["epoch"], end["consumed"], end["batches"]) == (2, 0, 0)
@@ -185,34 +197,38 @@ def test_a_resume_continues_with_the_very_next_sample(stack: ExitStack, folder: 
 def test_a_state_of_another_data_set_is_refused(
     stack: ExitStack, folder: Path, tmp_path: Path
 ) -> None:
-    state = loader(stack, folder).state_dict()
+    state = open_loader(stack, folder).state_dict()
     put([b"x"] * SAMPLES, tmp_path)
-    other = loader(stack, tmp_path, "other")
+    other = open_loader(stack, tmp_path, "other")
     with pytest.raises(ConfigError, match="must be of this data set"):
         other.load_state_dict(state)
     with pytest.raises(ConfigError, match="version"):
         other.load_state_dict({})
 
 
-def test_an_epoch_left_early_is_followed_by_the_next(stack: ExitStack, folder: Path) -> None:
-    batches = loader(stack, folder)
+def test_the_next_epoch_follows_one_that_was_not_read_to_its_end(
+    stack: ExitStack, folder: Path
+) -> None:
+    batches = open_loader(stack, folder)
     next(iter(batches))
-    iter(batches)  # never used
+    iter(batches)  # Reads no batch, so it does not count as an epoch.
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 1).tolist()
 
 
-def test_the_seed_of_a_sample_depends_only_on_the_epoch(stack: ExitStack, folder: Path) -> None:
+def test_the_seed_of_a_sample_depends_on_the_epoch_and_not_on_ranks_or_workers(
+    stack: ExitStack, folder: Path
+) -> None:
     def seeds(sample: Sample) -> Any:
         return sample.sample_id, sample.seed
 
-    alone = loader(stack, folder, "a", decode=seeds, collate=dict)
+    alone = open_loader(stack, folder, "a", decode=seeds, collate=dict)
     seeds_of_epoch = [{}, {}]
     for epoch in range(2):
         for batch in alone:
             seeds_of_epoch[epoch].update(batch)
     assert seeds_of_epoch[0].keys() == seeds_of_epoch[1].keys()
     assert not set(seeds_of_epoch[0].values()) & set(seeds_of_epoch[1].values())
-    second = loader(
+    second = open_loader(
         stack, folder, "b", Ranks(1, 2, (1,)), decode=seeds, collate=dict, num_workers=2
     )
     for batch in second:
@@ -220,32 +236,34 @@ def test_the_seed_of_a_sample_depends_only_on_the_epoch(stack: ExitStack, folder
 
 
 def test_a_sample_stays_while_a_view_of_it_is_alive(stack: ExitStack, folder: Path) -> None:
-    batches = loader(
+    batches = open_loader(
         stack, folder, decode=lambda s: s, collate=lambda s: s, capacity="8KiB", batch_size=1
     )
     views: dict[int, Any] = {}
     for epoch in range(4):
-        for at, (sample,) in enumerate(batches):
-            if epoch == 0 and at in (3, 7, 20):
-                views[sample.sample_id] = (sample.data, sample.tensor(), sample.array[1:])[at % 3]
+        for index, (sample,) in enumerate(batches):
+            if epoch == 0 and index in (3, 7, 20):
+                views[sample.sample_id] = (sample.data, sample.tensor(), sample.array[1:])[
+                    index % 3
+                ]
             del sample
-    for sample_id, held in views.items():
+    for sample_id, view in views.items():
         expected = bytes_of(sample_id)
         assert (
-            bytes(held) == expected
-            or bytes(held) == expected[1:]
-            or (isinstance(held, torch.Tensor) and held.numpy().tobytes() == expected)
+            bytes(view) == expected
+            or bytes(view) == expected[1:]
+            or (isinstance(view, torch.Tensor) and view.numpy().tobytes() == expected)
         )
-    del held
+    del view
     views.clear()
     gc.collect()
 
 
 def test_more_samples_may_be_held_than_fit_into_the_cache(stack: ExitStack, folder: Path) -> None:
-    batches = loader(
+    batches = open_loader(
         stack, folder, decode=lambda s: s, collate=lambda s: s, capacity=500, batch_size=3
     )
-    # All samples of an epoch at once, in a cache that has room for two or three.
+    # Hold all samples of an epoch at once. The cache has space for two or three.
     held = [sample for batch in batches for sample in batch]
     assert [bytes(sample.data) for sample in held] == [
         bytes_of(number) for number in shuffled(SAMPLES, 0, 0).tolist()
@@ -256,20 +274,20 @@ def test_more_samples_may_be_held_than_fit_into_the_cache(stack: ExitStack, fold
 
 
 def test_an_absent_rank_does_not_block_the_others(stack: ExitStack, folder: Path) -> None:
-    # Samples for the other rank fill the budget after a few batches.
-    batches = loader(stack, folder, ranks=Ranks(0, 2, (0, 1)), capacity=2000, batch_size=2)
+    # The other rank reads nothing, so its samples fill the budget after a few batches.
+    batches = open_loader(stack, folder, ranks=Ranks(0, 2, (0, 1)), capacity=2000, batch_size=2)
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[::2].tolist()
     assert batches.metrics().direct_samples > 20
 
 
 def test_held_samples_stay_after_their_loader_has_left(stack: ExitStack, folder: Path) -> None:
     options = {"decode": lambda s: s, "collate": lambda s: s, "capacity": "8KiB"}
-    first, second = (loader(stack, folder, "left", **options) for _ in range(2))
+    first, second = (open_loader(stack, folder, "left", **options) for _ in range(2))
     held = [sample for _, batch in zip(range(3), first, strict=False) for sample in batch]
     first.close()
     assert first.state_dict()["consumed"] == 21
     assert first._client is None
-    # The same cache goes on with the same memory.
+    # The other loader still uses the memory of this cache.
     for _ in range(4):
         for batch in second:
             del batch
@@ -285,17 +303,17 @@ def test_a_loader_that_is_garbage_collected_leaves_the_cache(
     iterator = iter(batches)
     next(iterator)
     pid = batches.client.joined.pid
-    # A cycle: only the garbage collector can free it, in any thread.
+    # A reference cycle: only the garbage collector frees the iterator, possibly in another thread.
     iterator.circle = iterator
     del batches, iterator
-    collecting = threading.Thread(target=gc.collect)
-    collecting.start()
-    collecting.join(30)
+    collector_thread = threading.Thread(target=gc.collect)
+    collector_thread.start()
+    collector_thread.join(30)
     wait_until(lambda: pid not in cache_processes(), "the cache's process has ended")
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_end_with_a_killed_parent_and_not_before(
+def test_workers_end_after_their_parent_was_killed(
     folder: Path, own_runtime_directory: Path, method: str
 ) -> None:
     reader, writer = os.pipe()
@@ -303,7 +321,7 @@ def test_workers_end_with_a_killed_parent_and_not_before(
     if not child:
         try:
             multiprocessing.set_start_method(method, force=True)
-            # Without this each worker imports torch itself.
+            # The fork server imports this module once. Otherwise each worker would import torch.
             multiprocessing.set_forkserver_preload([__name__])
             config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
             batches = PrefetchLoader(
@@ -328,7 +346,7 @@ def test_workers_end_with_a_killed_parent_and_not_before(
 
 
 def test_a_replaced_iterator_raises_an_error(stack: ExitStack, folder: Path) -> None:
-    batches = loader(stack, folder)
+    batches = open_loader(stack, folder)
     first = iter(batches)
     assert next(first).tolist() == shuffled(SAMPLES, 0, 0)[:7].tolist()
     second = iter(batches)
@@ -344,7 +362,7 @@ def test_a_failed_batch_is_not_skipped(stack: ExitStack, folder: Path) -> None:
         return checked_id(sample)
 
     broken = True
-    batches = loader(stack, folder, decode=decode)
+    batches = open_loader(stack, folder, decode=decode)
     iterator = iter(batches)
     next(iterator)
     for _ in range(2):
@@ -357,11 +375,11 @@ def test_a_failed_batch_is_not_skipped(stack: ExitStack, folder: Path) -> None:
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 0)[7:].tolist()
 
 
-def test_a_batch_counts_once_it_is_handed_over(stack: ExitStack, tmp_path: Path) -> None:
+def test_a_batch_counts_as_consumed_after_it_was_yielded(stack: ExitStack, tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number:02d}").write_bytes(bytes([number] * 10))
     order = shuffled(40, 0, 0).tolist()
-    batches = loader(stack, tmp_path, batch_size=4, decode=None, prefetch=4, timeout="1s")
+    batches = open_loader(stack, tmp_path, batch_size=4, decode=None, prefetch=4, timeout="1s")
     assert batches.data_set.samples == 40
     (tmp_path / f"{order[13]:02d}").unlink()
     delivered: list[int] = []
@@ -376,14 +394,14 @@ def test_an_interrupted_iterator_raises_an_error(stack: ExitStack, folder: Path)
     def decode(sample: Sample) -> int:
         raise KeyboardInterrupt
 
-    iterator = iter(loader(stack, folder, decode=decode))
+    iterator = iter(open_loader(stack, folder, decode=decode))
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     with pytest.raises(ConfigError, match="was interrupted"):
         next(iterator)
 
 
-def test_a_join_is_repeated_if_the_cache_ends_before_it_answers(
+def test_a_client_joins_again_if_the_cache_ends_before_it_answers(
     folder: Path, own_runtime_directory: Path
 ) -> None:
     config = host_config(folder, storage="embedded", capacity="16KiB", prefetch=8)
@@ -391,23 +409,23 @@ def test_a_join_is_repeated_if_the_cache_ends_before_it_answers(
     process.ensure(60)
     pids = cache_processes(own_runtime_directory)
     assert len(pids) == 1
-    # A stopped process serves nothing, but the system still accepts connections for it.
+    # A stopped process answers nothing, but the system still accepts connections to it.
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     clients: list[CacheClient] = []
-    joining = threading.Thread(target=lambda: clients.append(CacheClient("j", config)))
-    joining.start()
-    joining.join(1.0)
+    join_thread = threading.Thread(target=lambda: clients.append(CacheClient("j", config)))
+    join_thread.start()
+    join_thread.join(1.0)
     assert not clients
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    joining.join(60)
+    join_thread.join(60)
     assert clients[0].joined.pid not in pids
     clients[0].close()
 
 
 def test_the_bytes_of_samples_are_read_only(stack: ExitStack, folder: Path) -> None:
-    batches = loader(
+    batches = open_loader(
         stack, folder, decode=lambda s: s, collate=lambda s: s, pinned="1MiB", storage="files"
     )
     for _ in range(2):
@@ -416,7 +434,7 @@ def test_the_bytes_of_samples_are_read_only(stack: ExitStack, folder: Path) -> N
                 if len(sample):
                     with pytest.raises(TypeError):
                         sample.data[0] = 1
-                    # A tensor may be changed: it is a copy if others look at the same bytes.
+                    # A tensor may change: it is a copy if other objects share its bytes.
                     sample.tensor().add_(1)
                 del sample
             del batch
@@ -426,18 +444,18 @@ def test_the_bytes_of_samples_are_read_only(stack: ExitStack, folder: Path) -> N
             del sample
 
 
-def test_a_copied_loader_runs_through_the_epoch_on_its_own(stack: ExitStack, folder: Path) -> None:
-    batches = loader(stack, folder)
+def test_a_copied_loader_keeps_its_own_position(stack: ExitStack, folder: Path) -> None:
+    batches = open_loader(stack, folder)
     other = copy.deepcopy(batches)
     pairs = [(one.tolist(), two.tolist()) for one, two in zip(batches, other, strict=True)]
     assert all(one == two for one, two in pairs)
     other.close()
 
 
-def test_process_and_files_go_with_the_last_client(
+def test_the_process_and_its_files_are_removed_after_the_last_client(
     stack: ExitStack, folder: Path, own_runtime_directory: Path
 ) -> None:
-    batches = loader(stack, folder)
+    batches = open_loader(stack, folder)
     list(batches)
     pid = batches.client.joined.pid
     assert pid in cache_processes()
@@ -445,34 +463,34 @@ def test_process_and_files_go_with_the_last_client(
     wait_until(lambda: pid not in cache_processes(), "the cache's process has ended")
     wait_until(
         lambda: not list((own_runtime_directory / f"dlres-{os.getuid()}").iterdir()),
-        "files are gone",
+        "the files of the cache are gone",
     )
     # The loader can be used again.
     assert torch.cat(list(batches)).tolist() == shuffled(SAMPLES, 0, 1).tolist()
 
 
-def test_the_error_names_a_killed_cache_and_the_next_one_cleans_up(
+def test_a_killed_cache_is_an_error_and_the_next_cache_removes_its_files(
     stack: ExitStack, folder: Path, own_runtime_directory: Path
 ) -> None:
-    batches = loader(stack, folder, "k")
+    batches = open_loader(stack, folder, "k")
     iterator = iter(batches)
     next(iterator)
     os.kill(batches.client.joined.pid, signal.SIGKILL)
     with pytest.raises(PeerLostError, match="has ended"):
         list(iterator)
     batches.close()
-    second = loader(stack, folder, "k")
+    second = open_loader(stack, folder, "k")
     assert len(list(second)) == 14
     os.kill(second.client.joined.pid, signal.SIGKILL)
     second.close()
     process = HostProcess("k", host_config(folder, storage="embedded"))
     wait_until(lambda: not process.runs(), "the system has ended the killed process")
-    list(loader(stack, folder, "other"))
+    list(open_loader(stack, folder, "other"))
     assert not (own_runtime_directory / f"dlres-{os.getuid()}" / "k").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"capacity": 300}, "capacity must be at least the largest sample, .* got 300 B"),
         ({"capacity": "1PiB"}, "which this host has free"),
@@ -482,57 +500,57 @@ def test_the_error_names_a_killed_cache_and_the_next_one_cleans_up(
         ),
     ],
 )
-def test_a_cache_that_does_not_fit_is_refused(
-    stack: ExitStack, folder: Path, options: dict[str, Any], words: str
+def test_memory_that_a_cache_cannot_have_is_refused(
+    stack: ExitStack, folder: Path, options: dict[str, Any], message: str
 ) -> None:
-    batches = loader(stack, folder, storage="files", **options)
+    batches = open_loader(stack, folder, storage="files", **options)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             len(batches)
 
 
 @pytest.mark.parametrize(("ending", "is_folder"), [(".lock", True), ("", False), (".log", True)])
-def test_other_files_at_the_paths_of_a_cache_are_refused_and_stay(
+def test_files_of_others_at_the_paths_of_a_cache_are_an_error_and_stay(
     stack: ExitStack, folder: Path, own_runtime_directory: Path, ending: str, is_folder: bool
 ) -> None:
     base = own_runtime_directory / f"dlres-{os.getuid()}"
     base.mkdir(mode=0o700)
-    other = base / f"odd{ending}"
+    other = base / f"occupied{ending}"
     other.mkdir() if is_folder else other.write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"must be writable, got: .*Remove these files"):
-        len(loader(stack, folder, "odd"))
+        len(open_loader(stack, folder, "occupied"))
     assert other.exists()
 
 
-def test_paths_that_are_no_utf8_are_refused(stack: ExitStack, tmp_path: Path) -> None:
-    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
-    odd.mkdir()
-    (odd / "sample").write_bytes(b"x")
+def test_paths_that_are_not_utf8_are_refused(stack: ExitStack, tmp_path: Path) -> None:
+    not_utf8 = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
+    not_utf8.mkdir()
+    (not_utf8 / "sample").write_bytes(b"x")
     for options in ({"storage": "files"}, {"storage": "embedded"}):
         with pytest.raises(ConfigError, match="source must be a path in UTF-8"):
-            loader(stack, odd, **options)
-    # A path that the cache's process finds only when it lists the folder.
-    fine = tmp_path / "fine"
-    fine.mkdir()
-    os.symlink(b"nowhere", os.fsencode(fine) + b"/odd\xff")
+            open_loader(stack, not_utf8, **options)
+    # The cache process finds this path only when it lists the folder.
+    valid = tmp_path / "valid"
+    valid.mkdir()
+    os.symlink(b"nowhere", os.fsencode(valid) + b"/odd\xff")
     with pytest.raises(ConfigError, match="A sample must be a file that can be read"):
-        len(loader(stack, fine, storage="files", follow_links=True))
+        len(open_loader(stack, valid, storage="files", follow_links=True))
 
 
 def test_a_missing_data_set_is_an_error(stack: ExitStack, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Nothing is there"):
-        len(loader(stack, tmp_path / "nothing"))
+        len(open_loader(stack, tmp_path / "nothing"))
 
 
 def test_processes_with_other_arguments_are_refused(stack: ExitStack, folder: Path) -> None:
-    list(loader(stack, folder, "same"))
+    list(open_loader(stack, folder, "same"))
     with pytest.raises(ConfigError, match="must be the same in all processes"):
-        len(loader(stack, folder, "same", capacity="20KiB"))
+        len(open_loader(stack, folder, "same", capacity="20KiB"))
 
 
 def test_pinned_samples_are_fetched_once(stack: ExitStack, folder: Path, tmp_path: Path) -> None:
     for directory in (None, tmp_path):
-        batches = loader(
+        batches = open_loader(
             stack,
             folder,
             f"p{directory is None}",
@@ -553,28 +571,30 @@ def test_pinned_samples_are_fetched_once(stack: ExitStack, folder: Path, tmp_pat
         assert metrics.pinned_hits == 2 * len(pinned)
 
 
-def test_storage_nodes_may_die_and_return_during_an_epoch(
+def test_an_epoch_continues_while_storage_nodes_fail_and_restart(
     stack: ExitStack, folder: Path, tmp_path: Path
 ) -> None:
     put(folder, tmp_path)
     nodes = Nodes(tmp_path, 3)
     stack.callback(lambda: [nodes.kill(node) for node in range(3)])
     source = ",".join(nodes.endpoints)
-    twice = loader(stack, source, "two", replicas=2, timeout="20s", capacity=2000, prefetch=4)
+    replicated = open_loader(
+        stack, source, "two", replicas=2, timeout="20s", capacity=2000, prefetch=4
+    )
     delivered = []
-    for at, batch in enumerate(twice):
+    for index, batch in enumerate(replicated):
         delivered.append(batch)
-        if at == 2:
+        if index == 2:
             nodes.kill(1)
-        if at == 6:
+        if index == 6:
             nodes.restart(1)
             nodes.readers[2].alter = lambda samples: [b"?" * len(data) for data in samples]
-        if at == 10:
+        if index == 10:
             nodes.readers[2].alter = lambda samples: samples[:-1]
     assert torch.cat(delivered).tolist() == shuffled(SAMPLES, 0, 0).tolist()
     nodes.readers[2].alter = None
-    alone = loader(stack, source, "one", timeout="1s", capacity=2000, prefetch=4)
-    iterator = iter(alone)
+    unreplicated = open_loader(stack, source, "one", timeout="1s", capacity=2000, prefetch=4)
+    iterator = iter(unreplicated)
     next(iterator)
     nodes.kill(1)
     with pytest.raises(
@@ -589,8 +609,8 @@ def test_a_torchdata_node_yields_the_samples_and_resumes(stack: ExitStack, folde
     node = stack.enter_context(closing(PrefetchCacheNode(folder, capacity="16KiB", seed=2)))
     batches = Loader(Batcher(Mapper(node, checked_id), 10, drop_last=False))
     for epoch in range(2):
-        found = [number for batch in batches for number in batch]
-        assert found == shuffled(SAMPLES, 2, epoch).tolist()
+        sample_ids = [number for batch in batches for number in batch]
+        assert sample_ids == shuffled(SAMPLES, 2, epoch).tolist()
     iterator = iter(batches)
     seen = [*next(iterator), *next(iterator)]
     state = batches.state_dict()
@@ -601,8 +621,8 @@ def test_a_torchdata_node_yields_the_samples_and_resumes(stack: ExitStack, folde
     assert seen == shuffled(SAMPLES, 2, 2).tolist()
 
 
-def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> None:
-    batches = loader(stack, folder, num_workers=2, read_threads=1, pinned="1KiB")
+def test_twenty_epochs_leak_no_threads_files_or_memory(stack: ExitStack, folder: Path) -> None:
+    batches = open_loader(stack, folder, num_workers=2, read_threads=1, pinned="1KiB")
 
     def count_resources() -> tuple[int, int, int, int, int]:
         pid = batches.client.joined.pid
@@ -613,11 +633,11 @@ def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> N
             len(list((own / "fd").iterdir())),
             len(list(Path(f"/proc/{pid}/fd").iterdir())),
             len(list(Path(f"/proc/{pid}/task").iterdir())),
-            # Maps and not files: processes of other tests have files there.
+            # Count maps and not files: processes of other tests have files in /dev/shm.
             sum(maps.read_text().count("/dev/shm/") for maps in mapped),
         )
 
-    def resident(pid: int) -> int:
+    def resident_kib(pid: int) -> int:
         status = Path(f"/proc/{pid}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0])
 
@@ -625,21 +645,21 @@ def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> N
         list(batches)
     gc.collect()
     pids = (batches.client.joined.pid, os.getpid())
-    before, memory = count_resources(), [resident(pid) for pid in pids]
+    before, memory = count_resources(), [resident_kib(pid) for pid in pids]
     for _ in range(20):
         list(batches)
     gc.collect()
-    # Threads and files of earlier tests may go during this one.
+    # Counts may shrink, because threads and files of earlier tests may end during this test.
     after = count_resources()
-    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
-    for pid, held in zip(pids, memory, strict=True):
-        assert resident(pid) - held < 2048, "a process has grown by more than 2 MiB"
+    assert all(now <= earlier for now, earlier in zip(after, before, strict=True)), (before, after)
+    for pid, kib_before in zip(pids, memory, strict=True):
+        assert resident_kib(pid) - kib_before < 2048, "a process has grown by more than 2 MiB"
     assert batches.client._pending == {}
     assert not batches.client._answers
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"storage": "nosuch"}, "storage"),
         ({"storage": "nodes"}, "addresses"),
@@ -657,13 +677,13 @@ def test_twenty_epochs_leave_nothing_behind(stack: ExitStack, folder: Path) -> N
         ({"source": []}, "source"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         host_config(**{"source": ".", **options})
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"batch_size": 0}, "batch"),
         ({"tail": "cut"}, "tail"),
@@ -671,8 +691,8 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
         ({"worker_type": "goblin"}, "worker_type"),
     ],
 )
-def test_loader_arguments_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_loader_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         PrefetchLoader("x", host_config("."), **options)
     with pytest.raises(ConfigError, match="ranks"):
         Ranks(3, 2, (3,))
@@ -682,7 +702,7 @@ def test_a_cache_that_does_not_answer_is_an_error_after_the_timeout(
     stack: ExitStack, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_MARGIN_SECONDS", 1.0)
-    batches = loader(stack, folder, timeout=1)
+    batches = open_loader(stack, folder, timeout=1)
     iterator = iter(batches)
     next(iterator)
     cache = batches.client.joined.pid

@@ -27,7 +27,7 @@ from lightning_dlres.prefetch.storage.nodes.node_storage import Identity, NodeSt
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
 from lightning_dlres.prefetch.storage.writer import put
 from tests.support.sample_files import SAMPLES, bytes_of
-from tests.support.storage_nodes import Alter, AlteringReader, Nodes
+from tests.support.storage_nodes import AlteringReader, AlterSamples, Nodes
 from tests.support.waiting import wait_until
 
 
@@ -98,7 +98,7 @@ def test_a_client_gets_the_table_and_the_samples(stack: ExitStack, store: Path) 
     ],
 )
 def test_corrupt_and_short_replies_are_errors_without_a_replica(
-    stack: ExitStack, store: Path, alter: Alter, words: str
+    stack: ExitStack, store: Path, alter: AlterSamples, words: str
 ) -> None:
     nodes = start(stack, store)
     nodes.readers[1].alter = alter

@@ -1,4 +1,4 @@
-"""Registry of storage backends, with a backend from a module outside of the package."""
+"""Tests of the registry of storage backends, with a backend from another package."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from lightning_dlres.prefetch.storage.source import source_classes
 from tests.support.quiet import trainer
 
 SAMPLES = 40
-MODULE = "storage_of_squares"
-OPENER = f"{MODULE}:open_squares"
-# A whole backend: sample i of "squares://n" is i * i as text, of n samples in two folders.
-CODE = """
+MODULE_NAME = "storage_of_squares"
+OPENER = f"{MODULE_NAME}:open_squares"
+# Module of a complete backend. The source "squares://n" has n samples in two folders. Sample i is
+# the text of i * i.
+BACKEND_SOURCE = """
 from __future__ import annotations
 
 import numpy as np
@@ -77,7 +78,10 @@ not_a_function = 3
 
 @pytest.fixture(autouse=True)
 def forked_caches() -> None:
-    """Let the cache start its process as for users: a forked one would have other modules."""
+    """Override the fixture that forks cache processes.
+
+    A forked process could not import the module of the backend.
+    """
 
 
 @pytest.fixture(autouse=True)
@@ -85,12 +89,12 @@ def squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Register the backend "squares" for one test."""
     folder = tmp_path / "modules"
     folder.mkdir()
-    (folder / f"{MODULE}.py").write_text(CODE)
+    (folder / f"{MODULE_NAME}.py").write_text(BACKEND_SOURCE)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     register_storage("squares", OPENER)
     yield
-    sys.modules.pop(MODULE, None)
+    sys.modules.pop(MODULE_NAME, None)
 
 
 def index_and_value(sample: Sample) -> tuple[int, int]:
@@ -98,7 +102,7 @@ def index_and_value(sample: Sample) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"nodes": 3, "lookahead": 0}, {"pinned": "1KiB"}])
-def test_a_loader_reads_an_outside_backend_through_the_cache(options: dict[str, Any]) -> None:
+def test_a_loader_reads_a_third_party_backend_through_the_cache(options: dict[str, Any]) -> None:
     config = host_config(
         f"squares://{SAMPLES}", storage="squares", capacity="4KiB", prefetch=4, **options
     )
@@ -113,7 +117,7 @@ def test_a_loader_reads_an_outside_backend_through_the_cache(options: dict[str, 
 
 
 class Model(LightningModule):
-    """Records the values and labels of its batches."""
+    """Module that records the values and labels of its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +133,7 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_data_module_trains_on_an_outside_backend_with_labels(tmp_path: Path) -> None:
+def test_a_data_module_trains_on_a_third_party_backend_with_labels(tmp_path: Path) -> None:
     model = Model()
     data = dlres.PrefetchCacheDataModule(
         train=f"squares://{SAMPLES}",
@@ -145,7 +149,7 @@ def test_a_data_module_trains_on_an_outside_backend_with_labels(tmp_path: Path) 
     assert model.seen == [(index * index, index % 2) for index in order]
 
 
-def test_classes_of_an_outside_backend_are_checked() -> None:
+def test_given_classes_must_match_the_folders_of_a_third_party_backend() -> None:
     config = host_config("squares://4", storage="squares").source
     assert source_classes(config) == ("even", "odd")
     config = host_config("squares://4", storage="squares", classes=("even",)).source
@@ -153,7 +157,7 @@ def test_classes_of_an_outside_backend_are_checked() -> None:
         open_storage(config, Path())
 
 
-def test_an_error_of_an_opener_reaches_the_loader() -> None:
+def test_an_error_in_an_opener_reaches_the_loader() -> None:
     config = host_config("circles://4", storage="squares")
     with closing(PrefetchLoader("squares", config)) as loader:
         with pytest.raises(ConfigError, match=r"must be squares://COUNT, got circles://4"):
@@ -161,23 +165,23 @@ def test_an_error_of_an_opener_reaches_the_loader() -> None:
 
 
 @pytest.mark.parametrize(
-    ("opener", "words"),
+    ("opener", "message"),
     [
         ("no_such_module_at_all:open", "'broken' must be importable.*No module named"),
-        (f"{MODULE}:open_circles", "'broken' must be importable.*open_circles"),
-        (f"{MODULE}:not_a_function", "'broken' must be a function.*int"),
+        (f"{MODULE_NAME}:open_circles", "'broken' must be importable.*open_circles"),
+        (f"{MODULE_NAME}:not_a_function", "'broken' must be a function.*int"),
     ],
 )
-def test_an_opener_that_cannot_be_imported_is_refused_before_anything_starts(
-    opener: str, words: str
+def test_an_opener_that_cannot_be_imported_is_refused_by_the_config(
+    opener: str, message: str
 ) -> None:
     register_storage("broken", opener)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         host_config("squares://4", storage="broken")
 
 
 def test_an_opener_must_return_a_storage() -> None:
-    register_storage("nothing", f"{MODULE}:open_nothing")
+    register_storage("nothing", f"{MODULE_NAME}:open_nothing")
     config = host_config("squares://4", storage="nothing").source
     with pytest.raises(ConfigError, match="'nothing' must return a Storage, got a NoneType"):
         open_storage(config, Path())
@@ -186,24 +190,24 @@ def test_an_opener_must_return_a_storage() -> None:
 @pytest.mark.parametrize(
     "opener", ["storage_of_squares", "a b:open", "module:", ":open", "a.:b", 3]
 )
-def test_the_form_of_an_import_path_is_checked(opener: Any) -> None:
+def test_a_malformed_import_path_is_refused(opener: Any) -> None:
     with pytest.raises(ConfigError, match="opener must be an import path 'module:function'"):
         register_storage("other", opener)
 
 
 @pytest.mark.parametrize("name", ["auto", "direct", "files", "squares"])
-def test_a_name_that_is_taken_is_refused(name: str) -> None:
+def test_a_name_of_another_storage_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"no other storage has, got '{name}'"):
         register_storage(name, "other_module:open_storage")
 
 
 @pytest.mark.parametrize("name", ["", "tcp://host:1", 3])
-def test_a_name_must_be_a_word(name: Any) -> None:
+def test_a_name_that_is_no_word_is_refused(name: Any) -> None:
     with pytest.raises(ConfigError, match="name must be a word"):
         register_storage(name, OPENER)
 
 
-def test_a_backend_may_be_registered_twice() -> None:
+def test_the_same_backend_may_be_registered_again() -> None:
     register_storage("squares", OPENER)
     assert storage_names() == ("direct", "embedded", "files", "nodes", "squares")
 

@@ -1,5 +1,4 @@
-"""Values that one rank logs are logged on all ranks, and micro-batches are merged into the
-batch."""
+"""Tests of log calls: recorded, sent to other ranks, and merged over micro-batches."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from lightning_dlres.strategies.hetero_pipe.replay.logs import (
 from lightning_dlres.strategies.hetero_pipe.replay.metrics import MetricStates
 
 
-class Module(LightningModule):
-    """A module that keeps a list of the values that are logged."""
+class LoggingModule(LightningModule):
+    """Module that records its calls of `log`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,17 +39,20 @@ class Module(LightningModule):
 
 
 def midrange(values: Tensor) -> Tensor:
-    """A reduce function in the user's own Python module."""
+    """Return the mean of the extremes: a reduce function defined at the top of a user's module."""
     return (values.max() + values.min()) / 2
 
 
-class Tools:
+class Reductions:
+    """Class with a reduce function that has an import path."""
+
     @staticmethod
     def first(values: Tensor) -> Tensor:
         return values[0]
 
 
-def send(record: LogRecord, metrics: MetricStates) -> LogRecord:
+def send_and_receive(record: LogRecord, metrics: MetricStates) -> LogRecord:
+    """Return the record as another rank receives it."""
     structure, tensors = flatten(record.to_tree(metrics))
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(structure))
     return LogRecord.from_tree(unflatten(wire, tensors), metrics)
@@ -59,8 +61,8 @@ def send(record: LogRecord, metrics: MetricStates) -> LogRecord:
 # --- Recording.
 
 
-def test_calls_are_recorded_and_not_made() -> None:
-    module = Module()
+def test_log_calls_are_recorded_and_not_forwarded() -> None:
+    module = LoggingModule()
     with isolated_log_calls(module) as records:
         module.log("a", 1.0)
         module.log("b", 2.0, True, False, on_step=True)
@@ -75,16 +77,16 @@ def test_calls_are_recorded_and_not_made() -> None:
     assert [call[0] for call in module.logged] == ["f"], "logging works again"
 
 
-def test_error_ends_the_recording() -> None:
-    module = Module()
+def test_an_error_in_the_context_ends_the_recording() -> None:
+    module = LoggingModule()
     with pytest.raises(KeyError), isolated_log_calls(module):
         raise KeyError
     module.log("a", 1.0)
     assert module.logged
 
 
-def test_recordings_may_be_nested() -> None:
-    module = Module()
+def test_nested_recordings_separate_their_records() -> None:
+    module = LoggingModule()
     with isolated_log_calls(module) as outer:
         with isolated_log_calls(module) as inner:
             module.log("a", 1.0)
@@ -93,8 +95,8 @@ def test_recordings_may_be_nested() -> None:
     assert [r.name for r in outer] == ["b"]
 
 
-def test_replay_logs_the_value() -> None:
-    module = Module()
+def test_replay_makes_the_recorded_log_call() -> None:
+    module = LoggingModule()
     LogRecord("a", 1.0, {"on_step": True}).replay(module)
     assert module.logged == [("a", 1.0, (), {"on_step": True})]
 
@@ -103,24 +105,36 @@ def test_replay_logs_the_value() -> None:
 
 
 def test_records_are_sent_as_plain_data() -> None:
-    module = Module()
+    module = LoggingModule()
     metrics = MetricStates(module)
     value = torch.tensor(2.0, requires_grad=True) * 1
-    record = send(LogRecord("a", value, {"prog_bar": True, "batch_size": 4}), metrics)
+    record = send_and_receive(LogRecord("a", value, {"prog_bar": True, "batch_size": 4}), metrics)
     assert (record.name, record.options) == ("a", {"prog_bar": True, "batch_size": 4})
     assert torch.equal(record.value, value)
     assert not record.value.requires_grad
-    assert send(LogRecord("n", np.float32(0.5), {}), metrics).value == 0.5
-    assert send(LogRecord("m", module.metric, {}), metrics).value is module.metric
+    assert send_and_receive(LogRecord("n", np.float32(0.5), {}), metrics).value == 0.5
+    assert send_and_receive(LogRecord("m", module.metric, {}), metrics).value is module.metric
 
 
 @pytest.mark.parametrize(
     "function",
-    [torch.mean, torch.max, torch.sum, max, sum, np.mean, statistics.mean, midrange, Tools.first],
+    [
+        torch.mean,
+        torch.max,
+        torch.sum,
+        max,
+        sum,
+        np.mean,
+        statistics.mean,
+        midrange,
+        Reductions.first,
+    ],
     ids=lambda f: f"{f.__module__}.{f.__qualname__}",
 )
 def test_reduce_functions_are_sent_by_name(function: Any) -> None:
-    record = send(LogRecord("a", 1.0, {"reduce_fx": function}), MetricStates(Module()))
+    record = send_and_receive(
+        LogRecord("a", 1.0, {"reduce_fx": function}), MetricStates(LoggingModule())
+    )
     assert record.options["reduce_fx"] is function
 
 
@@ -131,12 +145,12 @@ def test_reduce_functions_are_sent_by_name(function: Any) -> None:
 )
 def test_functions_without_an_import_path_are_refused(function: Any) -> None:
     with pytest.raises(UnsupportedStepError, match=r"'my_log'.*top of a module"):
-        LogRecord("my_log", 1.0, {"reduce_fx": function}).to_tree(MetricStates(Module()))
+        LogRecord("my_log", 1.0, {"reduce_fx": function}).to_tree(MetricStates(LoggingModule()))
 
 
 def test_metric_that_is_no_submodule_is_refused() -> None:
     with pytest.raises(UnsupportedStepError, match=r"'hidden'.*SumMetric that is no submodule"):
-        LogRecord("hidden", SumMetric(), {}).to_tree(MetricStates(Module()))
+        LogRecord("hidden", SumMetric(), {}).to_tree(MetricStates(LoggingModule()))
 
 
 @pytest.mark.parametrize(
@@ -145,13 +159,14 @@ def test_metric_that_is_no_submodule_is_refused() -> None:
 def test_error_names_a_function_that_this_rank_does_not_have(path: str) -> None:
     tree = ["a", ["value", 1.0], {"reduce_fx": ["function", path]}]
     with pytest.raises(UnsupportedStepError, match=path):
-        LogRecord.from_tree(tree, MetricStates(Module()))
+        LogRecord.from_tree(tree, MetricStates(LoggingModule()))
 
 
-# --- Adding up.
+# --- Merging.
 
 
-def merged(values: list[Any], sizes: list[int], **options: Any) -> LogRecord:
+def merge_one_name(values: list[Any], sizes: list[int], **options: Any) -> LogRecord:
+    """Merge the values of one name over micro-batches of the given sizes."""
     (record,) = merge_parts([[LogRecord("a", value, options)] for value in values], sizes)
     return record
 
@@ -160,20 +175,25 @@ sizes_and_values = st.lists(st.tuples(st.integers(1, 9), st.floats(-1e3, 1e3)), 
 
 
 @given(sizes_and_values)
-def test_merged_mean_is_the_mean_over_samples(parts: list[tuple[int, float]]) -> None:
-    samples = [value for size, value in parts for _ in range(size)]
-    sizes, values = [size for size, _ in parts], [torch.tensor(value) for _, value in parts]
+def test_merged_mean_is_the_mean_over_samples(micro_batches: list[tuple[int, float]]) -> None:
+    samples = [value for size, value in micro_batches for _ in range(size)]
+    sizes = [size for size, _ in micro_batches]
+    values = [torch.tensor(value) for _, value in micro_batches]
     for reduce_fx in ("mean", torch.mean):
-        value = merged(values, sizes, reduce_fx=reduce_fx).value
+        value = merge_one_name(values, sizes, reduce_fx=reduce_fx).value
         assert float(value) == pytest.approx(statistics.fmean(samples), rel=1e-5, abs=1e-3)
-    assert torch.equal(merged(values, sizes).value, merged(values, sizes, reduce_fx="mean").value)
+    assert torch.equal(
+        merge_one_name(values, sizes).value, merge_one_name(values, sizes, reduce_fx="mean").value
+    )
 
 
 @given(sizes_and_values)
-def test_merged_sums_and_extremes(parts: list[tuple[int, float]]) -> None:
-    sizes, values = [size for size, _ in parts], [value for _, value in parts]
+def test_merged_sums_and_extremes_are_those_of_all_values(
+    micro_batches: list[tuple[int, float]],
+) -> None:
+    sizes, values = [size for size, _ in micro_batches], [value for _, value in micro_batches]
     for name, expected in (("sum", sum(values)), ("max", max(values)), ("min", min(values))):
-        value = merged(values, sizes, reduce_fx=name).value
+        value = merge_one_name(values, sizes, reduce_fx=name).value
         assert float(value) == pytest.approx(expected, rel=1e-5, abs=1e-2)
 
 
@@ -181,30 +201,32 @@ def test_merged_sums_and_extremes(parts: list[tuple[int, float]]) -> None:
     ("function", "expected"), [(torch.max, 9.0), (torch.sum, 14.0), (max, 9.0), (midrange, 5.0)]
 )
 def test_reduce_functions_get_all_values_at_once(function: Any, expected: float) -> None:
-    assert merged([1.0, 9.0, 4.0], [2, 1, 1], reduce_fx=function).value == expected
+    assert merge_one_name([1.0, 9.0, 4.0], [2, 1, 1], reduce_fx=function).value == expected
 
 
 def test_merged_values_keep_dtype_and_shape() -> None:
-    assert merged([torch.tensor(1.0).double()] * 2, [1, 1]).value.dtype == torch.float64
-    assert merged([torch.tensor(1.0).half()] * 2, [1, 1]).value.dtype == torch.float16
-    assert merged([1, 2], [1, 1]).value == 1.5, "the mean of integers is not an integer"
-    assert merged([torch.tensor([2.0]), torch.tensor([5.0])], [2, 1]).value.tolist() == [3.0]
+    assert merge_one_name([torch.tensor(1.0).double()] * 2, [1, 1]).value.dtype == torch.float64
+    assert merge_one_name([torch.tensor(1.0).half()] * 2, [1, 1]).value.dtype == torch.float16
+    assert merge_one_name([1, 2], [1, 1]).value == 1.5, "the mean of integers is not an integer"
+    assert merge_one_name([torch.tensor([2.0]), torch.tensor([5.0])], [2, 1]).value.tolist() == [
+        3.0
+    ]
 
 
-def test_merged_options_stay_and_batch_sizes_add_up() -> None:
+def test_merging_keeps_options_and_sums_batch_sizes() -> None:
     options = {"on_step": True, "batch_size": 3}
-    record = merged([1.0, 2.0], [2, 1], **options)
+    record = merge_one_name([1.0, 2.0], [2, 1], **options)
     assert record.options == {"on_step": True, "batch_size": 6}
     assert options["batch_size"] == 3
-    assert merged([1.0, 2.0], [2, 1], batch_size=None).options == {"batch_size": None}
+    assert merge_one_name([1.0, 2.0], [2, 1], batch_size=None).options == {"batch_size": None}
 
 
-def test_metrics_are_not_merged_with_logs() -> None:
+def test_a_logged_metric_is_not_merged() -> None:
     metric = MeanMetric()
-    assert merged([metric, metric], [1, 1]).value is metric
+    assert merge_one_name([metric, metric], [1, 1]).value is metric
 
 
-def test_names_keep_their_order_and_a_name_may_be_logged_twice() -> None:
+def test_merging_keeps_the_order_of_names_and_repeated_names() -> None:
     part = [LogRecord("b", 1.0, {}), LogRecord("a", 2.0, {}), LogRecord("b", 3.0, {})]
     assert [(r.name, float(r.value)) for r in merge_parts([part, part], [1, 1])] == [
         ("b", 1.0),
@@ -213,11 +235,11 @@ def test_names_keep_their_order_and_a_name_may_be_logged_twice() -> None:
     ]
 
 
-def test_name_that_some_micro_batches_log_is_merged_over_them() -> None:
-    parts = [
+def test_a_name_is_merged_over_those_micro_batches_that_log_it() -> None:
+    micro_batches = [
         [LogRecord("a", 1.0, {})],
         [LogRecord("a", 4.0, {}), LogRecord("b", 6.0, {})],
         [LogRecord("b", 9.0, {}), LogRecord("a", 1.0, {})],
     ]
-    merged = {record.name: float(record.value) for record in merge_parts(parts, [1, 1, 2])}
-    assert merged == {"a": 1.75, "b": 8.0}
+    records = merge_parts(micro_batches, [1, 1, 2])
+    assert {record.name: float(record.value) for record in records} == {"a": 1.75, "b": 8.0}
