@@ -93,7 +93,7 @@ class ObjectState:
         types: Types of the values in `content`.
         names: All attribute names of the object, including those that `content` leaves out; empty
             for kinds without attributes.
-        values: Values of `names`, in the same order.
+        values: Values of `names`, in the same order. For a set, its members in its own order.
     """
 
     path: str
@@ -110,6 +110,8 @@ class ObjectState:
         content = read_content(owner, kind)
         values = content.values() if kind in NAMED_KINDS else content
         types = frozenset(() if kind in ("random", "set") else map(type, values))
+        if kind == "set":
+            return ObjectState(path, owner, kind, content, types, values=tuple(owner))
         if kind not in _KINDS_WITH_ATTRIBUTES:
             return ObjectState(path, owner, kind, content, types)
         namespace = namespace_of(owner)
@@ -139,7 +141,8 @@ class ObjectState:
                 now.values(), self.content.values()
             )
         if self.kind == "set":
-            return _same_members(self.owner, self.content)
+            # The order of a set stays the same until the set changes.
+            return are_identical(self.owner, self.values)
         return are_identical(self.owner, self.content)
 
     def children(self) -> Iterator[tuple[str, Any]]:
