@@ -21,7 +21,7 @@ from lightning_dlres.prefetch.order.sequence import SampleIds
 from lightning_dlres.prefetch.storage.base import Reply, ReportProgress, Storage
 from lightning_dlres.prefetch.storage.manifest import SampleTable
 from lightning_dlres.prefetch.storage.readers import Reader, checksum_error
-from lightning_dlres.prefetch.storage.source import read_source
+from lightning_dlres.prefetch.storage.source import open_source_unchecked
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 # Seconds between two tries of a read; the pause doubles after each try.
@@ -171,7 +171,7 @@ def open_files(
     config: SourceConfig, directory: Path, report_progress: ReportProgress | None = None
 ) -> FileStorage:
     """Return the storage of `storage="files"`; see `registry.open_storage`."""
-    reader = read_source(config, report_progress)
+    reader = open_source_unchecked(config, report_progress)
     return FileStorage(reader, config.nodes, config.read_threads, config.timeout)
 
 

@@ -25,9 +25,10 @@ from lightning_dlres.prefetch.storage.url_files import UrlFiles, is_web
 
 # Names of the packs of any store.
 PACKS = "samples-*-of-*.bin"
-_LISTINGS = (".txt", ".tsv")
-# Seconds. Millions of files of a web server take minutes to list.
-LONGEST_LISTING = 900.0
+# Endings of text files that list samples.
+_LISTING_ENDINGS = (".txt", ".tsv")
+# Most seconds that listing a URL may take. A web server with millions of files takes minutes.
+LONGEST_LISTING_SECONDS = 900.0
 # Seconds between two reports of the progress of listing a URL.
 _REPORT_SECONDS = 1.0
 
@@ -46,35 +47,36 @@ def open_reader(
 
     The samples of a folder are all files in it and below it, hidden ones excepted. Links that stay
     within the folder are followed. A listing is a text file (.txt, .tsv) with one sample in each
-    line: a path, or a key, a tab and a path. Relative paths count from the listing.
+    line: a path, or a key, a tab and a path. Relative paths start at the folder of the
+    listing.
 
     Args:
         source: Path or URL to read.
-        report_progress: Called now and then with the number of files so far.
-        follow_links: True to follow links of a local folder out of it, too. If False, `note` of the
-            reader says how many links were left out.
+        report_progress: Called repeatedly with a line about the progress.
+        follow_links: True to follow links that lead out of a local folder, too. If False, `note` of
+            the reader says how many links were left out.
         extensions: Endings of the keys of samples, in lower case; () if all files are samples.
         storage_options: Arguments of the file system behind a URL.
 
     Raises:
-        ConfigError: If the source is none of these, or is not there.
+        ConfigError: If the source is none of these, or does not exist.
     """
     text = str(source)
     if is_url(text):
         opened = _open_url(text, report_progress, extensions, storage_options or {})
         if isinstance(opened, Reader):
             return opened
-        # The URL means a path on this host.
+        # The URL is that of a path on this host, such as file:///data.
         text = opened
     path = Path(text).expanduser().absolute()
     if path.is_dir():
         if (path / MANIFEST).exists():
             table = SampleTable.load(path / MANIFEST)
             if table.packs:
-                return _packed(table, LocalFiles(keep_open=True), f"{path}/", extensions)
-        return _folder(path, report_progress, follow_links, extensions)
-    if path.suffix in _LISTINGS and path.is_file():
-        return _listing(path, report_progress, extensions)
+                return _open_packs(table, LocalFiles(keep_open=True), f"{path}/", extensions)
+        return _open_folder(path, report_progress, follow_links, extensions)
+    if path.suffix in _LISTING_ENDINGS and path.is_file():
+        return _open_listing(path, report_progress, extensions)
     raise ConfigError(
         "source must be a folder, a store, a listing (.txt or .tsv) or a URL, got "
         f"{text!r}. "
@@ -96,14 +98,14 @@ def is_url(source: str) -> bool:
     return "://" in source
 
 
-def _packed(
+def _open_packs(
     table: SampleTable, files: Files, prefix: str, extensions: tuple[str, ...] = ()
 ) -> Reader:
     paths = [prefix + name for name in pack_names(table.packs, table.packs_id)]
     reader = Reader(table, files, paths, packed=True)
     if not extensions:
         return reader
-    selected = [at for at in range(len(table)) if _is_selected(table.key(at), extensions)]
+    selected = [i for i in range(len(table)) if _is_selected(table.key(i), extensions)]
     _require_some(selected, extensions, prefix, len(table))
     return reader.select(np.array(selected, dtype=np.uint32))
 
@@ -122,7 +124,7 @@ def _require_some(
         )
 
 
-def _folder(
+def _open_folder(
     root: Path,
     report_progress: ReportProgress | None,
     follow_links: bool,
@@ -139,7 +141,7 @@ def _folder(
             report_progress(f"{total} files listed")
     keys.sort()
     _require_some(keys, extensions, root, total)
-    note = _note(root, left_out)
+    note = _left_out_note(root, left_out)
     if not keys:
         raise ConfigError(
             f"source must be a folder with files, got {root} without any. "
@@ -151,7 +153,7 @@ def _folder(
     return Reader(table, LocalFiles(), paths, packed=False, note=note)
 
 
-def _note(root: Path, left_out: Sequence[str]) -> str:
+def _left_out_note(root: Path, left_out: Sequence[str]) -> str:
     if not left_out:
         return ""
     links = "1 link leads" if len(left_out) == 1 else f"{len(left_out)} links lead"
@@ -170,7 +172,7 @@ def _files_below(root: Path, left_out: list[str] | None) -> Iterator[str]:
     """
     real_root = os.path.join(os.path.realpath(root), "")
     # Folders to scan, each with the identities of itself and of the folders on the way to it. A
-    # link to one of these is not followed: it would lead round for ever.
+    # link to one of these is not followed, since the scan would never end.
     to_scan: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", (_identity(root.stat()),))]
     while to_scan:
         folder, ancestors = to_scan.pop()
@@ -207,7 +209,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _listing(
+def _open_listing(
     listing: Path, report_progress: ReportProgress | None, extensions: tuple[str, ...]
 ) -> Reader:
     try:
@@ -254,8 +256,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _require_finished_store(keys: Sequence[str], name: str) -> None:
-    """Raise if a folder has packs. It was called without a manifest: the store is unfinished, and
-    its packs are no samples."""
+    """Raise if a folder without a manifest has packs: it is an unfinished store, and its packs are
+    not samples."""
     packs = [key for key in keys if fnmatch(key, PACKS)]
     if packs:
         raise ConfigError(
@@ -305,7 +307,7 @@ def _open_url(
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    def open_it() -> Reader | str:
+    def open_url() -> Reader | str:
         system, root = fsspec.core.url_to_fs(url, **options)
         if isinstance(system, LocalFileSystem):
             return str(root)
@@ -313,7 +315,7 @@ def _open_url(
         return files.call(lambda: _list_url(system, files, str(root), url, extensions))
 
     try:
-        return _in_time(open_it, f"listing {url}", report_progress)
+        return _call_with_reports(open_url, f"listing {url}", report_progress)
     except DlresError:
         raise
     except Exception as error:  # a file system of fsspec may raise anything
@@ -333,16 +335,16 @@ def _list_url(
     prefix = root.rstrip("/") + "/"
     if system.exists(prefix + MANIFEST):
         data = np.frombuffer(system.cat_file(prefix + MANIFEST), dtype=np.uint8)
-        return _packed(SampleTable.from_bytes(data, url), files, prefix, extensions)
-    files_of = _files_of(system, root, prefix)
-    keys = sorted(key for key in files_of if _is_selected(key, extensions))
-    _require_some(keys, extensions, url, len(files_of))
+        return _open_packs(SampleTable.from_bytes(data, url), files, prefix, extensions)
+    files_by_key = _files_by_key(system, root, prefix)
+    keys = sorted(key for key in files_by_key if _is_selected(key, extensions))
+    _require_some(keys, extensions, url, len(files_by_key))
     if not keys:
         raise ConfigError(f"source must be a URL with files, got {url} without any. Check the URL.")
     _require_finished_store(keys, url)
-    paths, sizes = [files_of[key][0] for key in keys], [files_of[key][1] for key in keys]
+    paths, sizes = [files_by_key[key][0] for key in keys], [files_by_key[key][1] for key in keys]
     if None in sizes:
-        # A listing of a web server has no sizes: they are asked for one by one.
+        # A web server's pages show no sizes, so request the size of each file.
         sizes = files.sizes(paths)
     if None in sizes:
         raise ConfigError(
@@ -353,24 +355,25 @@ def _list_url(
     return Reader(table, files, paths, packed=False)
 
 
-def _files_of(system: Any, root: str, prefix: str) -> dict[str, tuple[str, int | None]]:
+def _files_by_key(system: Any, root: str, prefix: str) -> dict[str, tuple[str, int | None]]:
     """Return path and size of every file below a root, by key; size None if it is not known."""
-    files_of: dict[str, tuple[str, int | None]] = {}
+    files_by_key: dict[str, tuple[str, int | None]] = {}
     web = is_web(system)
     for path, info in system.find(root, detail=True).items():
         key = path.removeprefix(prefix)
-        # Object stores mark a folder with an object that has its name, a slash at the end or not.
+        # An object store may mark a folder by an object of the same name, with or without a slash
+        # at the end.
         if info["type"] != "file" or path == root or path.endswith("/"):
             continue
         # Names with a dot first are hidden. Links with "?" only sort a web server's page.
         if "/." not in f"/{key}" and not (web and key.startswith("?")):
-            files_of[_web_key(key) if web else key] = path, info.get("size")
-    # A marker without a slash is an empty object with the name of a folder that has others.
-    folders = {key[:at] for key in files_of for at, letter in enumerate(key) if letter == "/"}
-    markers = [key for key in folders if files_of.get(key, ("", None))[1] == 0]
+            files_by_key[_web_key(key) if web else key] = path, info.get("size")
+    # A marker without a slash is an empty object with the name of a folder that has other files.
+    folders = {key[:i] for key in files_by_key for i, letter in enumerate(key) if letter == "/"}
+    markers = [key for key in folders if files_by_key.get(key, ("", None))[1] == 0]
     for key in markers:
-        del files_of[key]
-    return files_of
+        del files_by_key[key]
+    return files_by_key
 
 
 def _web_key(quoted: str) -> str:
@@ -383,12 +386,12 @@ def _web_key(quoted: str) -> str:
     return key if key.count("/") == quoted.count("/") else quoted
 
 
-def _in_time(
+def _call_with_reports(
     call: Callable[[], _Result], name: str, report_progress: ReportProgress | None
 ) -> _Result:
-    """Return the result of a call that reports no progress itself.
+    """Return the result of a call, and report once a second that it is still running.
 
-    The report says that the call is still running, so that the waiting processes go on waiting.
+    Without reports, the processes that wait for the result would time out.
 
     Args:
         call: Function to call, in a thread.
@@ -396,7 +399,7 @@ def _in_time(
         report_progress: Called once a second.
 
     Raises:
-        PeerTimeoutError: If the call takes longer than `LONGEST_LISTING`.
+        PeerTimeoutError: If the call takes longer than `LONGEST_LISTING_SECONDS`.
     """
     result: Future[_Result] = Future()
 
@@ -411,10 +414,10 @@ def _in_time(
     started = time.monotonic()
     while not wait([result], timeout=_REPORT_SECONDS).done:
         taken = time.monotonic() - started
-        if taken > LONGEST_LISTING:
+        if taken > LONGEST_LISTING_SECONDS:
             raise PeerTimeoutError(
-                f"{name}: no answer in {format_seconds(taken)}. Check the server. A store "
-                "(`dlres store put`) is opened by reading one file."
+                f"{name}: no answer in {format_seconds(taken)}. Check the server, or "
+                "write a store (`dlres store put`), which is opened by reading one file."
             )
         if report_progress:
             report_progress(f"{name} for {format_seconds(taken)}")

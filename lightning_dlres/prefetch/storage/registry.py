@@ -1,7 +1,7 @@
 """Registry of storage backends: each has a name and the import path of its opener.
 
-An opener is registered as a path and not as a function. The process that keeps the cache is another
-process, which imports only the lower floors of this package. It imports the opener by its path.
+An opener is registered as a path and not as a function. The cache runs in a process of its own,
+which imports only `prefetch` and the packages below it, and imports the opener by its path.
 
 Security: `SourceConfig.opener` is imported and called. A configuration must therefore come from a
 process of this user. The cache's process gets it through its standard input from the process that
@@ -27,14 +27,14 @@ Opener = Callable[[SourceConfig, Path, ReportProgress | None], Storage]
 # Value of the option `storage` with which each rank reads files itself, without a cache. It has no
 # opener.
 DIRECT = "direct"
-# Value of the option with which `host_config` chooses the storage by the source.
+# Value of the option `storage` that lets `host_config` choose the storage by the source.
 AUTO = "auto"
 _BUILT_IN = "lightning_dlres.prefetch.storage"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageBackend:
-    """Registered way to get samples.
+    """Registered storage backend.
 
     Attributes:
         name: Value of the option `storage`.
@@ -51,11 +51,12 @@ _backends = {DIRECT: StorageBackend(name=DIRECT, opener="", reads_files=True)}
 
 
 def register_storage(name: str, opener: str, *, reads_files: bool = False) -> None:
-    """Make a storage backend known by its name, in this process.
+    """Register a storage backend by its name, in this process.
 
     The path is imported when the backend is first used: by this process, which checks it, and by
-    the process that keeps the cache, with this process's `sys.path`. There `lightning_dlres` itself
-    is empty: the module must import `lightning_dlres.prefetch.storage.base` and the like.
+    the process that keeps the cache, with this process's `sys.path`. There `lightning_dlres` has no
+    public names, so the module must import submodules such as
+    `lightning_dlres.prefetch.storage.base`.
 
     Args:
         name: Value of the option `storage` that selects the backend.
@@ -85,7 +86,7 @@ def register_storage(name: str, opener: str, *, reads_files: bool = False) -> No
 
 
 def storage_names() -> tuple[str, ...]:
-    """Return the values of the option `storage`, `AUTO` apart."""
+    """Return the values of the option `storage`, except `AUTO`."""
     return tuple(_backends)
 
 
@@ -105,7 +106,7 @@ def load_opener(name: str, opener: str) -> Opener:
     """Return the function that opens a backend; its module is imported for it.
 
     Args:
-        name: Of the backend, for errors.
+        name: Name of the backend, for errors.
         opener: Import path, "module:function".
 
     Raises:
@@ -139,8 +140,8 @@ def open_storage(
         report_progress: See `open_reader`.
 
     Raises:
-        ConfigError: If the opener is missing or refuses the configuration, or if a sample lies in
-            no folder of a class.
+        ConfigError: If the opener is missing or refuses the configuration, or if a sample lies
+            outside of the folders of the classes.
         PeerTimeoutError: If a storage node does not answer.
     """
     storage = load_opener(config.storage, config.opener)(config, directory, report_progress)

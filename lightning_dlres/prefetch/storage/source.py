@@ -1,4 +1,4 @@
-"""The reader and the classes of a source of samples, from its description."""
+"""Readers and classes of a source of samples, made from its configuration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from lightning_dlres.prefetch.storage.registry import open_storage, storage_back
 from lightning_dlres.prefetch.storage.source_options import SourceConfig, load_storage_options
 
 
-def read_source(config: SourceConfig, report_progress: ReportProgress | None = None) -> Reader:
-    """Return the reader of a source of files; classes are not checked.
+def open_source_unchecked(
+    config: SourceConfig, report_progress: ReportProgress | None = None
+) -> Reader:
+    """Return the reader of a source of files, without the check of classes in `open_source`.
 
     Raises:
         ConfigError: If there is no such source.
@@ -33,9 +35,10 @@ def open_source(config: SourceConfig) -> Reader:
     """Return the reader of a source of files.
 
     Raises:
-        ConfigError: If there is no such source, or a sample lies in no folder of a class.
+        ConfigError: If there is no such source, or a sample lies outside of the folders of the
+            classes.
     """
-    reader = read_source(config)
+    reader = open_source_unchecked(config)
     check_classes(reader.table, config.classes, config.addresses[0])
     return reader
 
@@ -43,7 +46,7 @@ def open_source(config: SourceConfig) -> Reader:
 def source_classes(config: SourceConfig) -> tuple[str, ...]:
     """Return the folders that the samples of a source lie in, in alphabetical order.
 
-    The source is opened for it: files are listed, or a storage is asked.
+    It opens the source: it lists the files, or gets the list from a storage.
 
     Raises:
         ConfigError: If there is no such source, or a sample lies in no folder.

@@ -14,7 +14,7 @@ _Result = TypeVar("_Result")
 # Held during every call of a file system that is not known to be thread-safe. One lock serves the
 # whole process: two file systems may share a file object below them (an archive in memory, an
 # archive inside a cached archive), and with it the file position.
-_SERIAL = threading.RLock()
+_SERIAL_LOCK = threading.RLock()
 # Most requests of one read that a web server gets at once. A small server drops connections that
 # come faster than it accepts them; their clients notice only after seconds.
 _WEB_REQUESTS = 4
@@ -28,14 +28,14 @@ def is_concurrent(system: Any) -> bool:
     """
     from fsspec.asyn import AsyncFileSystem
 
-    return isinstance(system, AsyncFileSystem) and all(map(is_concurrent, _wrapped(system)))
+    return isinstance(system, AsyncFileSystem) and all(map(is_concurrent, _wrapped_systems(system)))
 
 
 def is_web(system: Any) -> bool:
     """Return True if a file system lists a web server's pages, or wraps one that does."""
     protocol = system.protocol
     names = {protocol} if isinstance(protocol, str) else set(protocol)
-    return bool(names & {"http", "https"}) or any(map(is_web, _wrapped(system)))
+    return bool(names & {"http", "https"}) or any(map(is_web, _wrapped_systems(system)))
 
 
 class UrlFiles(Files):
@@ -51,7 +51,7 @@ class UrlFiles(Files):
         self.is_concurrent = is_concurrent(system)
         self.name = f"{type(system).__name__} of fsspec"
         limited = self.is_concurrent and is_web(system) and system.batch_size is None
-        self._limits = {"batch_size": _WEB_REQUESTS} if limited else {}
+        self._request_limits = {"batch_size": _WEB_REQUESTS} if limited else {}
 
     def read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         """See `Files`."""
@@ -66,21 +66,23 @@ class UrlFiles(Files):
         """Call a function that uses the file system and return its result."""
         if self.is_concurrent:
             return function()
-        with _SERIAL:
+        with _SERIAL_LOCK:
             return function()
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
         """Return the sizes of files in bytes, None where unknown. Call it inside of `call`."""
-        sizes: list[int | None] = self._system.sizes(list(paths), **self._limits)
+        sizes: list[int | None] = self._system.sizes(list(paths), **self._request_limits)
         return sizes
 
     def _read(self, pieces: Sequence[Piece]) -> list[bytes | OSError]:
         # Some servers refuse an empty range, and the range behind the end of an empty file.
-        empty = {at for at, piece in enumerate(pieces) if not piece.length}
-        ranges = iter(self._ranges([piece for at, piece in enumerate(pieces) if at not in empty]))
+        empty = {index for index, piece in enumerate(pieces) if not piece.length}
+        ranges = iter(
+            self._ranges([piece for index, piece in enumerate(pieces) if index not in empty])
+        )
         return [
-            self._read_empty(piece) if at in empty else self._bytes_or_error(next(ranges))
-            for at, piece in enumerate(pieces)
+            self._read_empty(piece) if index in empty else self._bytes_or_error(next(ranges))
+            for index, piece in enumerate(pieces)
         ]
 
     def _ranges(self, pieces: Sequence[Piece]) -> Sequence[Any]:
@@ -92,7 +94,7 @@ class UrlFiles(Files):
             [piece.start for piece in pieces],
             [_end(piece) for piece in pieces],
             on_error="return",
-            **self._limits,
+            **self._request_limits,
         )
         return ranges
 
@@ -103,7 +105,7 @@ class UrlFiles(Files):
             return error
 
     def _read_empty(self, piece: Piece) -> bytes | OSError:
-        # A whole file that should be empty is read: it may have grown.
+        # Read a whole file even if it was listed as empty: it may have grown.
         if not piece.is_whole:
             return b""
         try:
@@ -118,18 +120,18 @@ class UrlFiles(Files):
             # Keep the class: the reader does not repeat reads with these errors.
             return type(result)(hide_secrets(str(result), self._options))
         if isinstance(result, Exception):
-            # Errors of a connection have many classes. As an OSError the read is repeated.
+            # Errors of a connection have many classes. An OSError makes the reader repeat the read.
             return OSError(hide_secrets(f"{type(result).__name__}: {result}", self._options))
         return bytes(result)
 
 
 def _end(piece: Piece) -> int:
-    # One byte more shows that a file has grown.
+    # Ask for one byte more: if it comes, the file has grown since it was listed.
     return piece.start + piece.length + int(piece.is_whole)
 
 
-def _wrapped(system: Any) -> list[Any]:
-    """Return the file systems in the attributes of a file system."""
+def _wrapped_systems(system: Any) -> list[Any]:
+    """Return the file systems that a file system wraps: those in its attributes."""
     from fsspec.spec import AbstractFileSystem
 
     values: list[Any] = []

@@ -166,7 +166,7 @@ def test_a_slow_listing_reports_progress_and_ends_at_its_limit(
     assert len(open_reader(web[0], report_progress).table) == SAMPLES - 50
     assert reports[0].startswith(f"listing {web[0]} for")
     web[1].clear()
-    monkeypatch.setattr(listings, "LONGEST_LISTING", 0.1)
+    monkeypatch.setattr(listings, "LONGEST_LISTING_SECONDS", 0.1)
     with pytest.raises(PeerTimeoutError, match=f"{web[0]}: no answer in"):
         open_reader(web[0])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_dlres.prefetch.storage.base import ReportProgress
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 from lightning_dlres.prefetch.storage.nodes.server import StoreNode
-from lightning_dlres.prefetch.storage.source import read_source
+from lightning_dlres.prefetch.storage.source import open_source_unchecked
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 
@@ -30,7 +30,7 @@ class EmbeddedStorage(NodeStorage):
         directory: Path,
         report_progress: ReportProgress | None = None,
     ) -> None:
-        reader = read_source(config, report_progress)
+        reader = open_source_unchecked(config, report_progress)
         with ExitStack() as stack:
             running = [
                 stack.enter_context(

@@ -43,7 +43,7 @@ from lightning_dlres.prefetch.storage.source_options import SourceConfig
 
 # Rows of the table that are requested at once.
 _TABLE_ROWS = 1 << 18
-# Seconds to wait at the start for nodes whose samples other nodes have, too.
+# Seconds to wait at the start for a node whose samples another node has, too.
 _WELCOME_SECONDS = 2.0
 # Seconds between two rounds of attempts; the pause doubles after each round.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
@@ -64,17 +64,19 @@ class Identity:
 
 @dataclass(eq=False)
 class _NodeFetch:
-    """Fetch in flight. An answer may have only its first samples, so it shrinks as answers come.
+    """Fetch in flight. An answer may have only the first of the samples, so `missing_ids` shrinks
+    with each answer.
 
     Attributes:
         fetch_id: The id of `Storage.submit`.
         node: Node that has the samples; the next nodes have their replicas.
-        missing_ids: uint32[n], samples that have not come yet, behind those of `pieces`.
+        missing_ids: uint32[n], samples that have not come yet; they follow those of `pieces`.
         deadline: Time at which the fetch fails, in seconds of `time.monotonic`.
         tries: Number of attempts that have failed.
         pieces: Samples that have come, in order.
         reasons: Reasons of the failed attempts.
-        lost: Nodes that will not have the samples at another attempt either, with the reasons.
+        lost: Nodes that cannot serve the samples, such as after a file was deleted, with the
+            reasons. They are not asked again.
     """
 
     fetch_id: int
@@ -94,13 +96,13 @@ class NodeStorage(Storage):
         endpoints: Addresses of the nodes, in order: sample i is on node i mod N.
         replicas: Number of nodes that have each sample, r: sample i is also on the r - 1 nodes
             after its own.
-        timeout: Seconds after which a fetch has failed for good.
+        timeout: Seconds after which a fetch fails and is not tried again.
         identity: Keys for nodes that use CURVE; None for nodes without.
 
     Raises:
         ConfigError: If there are fewer nodes than replicas, or the nodes serve different data sets
             or are in another order.
-        PeerTimeoutError: If neither a node answers nor one with its replicas.
+        PeerTimeoutError: If a node and all nodes with its replicas do not answer.
     """
 
     def __init__(
@@ -123,12 +125,12 @@ class NodeStorage(Storage):
         self.nodes = len(endpoints)
         self._endpoints, self._replicas, self._timeout = list(endpoints), replicas, timeout
         self._identity = identity
-        self._largest = 0
+        self._largest_sample_bytes = 0
         # Seconds of one attempt: the deadline leaves time for attempts at all replicas.
         self._attempt_seconds = timeout / (3 if replicas == 1 else 2 * replicas)
         self._closed = False
         self.table, answering = self._greet()
-        self._largest = int(self.table.sizes.max())
+        self._largest_sample_bytes = int(self.table.sizes.max())
         self._connections = [
             NodeConnection(
                 self._client(node),
@@ -158,7 +160,8 @@ class NodeStorage(Storage):
             server=f"storage node {node}",
             curve=identity.curve if identity else None,
             server_key=identity.server_key if identity else None,
-            max_message_bytes=max(protocol.REPLY_BYTES, self._largest) + protocol.MESSAGE_BYTES,
+            max_message_bytes=max(protocol.REPLY_BYTES, self._largest_sample_bytes)
+            + protocol.MESSAGE_BYTES,
             monitor=True,
         )
 
@@ -175,15 +178,17 @@ class NodeStorage(Storage):
             for client in clients:
                 client.send(protocol.HELLO)
             for node, client in enumerate(clients):
-                # One deadline for all: answers that have come before are read without a wait.
-                left = max(0.0, start + min(_WELCOME_SECONDS, self._timeout) - time.monotonic())
+                # All nodes share one deadline. After it, answers that have come are still read.
+                seconds_left = max(
+                    0.0, start + min(_WELCOME_SECONDS, self._timeout) - time.monotonic()
+                )
                 with contextlib.suppress(PeerTimeoutError):
-                    welcomes[node] = client.expect(left, "").decode(protocol.Welcome)
+                    welcomes[node] = client.expect(seconds_left, "").decode(protocol.Welcome)
             for node, client in enumerate(clients):
                 replicas = {(node + other) % self.nodes for other in range(self._replicas)}
                 if not replicas & welcomes.keys():
                     welcomes[node] = self._await_welcome(client, node, start + self._timeout)
-            self._check(welcomes)
+            self._check_welcomes(welcomes)
             first = min(welcomes)
             table = self._fetch_table(clients[first], welcomes[first], self._name(first))
             return table, set(welcomes)
@@ -201,18 +206,18 @@ class NodeStorage(Storage):
             ) from None
         return message.decode(protocol.Welcome)
 
-    def _check(self, welcomes: dict[int, protocol.Welcome]) -> None:
+    def _check_welcomes(self, welcomes: dict[int, protocol.Welcome]) -> None:
         first = min(welcomes)
-        self._first, self._expected = self._name(first), welcomes[first]
-        # Nodes that have once served this data set. The threads of several connections add to it;
-        # `set.add` needs no lock.
-        self._agreed: set[int] = set()
+        self._reference_name, self._reference_welcome = self._name(first), welcomes[first]
+        # Nodes that have served this data set at least once. The threads of several connections add
+        # to it; `set.add` needs no lock.
+        self._verified_nodes: set[int] = set()
         for node, welcome in welcomes.items():
             if (problem := self._welcome_error(node, welcome)) is not None:
                 raise ConfigError(problem)
 
     def _welcome_error(self, node: int, welcome: protocol.Welcome) -> str | None:
-        """Return the reason for which a node must not be used; None if it may be used."""
+        """Return the reason why a node must not be used; None if it may be used."""
         if welcome.version != protocol.VERSION:
             return (
                 f"{self._name(node)} must have protocol {protocol.VERSION}, got "
@@ -223,22 +228,22 @@ class NodeStorage(Storage):
                 f"{self._name(node)} must be node {node} of {self.nodes}, got node "
                 f"{welcome.node} of {welcome.nodes}. List all nodes in their order."
             )
-        expected = self._expected
+        expected = self._reference_welcome
         if (welcome.digest, welcome.content_digest) != (expected.digest, expected.content_digest):
             got = (
-                f"got {welcome.samples} samples ({_data_set(welcome)}) and {expected.samples} "
-                f"({_data_set(expected)})."
+                f"got {welcome.samples} samples ({_describe_data_set(welcome)}) and "
+                f"{expected.samples} ({_describe_data_set(expected)})."
             )
-            if node in self._agreed:
+            if node in self._verified_nodes:
                 return (
                     f"{self._name(node)} must serve the same data set as before, {got} Serve that "
                     "one again, or start training again."
                 )
             return (
-                f"{self._name(node)} and {self._first} must serve the same data set, {got} Copy "
-                "one store to all."
+                f"{self._name(node)} and {self._reference_name} must serve the same data set, "
+                f"{got} Copy one store to all."
             )
-        self._agreed.add(node)
+        self._verified_nodes.add(node)
         return None
 
     def _fetch_table(self, client: Client, welcome: protocol.Welcome, name: str) -> SampleTable:
@@ -255,7 +260,7 @@ class NodeStorage(Storage):
             try:
                 parts.append(SampleTable.from_bytes(data, name))
             except ConfigError as error:
-                # The bytes come from a peer; they are no argument of this process's user.
+                # The bytes come from a peer, so this is no error of the user's configuration.
                 raise ProtocolError(str(error)) from error
             first += len(parts[-1])
         table = SampleTable.join(parts)
@@ -294,7 +299,7 @@ class NodeStorage(Storage):
         if isinstance(outcome, Message):
             failure = self._accept(fetch, outcome)
             if failure is None:
-                self._continue(fetch)
+                self._reply_or_request_rest(fetch)
                 return
         else:
             failure = outcome
@@ -309,7 +314,7 @@ class NodeStorage(Storage):
             if len(fetch.lost) == self._replicas:
                 self._reply(Reply(fetch.fetch_id, self._lost_error(fetch)))
                 return
-        # A pause only after all replicas have failed once more.
+        # Pause only after each replica has failed once more.
         rounds = fetch.tries // self._replicas
         has_other_replica = fetch.tries % self._replicas != 0
         pause = 0.0 if has_other_replica else min(_FIRST_PAUSE * 2**rounds, _LONGEST_PAUSE)
@@ -318,10 +323,10 @@ class NodeStorage(Storage):
         else:
             self._attempt(fetch, pause)
 
-    def _continue(self, fetch: _NodeFetch) -> None:
+    def _reply_or_request_rest(self, fetch: _NodeFetch) -> None:
         """Reply to a fetch whose samples have all come, else request the rest."""
         if not len(fetch.missing_ids):
-            self._reply(Reply(fetch.fetch_id, _joined(fetch.pieces)))
+            self._reply(Reply(fetch.fetch_id, _join(fetch.pieces)))
             return
         # Samples have come, so the rest gets a deadline of its own.
         fetch.deadline = time.monotonic() + self._timeout
@@ -343,8 +348,8 @@ class NodeStorage(Storage):
         view, ends = memoryview(message.payload), np.cumsum(sizes)
         starts = ends - sizes
         pieces = [view[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-        came_ids = fetch.missing_ids[: len(sizes)]
-        problem = checksum_error(self.table, came_ids, pieces)
+        received_ids = fetch.missing_ids[: len(sizes)]
+        problem = checksum_error(self.table, received_ids, pieces)
         if problem is not None:
             return RequestFailure(problem)
         fetch.pieces.append(np.frombuffer(message.payload, dtype=np.uint8))
@@ -353,10 +358,10 @@ class NodeStorage(Storage):
 
     def _lost_error(self, fetch: _NodeFetch) -> StorageError:
         return StorageError(
-            f"{self._described(fetch)} cannot be read. {' '.join(fetch.lost.values())}"
+            f"{self._describe(fetch)} cannot be read. {' '.join(fetch.lost.values())}"
         )
 
-    def _described(self, fetch: _NodeFetch) -> str:
+    def _describe(self, fetch: _NodeFetch) -> str:
         sample_id = int(fetch.missing_ids[0])
         others = f" or one of {len(fetch.missing_ids) - 1} requested with it"
         return (
@@ -369,7 +374,7 @@ class NodeStorage(Storage):
         if self._replicas == 1:
             advice += "; with replicas=2 another node is asked"
         return StorageError(
-            f"{self._described(fetch)} did not come from {self._name(fetch.node)} within "
+            f"{self._describe(fetch)} did not come from {self._name(fetch.node)} within "
             f"{format_seconds(self._timeout)}; the last of {fetch.tries} attempts: "
             f"{fetch.reasons[-1].rstrip('.')}. {advice}."
         )
@@ -388,10 +393,10 @@ def open_nodes(
     )
 
 
-def _data_set(welcome: protocol.Welcome) -> str:
+def _describe_data_set(welcome: protocol.Welcome) -> str:
     contents = f", contents {welcome.content_digest}" if welcome.content_digest else ""
     return f"digest {welcome.digest}{contents}"
 
 
-def _joined(pieces: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+def _join(pieces: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
