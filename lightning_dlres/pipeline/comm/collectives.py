@@ -1,6 +1,6 @@
 """Collectives over the default process group, with deadlines and without pickle.
 
-They are used for small data, before the mailbox exists and beside it.
+They carry small data, both before the mailbox exists and while it is in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_dlres.core.wire.tree import Tree
 # Called while waiting; raises if a rank is known to have failed.
 Check = Callable[[], None]
 
-# Time for a collective to complete after a rank is known to have failed.
+# Seconds that a collective may still take after a rank is known to have failed.
 _AFTER_FAILURE_SECONDS = 0.5
 
 
@@ -30,7 +30,7 @@ def broadcast_tree(tree: Tree, source: int, timeout: float, check: Check) -> Tre
     It is meant for small trees: large ones take one message per tensor.
 
     Args:
-        tree: Tree to send; only the source's counts.
+        tree: Tree to send; ignored on all ranks but the source.
         source: Rank of the source.
         timeout: Deadline in seconds.
         check: Function described at `Check`.
@@ -61,7 +61,7 @@ def broadcast_tree(tree: Tree, source: int, timeout: float, check: Check) -> Tre
 
 
 def gather_numbers(values: list[float], timeout: float, check: Check) -> list[list[float]]:
-    """Return every rank's numbers, by rank; called by all ranks, each with the same count."""
+    """Return every rank's numbers, by rank; called by all ranks, each with equally many."""
     own = torch.tensor(values, dtype=torch.float64)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     work = dist.all_gather(gathered, own, async_op=True)

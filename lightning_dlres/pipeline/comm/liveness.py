@@ -10,9 +10,9 @@ rank to all others:
 - after `deadline`, if it is silent although its connection is open (it hangs, or its host or
   network is down). A busy rank keeps its connection, so it has the whole deadline.
 
-A rank that learns of a failure reports it first. It then has `grace` seconds to end in its own way.
-After that the watch ends the process, since a main thread inside a collective may never see an
-exception.
+A rank that learns of a failure reports it first. Its process then has `grace` seconds to end by
+itself. After that the watch ends the process, since a main thread inside a collective may never see
+an exception.
 
 Processes that a rank has forked, such as workers of a DataLoader, keep its connection open until
 they end. Until then a killed rank looks like one that hangs, and the deadline detects it. After
@@ -60,10 +60,10 @@ __all__ = ["RankFailure", "Watch"]
 
 _log = logging.getLogger(__name__)
 
-# Time for which `announce` and `close` wait for the other ranks to confirm.
+# Seconds that `announce` and `close` wait for confirmations of the other ranks.
 FLUSH_SECONDS = 1.0
-# Characters of a failure's text that are sent; it may hold a whole log.
-_MAX_TEXT = 64 << 10
+# Most characters of a failure's text that are sent. The text may hold a whole log.
+_MAX_TEXT_LENGTH = 64 << 10
 _LIMITS = SocketLimits(message_bytes=1 << 20, unread_bytes=64 << 20, connections=4096, queued=1000)
 
 
@@ -75,10 +75,10 @@ class Watch:
     Args:
         endpoint: This rank's end of the star.
         invitation: Encoded invitation of the run.
-        timeouts: Times by which silence becomes a failure.
-        grace: Time between a failure and the end of the process; `close` prevents the end.
+        timeouts: Interval of heartbeats, and the deadline by which silence becomes a failure.
+        grace: Time between a failure and the call of `kill`; none is made after `close`.
         report: Called once when another rank fails, from the watch's thread, before `failure` is
-            set. It must not call the watch. None: a line on stderr.
+            set. It must not call the watch. None writes a line to stderr.
         kill: Ends the process. None: `os._exit(1)`.
         parent: Process id of rank 0 if it has started this process, else None.
     """
@@ -109,10 +109,11 @@ class Watch:
         self._is_failure_handled = False
         self._confirmed = threading.Event()
         self._closing = threading.Event()
-        # Ends of the wait for confirmations, and of the grace before the process is killed.
+        # Times at which the wait for confirmations ends, and at which `kill` is called; None if
+        # there is no such time yet.
         self._flush_until: float | None = None
         self._kill_at: float | None = None
-        self._last_turn = self._next_heartbeat = time.monotonic()
+        self._last_event_time = self._next_heartbeat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="dlres-watch", daemon=True)
         self._thread.start()
 
@@ -284,7 +285,7 @@ class Watch:
         sent after `close` either.
         """
         if self._failure is None and self._announcement is None and not self._closing.is_set():
-            text = text_of(f"{self.names[self.rank]} gave up: {message}")[:_MAX_TEXT]
+            text = text_of(f"{self.names[self.rank]} gave up: {message}")[:_MAX_TEXT_LENGTH]
             self._announcement = RankFailure(self.rank, text)
             self._endpoint.interrupt()
             self._confirmed.wait(FLUSH_SECONDS)
@@ -314,7 +315,7 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._is_finished():
-                self._turn()
+                self._handle_next_event()
         except Exception as error:
             # Without a watch a failure would go unnoticed, so an error in the watch is a failure.
             _log.exception("the watch failed")
@@ -331,13 +332,13 @@ class Watch:
         flushed = all(peer.is_flushed for peer in self._endpoint.peers)
         return flushed or time.monotonic() >= self._flush_until
 
-    def _turn(self) -> None:
+    def _handle_next_event(self) -> None:
         """Wait for one message or the next time limit, and act on it."""
         wait = self._seconds_to_next_event()
         message = self._receive(wait)
         now = time.monotonic()
-        self._discount_pause(now - self._last_turn - wait)
-        self._last_turn = now
+        self._discount_pause(now - self._last_event_time - wait)
+        self._last_event_time = now
         if message is not None:
             self._handle(message, now)
         self._endpoint.update_connections(now)
@@ -379,8 +380,8 @@ class Watch:
             self._handle_failure(failure)
 
     def _discount_pause(self, late: float) -> None:
-        """Leave out time in which this process was stopped or got no CPU time: the other ranks may
-        have sent heartbeats in it."""
+        """Do not count time in which this process was stopped or got no CPU time: the other ranks
+        may have sent heartbeats in it. `late` are the seconds by which this thread woke up late."""
         if late > self._timeouts.interval:
             for peer in self._endpoint.peers:
                 peer.discount_pause(late)
@@ -428,7 +429,8 @@ class Watch:
     def _kill_process(self) -> None:
         waited = format_seconds(self._grace)
         try:
-            _to_stderr(f"{self.names[self.rank]} did not end within {waited} after that; ending it")
+            name = self.names[self.rank]
+            _to_stderr(f"{name} did not end within {waited} after the failure; ending it")
         finally:
             self._kill()
 

@@ -1,6 +1,6 @@
 """Synchronisation of a stage's buffers, such as running statistics, over all replicas.
 
-The buffers of the first replica count.
+The buffers of the first replica replace those of the others.
 """
 
 from __future__ import annotations

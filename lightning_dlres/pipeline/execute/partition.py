@@ -40,12 +40,12 @@ class ModelLayers:
     modules: tuple[nn.Module, ...]
 
     def layer_of(self, name: str) -> int | None:
-        """Return the layer to which a parameter, buffer or state dict key belongs; None for those
-        outside of the layers.
+        """Return the index of the layer to which a parameter, buffer or state dict key belongs;
+        None for those outside of the layers.
 
-        A second name of the whole list of layers counts like the first. A single layer may have a
-        second name elsewhere in the model. The model uses it there too, so that name belongs to no
-        layer.
+        The model may have the whole list of layers as a second attribute. Names by that attribute
+        count like those by the first. If a single layer is a second attribute elsewhere, the model
+        also uses it outside of the pipeline. So names by that attribute belong to no layer.
         """
         while name and name not in self._layer_by_module:
             name = name.rpartition(".")[0]
@@ -74,7 +74,8 @@ class ModelLayers:
     def non_pipelined_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield each module outside of the layers once, with a name.
 
-        It does not walk through the layers, because it is called for every micro-batch.
+        It does not visit modules inside of layers: it is called for every micro-batch, and must be
+        fast.
         """
         pending = [("", self.root)]
         seen: set[nn.Module] = set()
@@ -87,7 +88,7 @@ class ModelLayers:
             prefix = f"{name}." if name else ""
             pending += [(prefix + child, inner) for child, inner in module.named_children()]
 
-    def stages_of_module(self, plan: PipelinePlan) -> dict[nn.Module, set[int]]:
+    def stages_by_module(self, plan: PipelinePlan) -> dict[nn.Module, set[int]]:
         """Return the stages that run each module; all stages for modules outside of the layers."""
         stages: dict[nn.Module, set[int]] = {}
         for name, module in self.root.named_modules(remove_duplicate=False):
@@ -101,9 +102,9 @@ class ModelLayers:
         seen: set[nn.Parameter] = set()
         sizes = []
         for module in self.modules:
-            new = [p for p in module.parameters() if p not in seen]
-            seen.update(new)
-            sizes.append(sum(p.numel() * p.element_size() for p in new))
+            unseen = [p for p in module.parameters() if p not in seen]
+            seen.update(unseen)
+            sizes.append(sum(p.numel() * p.element_size() for p in unseen))
         return sizes
 
     def owners(self, plan: PipelinePlan) -> Owners:
@@ -120,7 +121,7 @@ class ModelLayers:
         return {parameter: tuple(sorted(holders)) for parameter, holders in stages.items()}
 
     def trainable(self, layers: Sequence[int]) -> list[list[nn.Parameter]]:
-        """Return the parameters of each of these layers that need a gradient."""
+        """Return, for each of these layers, its parameters that need a gradient."""
         return [
             [p for p in self.modules[layer].parameters() if p.requires_grad] for layer in layers
         ]
@@ -139,7 +140,7 @@ class ModelLayers:
         return frozenset(p for _, p in named if p not in outside)
 
 
-def is_on_meta(root: nn.Module) -> bool:
+def has_meta_tensors(root: nn.Module) -> bool:
     """Return True if some parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
 
@@ -156,7 +157,7 @@ def partition(
 def _partition(
     layers: ModelLayers, owners: Owners, plan: PipelinePlan, stage: int, device: torch.device
 ) -> None:
-    stages_of = layers.stages_of_module(plan)
+    stages_of = layers.stages_by_module(plan)
     for module in (module for module, stages in stages_of.items() if stage not in stages):
         _drop_computed_tensors(module)
     for parameter, holders in owners.items():
@@ -220,7 +221,7 @@ def held_tensors(
     held: dict[str, Tensor] = {
         n: p for n, p in layers.root.named_parameters() if stage in owners[p]
     }
-    stages = layers.stages_of_module(plan)
+    stages = layers.stages_by_module(plan)
     for prefix, module in layers.root.named_modules():
         if stage in stages[module]:
             for name, buffer in module.named_buffers(recurse=False):

@@ -37,7 +37,7 @@ def initialise(module: nn.Module, device: torch.device, name: str) -> None:
     """Give storage and values to the meta tensors of a module itself, not of its children.
 
     Args:
-        module: Module, which may have none.
+        module: Module; nothing is done if it has no meta tensors.
         device: Device of the storage.
         name: Name of the module, for the error.
 

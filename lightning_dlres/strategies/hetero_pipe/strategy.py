@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_dlres import _compat
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.optimizers import set_state_device
-from lightning_dlres.pipeline.execute.partition import is_on_meta, resident_parameter_bytes
+from lightning_dlres.pipeline.execute.partition import has_meta_tensors, resident_parameter_bytes
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 from lightning_dlres.strategies.capabilities import MeasuredRun, ReportSections
@@ -233,7 +233,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
         # A model on the meta device has no storage for a checkpoint before `setup` materialises it.
         # Read once: after `setup`, remote parameters of every model are on the meta device.
         if self._made_on_meta is None:
-            self._made_on_meta = is_on_meta(self._module)
+            self._made_on_meta = has_meta_tensors(self._module)
         return self._made_on_meta
 
     @override
@@ -392,7 +392,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
         state = self._module.state_dict()
         if self._deployment is None or (self._connection is None and self._deployment.is_whole):
             return state
-        with self._briefly_after_failure(), self._run_or_late_mailbox() as mailbox:
+        with self._short_timeout_after_failure(), self._mailbox_in_or_after_run() as mailbox:
             return self._deployment.gather_model_state(state, mailbox)
 
     @override
@@ -401,12 +401,12 @@ class HeteroPipeStrategy(ConnectedStrategy):
         state = super().optimizer_state(optimizer)
         if self._deployment is None or "state" not in state:
             return state
-        with self._briefly_after_failure(), self._run_or_late_mailbox() as mailbox:
+        with self._short_timeout_after_failure(), self._mailbox_in_or_after_run() as mailbox:
             return self._deployment.gather_optimizer_state(optimizer, state, mailbox)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._deployment is None or not is_on_meta(self._module):
+        if self._deployment is None or not has_meta_tensors(self._module):
             super().load_model_state_dict(checkpoint, strict)
         else:
             self._deployment.load_model_state(checkpoint["state_dict"], strict)

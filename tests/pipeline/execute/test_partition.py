@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.execute.partition import (
     ModelLayers,
+    has_meta_tensors,
     held_tensors,
-    is_on_meta,
     materialise,
     partition,
     resident_parameter_bytes,
@@ -120,7 +120,7 @@ def test_a_stage_holds_its_own_parameters_and_all_keep_their_identity(stage: int
         assert parameter.requires_grad == ("net.2" not in name)
         assert parameter.is_meta or torch.equal(parameter, values[name])
     assert model.net[3].weight is model.net[0].weight, "the weight stays tied"
-    assert is_on_meta(model)
+    assert has_meta_tensors(model)
     assert resident_parameter_bytes(model) == sum(
         t.numel() * 4 for t in held.values() if isinstance(t, nn.Parameter)
     )
@@ -185,7 +185,7 @@ def deploy_meta(split: tuple[int, ...], stage: int, seed: int = 5) -> Model:
 @pytest.mark.parametrize("split", [(4,), (2, 2), (1, 2, 1)])
 def test_initial_values_do_not_depend_on_the_split(split: tuple[int, ...]) -> None:
     whole = deploy_meta((4,), 0)
-    assert not is_on_meta(whole)
+    assert not has_meta_tensors(whole)
     values = dict(whole.state_dict())
     first = [sum(split[:stage]) for stage in range(len(split) + 1)]
     for stage, (start, stop) in enumerate(pairwise(first)):
@@ -262,7 +262,7 @@ def test_layers_can_share_a_module_with_buffers(stage: int) -> None:
     rotary = Rotary()
     model = nn.ModuleDict({"net": nn.Sequential(Block(rotary), Block(rotary))})
     deploy(model, (1, 1), stage)
-    assert not is_on_meta(model["net"][stage])
+    assert not has_meta_tensors(model["net"][stage])
 
 
 def test_the_list_of_layers_can_have_a_second_name() -> None:
