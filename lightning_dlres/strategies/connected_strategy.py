@@ -71,9 +71,9 @@ class ConnectedStrategy(ParallelStrategy):
                 "the name of a backend of torch.distributed",
                 "process_group_backend=None",
             )
-            known = set(dist.Backend.backend_list)
+            backends = set(dist.Backend.backend_list)
             for part in process_group_backend.lower().split(","):
-                one_of("process_group_backend", part.split(":")[-1], known, "'gloo'")
+                one_of("process_group_backend", part.split(":")[-1], backends, "'gloo'")
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._num_nodes = 1
@@ -87,7 +87,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def _has_run(self) -> bool:
-        """True after the first run was set up: all ranks then also wait for each other after it."""
+        """True once a run was set up. From then on, `barrier` also waits when no run is active."""
         return False
 
     @property
@@ -140,7 +140,8 @@ class ConnectedStrategy(ParallelStrategy):
             self.root_device,
             self._timeout,
         )
-        # Every rank logs the value of the whole batch: there is nothing that sync_dist could add.
+        # Lightning advises sync_dist=True on several ranks. Here every rank logs the value of the
+        # whole batch already.
         warnings.filterwarnings("ignore", message=r".*sync_dist=True.*")
         self._connection = self._connect()
         self._signals = DeferredSignals(self.cluster_environment, self._connection)
@@ -149,13 +150,14 @@ class ConnectedStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks.
 
-        After the run, too: a checkpoint that is saved late must be there before any rank reads it.
+        It also waits after the run: a checkpoint that is saved then must exist before a rank reads
+        it.
         """
         if name == "run-stage" and self._signals is not None:
-            # The Trainer's first barrier after it has registered its signal handlers.
+            # This is the Trainer's first barrier after it has registered its signal handlers.
             self._signals.install()
         if self._connection is not None:
-            with self._briefly_after_failure():
+            with self._short_timeout_after_failure():
                 self._connection.any_rank(False)
         elif self._has_run and dist.is_initialized():
             any_rank(False, self._timeout, _no_check)
@@ -182,7 +184,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._connection is not None and not self._is_agreed_end(exception):
+        if self._connection is not None and not self._ends_on_all_ranks(exception):
             self._connection.announce_failure(exception)
 
     @property
@@ -202,7 +204,7 @@ class ConnectedStrategy(ParallelStrategy):
         assert self._signals is not None
         return self._signals
 
-    def _is_agreed_end(self, exception: BaseException) -> bool:
+    def _ends_on_all_ranks(self, exception: BaseException) -> bool:
         """Return True if all ranks end here together, after a SIGTERM to one of them."""
         return isinstance(exception, SIGTERMException) and self._deferred_signals().ends_run()
 
@@ -213,8 +215,9 @@ class ConnectedStrategy(ParallelStrategy):
         )
 
     @contextmanager
-    def _run_or_late_mailbox(self) -> Iterator[Mailbox]:
-        """Context manager that yields the run's mailbox, or after the run that of a new connection.
+    def _mailbox_in_or_after_run(self) -> Iterator[Mailbox]:
+        """Context manager that yields the run's mailbox; after the run, one of a temporary
+        connection.
 
         A script may save a checkpoint after the run.
         """
@@ -231,8 +234,8 @@ class ConnectedStrategy(ParallelStrategy):
             connection.close()
 
     @contextmanager
-    def _briefly_after_failure(self) -> Iterator[None]:
-        """Context manager for collective calls that waits only briefly if this rank has raised.
+    def _short_timeout_after_failure(self) -> Iterator[None]:
+        """Context manager that shortens the timeout of collective calls if this rank has raised.
 
         A callback may save a checkpoint after an exception on this rank alone. The other ranks then
         do not answer, because they do not know of it.
@@ -266,4 +269,4 @@ class ConnectedStrategy(ParallelStrategy):
 
 
 def _no_check() -> None:
-    """Do nothing: after the run, no failure of a rank can be known."""
+    """Do nothing: after the run, no watch reports failures of ranks."""

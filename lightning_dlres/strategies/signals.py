@@ -1,8 +1,9 @@
-"""Deferral of signals whose handlers need all ranks to a place that all ranks reach together.
+"""Deferral of signals, so that all ranks run their handlers at the same place in the program.
 
 Lightning answers SIGTERM, and the signal before the end of a requeued SLURM job, with collective
-work such as a checkpoint. A signal interrupts a rank anywhere, and often only one rank. Handled at
-once, Lightning's handler would wait for the other ranks, and these for the interrupted one.
+work such as a checkpoint. A signal interrupts a rank anywhere, and often only one rank. If it
+ran Lightning's handler at once, it would wait for the other ranks there, and these for it
+elsewhere.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ class DeferredSignals:
         numbers: list[int] = [signal.SIGTERM]
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             numbers.append(environment.requeue_signal or signal.SIGUSR1)
+        # Handlers from before the run, by signal number.
         self._handlers_before = {number: signal.getsignal(number) for number in numbers}
         # Lightning's handlers, by signal number.
         self._handlers: dict[int, Callable[..., Any]] = {}
-        # Count of each signal, as `signal_counts` had it when the signal was last handled.
-        self._handled: dict[int, int] = {}
+        # Value in `signal_counts` of each signal when it was last handled, by signal number.
+        self._handled_counts: dict[int, int] = {}
 
     def install(self) -> None:
         """Replace the handlers that Lightning has registered since this object was made.
@@ -54,24 +56,25 @@ class DeferredSignals:
     def due(self) -> list[int]:
         """Return the signals that a rank has received and no rank has handled.
 
-        Only rank 0 calls this, and tells the others.
+        Only rank 0 calls this, and sends the result to the other ranks.
         """
         counts = self._connection.signal_counts()
-        return [n for n, count in counts.items() if count > self._handled.get(n, 0)]
+        return [n for n, count in counts.items() if count > self._handled_counts.get(n, 0)]
 
     def handle(self, numbers: list[int]) -> None:
         """Run Lightning's handlers; called by all ranks at the same place."""
-        # One preemption signals the ranks one after the other. `signal_counts` holds the largest
-        # count of a rank, so only a second signal to the same rank is handled again.
+        # A preemption signals every rank once, at different times. `signal_counts` has the largest
+        # count of any rank, so the handlers run once for it. They run again only if a rank gets
+        # the signal a second time.
         counts = self._connection.signal_counts()
         for number in numbers:
-            self._handled[number] = counts.get(number, 0)
+            self._handled_counts[number] = counts.get(number, 0)
             if number in self._handlers:
                 self._handlers[number](number, inspect.currentframe())
 
     def ends_run(self) -> bool:
         """Return True if all ranks have handled SIGTERM, and so end together."""
-        return signal.SIGTERM in self._handled
+        return signal.SIGTERM in self._handled_counts
 
     def _count(self, number: int, frame: Any) -> None:
         self._connection.count_signal(number)

@@ -1,4 +1,4 @@
-"""Steps of a run on one device whose batch is not cut: the user's code as in plain training."""
+"""Runner of steps on one device without micro-batches: the user's code as in plain training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 class PlainSteps:
     """Runner of training and evaluation steps for one rank and one micro-batch.
 
-    A schedule, random states of layers and replayed logs would change nothing here, and take time
-    in every step.
+    It needs no schedule, random states of layers or replayed logs: these would not change the
+    result, and take time in every step.
 
     Args:
         module: The LightningModule.
@@ -26,7 +26,7 @@ class PlainSteps:
     """
 
     schedule: ClassVar[str] = GPipe.name
-    """The loss is computed once, over the whole batch."""
+    """Name of the schedule: that of GPipe, since the loss is computed once over the whole batch."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class PlainSteps:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context manager that traces a backward pass, and with it the end of the step."""
+        """Context manager that records the span of a backward pass, and that of the step, which
+        ends with it."""
         with self._computing("backward"):
             yield
         end_ns = time.perf_counter_ns()

@@ -3,12 +3,12 @@
 The changes of one run of the step are a dict from the path of an object to its change. A change is
 a list that starts with its kind:
 
-- `["names", new, gone, order]`: attributes or dict entries. `new` has `[*key, *value]` for each
-  name with a new value, and `gone` has the names that were deleted. `order` has all keys of a dict
-  if their order has changed, else it is None.
+- `["names", new, removed, order]`: attributes or dict entries. `new` has `[*key, *value]` for each
+  name with a new value, and `removed` has the names that were deleted. `order` has all keys of a
+  dict if their order has changed, else it is None.
 - `["items", start, items]`: a list or deque. It keeps its first `start` items; `items` has those
   that follow.
-- `["set", new, gone]`: a set, with its new members and those that it no longer has.
+- `["set", new, removed]`: a set, with its new members and those that it no longer has.
 - `["state", state]`: a random generator.
 
 Every key, value, item and member is a pair `[encoding, value]`. The encoding says how the receiver
@@ -17,12 +17,12 @@ makes the value:
 - None: the value itself.
 - "in place": a tensor or array that is written into the one that the receiver has, so that other
   references to it see the new values.
-- "known": the value is the path of an object whose state is replayed itself.
+- "known": the value is the path of an object that is replayed by changes of its own.
 - "packed": the value is a container that `replay.containers` has packed.
 - "unsendable": the object cannot be sent. The value is `[class name, path, name]`. A rank that ran
-  the step has the object of its own run. Other ranks keep what they have. If they have nothing
-  there, they get no such attribute, key or member; a new item of a list is None, so that items
-  after it have the same index on all ranks.
+  the step uses the object of its own run. Other ranks keep the value that they have. If they have
+  nothing there, they get no such attribute, key or member; a new item of a list is None, so that
+  items after it have the same index on all ranks.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ Unsendable = Mapping[tuple[str, Any], Any]
 
 
 def changed_sequences(changes: Tree) -> list[str]:
-    """Return the names of the lists, deques and sets among the changes."""
+    """Return the paths of the lists, deques and sets among the changes."""
     return [path for path, change in changes.items() if change[0] in ("items", "set")]
 
 
 def changed_generators(changes: Tree) -> set[str]:
-    """Return the names of the random generators among the changes."""
+    """Return the paths of the random generators among the changes."""
     return {path for path, change in changes.items() if change[0] == "state"}
 
 
 def unsendable_values(changes: Tree) -> dict[str, str]:
-    """Return the names of the objects that a run left and that cannot be sent, with their
-    classes."""
+    """Return the class of each object among the changes that cannot be sent, by the object's
+    name."""
     classes = {}
     for change in changes.values():
         for encoding, value in _encoded_values(change):
@@ -83,7 +83,7 @@ def fingerprints(changes: Tree) -> dict[str, int]:
 def apply_change(
     state: ObjectState, change: Tree, states: Mapping[str, ObjectState], unsendable: Unsendable
 ) -> None:
-    """Make a change of another rank's, or of this rank's own run, on an object.
+    """Apply a change to an object: one that another rank has sent, or one of this rank's own run.
 
     Args:
         state: State of the object now.
@@ -93,27 +93,29 @@ def apply_change(
     """
     kind, *rest = change
 
-    def decoded(encoded: Sequence[Any], current: Any = ABSENT) -> Any:
-        return _decoded(encoded, current, states, unsendable)
+    def decode(encoded: Sequence[Any], current: Any = ABSENT) -> Any:
+        return _decode(encoded, current, states, unsendable)
 
     if kind == "names":
-        _apply_names(state, *rest, decoded=decoded)
+        _apply_names(state, *rest, decode=decode)
     elif kind == "state":
         state.write(rest[0])
     elif kind == "set":
-        new, gone = rest
-        gone_members = set(map(decoded, gone))
+        new, removed = rest
+        removed_members = set(map(decode, removed))
         # Python's equality would not find NaN. The key would not find a copy of an object.
-        gone_keys = set(map(value_key, gone_members))
-        stays = {
-            member for member in state.content - gone_members if value_key(member) not in gone_keys
+        removed_keys = set(map(value_key, removed_members))
+        remaining = {
+            member
+            for member in state.content - removed_members
+            if value_key(member) not in removed_keys
         }
-        state.write(stays | {m for m in map(decoded, new) if m is not ABSENT})
+        state.write(remaining | {m for m in map(decode, new) if m is not ABSENT})
     else:
         start, items = rest
         current = state.content
         tail = [
-            decoded(item, current[start + i] if start + i < len(current) else None)
+            decode(item, current[start + i] if start + i < len(current) else None)
             for i, item in enumerate(items)
         ]
         state.write([*current[:start], *tail])
@@ -122,29 +124,29 @@ def apply_change(
 def _apply_names(
     state: ObjectState,
     new: Sequence[Any],
-    gone: Sequence[Any],
+    removed: Sequence[Any],
     order: Sequence[Any] | None,
     *,
-    decoded: Callable[..., Any],
+    decode: Callable[..., Any],
 ) -> None:
     namespace = namespace_of(state.owner)
     for *encoded_key, encoding, value in new:
-        key = decoded(encoded_key)
+        key = decode(encoded_key)
         # A key that this rank does not have cannot get a value.
-        result = ABSENT if key is ABSENT else decoded((encoding, value), namespace.get(key, ABSENT))
+        result = ABSENT if key is ABSENT else decode((encoding, value), namespace.get(key, ABSENT))
         if result is not ABSENT:
             namespace[key] = result
-    for key in map(decoded, gone):
+    for key in map(decode, removed):
         namespace.pop(key, None)
     if order is not None:
-        keys = [key for key in map(decoded, order) if key in namespace]
+        keys = [key for key in map(decode, order) if key in namespace]
         sorted_content = {key: namespace[key] for key in keys}
         sorted_content |= {key: v for key, v in namespace.items() if key not in sorted_content}
         namespace.clear()
         namespace.update(sorted_content)
 
 
-def _decoded(
+def _decode(
     encoded: Sequence[Any], current: Any, states: Mapping[str, ObjectState], unsendable: Unsendable
 ) -> Any:
     """Return the value of a pair `[encoding, value]`.
@@ -162,7 +164,7 @@ def _decoded(
         return unsendable.get((value[1], value[2]), current)
     if encoding == PACKED:
         return unpack(value)
-    if encoding == IN_PLACE and _has_same_form(current, value):
+    if encoding == IN_PLACE and _has_same_type_and_shape(current, value):
         if isinstance(current, Tensor):
             with torch.no_grad():
                 current.copy_(value)
@@ -176,11 +178,11 @@ def _encoded_values(change: Tree) -> Iterator[Sequence[Any]]:
     """Yield the pairs `[encoding, value]` of a change, but not those of an order."""
     kind, *rest = change
     if kind == "names":
-        new, gone, _ = rest
+        new, removed, _ = rest
         for key_encoding, key, encoding, value in new:
             yield key_encoding, key
             yield encoding, value
-        yield from gone
+        yield from removed
     elif kind == "set":
         yield from rest[0]
         yield from rest[1]
@@ -188,5 +190,5 @@ def _encoded_values(change: Tree) -> Iterator[Sequence[Any]]:
         yield from rest[1]
 
 
-def _has_same_form(a: Any, b: Any) -> bool:
+def _has_same_type_and_shape(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype

@@ -39,7 +39,8 @@ class LoggerCall:
     kwargs: dict[str, Any]
 
     def to_tree(self) -> Tree:
-        """Return the call as plain data; instead of arguments that cannot be sent, the error."""
+        """Return the call as plain data. If its arguments cannot be sent, the error replaces
+        them."""
         try:
             copied = map_tensors(lambda t: t.detach().clone(), [self.args, self.kwargs])
         except ConfigError as error:
@@ -49,16 +50,17 @@ class LoggerCall:
     @staticmethod
     def replay(tree: Tree, loggers: Sequence[Logger]) -> None:
         """Make the call that `to_tree` returned; warn if its arguments could not be sent."""
-        index, path, args, kwargs = tree
+        index, path, args, kwargs_or_error = tree
         if args is None:
             rank_zero_warn(
-                f"dlres: logger.{'.'.join(path)}(...) in training_step is left out: {kwargs}"
+                f"dlres: logger.{'.'.join(path)}(...) in training_step is left out: "
+                f"{kwargs_or_error}"
             )
             return
         method: Any = loggers[index]
         for name in path:
             method = getattr(method, name)
-        method(*args, **kwargs)
+        method(*args, **kwargs_or_error)
 
 
 class _Recorder:
@@ -90,7 +92,7 @@ def isolated_loggers(loggers: Sequence[Logger]) -> Iterator[list[LoggerCall]]:
     """Context manager that records calls to the loggers in the yielded list, and does not make
     them.
 
-    Recorded are calls of methods whose name starts with `log_`, and all uses of `experiment`.
+    It records calls of methods whose name starts with `log_`, and all uses of `experiment`.
     """
     calls: list[LoggerCall] = []
     classes = [type(logger) for logger in loggers]
@@ -107,7 +109,8 @@ def isolated_loggers(loggers: Sequence[Logger]) -> Iterator[list[LoggerCall]]:
 
 @cache
 def _recording_class(kind: type[Logger]) -> type[Logger]:
-    """Return a subclass of a logger class whose methods are those of the instance's recorder."""
+    """Return a subclass of a logger class whose logging methods are those of the instance's
+    recorder."""
     names = [name for name in dir(kind) if name.startswith("log_") or name == "experiment"]
     methods = [n for n in names if n == "experiment" or callable(getattr(kind, n, None))]
     # `experiment` is often a property of the class, which takes precedence over an attribute of the
