@@ -14,13 +14,14 @@ from lightning_dlres.callbacks.offloading import MemoryBudget, TrainingSteps
 class ActivationOffload(MemoryBudget, Callback):
     """Callback that keeps device memory within a budget: `ActivationOffload(budget="8GiB")`.
 
-    The first steps of every batch shape are measured. All saved tensors are offloaded in these
-    steps, so that they fit wherever any plan fits. A plan then decides about each saved tensor. It
-    stays, is compressed (zeros are left out), is offloaded to the host or a disk and prefetched, is
-    overwritten by a gradient, or is recomputed. The plan is the one with the least predicted time.
+    The first steps of every batch shape are measured. They offload all saved tensors, and so fit in
+    memory if any plan does. A plan then decides about each saved tensor. The tensor stays, is
+    compressed (zeros are left out), is offloaded to the host or a disk and prefetched, is
+    overwritten by a gradient, or is recomputed. Of all plans within the budget, the one with the
+    least predicted time is followed.
 
     Gradients are bitwise equal to those of plain training, and the LightningModule stays unchanged.
-    If the budget holds everything, nothing stays installed.
+    If everything fits the budget, later steps run without hooks and patches.
 
     One device and DDP are supported. Strategies that shard the model are refused.
 
@@ -28,12 +29,12 @@ class ActivationOffload(MemoryBudget, Callback):
 
     Attributes:
         plan: Latest plan; None before the measured steps are over.
-        profile: Profile that it was made from.
+        profile: Profile from which the plan was made.
 
     Raises:
         ConfigError: If an argument has a bad value; when `fit` starts, if the strategy or device is
             not supported; after the measured steps, if no plan meets the budget. The message then
-            has the smallest budget that can be met.
+            names the smallest budget that can be met.
     """
 
     @override
@@ -46,8 +47,8 @@ class ActivationOffload(MemoryBudget, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.training_steps is not None:
-            every = trainer.accumulate_grad_batches
-            is_stepping = (batch_idx + 1) % every == 0 or trainer.is_last_batch
+            batches_per_step = trainer.accumulate_grad_batches
+            is_stepping = (batch_idx + 1) % batches_per_step == 0 or trainer.is_last_batch
             self.training_steps.begin(pl_module, batch, is_stepping)
 
     @override
@@ -70,6 +71,7 @@ class ActivationOffload(MemoryBudget, Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A step that is still open must not manage the tensors of validation.
         if self.training_steps is not None:
             self.training_steps.abandon()
 

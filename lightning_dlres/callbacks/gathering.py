@@ -21,9 +21,11 @@ from lightning_dlres.core.wire.decoding import from_json
 # Called by all ranks with (object, source rank); returns the source's object on all of them.
 Broadcast = Callable[[Any, int], Any]
 
+# Largest number of steps in a trace.
 MAX_STEPS = 20
 # Limit for one rank, which bounds the exchanged messages and the trace: about 100 bytes a span.
 MAX_SPANS = 20_000
+# Exchanges with each clock; the shortest one gives the offset.
 _PINGS = 5
 # Files that tell clocks apart: hosts boot at different times, and a container's clock may have an
 # offset of its own.
@@ -47,8 +49,8 @@ class GatheredSpans:
 
     Attributes:
         spans: Spans by rank, on rank 0's clock.
-        clock_error: Seconds by which spans of different hosts may be shifted against each other; 0
-            on one host.
+        clock_error: Largest error of another host's clock against rank 0's, in seconds; 0 on one
+            host.
     """
 
     spans: dict[int, list[Span]]
@@ -137,9 +139,8 @@ def _clock_offsets(
     error in seconds; both are valid on rank 0 only.
 
     Clocks of different hosts are unrelated. Rank 0 asks the first rank of each other host for its
-    time. The answer was right at some time between question and answer, and rank 0 assumes the
-    middle. So the error is at most half of the time between them. The shortest of `_PINGS` attempts
-    counts.
+    time. The peer reads its clock between the question and the answer, and rank 0 assumes the
+    middle. So the error is at most half of that time. The shortest of `_PINGS` exchanges counts.
     """
     offsets, max_error_ns = {clocks[0]: 0}, 0
     for peer, clock in enumerate(clocks):
@@ -147,13 +148,13 @@ def _clock_offsets(
             continue
         offsets[clock], shortest = 0, None
         for _ in range(_PINGS):
-            asked = time.perf_counter_ns()
+            sent_ns = time.perf_counter_ns()
             broadcast(None, 0)
             peer_time = int(broadcast(time.perf_counter_ns() if rank == peer else None, peer))
-            answered = time.perf_counter_ns()
-            if shortest is None or answered - asked < shortest:
-                shortest = answered - asked
-                offsets[clock] = peer_time - (asked + answered) // 2
+            received_ns = time.perf_counter_ns()
+            if shortest is None or received_ns - sent_ns < shortest:
+                shortest = received_ns - sent_ns
+                offsets[clock] = peer_time - (sent_ns + received_ns) // 2
         max_error_ns = max(max_error_ns, (shortest or 0) // 2)
     return offsets, max_error_ns / 1e9
 

@@ -24,7 +24,7 @@ _WORTHWHILE_SHARE = 0.9
 class ZeroValue(Codec):
     """Codec that stores non-zero elements bit for bit: NaN, -0.0, infinities and subnormals too.
 
-    Elements of 8 bytes or more are encoded raw. So are data whose sample has few zeros.
+    Elements of 8 bytes or more are encoded raw. So is data with few zeros in a sample.
     """
 
     name = "zvc"
@@ -51,11 +51,11 @@ class ZeroValue(Codec):
         ):
             return encode_raw(tensor, source, stride, out)
         if out is None and not tensor.is_cuda:
-            exact_size = zvc.encode_tightly(source, width)
-            if exact_size is None:
+            compressed = zvc.encode_tightly(source, width)
+            if compressed is None:
                 # The sample had more zeros than the whole tensor.
                 return encode_raw(tensor, source, stride, out)
-            return self._encoded(tensor, stride, exact_size, exact_size.numel())
+            return self._encoded(tensor, stride, compressed, compressed.numel())
         data, bound = out, self.bound(tensor)
         if data is None:
             data = torch.empty(bound, dtype=torch.uint8, device=tensor.device)
@@ -87,7 +87,7 @@ class ZeroValue(Codec):
 
         Args:
             tensor: Tensor with elements of 1, 2 or 4 bytes.
-            out: uint8[at least the mask's bytes] for the result, which keeps it.
+            out: uint8[at least the mask's bytes] for the result, whose `data` shares its memory.
         """
         source, stride = dense_bytes(tensor)
         used = zvc.encode(source, tensor.element_size(), out)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 
-# Characters; wide enough that no table is folded unless the caller gives a width.
+# Width in characters at which no table is folded.
 _UNBOUNDED = 100_000
 
 
@@ -42,12 +42,14 @@ def render(
     """
     for row in rows:
         if len(row) != len(columns):
-            expected = f"{len(columns)} cells, for {list(columns)}"
-            raise ConfigError(got_expected(f"table {title!r}", row, expected, "one cell a column"))
+            expected = f"{len(columns)} cells, one for each of {list(columns)}"
+            raise ConfigError(
+                got_expected(f"row of table {title!r}", row, expected, "one cell per column")
+            )
     table = Table(box=box.MARKDOWN, show_edge=True)
     for index, name in enumerate(columns):
-        numeric = all(_is_number(row[index]) for row in rows)
-        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+        is_numeric = all(_is_number(row[index]) for row in rows)
+        table.add_column(Text(name), justify="right" if is_numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(_cell(value)) for value in row))
     lines = [title, *_lines(table, width)]

@@ -1,7 +1,7 @@
 """Tracer of time spans, cheap enough for training; a trace file shows them in Perfetto.
 
 Engines record spans, and reports and charts read them. On Linux, `perf_counter_ns` is one clock for
-all processes of a machine, so that the spans of local ranks are aligned.
+all processes of a host. Spans of ranks on one host therefore need no alignment.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tracer:
 
     def span(self, name: str, category: str, /, **args: Scalar) -> AbstractContextManager[None]:
         """Context manager that records the time of its block, even if the block raises."""
-        return _Open(self, name, category, args) if self.enabled else _NO_SPAN
+        return _OpenSpan(self, name, category, args) if self.enabled else _NO_SPAN
 
     def add(self, name: str, category: str, /, start_ns: int, end_ns: int, **args: Scalar) -> None:
         """Record a span with times measured by the caller, for the calling thread."""
@@ -105,7 +105,7 @@ class Tracer:
             self._recorded += 1
 
 
-class _Open:
+class _OpenSpan:
     """Context manager that records one span of an enabled tracer."""
 
     __slots__ = ("_args", "_category", "_name", "_start_ns", "_tracer")
@@ -121,12 +121,12 @@ class _Open:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
         end_ns = time.perf_counter_ns()
-        args = self._args if kind is None else {**self._args, "error": kind.__name__}
+        args = self._args if error_type is None else {**self._args, "error": error_type.__name__}
         self._tracer._record(self._name, self._category, self._start_ns, end_ns, args)
 
 
@@ -167,10 +167,10 @@ def write_chrome_trace(
     for pid, (name, source) in enumerate(processes.items(), start=1):
         spans = source.spans() if isinstance(source, Tracer) else source
         events += chrome_events(spans, pid, name)
-    partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
-    partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "utf-8")
-    os.replace(partial, path)
+    temporary = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
+    temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "utf-8")
+    os.replace(temporary, path)
 
 
-def _label(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+def _label(event_name: str, pid: int, tid: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "name": event_name, "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,9 +1,9 @@
 """Intrinsics for x86 instructions that Numba lacks.
 
 They gather and scatter the bits of a 64-bit word (BMI2) or eight elements of 32 bits (AVX2), access
-words at any byte of an array, and store past the cache. Without the gathering, zero-value
-compression takes a cycle or two for each element. Without the stores, a copy moves half as many
-bytes again over the memory bus.
+words at any byte of an array, and store past the cache. Without gathered bits, zero-value
+compression takes a cycle or two for each element. Without stores past the cache, a copy moves 1.5
+times as many bytes over the memory bus.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _EIGHT = ir.VectorType(ir.IntType(32), 8)
 _FOUR = ir.VectorType(_WORD, 4)
 _EIGHT_BITS = ir.VectorType(ir.IntType(1), 8)
 _ROW_BYTES = 32
-# AMD processors before Zen 3 execute these in microcode, slower than a loop over the elements.
-_SLOW = {"bdver4", "znver1", "znver2"}
+# AMD processors before Zen 3: their bit gathering (BMI2) is microcode, slower than a loop.
+_SLOW_BIT_GATHER = {"bdver4", "znver1", "znver2"}
 
 
 @cache
@@ -30,7 +30,7 @@ def has_fast_bit_gather() -> bool:
     """Return True if this processor has `gather_bits` and `scatter_bits`, and they are fast."""
     # Empty on processors other than x86.
     features = llvm.get_host_cpu_features()
-    return bool(features.get("bmi2")) and llvm.get_host_cpu_name() not in _SLOW
+    return bool(features.get("bmi2")) and llvm.get_host_cpu_name() not in _SLOW_BIT_GATHER
 
 
 @cache
@@ -39,7 +39,7 @@ def has_avx2() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx2"))
 
 
-def _of_two_words(name: str) -> Any:
+def _two_word_intrinsic(name: str) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_WORD, [_WORD, _WORD])
         return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
@@ -49,14 +49,14 @@ def _of_two_words(name: str) -> Any:
 
 @intrinsic
 def gather_bits(typing_context: Any, word: Any, mask: Any) -> Any:
-    """Return the bits of `word` at the set places of `mask`, packed from bit 0 on."""
-    return _of_two_words("llvm.x86.bmi.pext.64")
+    """Return the bits of `word` at the positions of set bits in `mask`, packed from bit 0 on."""
+    return _two_word_intrinsic("llvm.x86.bmi.pext.64")
 
 
 @intrinsic
 def scatter_bits(typing_context: Any, word: Any, mask: Any) -> Any:
-    """Return the lowest bits of `word`, spread over the set places of `mask`."""
-    return _of_two_words("llvm.x86.bmi.pdep.64")
+    """Return the lowest bits of `word`, spread over the positions of set bits in `mask`."""
+    return _two_word_intrinsic("llvm.x86.bmi.pdep.64")
 
 
 @intrinsic
@@ -94,16 +94,16 @@ def store_word(typing_context: Any, array: Any, offset: Any, word: Any) -> Any:
 def pack_elements(
     typing_context: Any, source: Any, offset: Any, values: Any, at: Any, orders: Any
 ) -> Any:
-    """Copy the non-zero ones of eight elements of 32 bits, packed; return their mask.
+    """Pack the non-zero elements among eight of 32 bits; return the mask of their positions.
 
-    All eight places of the target are overwritten.
+    All eight elements of the target are overwritten.
 
     Args:
         source: Array to read.
         offset: Byte offset in `source`.
         values: Array to write.
         at: Byte offset in `values`.
-        orders: int32[256, 8]: for each mask, the index of the element that each place takes.
+        orders: int32[256, 8]: the source index for each mask and target position.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -124,12 +124,12 @@ def pack_elements(
 def spread_elements(
     typing_context: Any, values: Any, at: Any, mask: Any, out: Any, offset: Any, orders: Any
 ) -> Any:
-    """Spread packed elements of 32 bits over the set places of `mask`; write zeros to the others.
+    """Spread packed elements of 32 bits over the set bits of `mask`; write zeros elsewhere.
 
     Args:
         values: Array to read; eight elements are read.
         at: Byte offset in `values`.
-        mask: Lowest 8 bits: the places of non-zero elements.
+        mask: Lowest 8 bits: the positions of non-zero elements.
         out: Array to write; eight elements are written.
         offset: Byte offset in `out`.
         orders: See `pack_elements`, for spreading.
@@ -143,16 +143,16 @@ def spread_elements(
         row = builder.mul(args[2], ir.Constant(_WORD, _ROW_BYTES))
         spread = _permuted(builder, elements, builder.load(at(5, row), align=1))
         is_set = builder.bitcast(builder.trunc(args[2], _BYTE), _EIGHT_BITS)
-        kept = builder.select(is_set, spread, ir.Constant(_EIGHT, [0] * 8))
-        builder.store(kept, at(3, 4), align=1)
+        masked = builder.select(is_set, spread, ir.Constant(_EIGHT, [0] * 8))
+        builder.store(masked, at(3, 4), align=1)
         return context.get_dummy_value()
 
     return types.void(values, types.int64, types.uint64, out, types.int64, orders), generate
 
 
 @intrinsic
-def store_past_cache(typing_context: Any, target: Any, source: Any, place: Any) -> Any:
-    """Copy 32 bytes from `source + place` to `target + place`, past the cache.
+def store_past_cache(typing_context: Any, target: Any, source: Any, offset: Any) -> Any:
+    """Copy 32 bytes from `source + offset` to `target + offset`, past the cache.
 
     The target's address must be a multiple of 32.
     """
@@ -188,13 +188,20 @@ def _permuted(builder: Any, elements: Any, order: Any) -> Any:
 
 
 def _at(
-    context: Any, builder: Any, signature: Any, args: Any, array: int, place: Any, kind: Any
+    context: Any,
+    builder: Any,
+    signature: Any,
+    args: Any,
+    array: int,
+    offset_or_index: Any,
+    kind: Any,
 ) -> Any:
     """Return a pointer of this kind to a byte of an array argument.
 
-    `place` is the offset's argument number, or the offset itself.
+    `offset_or_index` is the byte offset, or the index of the argument with the offset.
     """
-    made = context.make_array(signature.args[array])(context, builder, args[array])
-    offset = args[place] if isinstance(place, int) else place
-    byte = builder.gep(builder.bitcast(made.data, _BYTE.as_pointer()), [offset])
+    array_struct = context.make_array(signature.args[array])(context, builder, args[array])
+    is_index = isinstance(offset_or_index, int)
+    offset = args[offset_or_index] if is_index else offset_or_index
+    byte = builder.gep(builder.bitcast(array_struct.data, _BYTE.as_pointer()), [offset])
     return builder.bitcast(byte, kind.as_pointer())

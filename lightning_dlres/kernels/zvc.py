@@ -18,8 +18,8 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 
 # Bytes of an element that can be compressed.
 WIDTHS = (1, 2, 4)
-# Runs of a density sample, and elements of each run.
-_SAMPLES, _SAMPLE_ELEMENTS = 32, 64
+# Number of runs in a density sample, and of elements in each run.
+_SAMPLE_RUNS, _SAMPLE_ELEMENTS = 32, 64
 
 
 def runs_on_gpus() -> bool:
@@ -48,7 +48,7 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
 
     Returns:
         Size of the result in bytes; larger than `out` if the elements do not fit. On a GPU it is
-        int64[], valid when the current stream gets there; the call does not synchronize.
+        a scalar int64 tensor, valid once the stream has run the kernel. The call does not wait.
 
     Raises:
         ConfigError: If `out` is too small for the mask.
@@ -56,7 +56,7 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
     count = source.numel() // width
     if out.numel() < mask_bytes(count):
         raise ConfigError(
-            f"out must have at least the mask of {mask_bytes(count)} bytes, got {out.numel()}. Use "
+            f"out must have room for the mask of {mask_bytes(count)} bytes, got {out.numel()}. Use "
             "`bound` bytes."
         )
     if source.is_cuda:
@@ -64,19 +64,20 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
 
         return zvc_cuda.encode(source, width, out)
     if out.numel() < bound(count, width):
+        # The threads of the CPU need room for all elements: each writes from its own offset on.
         whole = torch.empty(bound(count, width), dtype=torch.uint8)
         used = encode(source, width, whole)
         out.copy_(whole[: out.numel()])
         return used
     from lightning_dlres.kernels import zvc_cpu
 
-    head, values = out[: mask_bytes(count)], out[mask_bytes(count) : bound(count, width)]
-    nonzero = zvc_cpu.encode(array_of(source), width, array_of(head), array_of(values))
+    mask, values = out[: mask_bytes(count)], out[mask_bytes(count) : bound(count, width)]
+    nonzero = zvc_cpu.encode(array_of(source), width, array_of(mask), array_of(values))
     return mask_bytes(count) + nonzero * width
 
 
 def encode_tightly(source: Tensor, width: int) -> Tensor | None:
-    """Return the compressed elements in memory of exactly their size, on the CPU.
+    """Return the compressed elements without unused bytes, on the CPU.
 
     The elements are counted first. Return None if compression would not shrink them.
 
@@ -86,12 +87,13 @@ def encode_tightly(source: Tensor, width: int) -> Tensor | None:
     """
     from lightning_dlres.kernels import zvc_cpu
 
-    elements, head = array_of(source), mask_bytes(source.numel() // width)
-    used = head + zvc_cpu.count_nonzero(elements, width) * width
+    elements, mask_size = array_of(source), mask_bytes(source.numel() // width)
+    used = mask_size + zvc_cpu.count_nonzero(elements, width) * width
     if used >= source.numel():
         return None
     memory = torch.empty(-(-used // 8) * 8 + zvc_cpu.OVERRUN, dtype=torch.uint8)
-    zvc_cpu.encode_on_one_core(elements, width, array_of(memory[:head]), array_of(memory[head:]))
+    mask, values = memory[:mask_size], memory[mask_size:]
+    zvc_cpu.encode_on_one_core(elements, width, array_of(mask), array_of(values))
     return memory[:used]
 
 
@@ -107,8 +109,8 @@ def decode(data: Tensor, width: int, out: Tensor) -> None:
         ProtocolError: If the mask and the number of elements disagree; only checked on the CPU.
     """
     count = out.numel() // width
-    head, values = data[: mask_bytes(count)], data[mask_bytes(count) :]
-    if head.numel() < mask_bytes(count):
+    mask, values = data[: mask_bytes(count)], data[mask_bytes(count) :]
+    if mask.numel() < mask_bytes(count):
         raise ProtocolError(
             f"compressed data must have at least a mask of {mask_bytes(count)} bytes for {count} "
             f"elements, got {data.numel()} bytes. Check that both sides use the same tensor."
@@ -116,22 +118,22 @@ def decode(data: Tensor, width: int, out: Tensor) -> None:
     if data.is_cuda:
         from lightning_dlres.kernels import zvc_cuda
 
-        zvc_cuda.decode(head, values, width, out)
+        zvc_cuda.decode(mask, values, width, out)
         return
     from lightning_dlres.kernels import zvc_cpu
 
-    if count % 64 and int(array_of(head[-8:]).view(np.uint64)[0]) >> count % 64:
+    if count % 64 and int(array_of(mask[-8:]).view(np.uint64)[0]) >> count % 64:
         raise ProtocolError(
             f"compressed data must have a mask of {count} elements, got one with "
             f"bits after element {count - 1}. Check that both sides use the same tensor."
         )
-    nonzero = zvc_cpu.count_set_bits(array_of(head))
+    nonzero = zvc_cpu.count_set_bits(array_of(mask))
     if nonzero * width != values.numel():
         raise ProtocolError(
             f"compressed data must have {nonzero} elements of {width} bytes after the mask, got "
             f"{values.numel()} bytes. Check that both sides use the same tensor."
         )
-    zvc_cpu.decode(array_of(head), array_of(values), width, array_of(out))
+    zvc_cpu.decode(array_of(mask), array_of(values), width, array_of(out))
 
 
 def density(source: Tensor, width: int) -> float:
@@ -150,10 +152,10 @@ def density(source: Tensor, width: int) -> float:
         if not count:
             return 0.0
         require_memory(source)
-        return zvc_cpu.density(source.data_ptr(), count, width, _SAMPLES, _SAMPLE_ELEMENTS)
+        return zvc_cpu.density(source.data_ptr(), count, width, _SAMPLE_RUNS, _SAMPLE_ELEMENTS)
     elements = source.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
     count = elements.numel()
-    if count > _SAMPLES * _SAMPLE_ELEMENTS:
-        step = count // _SAMPLES
-        elements = elements[: step * _SAMPLES].view(_SAMPLES, step)[:, :_SAMPLE_ELEMENTS]
+    if count > _SAMPLE_RUNS * _SAMPLE_ELEMENTS:
+        step = count // _SAMPLE_RUNS
+        elements = elements[: step * _SAMPLE_RUNS].view(_SAMPLE_RUNS, step)[:, :_SAMPLE_ELEMENTS]
     return float(torch.count_nonzero(elements)) / max(elements.numel(), 1)

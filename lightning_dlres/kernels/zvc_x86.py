@@ -30,6 +30,9 @@ from lightning_dlres.kernels.zvc_portable import (
     encoder_types,
 )
 
+# Constants for a word of elements of one byte (_1) and of two bytes (_2): the highest bit of every
+# element (_HIGH), all other bits (_LOW), all bits of the lowest element (_ALL), and the index of
+# its highest bit (_TOP).
 _LOW_1, _HIGH_1 = np.uint64(0x7F7F7F7F7F7F7F7F), np.uint64(0x8080808080808080)
 _LOW_2, _HIGH_2 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0x8000800080008000)
 _ALL_1, _ALL_2 = np.uint64(0xFF), np.uint64(0xFFFF)
@@ -39,13 +42,13 @@ _TOP_1, _TOP_2, _FOUR = np.uint64(7), np.uint64(15), np.uint64(4)
 def _orders() -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the permutations that pack and spread eight elements, by their mask.
 
-    Both are int32[256, 8]: for each mask, the index of the element that each place takes.
+    Both are int32[256, 8]: the source index for each mask and target position.
     """
     pack, spread = np.zeros((256, 8), np.int32), np.zeros((256, 8), np.int32)
     for mask in range(256):
-        places = [place for place in range(8) if mask >> place & 1]
-        pack[mask, : len(places)] = places
-        spread[mask, places] = range(len(places))
+        positions = [position for position in range(8) if mask >> position & 1]
+        pack[mask, : len(positions)] = positions
+        spread[mask, positions] = range(len(positions))
     return pack, spread
 
 
@@ -69,6 +72,7 @@ def _encode_gathering_1(source: Any, mask: Any, values: Any) -> Any:
 def _encode_gathering_2(source: Any, mask: Any, values: Any) -> Any:
     nonzero: Any = 0
     for group in range(source.size // 8):
+        # Two words of four elements each make one byte of the mask.
         word = load_word(source, group * 16)
         top_bits = (((word & _LOW_2) + _LOW_2) | word) & _HIGH_2
         store_word(values, nonzero * 2, gather_bits(word, (top_bits >> _TOP_2) * _ALL_2))
@@ -86,6 +90,7 @@ def _encode_gathering_2(source: Any, mask: Any, values: Any) -> Any:
 def _decode_scattering_1(mask: Any, values: Any, out: Any) -> Any:
     groups, group = out.size // 8, 0
     nonzero: Any = 0
+    # Every group reads eight values, even if it uses fewer.
     while group < groups and nonzero + 8 <= values.size:
         top_bits = scatter_bits(np.uint64(mask[group]), _HIGH_1)
         word = load_word(values, nonzero)

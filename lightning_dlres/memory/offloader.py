@@ -1,7 +1,7 @@
 """Offloader: profiles the first steps of every batch shape, plans them, and follows the plans.
 
-Everything is offloaded while a step is measured, so that it fits wherever any plan fits. Steps of
-another shape are measured and planned again.
+A measured step offloads all saved tensors. It therefore fits in memory if any plan does. Every
+batch shape is measured and planned separately.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from lightning_dlres.memory.profile.step_profile import StepProfile, TierLink
 from lightning_dlres.memory.shape_steps import Phase, ProfiledPlan, ShapeSteps
 from lightning_dlres.memory.tier_set import TierSet
 
-# Shapes whose plans are kept; the one that was used least recently is dropped.
+# Largest number of shapes with plans; beyond it the least recently used shape is dropped.
 _MAX_SHAPES = 64
-# Steps that may be verified until every patched module has run.
+# Largest number of verified steps; modules that have not run by then stay unpatched.
 _MAX_VERIFIED_STEPS = 3
-# Times that a step is measured again because another thread used the meter.
+# Largest number of steps measured again because another thread used the meter.
 _MAX_BUSY_STEPS = 3
-# Latest steps among which measured ones are counted: more than half of them is worth a warning.
+# Number of latest steps to look at: if more than half of them were measured, warn the user.
 _WINDOW = 50
 
 
@@ -58,10 +58,10 @@ class Offloader:
         config: Limits and actions.
         device: Device of the model.
         optimizer_bytes: Returns the bytes of optimizer state of a parameter.
-        is_compiled: Whether torch.compile has compiled the model: modules cannot be observed then.
+        is_compiled: Whether torch.compile has compiled the model, and hides its modules.
         log: Receives every plan as text, and a line when measuring starts.
         warn: Receives warnings about what the user should change.
-        may_profile: Whether torch's profiler is free: on the CPU it meters the memory.
+        may_profile: Whether torch's profiler is free. On the CPU it measures the memory.
         gpu: Streams and counters of the device; None: those of torch, if it is a GPU.
         given_plan: Plan of the user, which is followed by steps that match it.
 
@@ -93,8 +93,8 @@ class Offloader:
         self._tiers = TierSet(config, device, self._gpu)
         self._plan_maker = PlanMaker(config, warn)
         self._shapes: OrderedDict[Hashable, ShapeSteps] = OrderedDict()
-        # Whether each of the latest steps was measured.
-        self._latest: deque[bool] = deque(maxlen=_WINDOW)
+        # For each of the latest steps: True if it was measured.
+        self._was_measured: deque[bool] = deque(maxlen=_WINDOW)
         self._logged: set[str] = set()
         self._busy_steps = 0
         self._links: tuple[TierLink, ...] | None = None
@@ -109,7 +109,7 @@ class Offloader:
         steps = self._shapes.get(shape)
         if steps is None or not steps.is_idle:
             return False
-        self._latest.append(False)
+        self._was_measured.append(False)
         return True
 
     @contextmanager
@@ -137,7 +137,7 @@ class Offloader:
             steps.reset()
         with steps.patches.applied(self._root, self._engine, steps.bitwise_check):
             if steps.phase is Phase.FOLLOW and steps.policy is not None:
-                self._latest.append(False)
+                self._was_measured.append(False)
                 with self._followed(steps, steps.policy, exempt):
                     yield
             else:
@@ -146,7 +146,7 @@ class Offloader:
                     yield
 
     def close(self) -> None:
-        """Release the memory of the tiers. Storages that graphs still hold keep theirs."""
+        """Release the memory of the tiers, except for storages that live graphs still hold."""
         self._tiers.close()
         self._shapes.clear()
 
@@ -176,7 +176,7 @@ class Offloader:
     ) -> Iterator[None]:
         """Context manager around a step that follows the plans."""
         byte_counter, measurements = self._engine.byte_counter, self.measurements
-        byte_counter.start_peak()
+        byte_counter.reset_peak()
         peak_before = self._gpu.peak_allocated() if self._gpu is not None else 0
         start = time.perf_counter()
         with self._engine.hooks(policy, exempt):
@@ -191,16 +191,19 @@ class Offloader:
         if steps.is_idle:
             plan = steps.plans[-1]
             notes = "".join(f" {note}" for note in plan.notes)
-            self._once(
+            self._log_once(
                 self._log,
                 "idle",
-                "dlres memory: the plan keeps everything (peak "
-                f"{format_bytes(plan.plain_peak)}), so nothing is moved or installed from now "
-                f"on.{notes}",
+                "dlres memory: the plan keeps all saved tensors on the device (peak "
+                f"{format_bytes(plan.plain_peak)}), so later steps run without hooks and patches."
+                f"{notes}",
             )
 
     def _follow(self, steps: ShapeSteps, plan: MemoryPlan | None = None) -> None:
-        """Follow one more plan; None: follow the known plans, even if there are none."""
+        """Add a plan, and follow all plans.
+
+        None adds no plan. Without any plan, the policy treats all storages as unplanned.
+        """
         if plan is not None:
             self._tiers.reserve(plan.tiers)
             self.plan = plan
@@ -249,7 +252,7 @@ class Offloader:
         profile = steps.add(policy.profile(self._links, self._copy_rate), not is_timed)
         if profile is not None:
             self._make_plan(steps, profile)
-        if steps.is_endless and not steps.has_stopped_measuring:
+        if steps.has_measured_enough and not steps.has_stopped_measuring:
             self._stop_measuring(steps)
 
     def _layer_record(self, steps: ShapeSteps) -> LayerRecord:
@@ -268,7 +271,7 @@ class Offloader:
         return ProfilerMeter(self._may_profile)
 
     def _end_verified_step(self, steps: ShapeSteps, bitwise_check: BitwiseCheck) -> None:
-        """Continue with the patches that were found exact."""
+        """Continue with the patches that computed the same bits."""
         names = steps.patches.names
         bitwise_check.steps += 1
         failed = bitwise_check.differing(names)
@@ -294,11 +297,11 @@ class Offloader:
         if not steps.plans:
             self._follow(steps)
         treatment = "stay on the device" if not self._config.tiers else "are offloaded, slowly"
-        self._once(
+        self._log_once(
             self._warn,
             "unstable",
             "dlres memory: steps of one batch shape keep saving different tensors, so no more of "
-            f"them are measured. Tensors that no plan knows {treatment}. Make the steps save "
+            f"them are measured. Unplanned tensors {treatment}. Make the steps save "
             "tensors of the same sizes, or remove this callback or plugin.",
         )
 
@@ -308,7 +311,7 @@ class Offloader:
         if steps.unpatched is None:
             self._plan_unpatched(steps, profile)
         else:
-            better, steps.patches = self._plan_maker.make_better(
+            better, steps.patches = self._plan_maker.choose_plan(
                 steps.unpatched, profile, steps.patches
             )
             self._adopt(steps, better)
@@ -340,17 +343,17 @@ class Offloader:
 
     def _note_measured_step(self) -> None:
         count = self._config.profile_steps
-        self._once(
+        self._log_once(
             self._log,
             "measuring",
             f"dlres memory: measuring the first {count} steps of every batch shape (and a few more "
             "where modules are patched) with all saved tensors offloaded. They are slower than "
             "later steps.",
         )
-        self._latest.append(True)
-        measured = sum(self._latest)
-        if len(self._latest) == _WINDOW and 2 * measured > _WINDOW:
-            self._once(
+        self._was_measured.append(True)
+        measured = sum(self._was_measured)
+        if len(self._was_measured) == _WINDOW and 2 * measured > _WINDOW:
+            self._log_once(
                 self._warn,
                 "many shapes",
                 f"dlres memory: {measured} of the latest {_WINDOW} steps were measured, which is "
@@ -358,7 +361,7 @@ class Offloader:
                 "pad the batches, or sort samples by length.",
             )
 
-    def _once(self, log: Callable[[str], None], key: str, text: str) -> None:
+    def _log_once(self, log: Callable[[str], None], key: str, text: str) -> None:
         if key not in self._logged:
             self._logged.add(key)
             log(text)

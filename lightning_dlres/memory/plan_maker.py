@@ -62,15 +62,15 @@ class PlanMaker:
         limits = replace(limits, device=smallest)
         return plan_memory(profile, limits, config.actions, recompute, reuse)
 
-    def make_better(
+    def choose_plan(
         self, unpatched: ProfiledPlan, patched_profile: StepProfile, patches: ModulePatches
     ) -> tuple[ProfiledPlan, ModulePatches]:
-        """Return the better plan of steps with and without patches, and the patches that it needs.
+        """Return the better of two plans, with and without patches, and the patches that it needs.
 
         Args:
             unpatched: Plan and profile of the steps without patches.
             patched_profile: Profile of the steps with patches.
-            patches: These patches.
+            patches: Patches of those steps.
 
         Raises:
             ConfigError: If neither plan meets the limits, and the configuration makes that an

@@ -18,11 +18,11 @@ from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.memory.plan.plan_policy import PlanPolicy
 from lightning_dlres.memory.profile.step_profile import StepProfile
 
-# Steps that are measured without a new plan before measuring stops.
+# Largest number of steps measured since the last plan; measuring then stops.
 _MAX_MEASURED = 16
-# Plans that one shape may have.
+# Largest number of plans of one shape.
 _MAX_PLANS = 8
-# Followed steps in a row after which no other signature is expected.
+# Number of steps in a row that must match a plan, until no other signature is expected.
 _SETTLED_STEPS = 4
 
 # Bytes and dtype of every storage that a step saves, in the order of saving.
@@ -74,13 +74,13 @@ class ShapeSteps:
         phase: Phase of the next step.
         has_stopped_measuring: Whether steps with unplanned signatures are no longer measured.
         may_patch: Whether a plan may patch modules. False for alternating steps: a patch changes
-            the signature, and could not be told from another kind of step.
+            the signature, and the two causes could not be distinguished.
         patches: Patches of the next step.
         unpatched: Plan and profile of the steps before these patches; None without patches.
         bitwise_check: Comparison of the patched modules; None except in phase VERIFY.
-        exact: Names of the patched modules that were found exact.
+        exact: Names of the patched modules that computed the same bits.
         plans: One plan for each signature.
-        given_plan: Plan of the user that these steps follow.
+        given_plan: Plan given by the user, while these steps follow it; else None.
         policy: Policy that follows the plans; None before there is a plan.
     """
 
@@ -115,12 +115,12 @@ class ShapeSteps:
     @property
     def lacks_memory_profile(self) -> bool:
         """Return whether the next step must be metered, and not only timed."""
-        profiles = self._profiles.values()
-        return not profiles or any(known.memory is None for known in profiles)
+        signatures = self._profiles.values()
+        return not signatures or any(profiles.memory is None for profiles in signatures)
 
     @property
-    def is_endless(self) -> bool:
-        """Return whether so much was measured that measuring should stop."""
+    def has_measured_enough(self) -> bool:
+        """Return whether measuring should stop: the limit of steps or of plans was reached."""
         return self._measured >= _MAX_MEASURED or len(self.plans) >= _MAX_PLANS
 
     def reset(self) -> None:
@@ -149,23 +149,23 @@ class ShapeSteps:
         signature = tuple((storage.nbytes, storage.dtype) for storage in profile.storages)
         if any(signature == signature_of(plan) for plan in self.plans):
             return None
-        known = self._profiles.setdefault(signature, _SignatureProfiles())
+        profiles = self._profiles.setdefault(signature, _SignatureProfiles())
         if has_memory:
-            known.memory = known.memory or profile
+            profiles.memory = profiles.memory or profile
         else:
-            known.times.append(profile)
+            profiles.times.append(profile)
         if self.unpatched is not None and len(self._profiles) > 1:
             self.may_patch = False
             self.reset()
             return None
-        if known.memory is None or 1 + len(known.times) < self.profile_steps:
+        if profiles.memory is None or 1 + len(profiles.times) < self.profile_steps:
             return None
         del self._profiles[signature]
         self.phase = Phase.PLAN
-        return _with_least_times(known.memory, known.times)
+        return _with_least_times(profiles.memory, profiles.times)
 
     def profile_patched(self, planned: ProfiledPlan, patches: ModulePatches) -> None:
-        """Measure steps with patched modules; `planned` has the steps without the patches."""
+        """Measure steps with patched modules; `planned` is the plan of the unpatched steps."""
         self.patches, self.unpatched = patches, planned
         self.phase, self._measured = Phase.PROFILE, 0
 
@@ -195,7 +195,7 @@ class ShapeSteps:
             return
         self._matched_in_a_row = 0
         if self.patches != NO_PATCHES:
-            # From the second time on the plans leave modules unpatched.
+            # After a second mismatch, plans patch no modules.
             self._patched_mismatches += 1
             self.may_patch &= self._patched_mismatches <= 1
             self.reset()
@@ -205,7 +205,7 @@ class ShapeSteps:
             self.phase = Phase.PROFILE
 
     def stop_measuring(self) -> None:
-        """Follow the plans from now on, whatever steps save."""
+        """Follow the present plans in all later steps, even if steps save other storages."""
         self.has_stopped_measuring, self.phase = True, Phase.FOLLOW
         self.patches, self.unpatched, self.bitwise_check = NO_PATCHES, None, None
         self._profiles.clear()
@@ -216,15 +216,17 @@ def signature_of(plan: MemoryPlan) -> Signature:
     return tuple((decision.nbytes, decision.dtype) for decision in plan.decisions)
 
 
-def _with_least_times(profile: StepProfile, others: Sequence[StepProfile]) -> StepProfile:
-    """Return a profile with the least duration of every interval in other profiles.
+def _with_least_times(profile: StepProfile, timed: Sequence[StepProfile]) -> StepProfile:
+    """Return a profile whose interval durations are the least of all timed profiles.
 
-    Only profiles with the same events count. The durations of regions are scaled alike.
+    Timed profiles with other events are left out. Durations of regions get the same scale.
     """
-    alike = [other for other in others if _events(other) == _events(profile)]
-    if not alike:
+    matching = [other for other in timed if _events(other) == _events(profile)]
+    if not matching:
         return profile
-    seconds = tuple(min(times) for times in zip(*(other.seconds for other in alike), strict=True))
+    seconds = tuple(
+        min(times) for times in zip(*(other.seconds for other in matching), strict=True)
+    )
     ratio = sum(seconds) / max(sum(profile.seconds), 1e-9)
     regions = tuple(
         msgspec.structs.replace(region, seconds=region.seconds * ratio)

@@ -3,7 +3,7 @@ of `Server`.
 
 Every message has two frames: a msgpack header (kind, sequence, CRC-32 and length of the payload)
 and the raw payload. A large payload is therefore never copied into another buffer. Nothing is ever
-unpickled. Errors about a received message name its sender. No wait is without a deadline.
+unpickled. Errors about a received message name its sender. Every wait has a deadline.
 
 Threads: an endpoint belongs to one thread at a time, as ZeroMQ sockets do. One thread may create it
 and hand it to another. Only `interrupt` may be called from any thread.
@@ -39,12 +39,12 @@ from lightning_dlres.core.wire.keys import CurveKeys, check_key
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 _Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-# The header of an unknown sender is decoded, so the length of its kind must have a limit.
+# Headers of unknown senders are decoded, too, so `kind` needs a limit of its length.
 _Kind = Annotated[str, msgspec.Meta(max_length=64)]
 # Domain of ZeroMQ's authentication protocol (ZAP).
 ZAP_DOMAIN = "dlres"
 PORTS = range(1 << 16)
-# Milliseconds. A connection that does not finish ZeroMQ's greeting in this time is closed.
+# Time limit of ZeroMQ's greeting in milliseconds; a slower connection is closed.
 _HANDSHAKE_MS = 10_000
 # The kernel closes connections to hosts that are unreachable for idle + interval * count seconds.
 _KEEPALIVE = {
@@ -59,7 +59,7 @@ _MAX_FRAMES = 3
 
 
 class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """First frame of a message; it describes the second, so that damage is detected before use."""
+    """First frame of a message; it describes the payload, so that damage is detected before use."""
 
     kind: _Kind
     sequence: _Unsigned
@@ -95,7 +95,7 @@ class Message:
         try:
             return from_msgpack(self.payload, expected)
         except msgspec.MsgspecError as error:
-            raise broken(
+            raise protocol_error(
                 self.peer, f"a {self.kind!r} payload ({error})", f"a {expected.__name__}"
             ) from error
 
@@ -113,20 +113,24 @@ def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
         ProtocolError: If the frames are not a header and the payload that it describes.
     """
     if len(frames) != 2:
-        raise broken(peer, f"{len(frames)} frames", "a header and a payload")
+        raise protocol_error(peer, f"{len(frames)} frames", "a header and a payload")
     try:
         header = from_msgpack(frames[0], FrameHeader)
     except msgspec.MsgspecError as error:
-        raise broken(peer, f"an unreadable header ({error})", "a message header") from error
+        raise protocol_error(peer, f"an unreadable header ({error})", "a message header") from error
     payload = frames[1]
     if len(payload) != header.length:
-        raise broken(peer, f"{len(payload)} bytes", f"{header.length} bytes of {header.kind!r}")
+        raise protocol_error(
+            peer, f"{len(payload)} bytes", f"{header.length} bytes of {header.kind!r}"
+        )
     if zlib.crc32(payload) != header.crc32:
-        raise broken(peer, f"a damaged {header.kind!r} payload", f"CRC-32 {header.crc32:08x}")
+        raise protocol_error(
+            peer, f"a damaged {header.kind!r} payload", f"CRC-32 {header.crc32:08x}"
+        )
     return Message(header.kind, header.sequence, payload, peer, connection)
 
 
-def broken(peer: str, got: str, expected: str) -> ProtocolError:
+def protocol_error(peer: str, got: str, expected: str) -> ProtocolError:
     """Return the error for bytes that break the protocol."""
     return ProtocolError(
         f"{peer} sent {got}, expected {expected}. Check that both sides run the same version."
@@ -155,8 +159,9 @@ class Endpoint:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # ZeroMQ takes any program that opens a connection for a peer of its protocol before 3.0.
-        # With a ZAP domain it refuses such peers. It asks a handler only where one was started.
+        # Without a ZAP domain, ZeroMQ accepts any connecting program as a peer of its protocol
+        # before 3.0. With a domain it refuses such peers. It calls a ZAP handler only if one was
+        # started.
         self._socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         for option, value in _KEEPALIVE.items():
@@ -191,12 +196,12 @@ class Endpoint:
             return self._receive_message()
         return None
 
-    def expect(self, timeout: float, what: str) -> Message:
+    def expect(self, timeout: float, description: str) -> Message:
         """Return the next message, waiting at most `timeout` seconds.
 
         Args:
             timeout: Seconds.
-            what: Description of the awaited message, for the error.
+            description: Description of the awaited message, for the error.
 
         Raises:
             PeerTimeoutError: If no message came in time. The error names the peer.
@@ -209,8 +214,9 @@ class Endpoint:
                 return message
             if remaining <= 0:
                 raise PeerTimeoutError(
-                    f"waited {format_seconds(timeout)} for {what} from {self._peer_label}, but "
-                    "nothing came. Check that it runs and can be reached, and that its keys match."
+                    f"waited {format_seconds(timeout)} for {description} from "
+                    f"{self._peer_label}, but no message came. Check that it runs and can be "
+                    "reached, and that its keys match."
                 )
 
     def interrupt(self) -> None:
@@ -255,11 +261,13 @@ class Endpoint:
         try:
             connection = int(frames[-1].get(zmq.SRCFD))
         except zmq.ZMQError:
-            # ZeroMQ gives no connection for peers of its old protocols.
-            raise broken(self._peer_label, "a message of an old ZeroMQ", "ZMTP 3") from None
+            # ZeroMQ has no connection id for peers of its old protocols.
+            raise protocol_error(
+                self._peer_label, "a message of an old ZeroMQ protocol", "ZMTP 3"
+            ) from None
         self._note_message(connection, nbytes)
         if count > _MAX_FRAMES:
-            raise broken(self._peer_label, f"{count} frames", "a header and a payload")
+            raise protocol_error(self._peer_label, f"{count} frames", "a header and a payload")
         return self._unpack([frame.bytes for frame in frames], connection)
 
     def _note_message(self, connection: int, nbytes: int) -> None:
@@ -304,20 +312,20 @@ class Endpoint:
             tracker = self._socket.send_multipart(frames, **options)
         except zmq.Again as error:
             raise PeerTimeoutError(
-                f"sending {kind!r} to {peer}: it read nothing for "
+                f"cannot send {kind!r} to {peer}: it read nothing for "
                 f"{format_seconds(self._send_timeout)}. Check that it runs and can be reached."
             ) from error
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             raise PeerLostError(
-                f"sending {kind!r} to {peer}: it is not connected. Check that it still runs."
+                f"cannot send {kind!r} to {peer}: it is not connected. Check that it still runs."
             ) from error
         return sequence, tracker
 
 
 class Client(Endpoint):
-    """The side that connects, under a name; it reconnects automatically.
+    """Side of a connection that connects to a server, under a name. It reconnects automatically.
 
     It is a ZeroMQ DEALER socket that connects to one server. Invalid messages of the server raise
     an error in the client.
@@ -325,11 +333,11 @@ class Client(Endpoint):
     Args:
         identity: Name of this client at the server, 1 to 255 bytes.
         endpoint: Address of the server, such as "tcp://10.0.0.1:5555".
-        server: Name of the server in errors raised here.
+        server: Name of the server in error messages.
         curve: Keys of this client; needs `server_key`.
         server_key: Public key of the server; needs `curve`.
         max_message_bytes: Largest message that the server may send, in bytes; None: no limit.
-        send_timeout: Seconds that a send waits for a server that does not read.
+        send_timeout: Seconds that a send waits while the queue to the server is full.
         monitor: Report connections in `connection_events`.
 
     Raises:
@@ -352,7 +360,9 @@ class Client(Endpoint):
         monitor: bool = False,
     ) -> None:
         if (curve is None) != (server_key is None):
-            raise ConfigError("curve and server_key must be given together, got one. Pass both.")
+            raise ConfigError(
+                "curve and server_key must be given together, got only one. Pass both."
+            )
         if server_key is not None:
             check_key("server_key", server_key)
         if not 0 < len(identity.encode()) < 256:
@@ -377,7 +387,9 @@ class Client(Endpoint):
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(
-                got_expected("endpoint", endpoint, f"an address ({error})", '"tcp://10.0.0.1:5555"')
+                got_expected(
+                    "endpoint", endpoint, f"a valid address ({error})", '"tcp://10.0.0.1:5555"'
+                )
             ) from error
 
     def send(self, kind: str, payload: Buffer = b"", *, sequence: int | None = None) -> int:

@@ -28,7 +28,7 @@ from lightning_dlres.core.wire.endpoint import (
     ConnectionEvent,
     Endpoint,
     Message,
-    broken,
+    protocol_error,
     unpack,
 )
 from lightning_dlres.core.wire.keys import CurveKeys, check_key
@@ -248,7 +248,9 @@ class Server(Endpoint):
         try:
             peer = frames[0].decode()
         except UnicodeDecodeError as error:
-            raise broken(self._peer_label, f"the name {frames[0]!r}", "a name in UTF-8") from error
+            raise protocol_error(
+                self._peer_label, f"the name {frames[0]!r}", "a name in UTF-8"
+            ) from error
         return unpack(frames[1:], peer, connection)
 
     def _authenticate(self, curve: CurveKeys, allowed: frozenset[bytes]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ByteCounter:
-    """Bytes of saved storages that are on the device now, and their peak."""
+    """Counter of the bytes of saved storages on the device, now and at their peak."""
 
     def __init__(self) -> None:
         self._now = self._peak = 0
@@ -29,11 +29,11 @@ class ByteCounter:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes at any time since the last `start_peak`."""
+        """Return the peak of the bytes since the last `reset_peak`."""
         self.add(0)
         return self._peak
 
-    def start_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Restart the peak at the present number of bytes."""
         self.add(0)
         self._peak = self._now
@@ -50,10 +50,10 @@ class ByteCounter:
         """Subtract bytes without taking the lock, so that finalizers can call it."""
         self._changes.append(-nbytes)
 
-    def lend(self, data: Tensor) -> Callable[[], object]:
+    def count_until_freed(self, data: Tensor) -> Callable[[], object]:
         """Count a tensor's memory until it is freed, or until the returned function is called."""
         storage = data.untyped_storage()
         self.add(storage.nbytes())
-        end = weakref.finalize(storage, self.drop, storage.nbytes())
-        end.atexit = False
-        return end
+        finalizer = weakref.finalize(storage, self.drop, storage.nbytes())
+        finalizer.atexit = False
+        return finalizer

@@ -90,7 +90,7 @@ class SavedStorage:
         self._original: MemoryReference | None = None
         self._readers: list[weakref.ref[SavedTensor]] = []
         # Functions that stop counting restored bytes.
-        self._loans: list[Callable[[], object]] = []
+        self._stop_counting: list[Callable[[], object]] = []
         self._charge(span.nbytes)
 
     def __del__(self) -> None:
@@ -174,9 +174,9 @@ class SavedStorage:
             self._charge(-self.span.nbytes)
         reader.alias = self._witness = self._on_device = self._compression = None
         self._handed_out.clear()
-        for end_loan in self._loans:
-            end_loan()
-        self._loans.clear()
+        for stop in self._stop_counting:
+            stop()
+        self._stop_counting.clear()
         return True
 
     def owner_count(self, tensor: Tensor) -> int:
@@ -304,7 +304,7 @@ class SavedStorage:
     def _start_prefetch(self) -> None:
         if self._allocation is not None:
             self._prefetch = self._copier.to_device(self._allocation.data, self._device)
-            self._loans.append(self._byte_counter.lend(self._prefetch[0]))
+            self._stop_counting.append(self._byte_counter.count_until_freed(self._prefetch[0]))
 
     def tensor_for(self, reader: SavedTensor) -> Tensor:
         """Return the tensor of a reader, restored if needed.
@@ -355,7 +355,7 @@ class SavedStorage:
             restored = data.clone()
         else:
             restored = codecs.decode(replace(moved, data=data)).view(torch.uint8)
-        self._loans.append(self._byte_counter.lend(restored))
+        self._stop_counting.append(self._byte_counter.count_until_freed(restored))
         return restored
 
     def _charge(self, nbytes: int) -> None:

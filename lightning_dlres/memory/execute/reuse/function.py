@@ -18,9 +18,9 @@ from lightning_dlres.core._compat import is_view, is_wrapped
 from lightning_dlres.memory.execute.bitwise_check import are_same, layout_of
 from lightning_dlres.memory.execute.reuse.formula import BackwardCall, Formula, Params
 
-# Receives whether a formula computes the same bits as PyTorch's own operation.
+# Callback that gets True if a formula computes the same bits as PyTorch's own operation.
 ReportMatch = Callable[[bool], None]
-# Random gradients that a check compares beside the actual one.
+# Number of random gradients with which a check compares both, besides the actual gradient.
 _RANDOM_CHECKS = 4
 
 
@@ -38,7 +38,7 @@ class MemoryOwner(Protocol):
             unpacked: Record of `recording_unpacked`.
 
         Returns:
-            Whether the caller owns the memory now, and may overwrite it.
+            True if the caller now owns the memory, and may overwrite it.
         """
 
 
@@ -54,7 +54,7 @@ class InPlaceGradient(torch.autograd.Function):
         x: Tensor,
         *params: Tensor | None,
     ) -> Tensor:
-        ctx.formula, ctx.owner, ctx.report, ctx.count = formula, owner, report, len(params)
+        ctx.formula, ctx.owner, ctx.report, ctx.param_count = formula, owner, report, len(params)
         # An undefined gradient stays undefined: zeros would let optimizers change weights.
         ctx.set_materialize_grads(False)
         y, extras = formula.forward(x, params)
@@ -73,13 +73,13 @@ class InPlaceGradient(torch.autograd.Function):
         formula: Formula = ctx.formula
         owner: MemoryOwner | None = ctx.owner
         if gradient is None:
-            return (None,) * int(4 + ctx.count)
+            return (None,) * int(4 + ctx.param_count)
         recording: AbstractContextManager[list[Any]] = (
             nullcontext([]) if owner is None else owner.recording_unpacked()
         )
         with recording as unpacked:
             x, *rest = ctx.saved_tensors
-        params, extras = tuple(rest[: ctx.count]), tuple(rest[ctx.count :])
+        params, extras = tuple(rest[: ctx.param_count]), tuple(rest[ctx.param_count :])
         needs_x, *needs_params = ctx.needs_input_grad[3:]
         needs_gradient = (needs_x, *needs_params)
         if torch.is_grad_enabled():
@@ -87,18 +87,19 @@ class InPlaceGradient(torch.autograd.Function):
             return None, None, None, *gradients
         plain_gradients = partial(_plain_gradients, formula, x, params, needs_gradient)
         if is_wrapped(gradient) or layout_of(gradient) != ctx.layout:
-            # In another layout a kernel may add sums up in another order.
+            # For a gradient in another layout a kernel may sum in another order, so run PyTorch's
+            # own operation.
             return None, None, None, *plain_gradients(gradient)
         expected = None
         if ctx.report is not None:
             try:
                 expected = plain_gradients(gradient)
-                for other in _random_like(gradient):
+                for random_gradient in _random_like(gradient):
                     out = torch.empty_like(x) if needs_x else None
-                    own = formula.backward(
-                        BackwardCall(other, x, params, extras, needs_params, out)
+                    param_gradients = formula.backward(
+                        BackwardCall(random_gradient, x, params, extras, needs_params, out)
                     )
-                    ctx.report(are_same(plain_gradients(other), (out, *own)))
+                    ctx.report(are_same(plain_gradients(random_gradient), (out, *param_gradients)))
             except torch.OutOfMemoryError:
                 # There is no memory for the comparison, so exactness is unknown.
                 ctx.report(False)
@@ -110,8 +111,10 @@ class InPlaceGradient(torch.autograd.Function):
         elif needs_x:
             out = torch.empty_like(x)
         del unpacked, plain_gradients
-        of_params = formula.backward(BackwardCall(gradient, x, params, extras, needs_params, out))
-        result: tuple[Tensor | None, ...] = (out, *of_params)
+        param_gradients = formula.backward(
+            BackwardCall(gradient, x, params, extras, needs_params, out)
+        )
+        result: tuple[Tensor | None, ...] = (out, *param_gradients)
         if expected is not None:
             # In a step that compares, training uses PyTorch's own gradients.
             ctx.report(are_same(expected, result))
@@ -120,7 +123,7 @@ class InPlaceGradient(torch.autograd.Function):
 
 
 def _random_like(gradient: Tensor) -> Iterator[Tensor]:
-    """Yield random gradients. With one gradient alone, other summation orders may agree."""
+    """Yield random gradients: with one alone, two orders of summation may agree by chance."""
     generator = torch.Generator(gradient.device).manual_seed(0)
     for _ in range(_RANDOM_CHECKS):
         yield torch.empty_like(gradient).normal_(generator=generator)
@@ -151,7 +154,8 @@ def _differentiable_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of the input and the parameters, for second derivatives."""
     with torch.enable_grad():
-        # Views: if the input depends on a parameter, that path must not count here.
+        # Differentiate views: if the input itself depends on a parameter, that path must not add
+        # to the gradient of the parameter here.
         inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *params)]
         assert inputs[0] is not None
         y = formula.differentiable_forward(inputs[0], tuple(inputs[1:]))

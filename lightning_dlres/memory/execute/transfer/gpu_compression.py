@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_dlres.codecs import Codec, Encoded
 from lightning_dlres.memory.execute.transfer.gpu import Gpu
 
-# Bytes to which a codec's output is aligned, and its size is rounded up.
+# Alignment of a codec's output in bytes; the capacity is rounded up to a multiple of it.
 _ALIGNMENT = 8
 
 
@@ -36,7 +36,7 @@ class GpuCompression:
         self._used = gpu.read_async(self._encoded.used)
 
     def finish(self) -> Encoded | None:
-        """Return the compressed elements; None if they take more than the capacity.
+        """Return the compressed elements; None if they do not fit in `memory`.
 
         The host waits until the GPU has compressed them, but not for later work of the stream.
         """
