@@ -1,4 +1,4 @@
-"""Errors of this package, by cause: a caller can tell a wrong argument from a lost peer.
+"""Errors of this package, one class per cause, such as a wrong argument or a lost peer.
 
 Each message names the rule, the value or event that breaks it, and a fix.
 """
@@ -11,7 +11,7 @@ class DlresError(Exception):
 
 
 class ConfigError(DlresError, ValueError):
-    """An argument, a plan or a model that cannot work; raised before the first step."""
+    """An argument, a plan or a model is invalid; raised before the step that would use it."""
 
 
 class UnsupportedStepError(DlresError, RuntimeError):
@@ -54,6 +54,6 @@ def got_expected(what: str, got: object, expected: str, try_: str) -> str:
         what: Name of the argument.
         got: Its value.
         expected: Rule for the value; follows "must be".
-        try_: Value that works; follows "Use".
+        try_: Value that is valid; follows "Use".
     """
     return f"{what} must be {expected}, got {got!r}. Use {try_}."

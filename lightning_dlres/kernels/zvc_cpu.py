@@ -1,4 +1,4 @@
-"""Zero-value compression on the CPU, on as many cores as torch computes with.
+"""Zero-value compression on the CPU, with as many threads as torch uses.
 
 Each thread takes a piece that begins at a whole 64-bit word of the mask. The loops are in
 `zvc_portable` and `zvc_x86`.
@@ -20,10 +20,10 @@ from lightning_dlres.kernels import workers, zvc_portable, zvc_x86
 from lightning_dlres.kernels.x86 import count_bits
 
 Bytes = NDArray[np.uint8]
-# Bytes of a thread's smallest piece. Handing over a smaller one costs more time than it saves.
+# Smallest piece of a thread, in bytes. A smaller one costs more time to submit than it saves.
 _PIECE_BYTES = 1 << 19
 _WORD_ELEMENTS = 64
-# Bytes after the result that the loops may overwrite: one vector.
+# Bytes after the result that the loops may overwrite: one AVX2 vector.
 OVERRUN = 32
 
 
@@ -36,13 +36,13 @@ def encode(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
         mask: uint8[mask_bytes(count)].
         values: As many bytes as `source`. Bytes after the result are overwritten, too.
     """
-    body, kind = ENCODERS[width], _KINDS[width]
+    loop, kind = ENCODERS[width], _KINDS[width]
     elements, target = source.view(kind), values.view(kind)
     mask[elements.size // 8 :] = 0
     pieces = _pieces(elements.size, width)
     counts = workers.run(
         [
-            partial(body, elements[a:b], mask[a // 8 : -(-b // 8)], target[a:b])
+            partial(loop, elements[a:b], mask[a // 8 : -(-b // 8)], target[a:b])
             for a, b in pairwise(pieces)
         ]
     )
@@ -57,9 +57,9 @@ def encode(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
 
 
 def encode_on_one_core(source: Bytes, width: int, mask: Bytes, values: Bytes) -> int:
-    """Encode as `encode` does, into `values` of the result's size and `OVERRUN` bytes more.
+    """Encode with one thread; `values` needs the size of the result plus `OVERRUN` bytes.
 
-    Several threads would overwrite the beginnings of each other's pieces there.
+    Several threads would overwrite each other's values in so little memory.
     """
     elements = source.view(_KINDS[width])
     mask[elements.size // 8 :] = 0
@@ -81,7 +81,7 @@ def decode(mask: Bytes, values: Bytes, width: int, out: Bytes) -> None:
         width: Bytes of an element: 1, 2 or 4.
         out: Memory for the elements' bytes.
     """
-    body, kind = DECODERS[width], _KINDS[width]
+    loop, kind = DECODERS[width], _KINDS[width]
     elements, packed = out.view(kind), values.view(kind)
     pieces = _pieces(elements.size, width)
     masks = [mask[a // 8 : -(-b // 8)] for a, b in pairwise(pieces)]
@@ -89,7 +89,7 @@ def decode(mask: Bytes, values: Bytes, width: int, out: Bytes) -> None:
     ends = np.cumsum([0, *counts])
     workers.run(
         [
-            partial(body, part, packed[start:end], elements[a:b])
+            partial(loop, part, packed[start:end], elements[a:b])
             for part, (start, end), (a, b) in zip(
                 masks, pairwise(ends.tolist()), pairwise(pieces), strict=True
             )
@@ -120,7 +120,7 @@ def density(address: int, count: int, width: int, runs: int, length: int) -> flo
 
 @cache
 def _counter(width: int) -> Any:
-    """Return the compiled counter, by address: passing an array would take longer than counting."""
+    """Return the compiled counter. It takes an address: passing an array costs more time."""
     address = types.CPointer(_TYPES[width])
     return compiled_for_addresses(
         _count_nonzero, types.int64(address, types.int64, types.int64, types.int64)
@@ -128,10 +128,10 @@ def _counter(width: int) -> Any:
 
 
 def _pieces(count: int, width: int) -> list[int]:
-    """Return the bounds of the threads' pieces; each is at a whole word of the mask."""
-    number = min(workers.count(), max(count * width // _PIECE_BYTES, 1))
+    """Return the bounds of the threads' pieces; pieces begin at a whole word of the mask."""
+    piece_count = min(workers.count(), max(count * width // _PIECE_BYTES, 1))
     words = -(-count // _WORD_ELEMENTS)
-    return [min(words * i // number * _WORD_ELEMENTS, count) for i in range(number + 1)]
+    return [min(words * i // piece_count * _WORD_ELEMENTS, count) for i in range(piece_count + 1)]
 
 
 @compiled((types.uint64[::1],), nogil=True)
@@ -145,8 +145,8 @@ def _count(words: Any) -> Any:
 def _count_nonzero(first: Any, step: Any, runs: Any, length: Any) -> Any:
     elements, nonzero = carray(first, (step * runs,)), 0
     for run in range(runs):
-        for place in range(length):
-            nonzero += elements[run * step + place] != 0
+        for position in range(length):
+            nonzero += elements[run * step + position] != 0
     return nonzero
 
 

@@ -1,10 +1,10 @@
 """Zero-value compression on a GPU: one pass over the data, on the current stream, without waiting.
 
-Each block processes one tile. The warps vote which elements are non-zero. A tile's elements go to
-the position given by the sums of its warps and of the tiles before it.
+Each block processes one tile of elements. A ballot of each warp gives the mask of its non-zero
+elements. They go to the position that the counts of the warps and tiles before them give.
 
-A tile publishes its own sum at once, and the sum of all elements up to its end when it is known.
-Later tiles look back only to the last tile with such a sum (Merrill and Garland, "Single-pass
+A tile publishes its own count at once, and later the count of all elements up to its end. Later
+tiles look back only to the last tile with such a running count (Merrill and Garland, "Single-pass
 parallel prefix scan with decoupled look-back", 2016). A ticket numbers the tiles in the order in
 which blocks start. A block therefore waits only for blocks that already run, and cannot deadlock.
 """
@@ -19,6 +19,7 @@ import torch
 from numba import cuda, int64, types, uint32
 from torch import Tensor
 
+# Warps of a block, words of the mask that each warp writes, and lanes of a warp: bits of a word.
 WARPS, WORDS, LANES = 8, 8, 32
 THREADS = WARPS * LANES
 TILE = WARPS * WORDS * LANES
@@ -26,8 +27,8 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 _KINDS = {1: types.uint8, 2: types.uint16, 4: types.uint32}
 _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-# The two lowest bits of a tile's state word give the kind of sum in the other bits: of the tile, or
-# up to the tile's end. Zero: no sum yet.
+# The two lowest bits of a tile's state word tell which count is in the other bits: of this tile, or
+# of all elements up to its end. Zero: no count yet.
 _OF_TILE, _UP_TO_TILE = 1, 2
 
 
@@ -75,7 +76,7 @@ def _launch(kernel: Any, count: int, *tensors: Tensor) -> None:
     device = tensors[0].device
     # Word 0 is the ticket; word 1 + i belongs to tile i.
     state = torch.zeros(1 + tiles(count), dtype=torch.int64, device=device)
-    # Numba keeps a current device for each thread, which torch's does not change.
+    # Numba has a current device of its own for each thread, so both must be set.
     with torch.cuda.device(device), cuda.gpus[device.index]:
         stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
         kernel[tiles(count), THREADS, stream](
@@ -117,7 +118,7 @@ else:
 
 @_part_of_kernels
 def _elements_before(state: Any, tile: Any, own: Any) -> Any:
-    """Publish a tile's sum, and return the sum of all tiles before it; called by one thread."""
+    """Publish a tile's count; return the count of all tiles before it. One thread calls it."""
     if tile == 0:
         cuda.atomic.exch(state, 1, int64(own * 4 + _UP_TO_TILE))
         return int64(0)
@@ -137,21 +138,21 @@ def _elements_before(state: Any, tile: Any, own: Any) -> Any:
 
 
 @_part_of_kernels
-def _take_tile(state: Any, place: Any) -> Any:
+def _take_tile(state: Any, shared: Any) -> Any:
     """Return the number of the next tile, the same for all threads of a block."""
     if cuda.threadIdx.x == 0:
-        place[0] = cuda.atomic.add(state, 0, int64(1))
+        shared[0] = cuda.atomic.add(state, 0, int64(1))
     cuda.syncthreads()
-    tile = place[0]
+    tile = shared[0]
     cuda.syncthreads()
     return tile
 
 
 @_part_of_kernels
-def _start_of_warp(state: Any, tile: Any, total: Any, sums: Any, place: Any) -> Any:
-    """Return the number of non-zero elements before this warp, which has `total` of them.
+def _start_of_warp(state: Any, tile: Any, total: Any, sums: Any, shared: Any) -> Any:
+    """Return the number of non-zero elements before this warp, which has `total` non-zero ones.
 
-    `place[1]` becomes the number of non-zero elements up to the tile's end.
+    `shared[1]` becomes the number of non-zero elements up to the tile's end.
     """
     warp = cuda.threadIdx.x // LANES
     if cuda.threadIdx.x % LANES == 0:
@@ -163,10 +164,10 @@ def _start_of_warp(state: Any, tile: Any, total: Any, sums: Any, place: Any) -> 
             more = sums[other]
             sums[other] = own
             own += more
-        place[0] = _elements_before(state, tile, own)
-        place[1] = place[0] + own
+        shared[0] = _elements_before(state, tile, own)
+        shared[1] = shared[0] + own
     cuda.syncthreads()
-    return place[0] + sums[warp]
+    return shared[0] + sums[warp]
 
 
 def bodies(width: int) -> tuple[Any, Any]:
@@ -180,13 +181,13 @@ def bodies(width: int) -> tuple[Any, Any]:
     kind = _KINDS[width]
 
     def zvc_encode(elements: Any, mask: Any, values: Any, used: Any, state: Any) -> None:
-        place = cuda.shared.array(2, int64)
+        shared = cuda.shared.array(2, int64)
         sums = cuda.shared.array(WARPS, int64)
         votes = cuda.shared.array(WARPS, uint32)
         ballots = cuda.local.array(WORDS, uint32)
         own_values = cuda.local.array(WORDS, kind)
         warp, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        tile = _take_tile(state, place)
+        tile = _take_tile(state, shared)
         first = tile * (WARPS * WORDS) + warp * WORDS
         total = 0
         for number in range(WORDS):
@@ -198,23 +199,23 @@ def bodies(width: int) -> tuple[Any, Any]:
             total += cuda.popc(ballots[number])
             if lane == 0 and first + number < mask.size:
                 mask[first + number] = ballots[number]
-        at = _start_of_warp(state, tile, total, sums, place)
+        position = _start_of_warp(state, tile, total, sums, shared)
         before_lane = uint32((1 << lane) - 1)
         for number in range(WORDS):
-            target = at + cuda.popc(ballots[number] & before_lane)
+            target = position + cuda.popc(ballots[number] & before_lane)
             # The memory for values may be too small.
             if own_values[number] != 0 and target < values.size:
                 values[target] = own_values[number]
-            at += cuda.popc(ballots[number])
+            position += cuda.popc(ballots[number])
         if cuda.threadIdx.x == 0 and (tile + 1) * TILE >= elements.size:
-            used[0] += place[1] * width
+            used[0] += shared[1] * width
 
     def zvc_decode(mask: Any, values: Any, elements: Any, state: Any) -> None:
-        place = cuda.shared.array(2, int64)
+        shared = cuda.shared.array(2, int64)
         sums = cuda.shared.array(WARPS, int64)
         ballots = cuda.local.array(WORDS, uint32)
         warp, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        tile = _take_tile(state, place)
+        tile = _take_tile(state, shared)
         first = tile * (WARPS * WORDS) + warp * WORDS
         total = 0
         for number in range(WORDS):
@@ -222,14 +223,14 @@ def bodies(width: int) -> tuple[Any, Any]:
             if first + number < mask.size:
                 ballots[number] = mask[first + number]
             total += cuda.popc(ballots[number])
-        at = _start_of_warp(state, tile, total, sums, place)
+        position = _start_of_warp(state, tile, total, sums, shared)
         bit, before_lane = uint32(1 << lane), uint32((1 << lane) - 1)
         for number in range(WORDS):
             index = (first + number) * LANES + lane
             if index < elements.size:
                 elements[index] = 0
                 if ballots[number] & bit:
-                    elements[index] = values[at + cuda.popc(ballots[number] & before_lane)]
-            at += cuda.popc(ballots[number])
+                    elements[index] = values[position + cuda.popc(ballots[number] & before_lane)]
+            position += cuda.popc(ballots[number])
 
     return zvc_encode, zvc_decode

@@ -23,33 +23,33 @@ class TierSet:
         gpu: GPU, if the device is one.
 
     Attributes:
-        slabs: Slab of every tier that a plan uses, by name.
+        slabs: Memory of fixed size of every tier that a plan uses, by the name of the tier.
         copiers: Copier of every tier, by name.
-        growing: Tier for storages that no plan knows.
+        growing: Tier for unplanned storages, which grows as needed.
     """
 
     def __init__(self, config: OffloaderConfig, device: torch.device, gpu: Gpu | None) -> None:
         self._config, self._device, self._gpu = config, device, gpu
         self.slabs: dict[str, SlabTier] = {}
         self.copiers = {tier.name: self._copier(tier) for tier in config.tiers}
-        # In the last tier, which has the most space: the disk, if there is one.
+        # It grows in the last tier, which has the most space: the disk, if there is one.
         self.growing = GrowingTier(config.tiers[-1].directory if config.tiers else None)
 
     @property
     def fallback(self) -> GrowingTier | None:
-        """Return the tier for storages that no plan knows; None if nothing may be offloaded."""
+        """Return the tier for unplanned storages; None if nothing may be offloaded."""
         return self.growing if self._config.tiers else None
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Make the slabs at least as large as a plan needs.
+        """Allocate the memory that a plan needs in every tier, if it is not large enough.
 
         Args:
-            sizes: Bytes of the slab in every tier, by name.
+            sizes: Bytes that the plan needs in each tier, by the name of the tier.
         """
         for tier in self._config.tiers:
             size = sizes.get(tier.name, 0)
-            known = self.slabs.get(tier.name)
-            if size and (known is None or known.nbytes < size):
+            slab = self.slabs.get(tier.name)
+            if size and (slab is None or slab.nbytes < size):
                 self.slabs[tier.name] = SlabTier(size, tier.directory, self._is_pinned(tier))
 
     def measure_links(self, nbytes: int) -> tuple[TierLink, ...]:
@@ -72,7 +72,7 @@ class TierSet:
         )
 
     def close(self) -> None:
-        """Release the slabs. Storages that graphs still hold keep their memory."""
+        """Release the memory of the tiers, except for storages that live graphs still hold."""
         for copier in self.copiers.values():
             copier.synchronize()
         self.slabs.clear()

@@ -16,14 +16,14 @@ STATUS = 70
 
 
 def start_service(
-    run: Callable[[], None], name: str, died: Callable[[], None] | None = None
+    run: Callable[[], None], name: str, on_death: Callable[[], None] | None = None
 ) -> threading.Thread:
     """Start a daemon thread and return it.
 
     Args:
         run: Function that the thread runs.
         name: Name of the thread, for the message when it dies.
-        died: Function called after an exception is printed. None ends the process with `STATUS`.
+        on_death: Called after the exception is printed. None: end the process with `STATUS`.
     """
 
     def guarded() -> None:
@@ -33,7 +33,7 @@ def start_service(
             sys.stderr.write(f"dlres: thread {name!r} died; this process ends:\n")
             traceback.print_exc()
             sys.stderr.flush()
-            (died or _end)()
+            (on_death or _end)()
 
     thread = threading.Thread(target=guarded, name=name, daemon=True)
     thread.start()

@@ -30,6 +30,7 @@ from lightning_dlres.core.wire.tree import Structure, Tree, flatten, unflatten
 VERSION = 1
 # Largest tensor, in bytes, that travels in the header.
 INLINE_BYTES = 4096
+# Only codec of tensors in a payload: their bytes, unchanged.
 RAW = "raw"
 FIRST_FRAME_BYTES = 2048
 # Messages up to this size are packed into frames, which copies their tensors. Tensors of larger
@@ -113,7 +114,10 @@ def decode_header(data: bytes | bytearray | memoryview, peer: str) -> PayloadHea
         )
     inline = sum(t.nbytes for t in header.tensors if t.nbytes <= INLINE_BYTES)
     if inline != len(header.inline) or not all(_is_consistent(t) for t in header.tensors):
-        raise ProtocolError(f"{peer} sent a header that contradicts itself.")
+        raise ProtocolError(
+            f"{peer} sent a header whose sizes, shapes and dtypes disagree. Check that all ranks "
+            "run the same version."
+        )
     return header
 
 
@@ -123,7 +127,7 @@ def large_sizes(header: PayloadHeader) -> list[int]:
 
 
 def decode(header: PayloadHeader, large: list[Tensor]) -> Tree:
-    """Return the tree; `requires_grad` of its tensors is as the sender had it.
+    """Return the tree, with the `requires_grad` of the sender's tensors.
 
     Args:
         header: Decoded header.
@@ -135,7 +139,7 @@ def decode(header: PayloadHeader, large: list[Tensor]) -> Tree:
     try:
         tensors = _tensors(header, large)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ProtocolError(f"A tensor arrived that cannot be built here: {error}.") from error
+        raise ProtocolError(f"A received tensor cannot be built on this rank: {error}.") from error
     return unflatten(header.structure, tensors)
 
 
@@ -156,7 +160,7 @@ def _tensors(header: PayloadHeader, large: list[Tensor]) -> list[Tensor]:
 
 
 def _refuse_attributes(tensors: list[Tensor]) -> None:
-    """Refuse tensors of users' classes with attributes, such as boxes with the size of their image.
+    """Refuse tensors of user-defined classes that have attributes, such as an image size.
 
     The attributes would be lost. A subclass without attributes arrives as a plain tensor.
     """
@@ -176,10 +180,10 @@ def _is_known(entry: TensorHeader) -> bool:
 
 def _is_consistent(entry: TensorHeader) -> bool:
     dtype: torch.dtype = getattr(torch, entry.dtype)
-    fits = min(entry.shape, default=0) >= 0
+    has_valid_shape = min(entry.shape, default=0) >= 0
     if entry.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         return False
-    return fits and math.prod(entry.shape) * dtype.itemsize == entry.nbytes
+    return has_valid_shape and math.prod(entry.shape) * dtype.itemsize == entry.nbytes
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

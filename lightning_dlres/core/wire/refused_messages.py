@@ -1,4 +1,4 @@
-"""Counter of refused messages, with a log that stays short however many there are."""
+"""Counter of refused messages, with a log of limited length."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import Callable
 
-# The first refusals are logged one by one. Later lines stand for many, at growing intervals.
+# Number of refusals that are logged one by one. Each later line covers a growing interval.
 _LOGGED_SINGLY = 5
 # Seconds between two lines.
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 10.0, 3600.0
-# Characters of a line. The peer chooses parts of it, so its length must have a limit.
+# Largest number of characters in a line: a peer chooses parts of the text.
 _LONGEST_LINE = 500
 
 
@@ -48,15 +48,15 @@ class Refusals:
         self._next_line = now + self._interval
         unlogged = self.count - self._logged_count - 1
         self._logged_count = self.count
-        others = f" ({unlogged} more before it)" if unlogged else ""
-        self.log(f"Refused{others}: {_printable(str(error))}")
+        unlogged_text = f" ({unlogged} more before it)" if unlogged else ""
+        self.log(f"Refused{unlogged_text}: {_printable(str(error))}")
 
 
 def _printable(text: str) -> str:
-    """Return text that cannot end a line of a log or move a terminal's cursor."""
-    cut = text[:_LONGEST_LINE]
-    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in cut)
-    return shown + "..." * (len(text) > len(cut))
+    """Return a text with its control characters escaped, and its length limited."""
+    shortened = text[:_LONGEST_LINE]
+    printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shortened)
+    return printable + "..." * (len(text) > len(shortened))
 
 
 def _to_stderr(line: str) -> None:

@@ -1,4 +1,7 @@
-"""Detection of side effects of a module's forward, which a second run would repeat or find."""
+"""Detection of side effects of a module's forward.
+
+A second run would repeat them, or compute with the changed state.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dlres.core._compat import is_wrapped
 
-# Nesting depth to which containers in attributes are compared by content.
+# Containers in attributes are compared by content up to this nesting depth.
 _MAX_DEPTH = 4
 # Types of immutable values, which are compared by value.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class SideEffectProbe:
-    """Snapshot of a module's state before a forward, to be compared with the state after it.
+    """Snapshot of a module's state before a forward, for comparison with the state after it.
 
     The state is made of parameters, buffers, attributes and random generators other than torch's
     global ones. State outside of the module is not covered.
@@ -86,13 +89,13 @@ def _is_same(one: Any, other: Any) -> bool:
         same = (_is_same(a, b) for a, b in zip(one, other, strict=False))
         return len(one) == len(other) and all(same)
     if isinstance(one, (*PLAIN, np.ndarray)) and type(one) is type(other):
-        # NaN differs from itself, and counts as the same here.
+        # NaN is not equal to itself. Here it must count as unchanged.
         return bool(one == other) or one != one
     return one is other
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors with memory of their own in nested containers and dataclasses."""
+    """Yield the strided tensors with memory from nested containers and dataclasses."""
     if isinstance(value, Tensor):
         if is_lazy(value) or value.layout is not torch.strided or value.is_nested:
             return

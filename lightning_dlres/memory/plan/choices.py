@@ -1,4 +1,4 @@
-"""Choices for a saved storage, limits, and the bytes that each choice holds on the device.
+"""Choices for a saved storage, memory limits, and the bytes on the device under each choice.
 
 The integer program and the simulator share these definitions. They describe a device that waits for
 every copy.
@@ -23,15 +23,15 @@ class StorageChoice:
     tier: str | None = None
 
     @property
-    def leaves(self) -> bool:
-        """Return whether it leaves the device."""
+    def uses_tier(self) -> bool:
+        """Return whether the storage moves to a tier."""
         return self.action in (MemoryAction.OFFLOAD, MemoryAction.BOTH)
 
 
 KEEP = StorageChoice()
 
-# Factor between the capacity reserved for a compressed storage and its compressed size in the
-# profile. A storage that takes more goes to the fallback tier.
+# Reserved capacity of a compressed storage, as a multiple of its compressed size in the profile. A
+# larger result goes to the fallback tier.
 PACKED_MARGIN = 1.1
 
 
@@ -40,7 +40,7 @@ class MemoryLimits:
     """Limits of a plan.
 
     Attributes:
-        device: Bytes of all kinds on the device.
+        device: Bytes on the device in total.
         saved: Bytes of saved storages on the device.
         tiers: Bytes in each tier, by name; a tier without an entry has no limit.
     """
@@ -59,7 +59,7 @@ NO_LIMITS = MemoryLimits()
 
 def tier_bytes(storage: SavedStorageProfile, choice: StorageChoice) -> int:
     """Return the bytes of a storage in its tier."""
-    if not choice.leaves:
+    if not choice.uses_tier:
         return 0
     return (
         storage.packed or storage.nbytes if choice.action is MemoryAction.BOTH else storage.nbytes

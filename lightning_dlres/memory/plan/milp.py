@@ -96,7 +96,7 @@ def seconds_of(
     seconds = 0.0
     if choice.action in (MemoryAction.COMPRESS, MemoryAction.BOTH):
         seconds += storage.encode_seconds + storage.decode_seconds
-    if choice.leaves:
+    if choice.uses_tier:
         link = next(link for link in profile.links if link.tier == choice.tier)
         size = tier_bytes(storage, choice)
         both = link.out_seconds(size) + link.in_seconds(size)

@@ -34,7 +34,7 @@ class PlanPolicy:
         plans: Plans for the steps to come; empty: nothing is planned.
         tiers: Tiers that the plans use, by name.
         copiers: Copiers of these tiers, by name.
-        fallback: Tier for storages that no plan knows; None: they stay.
+        fallback: Tier for unplanned storages; None: they stay on the device.
         byte_counter: Bytes of saved storages on the device.
         gpu: GPU, if the device is one.
 

@@ -173,7 +173,7 @@ class _Step:
     def _leaves(self, number: int) -> TierLink | None:
         """Return the link over which a storage is offloaded; None if it stays."""
         choice = self._choices[number]
-        if number in self._recomputed_at or number in self._replaced or not choice.leaves:
+        if number in self._recomputed_at or number in self._replaced or not choice.uses_tier:
             return None
         assert choice.tier is not None
         return self._links[choice.tier]

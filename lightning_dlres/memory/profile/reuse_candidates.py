@@ -1,4 +1,4 @@
-"""Search for modules that could reuse memory, from the modules that save each storage."""
+"""Search for modules that could reuse the memory of a storage that they save."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from lightning_dlres.memory.execute.reuse.formula_matching import is_relu, match
 from lightning_dlres.memory.execute.reuse.install import has_own_forward
 from lightning_dlres.memory.profile.step_profile import Reuse, SavedStorageProfile
 
-# Bytes that saving signs copies, as a multiple of the output: it is read once more.
+# Bytes copied to save the signs of an output, as a multiple of the output's bytes. Saving reads
+# the output once more.
 _SIGNS_COPIES = 2.0
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Call of a module with a formula. A module that is called again is refused.
+    """Single call of a module with a formula; modules with several calls are no candidates.
 
     Attributes:
         is_relu: Whether it is a ReLU, which could save signs.
@@ -46,11 +47,11 @@ class _Reader:
 
 
 class ReuseCandidates:
-    """Modules that save each storage in one step, and the reuses that follow."""
+    """Record of the modules that save each storage in a step, and search for reuses."""
 
     def __init__(self) -> None:
         self._calls: dict[str, _Call] = {}
-        self._refused: set[str] = set()
+        self._excluded: set[str] = set()
         self._readers: dict[int, list[_Reader]] = {}
 
     def enter(
@@ -59,7 +60,7 @@ class ReuseCandidates:
         """Record that a module's forward starts."""
         match = None if has_own_forward(module) else match_formula(module, args, kwargs)
         if match is None or name in self._calls:
-            self._refused.add(name)
+            self._excluded.add(name)
             return
         self._calls[name] = _Call(
             is_relu=is_relu(module),
@@ -90,13 +91,13 @@ class ReuseCandidates:
             readers = self._readers.get(number, [])
             if not storage.uses or len(readers) != len(storage.uses):
                 continue
-            relu, rest = self._relu(readers)
+            relu_name, other_readers = self._split_relu(readers)
             names: list[str] = []
             extra_copies, signs = 0.0, 0
-            if relu is not None:
-                names, extra_copies = [relu], _SIGNS_COPIES
+            if relu_name is not None:
+                names, extra_copies = [relu_name], _SIGNS_COPIES
                 signs = -(-storage.nbytes // _item_size(storage) // 8)
-            if not rest:
+            if not other_readers:
                 if storage.shared_until < storage.uses[0]:
                     yield Reuse(
                         layers=tuple(names),
@@ -106,38 +107,38 @@ class ReuseCandidates:
                         seconds=extra_copies / rate * storage.nbytes,
                     )
                 continue
-            # Backward runs in reverse order: the first module that saved is the last one that
-            # reads.
-            last_use = storage.uses[len(rest) - 1]
-            last = self._usable(rest[0])
+            # Backward runs in reverse order: the first module that saved the storage reads it
+            # last.
+            last_use = storage.uses[len(other_readers) - 1]
+            last_reader = self._usable(other_readers[0])
             if (
-                last is None
-                or last.is_relu
-                or last.nbytes != storage.nbytes
+                last_reader is None
+                or last_reader.is_relu
+                or last_reader.nbytes != storage.nbytes
                 or storage.shared_until > last_use
             ):
                 continue
-            if last.reusable_bytes > signs:
-                names.append(rest[0].name)
-                extra_copies += last.extra_copies
+            if last_reader.reusable_bytes > signs:
+                names.append(other_readers[0].name)
+                extra_copies += last_reader.extra_copies
                 yield Reuse(
                     layers=tuple(names),
                     storage=number,
                     overwritten_at=last_use,
-                    nbytes=last.reusable_bytes,
+                    nbytes=last_reader.reusable_bytes,
                     signs=signs,
                     seconds=extra_copies / rate * storage.nbytes,
                 )
 
-    def _relu(self, readers: list[_Reader]) -> tuple[str | None, list[_Reader]]:
-        """Return the ReLU that could save signs, or None, and the other readers."""
+    def _split_relu(self, readers: list[_Reader]) -> tuple[str | None, list[_Reader]]:
+        """Return the name of a ReLU that could save signs, or None, and the other readers."""
         call = self._usable(readers[0], needs_input=False)
         if call is None or not call.is_relu:
             return None, readers
         return readers[0].name, readers[1:]
 
     def _usable(self, reader: _Reader, needs_input: bool = True) -> _Call | None:
-        if reader.name in self._refused or (needs_input and not reader.is_input):
+        if reader.name in self._excluded or (needs_input and not reader.is_input):
             return None
         return self._calls.get(reader.name)
 

@@ -1,4 +1,4 @@
-"""Patches that put formulas in the place of modules' forwards.
+"""Patches that replace the forwards of modules by formulas.
 
 Classes, state dict keys and hooks of the modules stay the same, and a patch can be removed.
 """
@@ -23,14 +23,14 @@ from lightning_dlres.memory.execute.reuse.norms import BatchNormFormula
 class ReusingForward:
     """Forward of a module that writes its input's gradient into its input's memory.
 
-    A copy of the module, or an unpickled one, gets a forward of its own without an owner. It runs
-    the module's own forward.
+    A copied or unpickled module gets a copy of this object without an owner, which runs the forward
+    of the module's class.
 
     Args:
         module: Module whose forward it replaces.
-        owner: Owner of the memory that autograd saves; None: run the module's own forward.
+        owner: Owner of the memory that autograd saves; None: run the forward of the class.
         tracker: Tracker of the module that is being called.
-        report: Receives whether the formula computes the same bits as the module; None: no check.
+        report: Gets True if the formula computes the same bits as the module; None: no check.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ def patch_reuse(
         names: Paths of the modules below the root.
         owner: Owner of the memory that autograd saves.
         tracker: Tracker of the module that is being called.
-        bitwise_check: Receives the comparison with the modules' own forward; None: no comparison.
+        bitwise_check: Receives comparisons with the forward of the class; None: no comparison.
     """
     patched = []
     for name in names:
         module = root.get_submodule(name)
-        # A forward that other code has put there must run as it is.
+        # Do not replace a forward that other code has patched in.
         if not has_own_forward(module):
             report = None if bitwise_check is None else partial(bitwise_check.record, name)
             module.forward = ReusingForward(module, owner, tracker or CallTracker(), report)

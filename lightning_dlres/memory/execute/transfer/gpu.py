@@ -1,7 +1,7 @@
 """Streams, events and memory counters of a GPU.
 
-The protocol has only what the memory room needs. `CudaGpu` implements it with torch.cuda; tests use
-a model that runs on the CPU.
+The protocol `Gpu` has only the calls that `lightning_dlres.memory` needs. `CudaGpu`
+implements it with torch.cuda; tests use an implementation on the CPU.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Stream(Protocol):
         """Make later work of this stream wait for an event."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Make later work of this stream wait for the work that another stream has now."""
+        """Make later work of this stream wait for all work submitted to another stream so far."""
 
     def record_event(self) -> GpuEvent:
-        """Return an event behind the work that this stream has now."""
+        """Return an event that completes after all work submitted to this stream so far."""
 
 
 class Gpu(Protocol):
-    """One GPU. All methods refer to it, whatever the current device is."""
+    """One GPU. Its methods do not depend on torch's current device."""
 
     def new_stream(self) -> Stream:
         """Return a new stream, independent of all others."""
@@ -59,7 +59,7 @@ class Gpu(Protocol):
         """Copy in the current stream, without blocking the host."""
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor's memory, once freed, until a stream has done the work that it then has."""
+        """Delay reuse of a tensor's freed memory until the present work of a stream is done."""
 
     def read_async(self, number: Tensor | int) -> Callable[[], int]:
         """Return a function that returns a number which the current stream computes.
@@ -68,26 +68,26 @@ class Gpu(Protocol):
         """
 
     def timed_event(self) -> GpuEvent:
-        """Return an event with a time, behind the work that the current stream has now."""
+        """Return an event with a time, after all work submitted to the current stream so far."""
 
     def synchronize(self) -> None:
         """Block the host until all streams are done."""
 
     def allocated(self) -> int:
-        """Return the bytes that torch's allocator has handed out."""
+        """Return the bytes of live tensors, by torch's allocator."""
 
     def peak_allocated(self) -> int:
-        """Return the most bytes that were handed out since `reset_peak`."""
+        """Return the peak of `allocated` since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Restart the peak. The user's own reading of it restarts, too."""
+        """Restart the peak. This also restarts torch's statistics that the user may read."""
 
 
 class CudaGpu:
     """GPU of `torch.cuda`.
 
     Args:
-        device: CUDA device; without an index, the one that is current now.
+        device: CUDA device; without an index: the current device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,10 +117,10 @@ class CudaGpu:
             return lambda: number
         pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
         pinned.copy_(number, non_blocking=True)
-        done = self.current_stream().record_event()
+        copied = self.current_stream().record_event()
 
         def read() -> int:
-            done.synchronize()
+            copied.synchronize()
             return int(pinned)
 
         return read
