@@ -1,4 +1,4 @@
-"""`dlres demo`: a demonstration of `dlres_hetero_pipe` on one machine in about two minutes.
+"""Command `dlres demo`: show `dlres_hetero_pipe` on one machine in about two minutes.
 
 Three CPU processes of different speeds train a GPT on real text. The speeds are emulated: a slower
 process sleeps after its computations. All ranks run the same code; only rank 0 prints.
@@ -30,22 +30,25 @@ from lightning_dlres.demos.source_text import SourceTextDataModule
 from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 
-# Relative speeds of the ranks. Sleeping ranks free the CPU: all need less than two cores.
+# Relative speeds of the ranks, which are emulated by sleeping. A sleeping rank uses no CPU, so all
+# together need less than two cores.
 SPEEDS = (0.25, 0.5, 1.0)
+# Micro-batches of a step.
 MICROBATCHES = 12
+# Context of the model, in bytes.
 CONTEXT = 128
-# Largest difference of the validation losses with and without the pipeline.
+# Maximum difference of the validation losses with and without the pipeline, in nats per byte.
 LOSS_TOLERANCE = 1e-4
 
 HEADLINE = """\
 Three devices train one GPT as a pipeline. They are CPU processes with emulated speeds: {speeds}.
 The model has {depth} blocks and {parameters:.2f} million parameters. It learns bytes of the source
-of Python's standard library. This takes about {length}.
+of Python's standard library. This takes about {duration}.
 """
 PREDICTION = """\
-Predicted time of a step: {seconds:.3f} s; with the even split {even:.3f} s ({ratio:.2f} times).
+Predicted time of a step: {seconds:.3f} s; with the even split {even:.3f} s (ratio {ratio:.2f}).
 """
-FAREWELL = """\
+RESULTS = """\
 Checkpoint: {checkpoint} (an ordinary Lightning checkpoint)
 Plan:       {plan} (to use it: HeteroPipeStrategy(plan={plan!r}))
 Report:     {report}, with timeline.png (the work of each device) and trace.json for
@@ -60,13 +63,13 @@ class Size:
 
     Attributes:
         width: Width of the model.
-        depth: Blocks of the model.
-        batch_size: Windows of a batch.
-        steps: Steps of training.
-        trial_steps: Steps with the even split.
-        validation_batches: Batches of each validation.
-        text: Size of the text.
-        length: Approximate duration, for the headline.
+        depth: Number of blocks of the model.
+        batch_size: Number of windows in a batch.
+        steps: Number of training steps with the measured split.
+        trial_steps: Number of training steps with the even split.
+        validation_batches: Number of batches in each validation.
+        text: Maximum size of the text, such as "4MiB".
+        duration: Approximate duration of the demo, for the headline.
     """
 
     width: int
@@ -76,7 +79,7 @@ class Size:
     trial_steps: int
     validation_batches: int
     text: str
-    length: str
+    duration: str
 
 
 FULL = Size(
@@ -87,7 +90,7 @@ FULL = Size(
     trial_steps=12,
     validation_batches=8,
     text="4MiB",
-    length="two minutes",
+    duration="two minutes",
 )
 QUICK = Size(
     width=32,
@@ -97,27 +100,27 @@ QUICK = Size(
     trial_steps=6,
     validation_batches=2,
     text="1MiB",
-    length="twenty seconds",
+    duration="twenty seconds",
 )
-# Without --steps, training stops after this time: a slow machine then trains fewer steps.
-LONGEST_TRAINING = timedelta(seconds=100)
+# Maximum time of each training without --steps. A slow machine then trains fewer steps.
+MAX_TRAINING_TIME = timedelta(seconds=100)
 
 
 def demo(options: Sequence[str]) -> int:
     """Run the demo and return its exit status."""
     settings = _parser().parse_args(options)
     size = QUICK if settings.quick else FULL
-    longest = LONGEST_TRAINING if settings.steps is None else None
+    max_training_time = MAX_TRAINING_TIME if settings.steps is None else None
     size = replace(size, steps=settings.steps or size.steps)
     _silence_lightning()
-    return _Demo(size, longest, settings.out).run()
+    return _Demo(size, max_training_time, settings.out).run()
 
 
 class _Demo:
-    """The steps of the demo, in order."""
+    """Parts of the demo. `run` does them in order."""
 
-    def __init__(self, size: Size, longest: timedelta | None, out: Path) -> None:
-        self.size, self.longest, self.out = size, longest, out
+    def __init__(self, size: Size, max_training_time: timedelta | None, out: Path) -> None:
+        self.size, self.max_training_time, self.out = size, max_training_time, out
         self.checkpoint, self.plan_file = out / "gpt.ckpt", out / "plan.json"
         self.report = ResourceReport(out)
         self.data = SourceTextDataModule(CONTEXT, size.batch_size, size.text)
@@ -138,8 +141,8 @@ class _Demo:
             f"Median time of a step: {seconds:.3f} s; with the even split {even_seconds:.3f} s. "
             f"The measured split is {even_seconds / seconds:.1f} times as fast.\n"
         )
-        same = self.compare_with_plain_trainer(loss) if _is_rank_zero() else True
-        return 0 if same else 1
+        is_same = self.compare_with_plain_trainer(loss) if _is_rank_zero() else True
+        return 0 if is_same else 1
 
     def introduce(self) -> None:
         parameters = sum(p.numel() for p in self.model().parameters()) / 1e6
@@ -147,7 +150,7 @@ class _Demo:
         size = self.size
         _say(
             HEADLINE.format(
-                speeds=speeds, depth=size.depth, parameters=parameters, length=size.length
+                speeds=speeds, depth=size.depth, parameters=parameters, duration=size.duration
             )
         )
 
@@ -173,7 +176,7 @@ class _Demo:
             for stage, rank in enumerate(plan.replicas[0])
         ]
         columns = ["stage", "device", "speed", "measured power"]
-        columns += ["layers", "even", "computes per step", "even"]
+        columns += ["layers", "even", "compute time per step", "even"]
         _say(render("The layers that each device gets, beside an even split", columns, rows))
         assert plan.predicted_seconds is not None
         assert plan.even_seconds is not None
@@ -197,8 +200,8 @@ class _Demo:
         if trainer.is_global_zero:
             self.plan_file.write_text(plan.to_json())
         after = trainer.validate(model, self.data, verbose=False)[0]
-        if self.longest is not None and len(progress.seconds) < self.size.steps:
-            _say(f"Stopped after {self.longest.seconds} s to keep the demo short.")
+        if self.max_training_time is not None and len(progress.seconds) < self.size.steps:
+            _say(f"Stopped after {self.max_training_time.seconds} s to keep the demo short.")
         if self.report.line is not None:
             _say(self.report.line)
         _say(
@@ -212,17 +215,18 @@ class _Demo:
         model = ByteGPT.load_from_checkpoint(self.checkpoint)
         plain = trainer.validate(model, self.data, verbose=False)[0]["val_loss"]
         difference = abs(plain - loss)
-        same = difference <= LOSS_TOLERANCE
+        is_same = difference <= LOSS_TOLERANCE
         _say(
             "The checkpoint in a plain Trainer, on one device and without the strategy:\n"
             f"  validation loss of the pipeline  {loss:.6f}\n"
             f"  validation loss of plain Trainer {plain:.6f}\n"
-            f"  difference {difference:.1e}: {'the same' if same else 'NOT THE SAME'}\n"
+            f"  difference {difference:.1e}: "
+            f"{'within' if is_same else 'ABOVE'} the tolerance of {LOSS_TOLERANCE:.0e}\n"
         )
-        if same:
+        if is_same:
             report = self.out / "report.md"
             _say(
-                FAREWELL.format(checkpoint=self.checkpoint, plan=str(self.plan_file), report=report)
+                RESULTS.format(checkpoint=self.checkpoint, plan=str(self.plan_file), report=report)
             )
         else:
             print(
@@ -230,7 +234,7 @@ class _Demo:
                 f"{difference:.1e}. Report this with {self.plan_file}.",
                 file=sys.stderr,
             )
-        return same
+        return is_same
 
     def model(self) -> ByteGPT:
         seed_everything(0, verbose=False)
@@ -254,7 +258,7 @@ class _Demo:
             devices=devices,
             strategy=strategy,
             max_steps=steps,
-            max_time=self.longest,
+            max_time=self.max_training_time,
             limit_val_batches=self.size.validation_batches,
             num_sanity_val_steps=0,
             gradient_clip_val=1.0,
@@ -288,12 +292,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of steps from 1 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
 
 
 def _silence_lightning() -> None:
-    # The demo prints its own progress.
+    # The demo prints its progress itself.
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""`dlres plan`: the pipeline plan of a config file, without training."""
+"""Command `dlres plan`: show and save the pipeline plan of a config file, without training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_dlres.strategies.hetero_pipe.profiled_model import profile_single
 
 
 def plan(options: Sequence[str]) -> int:
-    """Plan, print the plan, and write it to a file; return the exit status."""
+    """Make the plan, print it, and write it to a file; return the exit status."""
     settings, overrides = _parser().parse_known_args(options)
     cluster = load_cluster(settings.cluster) if settings.cluster is not None else None
     arguments = ["--config", str(settings.config), *overrides]
@@ -39,22 +39,24 @@ def plan(options: Sequence[str]) -> int:
     strategy = cli.trainer.strategy
     if not isinstance(strategy, PipelinePlanning):
         raise ConfigError(
-            f"plan: {settings.config} trains with {type(strategy).__name__}, expected "
-            "HeteroPipeStrategy. Try --trainer.strategy=dlres_hetero_pipe."
+            f"The strategy in {settings.config} must be HeteroPipeStrategy, got "
+            f"{type(strategy).__name__}. Use --trainer.strategy=dlres_hetero_pipe."
         )
     if cluster is None:
-        made = _plan_on_ranks(cli, strategy)
+        pipeline_plan = _plan_on_ranks(cli, strategy)
     else:
-        made = _plan_here(cli, strategy, *cluster)
+        pipeline_plan = _plan_here(cli, strategy, *cluster)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{made.table()}\n{made.prediction()}")
-        settings.out.write_text(made.to_json())
-        print(f"Written to {settings.out}. Use it: HeteroPipeStrategy(plan={str(settings.out)!r})")
+        print(f"{pipeline_plan.table()}\n{pipeline_plan.prediction()}")
+        settings.out.write_text(pipeline_plan.to_json())
+        print(
+            f"Wrote the plan to {settings.out}. Use: HeteroPipeStrategy(plan={str(settings.out)!r})"
+        )
     return 0
 
 
 def _plan_on_ranks(cli: LightningCLI, strategy: PipelinePlanning) -> PipelinePlan:
-    """Start the ranks of the config, and profile on them."""
+    """Start the ranks of the config, profile the layers on them, and return the plan."""
     trainer = cli.trainer
     trainer.fit_loop.epoch_loop.max_steps = 0
     # Without steps, callbacks and loggers have nothing to do.
@@ -63,8 +65,8 @@ def _plan_on_ranks(cli: LightningCLI, strategy: PipelinePlanning) -> PipelinePla
     trainer.fit(cli.model, datamodule=cli.datamodule)
     if strategy.plan is None or not strategy.plan.is_measured:
         raise ConfigError(
-            "plan: the layers could not be profiled, so there is nothing to plan with. Expected "
-            "at least two devices, and a training set; the reason is above."
+            "The layers must be profiled to make a plan, got no profile; the reason is above. Use "
+            "at least two devices and a training set."
         )
     return strategy.plan
 
@@ -73,7 +75,7 @@ def _plan_here(
     cli: LightningCLI, strategy: PipelinePlanning, cluster: Cluster, factors: Sequence[float]
 ) -> PipelinePlan:
     """Measure the layers in this process, and plan for the cluster of a file."""
-    planner = _Planner(strategy, cluster, factors)
+    planner = _PlanAtTrainStart(strategy, cluster, factors)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -88,19 +90,23 @@ def _plan_here(
     )
     try:
         trainer.fit(cli.model, datamodule=cli.datamodule)
-    except _Planned as done:
+    except _PlanReady as done:
         return done.plan
-    raise ConfigError("plan: training ended before it began. Expected a training set.")
+    raise ConfigError(
+        "The training set must not be empty, got no training batch. Pass a training set."
+    )
 
 
-class _Planned(Exception):
+class _PlanReady(Exception):
     """Exception that ends the run before the first step, with the plan."""
 
     def __init__(self, plan: PipelinePlan) -> None:
         self.plan = plan
 
 
-class _Planner(Callback):
+class _PlanAtTrainStart(Callback):
+    """Callback that profiles the layers at the start of training, and raises `_PlanReady`."""
+
     def __init__(
         self, strategy: PipelinePlanning, cluster: Cluster, factors: Sequence[float]
     ) -> None:
@@ -119,7 +125,7 @@ class _Planner(Callback):
             cluster=self._cluster,
             factors=self._factors,
         )
-        raise _Planned(measured_plan(profile, options.plan_constraints, rank_zero_warn))
+        raise _PlanReady(measured_plan(profile, options.plan_constraints, rank_zero_warn))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -229,7 +229,9 @@ class PrefetchCacheDataModule(LightningDataModule):
             # Check all arguments now, and not when the split is used.
             for source in split.sources.values() or [None]:
                 is_known = source is not None and not is_data_set(source)
-                config = self._config(split, source if is_known else self._configs.stand_in)
+                config = self._config(
+                    split, source if is_known else self._configs.placeholder_source
+                )
                 PrefetchLoader("x", config, tail=self._tail, **self._loading)
 
     @property

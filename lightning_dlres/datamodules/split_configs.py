@@ -11,11 +11,11 @@ from lightning_dlres.datamodules.splits import Split, has_files, has_url
 from lightning_dlres.prefetch.cache.messages import HostConfig
 from lightning_dlres.prefetch.cache.options import host_config
 
-# Tail rules of the argument `tail`; `drop_last` stands for a third one.
+# Values of the argument `tail`. `drop_last=True` selects the third tail rule, "drop".
 TailRule = Literal["pad", "uneven"]
-# A split other than "train" has 1/_EVAL_SHARE of the capacity, which the sets of a list share.
+# A split other than "train" gets 1/_EVAL_SHARE of the capacity. The sources of a split divide it.
 _EVAL_SHARE = 4
-# Options that apply to some kinds of sources only, and the test for these.
+# Options that apply only to some kinds of sources, with the function that tests a source.
 SOURCE_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "extensions": has_files,
     "storage_options": has_url,
@@ -24,10 +24,10 @@ SOURCE_OPTIONS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfigs:
-    """Options of all splits, from which the configuration of each cache follows.
+    """Options of all splits, from which `config` makes the configuration of each cache.
 
     Attributes:
-        capacity: Bytes of the cache of the training samples.
+        capacity: Size of the cache of the training samples, in bytes.
         options: Arguments of `host_config` for every split.
         train_options: Arguments of `host_config` for the training samples only.
         source_options: Values of `SOURCE_OPTIONS`, by name.
@@ -39,8 +39,8 @@ class SplitConfigs:
     source_options: Mapping[str, Any]
 
     @property
-    def stand_in(self) -> str:
-        """Source to check the options with while the real one is not known."""
+    def placeholder_source(self) -> str:
+        """Placeholder source, to check the options before the real source is known."""
         return "tcp://127.0.0.1:1" if self.options["storage"] == "nodes" else "."
 
     def config(self, split: Split, source: Any, classes: tuple[str, ...]) -> HostConfig:
@@ -49,7 +49,7 @@ class SplitConfigs:
         Args:
             split: Split that the source belongs to.
             source: The source, or the store that was written for it.
-            classes: Folders that its samples may lie in; (): any.
+            classes: Names of the folders that its samples may be in. (): any folder.
 
         Raises:
             ConfigError: If an option is out of its range, or does not fit the source.
@@ -60,10 +60,11 @@ class SplitConfigs:
         capacity = self.capacity if is_train else max(1, self.capacity // share)
         lookahead = options["lookahead"]
         if not is_train and lookahead is not None:
-            # It was chosen for the larger cache of the training samples.
+            # The user chose the lookahead for the larger cache of the training samples.
             options["lookahead"] = min(parse_bytes(lookahead, "lookahead"), capacity)
         for name, applies in SOURCE_OPTIONS.items():
-            # Not to the store of a data set, nor to the stand-in for a source not known yet.
+            # Test the sources that the user gave. `source` may be the store of a data set, or a
+            # placeholder, to which the option does not apply.
             if any(source is given and applies(given) for given in split.sources.values()):
                 options[name] = self.source_options[name]
         return host_config(source, capacity=capacity, share=share, classes=classes, **options)

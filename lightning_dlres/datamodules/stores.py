@@ -34,7 +34,7 @@ from lightning_dlres.prefetch.loading.items import ENCODING, encode_item
 from lightning_dlres.prefetch.storage.manifest import MANIFEST, SampleTable
 from lightning_dlres.prefetch.storage.writer import put
 
-# Samples that are read a second time, to detect a data set that changes.
+# Number of samples that are read a second time, to detect a data set with random samples.
 _PROBES = 16
 # Seconds between two attempts to take a lock.
 _POLL_SECONDS = 0.01
@@ -44,16 +44,17 @@ class SplitStores:
     """Stores of the data sets of a data module's splits.
 
     Args:
-        directory: Directory with one store for each split; None for a temporary directory.
+        directory: Directory for the stores, one for each data set. None: a temporary directory.
 
     Attributes:
-        paths: Path of each store that was written, by its name.
+        paths: Path of each store that was written, by the name of the store.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self.paths: dict[str, Path] = {}
-        # Removes the temporary stores of this process, at its end at the latest.
+        # Function that removes the temporary stores. It runs at the end of this process at the
+        # latest.
         self._remove: weakref.finalize[..., Any] | None = None
 
     def write(self, trainer: Trainer, job: str, name: str, dataset: Any) -> None:
@@ -68,16 +69,16 @@ class SplitStores:
         Raises:
             ConfigError: See `write_store`.
         """
-        writes, base = trainer.local_rank == 0, self._directory
+        is_writer, base = trainer.local_rank == 0, self._directory
         if base is None:
             base = temporary_directory(job)
-            if writes and self._remove is None:
+            if is_writer and self._remove is None:
                 self._remove = weakref.finalize(self, own_temporary_directory(base))
-        write_store(trainer.strategy, dataset, base / name, writes)
+        write_store(trainer.strategy, dataset, base / name, is_writer)
         self.paths[name] = base / name
 
     def remove_temporary(self) -> None:
-        """Forget all stores, and remove temporary ones. Others stay for the next run."""
+        """Forget all stores and remove the temporary ones. The others stay for the next run."""
         self.paths.clear()
         if self._remove is not None:
             self._remove()
@@ -85,8 +86,10 @@ class SplitStores:
 
 
 def temporary_directory(job: str) -> Path:
-    """Return the directory of a job's temporary stores on this host. Its parent is a directory that
-    only this user may enter."""
+    """Return the directory of a job's temporary stores on this host.
+
+    Only this user may enter its parent directory.
+    """
     base = Path(tempfile.gettempdir())
     return private_directory(base, f"dlres-stores-{os.getuid()}-{_host()}") / job
 
@@ -94,8 +97,8 @@ def temporary_directory(job: str) -> Path:
 def _host() -> str:
     """Return a part of file names that is unique for this host.
 
-    Hosts may share a directory while a lock of one is invisible to another. So each host removes
-    only files with its own names.
+    Hosts may share a directory, but not see the locks of each other. So each host removes only
+    files with its own part in their names.
     """
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
@@ -103,8 +106,8 @@ def _host() -> str:
 def own_temporary_directory(directory: Path) -> Callable[[], None]:
     """Make a directory that this process owns, and return the function that removes it.
 
-    Directories of processes that are gone are removed now. If this process is killed, the next one
-    that calls this removes its directory.
+    It also removes the directories of processes that have ended. If this process is killed, the
+    next process that calls this function removes its directory.
 
     Raises:
         ConfigError: If the directory cannot be made or locked.
@@ -127,8 +130,8 @@ def own_temporary_directory(directory: Path) -> Callable[[], None]:
 def _hold(
     lock: Path, lock_holder: ExitStack, kind: Callable[[Path], AbstractContextManager[object]]
 ) -> None:
-    """Take a lock, by one of the context managers of `core.host.locks`, until the stack closes."""
-    # The sweep of another process may hold the lock for a short time.
+    """Hold a lock until `lock_holder` closes. `kind` is a context manager of `core.host.locks`."""
+    # Try again: the sweep of another process may hold the lock for a short time.
     while not lock_holder.enter_context(kind(lock)):
         lock_holder.close()
         time.sleep(_POLL_SECONDS)
@@ -141,34 +144,35 @@ def _remove_owned(owner: int, lock: Path, lock_holder: ExitStack) -> None:
         lock_holder.close()
 
 
-def write_store(strategy: Strategy, dataset: Any, directory: Path, writes: bool) -> None:
-    """Write a data set into a store, unless it is there. All ranks must call this; it returns when
-    all stores are written.
+def write_store(strategy: Strategy, dataset: Any, directory: Path, is_writer: bool) -> None:
+    """Write a data set into a store, unless the store exists.
+
+    All ranks must call this. It returns after all ranks have written.
 
     Args:
         strategy: Strategy of the ranks.
         dataset: The map-style data set.
-        directory: Directory of the store, possibly on a storage that hosts share. A store that is
-            there is used if it holds the data set.
-        writes: True if this rank writes; one rank of every host must.
+        directory: Directory of the store. Hosts may share it. An existing store is used if it holds
+            the data set.
+        is_writer: True if this rank writes; one rank of every host must.
 
     Raises:
         ConfigError: If the directory has a store of another data set (some samples are compared),
             or another rank could not write.
     """
     failure: Exception | None = None
-    if writes:
+    if is_writer:
         try:
             _write(dataset, directory)
-        except Exception as error:  # raised below: the other ranks wait for this one's result
+        except Exception as error:  # raised below, after the other ranks have the result
             failure = error
     all_written = strategy.reduce_boolean_decision(failure is None, all=True)
     if failure is not None:
         raise failure
     if not all_written:
         raise ConfigError(
-            f"The store in {directory} is missing: another rank could not write it. See the error "
-            "of that rank."
+            f"The store in {directory} must be written on every host, got an error on another "
+            "rank. See the error of that rank."
         )
     _check(dataset, directory)
 
@@ -187,19 +191,23 @@ def _write(dataset: Any, directory: Path) -> None:
         return
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     rank_zero_info(f"Putting {len(dataset)} samples into {directory}")
-    # Another host may write the same store. Each writes under a name of its own and renames it at
-    # the end; the first one wins.
-    own = directory.with_name(f"{prefix}{uuid.uuid4().hex[:8]}")
+    # Another host may write the same store. Each host writes to a directory with a unique name and
+    # renames it at the end. The first rename wins.
+    unfinished_store = directory.with_name(f"{prefix}{uuid.uuid4().hex[:8]}")
     lock_holder = ExitStack()
     try:
         try:
-            _hold(own.with_name(own.name + LOCK), lock_holder, locked_if_possible)
+            _hold(
+                unfinished_store.with_name(unfinished_store.name + LOCK),
+                lock_holder,
+                locked_if_possible,
+            )
         except OSError as error:
             raise ConfigError(
                 f"store must be in a directory that can be written to, got {directory}: "
                 f"{error.strerror}. Pass another store."
             ) from error
-        table = put(dataset, own, encode=encode_item, encoding=ENCODING)
+        table = put(dataset, unfinished_store, encode=encode_item, encoding=ENCODING)
         if (changed := _differing(dataset, table)) is not None:
             rank_zero_warn(
                 f"Sample {changed} of {type(dataset).__name__} had other bytes when it was read "
@@ -207,7 +215,7 @@ def _write(dataset: Any, directory: Path) -> None:
                 "`decode`, where `Sample.seed` differs from epoch to epoch."
             )
         try:
-            own.rename(directory)
+            unfinished_store.rename(directory)
         except OSError as error:
             if not (directory / MANIFEST).exists():
                 raise ConfigError(
@@ -215,7 +223,7 @@ def _write(dataset: Any, directory: Path) -> None:
                     f"{directory.name} is no store: {error.strerror}. Pass another directory."
                 ) from error
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(unfinished_store, ignore_errors=True)
         lock_holder.close()
 
 
@@ -231,9 +239,9 @@ def _check(dataset: Any, directory: Path) -> SampleTable:
 
 
 def _differing(dataset: Any, table: SampleTable) -> int | None:
-    """Return the index of a sample with other bytes than were written; None if there is none.
+    """Return the index of a sample whose bytes differ from the store; None if no sample differs.
 
-    Only some samples are compared. Reading all of them would take as long as writing them.
+    It compares `_PROBES` samples only. A read of all samples takes as long as to write them.
     """
     assert table.checksums is not None
     for index in np.unique(np.linspace(0, len(table) - 1, _PROBES, dtype=np.int64)).tolist():
@@ -243,6 +251,6 @@ def _differing(dataset: Any, table: SampleTable) -> int | None:
 
 
 def _is_random(dataset: Any, index: int) -> bool:
-    """Return True if a sample differs from read to read."""
+    """Return True if the bytes of a sample change from read to read."""
     first = encode_item(dataset[index])
     return any(encode_item(dataset[index]) != first for _ in range(_PROBES))

@@ -1,4 +1,4 @@
-"""Progress of training as the loader of the training samples needs it, read from the Trainer."""
+"""Progress of training, read from the Trainer for the loader of the training samples."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 
 
 class TrainingProgress:
-    """Difference between the batches that were handed over and those that were trained on.
+    """Difference between the batches that a loader yielded and those that the Trainer trained on.
 
     Args:
         trainer: The Trainer.
-        metrics_log: Log to count the handed over batches in.
+        metrics_log: Log that counts the yielded batches.
     """
 
     def __init__(self, trainer: Trainer, metrics_log: MetricsLog) -> None:
         self._trainer, self._metrics_log = trainer, metrics_log
-        # Number of trained batches when the last batch was handed over.
-        self._trained_before: int | None = None
+        # Number of trained batches at the time when the loader yielded its last batch.
+        self._num_trained_at_yield: int | None = None
 
     def loader_hooks(self) -> dict[str, Any]:
-        """Return the arguments by which a `PrefetchLoader` asks for the progress.
+        """Return the arguments with which a `PrefetchLoader` asks for the progress.
 
-        The loader has to ask for itself: Lightning saves its state beside that of the data module,
-        and both must agree.
+        The loader asks when Lightning saves its state. Lightning saves the state of the data module
+        too, and both states must agree.
         """
         return {
             "on_batch": self._on_batch,
@@ -36,22 +36,24 @@ class TrainingProgress:
         }
 
     def _on_batch(self, loader: PrefetchLoader) -> None:
-        self._trained_before = _num_trained(self._trainer)
+        self._num_trained_at_yield = _num_trained(self._trainer)
         self._metrics_log.count_batch(self._trainer, loader)
 
     def _count_unfinished(self) -> int:
-        """Return the number of batches in a training step, or in one that has failed."""
-        return int(self._trained_before == _num_trained(self._trainer))
+        """Return 1 if the last batch is in a training step that runs or has failed, else 0."""
+        return int(self._num_trained_at_yield == _num_trained(self._trainer))
 
     def _is_epoch_cut(self) -> bool:
-        """Return true if the Trainer ends the epoch with the last batch, though samples are left:
-        under limit_train_batches, or because `on_train_batch_start` has returned -1."""
+        """Return True if the Trainer ends the epoch before the samples do.
+
+        This happens with `limit_train_batches`, or if `on_train_batch_start` returns -1.
+        """
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         return bool(progress.is_last_batch) and not self._count_unfinished()
 
 
 def num_epochs(trainer: Trainer) -> int | None:
-    """Return the number of epochs that training will have; None if it is not known."""
+    """Return the total number of epochs of the training; None if it is unlimited or unknown."""
     max_epochs = trainer.max_epochs
     return None if max_epochs is None or max_epochs < 0 else max_epochs
 

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, for the demo and the example configs; it needs no download."""
+"""Small GPT over bytes, for the demo and the example configs. It needs no download."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 
-BYTES = 256
+# Number of values of a byte.
+NUM_BYTES = 256
+# Standard deviation of initial weights.
 INITIAL_STD = 0.02
 
 
@@ -23,9 +25,9 @@ class ByteGPT(LightningModule):
     Args:
         width: Size of the embedding of a byte; a multiple of `heads`.
         depth: Number of blocks.
-        heads: Attention heads of a block.
-        context: Largest length of a text, in bytes.
-        dropout: Share of activations that are dropped in training.
+        heads: Number of attention heads in a block.
+        context: Maximum length of a text, in bytes.
+        dropout: Probability that an activation is dropped in training, 0 to 1.
         lr: Learning rate of AdamW after the warm-up.
         warmup_steps: Steps over which the learning rate rises to `lr`.
         weight_decay: Weight decay of AdamW.
@@ -71,7 +73,7 @@ class ByteGPT(LightningModule):
         self._log_evaluation("test", batch)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the most likely next byte after each byte but the last."""
+        """Return uint8[samples, length - 1], the most likely byte after each byte but the last."""
         return self(batch[:, :-1]).argmax(-1).to(torch.uint8)  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -104,7 +106,7 @@ class Embedding(nn.Module):
     def __init__(self, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.context = context
-        self.bytes = nn.Embedding(BYTES, width)
+        self.bytes = nn.Embedding(NUM_BYTES, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         for embedding in (self.bytes, self.positions):
@@ -117,8 +119,8 @@ class Embedding(nn.Module):
                 f"text must have at most {self.context} bytes, got {length}. Use "
                 f"ByteGPT(context={length})."
             )
-        places = torch.arange(length, device=text.device)
-        embedded: Tensor = self.dropout(self.bytes(text.long()) + self.positions(places))
+        position_ids = torch.arange(length, device=text.device)
+        embedded: Tensor = self.dropout(self.bytes(text.long()) + self.positions(position_ids))
         return embedded
 
 
@@ -137,7 +139,8 @@ class Block(nn.Module):
             nn.init.normal_(linear.weight, std=INITIAL_STD)
             nn.init.zeros_(linear.bias)
         for linear in (self.project, self.contract):
-            # 2 * depth additions must not let the residual stream grow (Radford et al., 2019).
+            # Scale down, so that 2 * depth additions do not make the residual stream grow
+            # (Radford et al., 2019).
             nn.init.normal_(linear.weight, std=INITIAL_STD / math.sqrt(2 * depth))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,7 +166,7 @@ class Head(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.logits = nn.Linear(width, BYTES, bias=False)
+        self.logits = nn.Linear(width, NUM_BYTES, bias=False)
         nn.init.normal_(self.logits.weight, std=INITIAL_STD)
 
     def forward(self, x: Tensor) -> Tensor:

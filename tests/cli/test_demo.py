@@ -62,4 +62,4 @@ def test_an_invalid_number_of_steps_is_refused(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         demo(["--steps", steps])
-    assert f"must be a number of steps from 1 on, got '{steps}'" in capsys.readouterr().err
+    assert f"must be a whole number of at least 1, got '{steps}'" in capsys.readouterr().err

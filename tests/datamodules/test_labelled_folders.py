@@ -191,7 +191,7 @@ def test_sources_without_classes_are_refused_with_their_names(root: Path) -> Non
     listing.write_text("./cat/0.jpg\n")
     with pytest.raises(dlres.ConfigError, match=r"sample './cat/0.jpg' of"):
         _ = module(root, train=listing).classes
-    with pytest.raises(dlres.ConfigError, match="labels must be given"):
+    with pytest.raises(dlres.ConfigError, match="labels must be 'folder' or a list"):
         _ = module(root, labels=None).classes
     with pytest.raises(dlres.ConfigError, match="train, val or test must be given"):
         _ = module(root, train=None, predict=flat).classes

@@ -86,7 +86,7 @@ def test_a_writer_of_a_lasting_store_removes_unfinished_stores_of_killed_ones(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stores, "put", record_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            write_store(strategy, samples, base / "train", writes=True)
+            write_store(strategy, samples, base / "train", is_writer=True)
     assert {path.name for path in base.iterdir()} == {"poetry", "poetry.lock"}
     (lock,) = unfinished
     dead, living = lock.with_suffix(""), lock.with_name(lock.stem[:-8] + "00000000")
@@ -95,7 +95,7 @@ def test_a_writer_of_a_lasting_store_removes_unfinished_stores_of_killed_ones(
         directory.mkdir()
         (directory / "data").write_bytes(b"x")
     with locked(living.with_name(living.name + ".lock")):
-        write_store(strategy, samples, base / "train", writes=True)
+        write_store(strategy, samples, base / "train", is_writer=True)
     assert {path.name for path in base.iterdir()} == {
         "poetry",
         "poetry.lock",

@@ -1,7 +1,7 @@
-"""Client of a host's cache: requests batches ahead of need, and releases them when no object of
-this process looks at them any more.
+"""Client of a host's cache.
 
-The last object may go in any thread, the garbage collector's included.
+It requests batches ahead of need. It releases a batch when no object of this process refers to it
+any more. The last reference may end in any thread, because the garbage collector runs in any.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
 from lightning_dlres.prefetch.cache.samples import Regions, Samples
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 
-# Seconds that the thread waits for a message before it looks at its other tasks.
+# Seconds that the background thread waits for a message before its other tasks.
 _POLL_SECONDS = 0.5
-# Seconds beyond the storage's own deadline, whose error says more and shall come first.
+# Seconds that a batch may take beyond the timeout of the storage. The storage's error says more,
+# so it should come first.
 _MARGIN_SECONDS = 5.0
-# Shortest deadline, in seconds, for answers that take time in proportion to the data set and not to
-# the storage's speed: the start of the process, and of an epoch.
+# Minimum deadline, in seconds, for the start of the process and of an epoch. Their time grows with
+# the data set and does not depend on the storage.
 _MIN_ANSWER_SECONDS = 60.0
-# Seconds for the cache to confirm that this process has left.
+# Seconds that the cache has to confirm a leave.
 _LEAVE_SECONDS = 2.0
-# Attempts to join, each with another cache process: the one before may end at the same moment.
+# Maximum number of attempts to join. A cache process may end while this process joins it.
 _MAX_JOINS = 5
 
 
 class CacheClient:
-    """Connection to the cache called `name` on this host; the cache is started if there is none.
+    """Connection to the cache called `name` on this host. It starts the cache if there is none.
 
     It may be used from any thread, but not after a fork.
 
@@ -50,11 +51,11 @@ class CacheClient:
     that holds the lock.
 
     Args:
-        name: Unique for the data set and the job on this host.
+        name: Name of the cache, unique for the data set and the job on this host.
         config: Configuration of the cache, the same in all processes.
 
     Raises:
-        ConfigError: If the cache cannot be configured like this.
+        ConfigError: If the cache refuses the configuration.
         PeerTimeoutError: If the cache, or a storage node, does not answer.
     """
 
@@ -77,11 +78,12 @@ class CacheClient:
         self._pid = os.getpid()
         self._request_ids = itertools.count()
         self._epoch_ids = itertools.count()
-        # Kind and payload of messages to send.
+        # Messages to send, as (kind, payload).
         self._outgoing: deque[tuple[str, bytes]] = deque()
         # The request_id of batches to release.
         self._released: deque[int] = deque()
-        # The request_id of batches that are delivered and not released; only for the thread.
+        # The request_id of batches that are delivered and not released. Only the background thread
+        # uses it.
         self._held: set[int] = set()
         # Batch requests without a reply, by request_id.
         self._pending: dict[int, Future[Samples]] = {}
@@ -97,7 +99,7 @@ class CacheClient:
         self._thread.start()
 
     def begin_epoch(self, **arguments: Any) -> int:
-        """Begin an epoch; arguments as for `messages.Begin`. Return its epoch_id.
+        """Begin an epoch and return its epoch_id. The arguments are those of `messages.Begin`.
 
         Raises:
             ConfigError: If other ranks have begun another epoch under this epoch_id.
@@ -105,19 +107,27 @@ class CacheClient:
         epoch_id = next(self._epoch_ids)
         begin = Begin(epoch_id=epoch_id, **arguments)
         with self._lock:
-            # Batches of the epoch before that are not delivered will never be.
+            # The cache delivers no more batches of the epoch before.
             self._pending.clear()
         self._call(messages.BEGIN, msgspec.msgpack.encode(begin))
         return epoch_id
 
     def may_request(self, waiting: int, most: int) -> bool:
-        """Return true if one more batch may be requested beside `waiting` ones, of `most`; the
-        cache itself bounds the bytes."""
+        """Return True if one more batch may be requested.
+
+        The cache itself limits the bytes.
+
+        Args:
+            waiting: Number of requested batches that the loader has not used yet.
+            most: Maximum of `waiting`.
+        """
         return waiting < most
 
     def request_batch(self, epoch_id: int, epoch_slots: EpochSlots) -> Future[Samples]:
-        """Request the samples of some epoch slots (uint32[n]). The future gets them, or the error,
-        within the deadline."""
+        """Request the samples of epoch slots, uint32[n].
+
+        The future gets the samples or the error.
+        """
         request_id, future = next(self._request_ids), Future[Samples]()
         payload = messages.pack_batch_request(request_id, epoch_id, epoch_slots)
         with self._lock:
@@ -133,14 +143,14 @@ class CacheClient:
         """Return the samples of a batch request.
 
         Raises:
-            StorageError: If a sample cannot be had; it names the node and the sample.
+            StorageError: If a sample cannot be read. The message names the node and the sample.
             PeerError: If the cache has ended, or does not answer.
         """
         try:
             return future.result(self._batch_seconds)
         except TimeoutError:
             if future.done():
-                # The storage's own timeout.
+                # The result is a TimeoutError: the storage timed out.
                 raise
             raise self._timeout_error("samples", self._batch_seconds) from None
 
@@ -153,13 +163,14 @@ class CacheClient:
         """Leave the cache, which ends when the last process has left. May be called again."""
         self.leave()
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            # A process that joins after this call must not find this one still in an epoch.
+            # Wait, because a process that joins next must not find this one in an epoch.
             self._left.wait(2 * _LEAVE_SECONDS)
-            # While an object looks at samples the connection stays: it keeps them in place.
+            # Do not wait for the thread while an object refers to samples: the thread then keeps
+            # the connection, which keeps the samples in place.
             self._thread.join(None if not self._held else 0.0)
 
     def leave(self) -> None:
-        """Begin to leave, without waiting; for the garbage collector, in any thread."""
+        """Begin to leave and return at once. The garbage collector may call this in any thread."""
         if os.getpid() == self._pid:
             self._is_closing = True
             self._client.interrupt()
@@ -185,13 +196,16 @@ class CacheClient:
                 raise
             client.close()
         raise PeerLostError(
-            f"The process that keeps the cache ended {_MAX_JOINS} times while this one joined. "
-            f"The end of its log:\n{self._host.log_tail()}"
+            f"The cache process must run until this process has joined, got {_MAX_JOINS} ends "
+            f"before that. The end of its log:\n{self._host.log_tail()}"
         )
 
     def _receive_answer(self, client: Client) -> Message | None:
-        """Return the answer to a join. None: the cache has just ended, because no process used it;
-        the next one does not know of the join."""
+        """Return the answer to a join.
+
+        Returns:
+            None if the cache has just ended, because no process used it. Then join the next one.
+        """
         deadline = time.monotonic() + self._answer_seconds
         while time.monotonic() < deadline:
             message = client.receive(_POLL_SECONDS)
@@ -226,15 +240,17 @@ class CacheClient:
         )
 
     def _release(self, request_id: int) -> None:
-        """Note that no object looks at a batch any more. This may run in the garbage collector, in
-        a thread that holds the lock, so it takes none."""
+        """Release a batch to which no object refers any more.
+
+        This takes no lock: the garbage collector may run it in a thread that holds the lock.
+        """
         self._released.append(request_id)
         self._client.interrupt()
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # callers must not wait for a thread that has ended
+        except Exception as error:  # pending calls would wait forever
             self._fail(PeerLostError(f"The connection to the cache of this host failed: {error!r}"))
         finally:
             self._client.close()
@@ -282,7 +298,7 @@ class CacheClient:
             samples = Samples(batch, self._regions, lambda: self._release(request_id))
             with self._lock:
                 future = self._pending.pop(request_id, None)
-            # Without a future the batch is of an aborted epoch: it is released with `samples`.
+            # Without a future, the batch belongs to an aborted epoch. It is released with `samples`.
             if future is not None:
                 future.set_result(samples)
         elif message.kind == messages.FAILED:

@@ -237,7 +237,7 @@ class PrefetchEngine:
     def forget_client(self, client: str) -> None:
         """Drop the batch requests of a disconnected client, and release its batches."""
         self._drop([request for request in self._requests if request.client == client])
-        for request_id in self._leases.requests_of(client):
+        for request_id in self._leases.leased_request_ids(client):
             self.release(client, request_id)
         self._advance()
 

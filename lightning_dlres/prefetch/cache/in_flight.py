@@ -39,15 +39,15 @@ class BatchRequest:
     """Batch request that is not delivered yet.
 
     Attributes:
-        client: Process that made it.
-        request_id: Unique for this client.
+        client: Name of the process that made the request.
+        request_id: Number that the client gave the request, unique for this client.
         epoch: Epoch that the samples belong to.
         epoch_slots: uint32[n], in the order in which the samples are delivered.
-        direct: Samples that wait outside of the cache space, by epoch slot.
-        num_served: Only with `lookahead=0`: samples that were found or fetched so far.
+        direct: Bytes of samples that are delivered past the cache space, by epoch slot.
+        num_served: Only with `lookahead=0`: number of samples that are cached or fetched so far.
         used: Only with `lookahead=0`: entry, offset and length of each hit, by epoch slot.
-        unstored_bytes: Bytes in `direct` that were fetched for the cache space and found no
-            contiguous room. They count against its capacity until the batch is released.
+        unstored_bytes: Number of bytes in `direct` that were fetched for the cache space, which had
+            no contiguous space for them. They count as used until the batch is released.
     """
 
     client: str
@@ -70,32 +70,40 @@ class BatchRequest:
         Args:
             used: Entry, offset and length of each sample in the cache space, by epoch slot. A
                 sample that is neither there nor in `direct` is pinned.
-            sizes: int64[samples], in bytes.
-            pinned: The pinned tier.
+            sizes: int64[samples], size of each sample of the data set, in bytes.
+            pinned: Pinned tier.
         """
         sample_ids = self.epoch.index.sample_ids[self.epoch_slots]
         locations = np.empty((len(sample_ids), 3), dtype=np.int64)
         locations[:, 2] = sizes[sample_ids]
         direct: list[Bytes] = []
         direct_bytes = 0
-        for at, slot in enumerate(self.epoch_slots.tolist()):
+        for position, slot in enumerate(self.epoch_slots.tolist()):
             if slot in self.direct:
                 data = self.direct[slot]
-                locations[at, 0], locations[at, 1] = DIRECT_TIER, direct_bytes
+                locations[position, 0], locations[position, 1] = DIRECT_TIER, direct_bytes
                 direct_bytes += len(data)
                 direct.append(data)
             elif slot in used:
-                locations[at, 0], locations[at, 1] = CACHED_TIER, used[slot][1]
+                locations[position, 0], locations[position, 1] = CACHED_TIER, used[slot][1]
             else:
-                offset = pinned.offsets(sample_ids[at : at + 1])[0]
-                locations[at, 0], locations[at, 1] = PINNED_TIER, offset
+                offset = pinned.offsets(sample_ids[position : position + 1])[0]
+                locations[position, 0], locations[position, 1] = PINNED_TIER, offset
         joined = np.concatenate(direct) if direct else np.empty(0, dtype=np.uint8)
         return BatchReply(self.client, self.request_id, sample_ids, locations, joined)
 
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """Right of a client to look at a delivered batch; its entries stay in place until `release`."""
+    """Right of a client to read a delivered batch.
+
+    The entries of the batch stay in place until the client releases it.
+
+    Attributes:
+        epoch: Epoch of the batch.
+        used: Entry, offset and length of each sample in the cache space.
+        unstored_bytes: As in `BatchRequest`.
+    """
 
     epoch: EpochProgress
     used: UsedEntries
@@ -103,7 +111,7 @@ class Lease:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the batch has in the cache space."""
+        """Number of bytes of the batch that are in the cache space."""
         return int(self.used[:, 2].sum())
 
 
@@ -115,12 +123,12 @@ class LeaseTable:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the cache space that are leased."""
+        """Number of bytes of the cache space that are leased."""
         return sum(lease.nbytes for lease in self._leases.values())
 
     @property
     def unstored_bytes(self) -> int:
-        """Bytes of leased batches that count against the capacity and lie outside of it."""
+        """Number of bytes of leased batches that count as used, but are not in the cache space."""
         return sum(lease.unstored_bytes for lease in self._leases.values())
 
     def add(self, request: BatchRequest, used: UsedEntries) -> None:
@@ -136,12 +144,12 @@ class LeaseTable:
         """
         return self._leases.pop((client, request_id))
 
-    def requests_of(self, client: str) -> list[int]:
+    def leased_request_ids(self, client: str) -> list[int]:
         """Return the request_id of each batch that a client has leased."""
         return [request_id for holder, request_id in self._leases if holder == client]
 
-    def bytes_outside(self, epochs: Collection[EpochProgress]) -> int:
-        """Return the leased bytes of epochs other than these."""
+    def leased_bytes_outside(self, epochs: Collection[EpochProgress]) -> int:
+        """Return the number of leased bytes that belong to none of these epochs."""
         return sum(lease.nbytes for lease in self._leases.values() if lease.epoch not in epochs)
 
 
@@ -152,8 +160,8 @@ class PendingFetch:
     Attributes:
         epoch: Epoch that the samples belong to.
         epoch_slots: uint32[n], in the order of the fetch.
-        request: Batch request that gets its samples directly, past the cache space. None: they go
-            into the cache space.
+        request: Batch request that gets the samples directly, past the cache space. None: the
+            samples go into the cache space.
         node: Storage node that the fetch was sent to.
     """
 
@@ -172,14 +180,14 @@ class PendingFetch:
 
 
 class InflightFetches:
-    """Fetches in flight, at most so many to one node.
+    """Fetches in flight, with a limit for each storage node.
 
     Args:
         sizes: int64[samples], in bytes.
         nodes: Number of storage nodes; sample i is on node i mod `nodes`.
-        space: Cache space, whose slot table says which samples are being fetched.
+        space: Cache space. Its slot table marks the samples that are in flight.
         max_requests: Limit for prefetches to one node. Fetches on a miss may exceed it.
-        counts: Counts to add each fetch to.
+        counts: Counters that each fetch is added to.
     """
 
     def __init__(
@@ -201,7 +209,7 @@ class InflightFetches:
         return len(self._pending)
 
     def may_prefetch(self, node: int) -> bool:
-        """Return true if a node may get one more prefetch."""
+        """Return True if one more prefetch may be sent to a node."""
         return bool(self._num_pending[node] < self._max_requests)
 
     def add(
@@ -220,7 +228,7 @@ class InflightFetches:
         self._counts.requested_bytes += int(self._sizes[sample_ids].sum())
 
     def pop(self, fetch_id: int) -> PendingFetch:
-        """Remove a fetch whose reply has come, and return it.
+        """Remove a fetch after its reply, and return it.
 
         Raises:
             KeyError: If there is no such fetch.
@@ -230,27 +238,27 @@ class InflightFetches:
         return fetch
 
     def pop_unsent(self) -> list[Fetch]:
-        """Return the fetches to send now, each once."""
+        """Return the fetches that were added since the last call."""
         fetches = list(self._unsent)
         self._unsent.clear()
         return fetches
 
 
 class PrefetchWindow:
-    """Open epochs, and the bytes that are promised to their samples.
+    """Open epochs, and the bytes of the cache space that are promised to their samples.
 
-    Invariant, with a budget: `promised` counts every sample that is in use, or that is before its
-    epoch's reach and not done. It never exceeds the budget.
+    Invariant, if there is a budget: promised bytes never exceed it. A sample's bytes are promised
+    while it is in use. They also are if its epoch slot is below the reach and it is not done.
 
     Args:
         sizes: int64[samples], in bytes.
         nodes: Number of storage nodes.
-        space: Cache space that samples are fetched into.
+        space: Cache space for the fetched samples.
         pinned: Pinned tier; its samples are not fetched again.
         fetches: Fetches in flight.
         leases: Batches in use.
-        prefetch: Most samples of one fetch.
-        budget: Bytes that may be promised; 0: nothing is fetched ahead of need.
+        prefetch: Maximum number of samples in one fetch.
+        budget: Maximum of promised bytes. 0: nothing is fetched ahead of need.
     """
 
     def __init__(
@@ -276,7 +284,7 @@ class PrefetchWindow:
         self._promised = 0
 
     def find(self, epoch_id: int) -> EpochProgress | None:
-        """Return an open epoch; None if it is not open."""
+        """Return the epoch with this epoch_id; None if no such epoch is open."""
         for epoch in self.epochs:
             if epoch.epoch_id == epoch_id:
                 return epoch
@@ -291,8 +299,8 @@ class PrefetchWindow:
         if len(self.epochs) == 2:
             open_ids = [epoch.epoch_id for epoch in self.epochs]
             raise ConfigError(
-                f"epoch_id must be one of the open epochs {open_ids} while there are two, got "
-                f"{epoch_id}. End one of them first."
+                f"epoch_id must be one of {open_ids} while these two epochs are open, got "
+                f"{epoch_id}. Finish one of them first."
             )
         row = 1 - self.epochs[0].row if self.epochs else 0
         self._space.reset_row(row, len(index))
@@ -304,27 +312,30 @@ class PrefetchWindow:
         self.epochs.append(EpochProgress(epoch_id, row, index, is_requested))
 
     def close_epoch(self, epoch: EpochProgress) -> None:
-        """Close an epoch and drop its samples; those in use stay."""
+        """Close an epoch and drop its samples. Samples in use stay until they are released."""
         self.epochs.remove(epoch)
         self._space.reset_row(epoch.row)
         self._promised = self._count_promised()
 
     def reduce_promised(self, nbytes: int) -> None:
-        """Subtract bytes that are promised no longer: they were released, or lie elsewhere."""
+        """Subtract bytes that are no longer promised: released, or not in the cache space."""
         self._promised -= nbytes
 
     def prefetch_ahead(self) -> None:
-        """Fetch ahead of need, in the open epoch and then in the next one, as far as the budget
-        goes."""
+        """Fetch samples ahead of need, within the budget.
+
+        The first open epoch comes first. The next epoch follows when all samples of the first one
+        are within its reach.
+        """
         slots_before = 0
-        for at in range(2):
-            if at == len(self.epochs):
+        for position in range(2):
+            if position == len(self.epochs):
                 last = self.epochs[-1] if self.epochs else None
                 index = self.index_of_epoch(last.epoch_id + 1) if last else None
                 if last is None or index is None:
                     return
                 self.open_epoch(last.epoch_id + 1, index)
-            epoch = self.epochs[at]
+            epoch = self.epochs[position]
             states = self._space.slot_table[epoch.row]
             epoch.reach, self._promised = extend_reach(
                 epoch.index.sample_ids,
@@ -334,8 +345,9 @@ class PrefetchWindow:
                 self._promised,
                 self.budget,
             )
-            # A short run is sent if its first sample is needed within half of the lookahead
-            # window, which runs from the last requested slot to the reach.
+            # Send a short run if its first sample is needed within the first half of the window.
+            # The window goes from the number of requested slots to the reach, counted from the
+            # start of the first open epoch.
             window_sum = self.epochs[0].num_requested + slots_before + epoch.reach
             urgent_before = window_sum // 2 - slots_before
             for node in range(self._nodes):
@@ -347,8 +359,15 @@ class PrefetchWindow:
     def _prefetch_from(
         self, epoch: EpochProgress, node: int, states: NDArray[np.int32], urgent_before: int
     ) -> None:
-        """Fetch the next runs of a node's prefetch list. A run that may still grow is fetched only
-        if its first epoch slot is below `urgent_before`."""
+        """Fetch the next runs of a node's prefetch list.
+
+        Args:
+            epoch: Open epoch.
+            node: Storage node.
+            states: int32[n], the epoch's row of the slot table.
+            urgent_before: Epoch slot. A run that may still grow is fetched only if it starts before
+                this slot.
+        """
         while self._fetches.may_prefetch(node):
             run, is_final = epoch.index.run_ahead(node, self._prefetch, epoch.reach, states)
             if not len(run) or not (is_final or int(run[0]) < urgent_before):
@@ -356,7 +375,7 @@ class PrefetchWindow:
             self._fetches.add(epoch, run, None)
 
     def _count_promised(self) -> int:
-        promised = self._leases.bytes_outside(self.epochs)
+        promised = self._leases.leased_bytes_outside(self.epochs)
         for epoch in self.epochs:
             states = self._space.slot_table[epoch.row, : epoch.reach]
             counts = (states != DONE) & (states != PINNED)

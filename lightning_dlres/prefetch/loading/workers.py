@@ -52,13 +52,13 @@ class BatchMaker:
     """Function that makes a batch of samples.
 
     Attributes:
-        decode: Function of one sample. None: items of a map-style data set are restored; other
+        decode: Function of one sample. None: items of a map-style data set are unpacked; other
             samples stay as they are.
         collate: Function of the list of decoded samples. None: torch's `default_collate`, or the
             list itself if samples are not decoded.
         encoding: As in `SampleTable`.
-        classes: Names of the folders that samples lie in. Each item becomes a pair of itself and
-            the number of its sample's class. (): samples have no labels.
+        classes: Class names, which are the folders of the samples. Each item becomes the pair
+            (item, class index). (): samples have no labels.
     """
 
     decode: Decode | None
@@ -171,15 +171,14 @@ class DecodePool:
     """Pool of workers that make batches.
 
     Args:
-        maker: Makes one batch.
-        num_workers: Number of threads or processes. 0: the caller makes the batch when it asks for
-            it.
+        maker: Function that makes one batch.
+        num_workers: Number of threads or processes. 0: the caller makes each batch when it
+            waits for it.
         kind: "thread" for decoding that releases the interpreter lock (most image decoders),
             "process" for any other.
-        pin_memory: True: tensors of a batch are copied into page-locked memory. Without a GPU they
-            are not.
-        reader: Reader and timeout in seconds for worker processes that read samples themselves.
-            None: the samples are read before.
+        pin_memory: True: tensors of a batch are copied into page-locked memory, if there is a GPU.
+        reader: Reader, and timeout in seconds, for worker processes that read samples themselves.
+            None: workers receive samples that were read.
 
     Raises:
         ConfigError: If an argument is out of its range, or cannot be sent to a process.
@@ -199,14 +198,16 @@ class DecodePool:
             _check_can_be_sent(maker)
         self._maker, self.num_workers, self._kind = maker, num_workers, kind
         self._reader = reader
-        # Done in this process: tensors from a worker process arrive in memory that is not
-        # page-locked.
-        self._pins = pin_memory and torch.cuda.is_available()
+        # Page-lock in this process, because the tensors of a worker process arrive in memory that
+        # is not page-locked.
+        self._pins_memory = pin_memory and torch.cuda.is_available()
         self._executor: Executor | None = None
 
     def submit(self, samples: Samples | LocalSamples) -> Callable[[], Any]:
-        """Start to make a batch; return a function that waits for it and returns it. The function
-        holds the samples until then."""
+        """Start to make a batch; return a function that waits for the batch and returns it.
+
+        The function holds the samples, so that they stay in the cache until the batch is made.
+        """
         if not self.num_workers:
             return lambda: self._make(samples)
         executor = self._running_executor()
@@ -223,11 +224,11 @@ class DecodePool:
 
     def _make(self, samples: Samples | LocalSamples) -> Any:
         batch = self._maker(samples)
-        return pin_batch(batch) if self._pins else batch
+        return pin_batch(batch) if self._pins_memory else batch
 
     def _result(self, future: Future[Any], held: Samples | LocalSamples) -> Any:
         batch = future.result()
-        return pin_batch(batch) if self._pins else batch
+        return pin_batch(batch) if self._pins_memory else batch
 
     def _running_executor(self) -> Executor:
         if self._executor is None:
@@ -235,7 +236,7 @@ class DecodePool:
                 self._executor = ThreadPoolExecutor(self.num_workers, "dlres-decode")
             else:
                 context = torch.multiprocessing.get_context()
-                # A worker's parent, for the system, is this process or the fork server.
+                # The system's parent of a worker is this process or the fork server.
                 is_forked_by_server = context.get_start_method() == "forkserver"
                 self._executor = ProcessPoolExecutor(
                     self.num_workers,
@@ -252,7 +253,7 @@ class DecodePool:
 
 def _check_can_be_sent(maker: BatchMaker) -> None:
     try:
-        # The pool pickles it in the same way.
+        # The executor pickles its arguments in the same way.
         ForkingPickler.dumps(maker)
     except Exception as error:  # a user's own __reduce__ may raise anything
         raise ConfigError(
@@ -262,7 +263,7 @@ def _check_can_be_sent(maker: BatchMaker) -> None:
         ) from error
 
 
-# Batch maker of this process, if it is a worker.
+# Batch maker of this worker process; None in other processes.
 _maker: BatchMaker | None = None
 
 
@@ -273,18 +274,21 @@ def _start_worker(
     _maker = maker
     if reader is not None:
         set_up_worker(*reader)
-    # The workers together keep all cores busy already.
+    # One thread each: the workers together already keep all cores busy.
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
 def _exit_with_parent(parent: int | None) -> None:
-    """End this worker when its parent has ended. A worker of a killed parent would wait for ever,
-    and keep the cache in use."""
+    """End this worker after its parent has ended.
+
+    Otherwise a worker of a killed parent would wait forever and keep the cache in use.
+    """
     if parent is None:
         starter = multiprocessing.parent_process()
         assert starter is not None
-        # Not for "fork": there each worker holds the others' pipes open, and none would ever close.
+        # Only with the fork server, whose workers hold no pipes of each other. With "fork", each
+        # worker holds the pipes of the others open, so `join` would never return.
         starter.join()
     while os.getppid() == parent:
         time.sleep(_WATCH_SECONDS)
@@ -292,8 +296,10 @@ def _exit_with_parent(parent: int | None) -> None:
 
 
 def _make_in_worker(samples: Samples | LocalSamples) -> Any:
-    """Make a batch in a worker process. Random numbers follow from the samples, and not from the
-    worker that gets them."""
+    """Make a batch in a worker process.
+
+    The samples seed the random generators. So random numbers do not depend on the worker.
+    """
     assert _maker is not None
     seed = splitmix64(samples.epoch_seed + int(samples.sample_ids[0]))
     if torch.cuda.is_initialized():
