@@ -2,8 +2,8 @@
 
 These ranks are the same stage of every replica, and for tied parameters several stages. The loss is
 that of the global batch, so the gradient is the sum over replicas, not their mean. The gradients of
-a stage's own layers are sent in buckets as soon as backward has passed the layer, while the layers
-below still compute. Parameters that several stages hold follow when the stage is done.
+a stage's own layers are sent in buckets as soon as backward has passed the layer, while earlier
+layers still run backward. Parameters that several stages hold follow when the stage is done.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from lightning_dlres.pipeline.execute.partition import Owners
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.stage import GradientBuffer
 
+# Bytes from which a bucket takes no more parameters.
 BUCKET_BYTES = 4 << 20
-# Process groups by the stages whose ranks, in all replicas, are their members.
+# Process group of the ranks of some stages in all replicas, by these stages.
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def make_groups(
     plan: PipelinePlan, owners: Owners, timeout: Any
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return a process group for every set of stages that holds a parameter on several ranks; only
-    groups of which this rank is a member.
+    """Return this rank's process groups, by stages: one for each single stage and for each set of
+    stages that hold the same parameter, if it has several ranks.
 
     Called by all ranks: torch needs all of them to make each group.
     """
@@ -53,7 +54,7 @@ class _Bucket:
 
     Attributes:
         stages: Stages that hold the parameters.
-        position: Lowest position in the stage of a layer with one of the parameters. The bucket is
+        position: Position in the stage of the first layer with one of the parameters. The bucket is
             complete when backward has passed this layer.
         parameters: Parameters, all of one dtype.
     """
@@ -96,24 +97,27 @@ class GradientSync:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._groups, self._timeout, self._check, self._tracer = groups, timeout, check, tracer
-        lowest: dict[nn.Parameter, int] = {}
+        first_position: dict[nn.Parameter, int] = {}
         for position, parameters in reversed(list(enumerate(layer_parameters))):
             for parameter in parameters:
-                lowest[parameter] = position
-        own = {p: None for p in lowest if owners[p] == (stage,)}
+                first_position[parameter] = position
+        unshared = {p: None for p in first_position if owners[p] == (stage,)}
         self._buckets = (
-            _fill_buckets(list(own), lowest, (stage,), bucket_bytes) if (stage,) in groups else []
+            _fill_buckets(list(unshared), first_position, (stage,), bucket_bytes)
+            if (stage,) in groups
+            else []
         )
-        # All holders must start the all-reduces of shared parameters in one order, or they wait for
-        # each other forever. It is the order of parameters in the whole model, known to all ranks.
-        held = set(lowest) | set(non_pipelined)
-        shared = [p for p in owners if p in held and p not in own and owners[p] in groups]
+        # All holders must start the all-reduces of shared parameters in the same order, or they
+        # deadlock. Use the order of parameters in the whole model, which all ranks know.
+        held = set(first_position) | set(non_pipelined)
+        shared = [p for p in owners if p in held and p not in unshared and owners[p] in groups]
         self._shared = [
             _Bucket(key, 0, [p for p in shared if owners[p] == key and p.dtype == dtype])
             for key in sorted({owners[p] for p in shared})
             for dtype in sorted({p.dtype for p in shared if owners[p] == key}, key=str)
         ]
         self._pending: list[tuple[_Bucket, Tensor, Any]] = []
+        # Number of `_buckets` that were sent in this step.
         self._launched = 0
 
     def layer_done(self, position: int, buffer: GradientBuffer) -> None:
@@ -164,7 +168,7 @@ class GradientSync:
 
 def _fill_buckets(
     parameters: Sequence[nn.Parameter],
-    lowest: Mapping[nn.Parameter, int],
+    first_position: Mapping[nn.Parameter, int],
     stages: tuple[int, ...],
     limit: int,
 ) -> list[_Bucket]:
@@ -172,22 +176,22 @@ def _fill_buckets(
 
     Args:
         parameters: Parameters to divide among the buckets.
-        lowest: Lowest position of a layer with the parameter.
+        first_position: Position of the first layer with each parameter.
         stages: Stages that hold the parameters.
         limit: Bytes from which a bucket takes no more parameters.
     """
     buckets: list[_Bucket] = []
-    for parameter in sorted(parameters, key=lambda p: -lowest[p]):
+    for parameter in sorted(parameters, key=lambda p: -first_position[p]):
         bucket = buckets[-1] if buckets else None
         if (
             bucket is None
             or bucket.nbytes >= limit
             or bucket.parameters[0].dtype != parameter.dtype
         ):
-            bucket = _Bucket(stages, lowest[parameter])
+            bucket = _Bucket(stages, first_position[parameter])
             buckets.append(bucket)
         bucket.parameters.append(parameter)
-        bucket.position = lowest[parameter]
+        bucket.position = first_position[parameter]
     return buckets
 
 
@@ -198,7 +202,7 @@ def _pack(bucket: _Bucket, buffer: GradientBuffer) -> Tensor:
     Holders without a gradient (a replica without a micro-batch, an unused parameter) add zeros. If
     no holder has one, the parameter has no gradient afterwards either, as in plain training.
     """
-    # Removed from the buffer, so that gradients being sent are not in memory twice.
+    # Remove the gradients from the buffer, so that they are not in memory twice while being sent.
     gradients = [buffer.pop(p) for p in bucket.parameters]
     flat = [
         torch.zeros_like(p).reshape(-1)

@@ -1,6 +1,6 @@
 """Writing and verification of stores: samples are packed into a few files.
 
-Reading millions of small samples from a store takes one open file for each pack.
+Millions of small samples can then be read with one open file for each pack.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def put(
         source: A folder, store, listing or URL (see `open_reader`), or a map-style data set.
         directory: Directory of the store; made if it is missing.
         packs: Number of pack files; sample i goes into pack i mod `packs`.
-        overwrite: True to replace a store that is there.
+        overwrite: True to replace an existing store.
         encode: Function that turns an item of a data set into bytes; None if items are bytes.
-        encoding: Name of the meaning of these bytes, see `SampleTable`.
+        encoding: Name of the format of these bytes, see `SampleTable`.
         progress: Called with the number of samples written so far, and of all samples.
         on_note: Called with the reader's line for users, if there is one; see `Reader`.
         source_arguments: Further arguments of `open_reader`.
 
     Raises:
         ConfigError: If the source cannot be read, or the directory has a store already or cannot
-            be written to. A store that was there stays.
+            be written to. An existing store is left as it was.
         StorageError: If a sample cannot be read.
     """
     target = Path(directory).expanduser()
     writer = StoreWriter(target, packs, overwrite)
-    if isinstance(source, (str, Path)) and target.exists() and _is_same(source, target):
+    if isinstance(source, (str, Path)) and target.exists() and _is_same_path(source, target):
         raise ConfigError(
             f"directory must be another folder than the source, got {target} for both. Pass "
             "another directory."
@@ -88,7 +88,7 @@ def find_damage(
             progress(int(sample_ids[-1]) + 1, total)
 
 
-def _is_same(source: str | Path, target: Path) -> bool:
+def _is_same_path(source: str | Path, target: Path) -> bool:
     path = Path(source).expanduser()
     return path.exists() and path.samefile(target)
 

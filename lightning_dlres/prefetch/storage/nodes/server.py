@@ -1,8 +1,9 @@
-"""Storage node: server that sends samples, many in one reply. One thread talks, a few read.
+"""Storage node: server that sends samples, many in one reply.
 
-A node may be killed and started again at any time: of its clients it knows only the requests in
-flight. Clients are served in turn, and a request is read only once there is room for its reply. So
-a client that asks for much, or reads slowly, takes a bounded amount of memory and delays no other.
+One thread serves the socket, and a few others read samples. A node may be killed and started again
+at any time: it keeps no state of clients but their requests in flight. Clients are served in turn,
+and a request is read only once there is room for its reply. So a client that asks for much, or
+reads slowly, takes a bounded amount of memory and delays no other.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _MOST_WAITING = 1024
 
 @dataclass(frozen=True)
 class _ReadTask:
-    """Request that has to be read.
+    """Request whose samples or rows have to be read from the source.
 
     Attributes:
         message: The request.
@@ -69,8 +70,8 @@ class _ReadTask:
 class StoreNode:
     """Server of the samples of a source, as one of N nodes; it runs in a thread until `close`.
 
-    Every node can serve all samples of its source. Clients ask it for those that follow from its
-    index among the nodes.
+    Every node can serve all samples of its source. Its index decides which of them clients request
+    from it.
 
     Args:
         reader: Reader of the source.
@@ -128,11 +129,12 @@ class StoreNode:
         # Waiting requests of each client; the client at the front is served next.
         self._waiting: OrderedDict[str, deque[_ReadTask]] = OrderedDict()
         # Number of requests that are being read.
-        self._reading, self._read_threads = 0, read_threads
+        self._num_reading, self._read_threads = 0, read_threads
         self.endpoint = self._server.endpoint
+        # Totals since the start: answered "get" requests, and bytes of samples sent for them.
         self.requests = 0
         self.sent_bytes = 0
-        # Replies, appended to by the reading threads and sent by the talking one.
+        # Replies: the reading threads append them, and the node's own thread sends them.
         self._done: deque[tuple[_ReadTask, str, bytes]] = deque()
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(read_threads, thread_name_prefix="dlres-store-read")
@@ -168,7 +170,7 @@ class StoreNode:
                 self._handle(message)
             while self._done:
                 task, kind, payload = self._done.popleft()
-                self._reading -= 1
+                self._num_reading -= 1
                 if not self._outbox.reply(task.message, task.nbytes, kind, payload):
                     # The client is gone: others must not wait until its requests are read.
                     self._waiting.pop(task.message.peer, None)
@@ -218,11 +220,11 @@ class StoreNode:
     def _start_reading(self) -> None:
         """Start to read requests whose replies have room, one of each client in turn."""
         for peer in list(self._waiting):
-            if self._reading >= self._read_threads:
+            if self._num_reading >= self._read_threads:
                 return
             tasks = self._waiting[peer]
             if self._outbox.reserve(tasks[0].message, tasks[0].nbytes):
-                self._reading += 1
+                self._num_reading += 1
                 self._pool.submit(self._run_task, tasks.popleft())
             if tasks:
                 self._waiting.move_to_end(peer)
