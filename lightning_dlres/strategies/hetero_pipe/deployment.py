@@ -172,7 +172,9 @@ class Deployment:
             for parameter in [p for p in optimizer.state if p.is_meta]:
                 del optimizer.state[parameter]
             set_state_device(optimizer, self.context.device)
-        trainable = any(p.requires_grad and self.stage in held for p, held in self.owners.items())
+        trainable = any(
+            p.requires_grad and self.stage in stages for p, stages in self.owners.items()
+        )
         if loss_scale(precision) != 1.0 and not trainable:
             raise ConfigError(
                 f"Every stage must have a trainable parameter under a gradient scaler, got none in "
@@ -181,7 +183,7 @@ class Deployment:
             )
 
     def follow_schedule(self, schedule: str) -> None:
-        """Adapt the plan to another schedule, to which the run has changed."""
+        """Update the plan after the run has changed to another schedule."""
         self.plan = with_schedule(self.plan, schedule)
 
     def end(self, orderly: bool) -> None:
@@ -220,17 +222,21 @@ class Deployment:
             ConfigError: If `strict` is set and the state is that of another model.
         """
         own = self.module.state_dict()
-        both = own.keys() & state.keys()
-        wrong = [k for k in both if isinstance(own[k], Tensor) and own[k].shape != state[k].shape]
-        if strict and (own.keys() != state.keys() or wrong):
+        common = own.keys() & state.keys()
+        misshaped = [
+            key
+            for key in common
+            if isinstance(own[key], Tensor) and own[key].shape != state[key].shape
+        ]
+        if strict and (own.keys() != state.keys() or misshaped):
             raise ConfigError(
                 f"The checkpoint does not fit {type(self.module).__name__}: missing keys "
-                f"{sorted(own.keys() - both)}, unexpected keys {sorted(state.keys() - both)}, keys "
-                f"of another shape {wrong}. Load it into the model that wrote it, or set "
+                f"{sorted(own.keys() - common)}, unexpected keys {sorted(state.keys() - common)}, "
+                f"keys of another shape {misshaped}. Load it into the model that wrote it, or set "
                 "strict_loading=False."
             )
-        meta = {k for k, value in own.items() if isinstance(value, Tensor) and value.is_meta}
-        self.module.load_state_dict({k: state[k] for k in both - meta}, strict=False)
+        remote = {k for k, value in own.items() if isinstance(value, Tensor) and value.is_meta}
+        self.module.load_state_dict({k: state[k] for k in common - remote}, strict=False)
 
 
 def _require_own_parameters(module: LightningModule, owners: Owners, stage: int) -> None:

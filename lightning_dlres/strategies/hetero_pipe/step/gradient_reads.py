@@ -1,7 +1,7 @@
 """Warning about user code that reads the gradients of all parameters.
 
-Norms and clipping in hooks do so. A rank has only the gradients of its own stage, so that their
-result would be that of one stage.
+Hooks that compute norms or clip gradients do so. A rank has only the gradients of its own stage, so
+such a hook gets the result of one stage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def gradient_read_warning(
     """
 
     def on_read() -> None:
-        # Frame 0 is this function, and frame 1 the attribute of the parameter.
+        # Frame 0 is this function. Frame 1 is the descriptor that `set_gradient_read_hook`
+        # installs.
         place = _place_in_user_code(sys._getframe(2))
         if place is None:
             return
@@ -53,17 +54,17 @@ def gradient_read_warning(
 
     def clip(*args: Any, **kwargs: Any) -> Any:
         result = original_clip(*args, **kwargs)
-        # The optimizer comes next, and its class may be the user's.
+        # The optimizer runs next. Its class may be the user's, but its reads are harmless.
         set_gradient_read_hook(None)
         return result
 
-    user_attribute, original_clip = (
+    instance_hook, original_clip = (
         vars(module).get(_CLIPPING_HOOK),
         getattr(module, _CLIPPING_HOOK),
     )
     with ExitStack() as undo:
         vars(module)[_CLIPPING_HOOK] = clip
-        undo.callback(_restore_clipping_hook, module, user_attribute)
+        undo.callback(_restore_clipping_hook, module, instance_hook)
         for optimizer in optimizers:
             handle = optimizer.register_step_post_hook(lambda *_: set_gradient_read_hook(on_read))
             undo.callback(handle.remove)
@@ -72,10 +73,10 @@ def gradient_read_warning(
         yield
 
 
-def _restore_clipping_hook(module: LightningModule, user_attribute: Any) -> None:
+def _restore_clipping_hook(module: LightningModule, instance_hook: Any) -> None:
     vars(module).pop(_CLIPPING_HOOK, None)
-    if user_attribute is not None:
-        vars(module)[_CLIPPING_HOOK] = user_attribute
+    if instance_hook is not None:
+        vars(module)[_CLIPPING_HOOK] = instance_hook
 
 
 def _place_in_user_code(frame: FrameType | None) -> str | None:
