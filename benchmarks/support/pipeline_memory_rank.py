@@ -157,7 +157,7 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
     trainer.fit(net, data)
     plan = strategy.plan
     assert plan is not None
-    _, stage = plan.place(trainer.global_rank)
+    _, stage = plan.position(trainer.global_rank)
     planned = plan.workload().peak_bytes(stage, plan.layers_of(stage), plan.recompute)
     # Every rank holds the data set; the plan counts the batch on its own.
     held = sum(t.numel() * t.element_size() for t in data.dataset.tensors)  # type: ignore[attr-defined]

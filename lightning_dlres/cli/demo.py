@@ -27,7 +27,7 @@ from lightning_dlres.cli.progress import StepProgress
 from lightning_dlres.core.tables import render
 from lightning_dlres.demos.byte_gpt import ByteGPT
 from lightning_dlres.demos.source_text import SourceTextDataModule
-from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas, even_split
 from lightning_dlres.strategies import HeteroPipeStrategy
 
 # Relative speeds of the ranks, which are emulated by sleeping. A sleeping rank uses no CPU, so all
@@ -130,7 +130,7 @@ class _Demo:
         plan = self.measure()
         even = msgspec.structs.replace(
             plan,
-            replicas=arrange(plan.world_size, plan.stages),
+            replicas=consecutive_replicas(plan.world_size, plan.stages),
             split=even_split(len(plan.layers), plan.stages),
             recompute=(),
         )
@@ -169,9 +169,9 @@ class _Demo:
                 SPEEDS[rank],
                 f"{plan.powers[rank]:.2f}",
                 plan.split[stage],
-                even.split[even.place(rank)[1]],
+                even.split[even.position(rank)[1]],
                 f"{plan.busy_seconds(stage):.2f} s",
-                f"{even.busy_seconds(even.place(rank)[1]):.2f} s",
+                f"{even.busy_seconds(even.position(rank)[1]):.2f} s",
             ]
             for stage, rank in enumerate(plan.replicas[0])
         ]

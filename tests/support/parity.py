@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
-from lightning_dlres.pipeline.plan.plan import arrange, even_split
+from lightning_dlres.pipeline.plan.plan import consecutive_replicas, even_split
 from lightning_dlres.strategies.hetero_pipe.step.pipelined_module import find_pipelined_module
 from tests.support.models import Task, loaders
 from tests.support.rank_pool import RankContext, RankPool
@@ -155,7 +155,7 @@ def _stage_bytes(task: Task, strategy: HeteroPipeStrategy) -> int:
     """Count the bytes that the stage should hold, from the plan alone."""
     plan = strategy.plan
     assert plan is not None
-    _, stage = plan.place(strategy.global_rank)
+    _, stage = plan.position(strategy.global_rank)
     pipelined = find_pipelined_module(task, None)
     own = {
         p for index in plan.layers_of(stage) for p in pipelined.layers.modules[index].parameters()
@@ -174,7 +174,7 @@ def make_strategy(case: Case) -> HeteroPipeStrategy:
     """Return the strategy for a case, with a split that cuts between layers of every kind."""
     layers = {"mlp": 8, "cnn": 11, "gpt": 5, "gpt_list": 3}[case.network]
     split = SPLITS.get((case.network, case.stages)) or even_split(layers, case.stages)
-    plan = PipelinePlan(replicas=arrange(case.world_size, case.stages), split=split)
+    plan = PipelinePlan(replicas=consecutive_replicas(case.world_size, case.stages), split=split)
     return HeteroPipeStrategy(
         plan=plan, microbatches=case.microbatches, schedule=case.schedule, timeout=60
     )  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ class Runtime:
         slowdown: float = 1.0,
     ) -> None:
         self.plan, self.rank, self.tracer, self.microbatches = plan, rank, tracer, microbatches
-        self.replica, self.stage_index = plan.place(rank)
+        self.replica, self.stage_index = plan.position(rank)
         self._ranks = plan.replicas[self.replica]
         self.stage, self.sync, self.buffers = stage, sync, buffers
         self.non_pipelined = list(non_pipelined)

@@ -94,7 +94,7 @@ def distribute_from_rank_zero(
     rank has initialised its own model, but all holders of a parameter must start with one value.
     """
     for rank in range(1, plan.world_size):
-        _, stage = plan.place(rank)
+        _, stage = plan.position(rank)
         if mailbox.rank == 0:
             held = held_tensors(layers, owners, plan, stage)
             values = {name: tensor.detach() for name, tensor in held.items()}

@@ -13,46 +13,47 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.profile.cluster import Cluster
 
 
-def within_hosts(
-    make: Callable[[Cluster], PipelinePlan],
+def plan_within_hosts(
+    make_plan: Callable[[Cluster], PipelinePlan],
     cluster: Cluster,
-    memory: Mapping[str, int],
+    host_memory: Mapping[str, int],
     warn: Callable[[str], None],
 ) -> PipelinePlan:
-    """Return the plan for a cluster whose ranks share the memory of their hosts.
+    """Return a plan that keeps the ranks of each host within the host's memory.
 
-    If the ranks of a host would hold more than it has, every rank gets an equal part of its host's
-    memory as its limit, and the plan is made again. If no plan fits, a warning is shown and the
-    first plan is returned.
+    If the ranks of a host would need more than it has, the plan is made again. Every rank then gets
+    an equal part of its host's memory as its limit. If no plan meets these limits, a warning is
+    shown and the first plan is returned.
 
     Args:
-        make: Makes the plan for a cluster.
-        cluster: The devices. Those with a memory limit of their own are left out.
-        memory: Bytes by host, for hosts where they are known.
+        make_plan: Makes the plan for a cluster.
+        cluster: The devices. Devices with a memory limit of their own do not count.
+        host_memory: Bytes available for the ranks of each host; hosts of unknown size are missing.
         warn: Shows a warning to the user.
     """
-    plan = make(cluster)
-    held = _host_peaks(plan, cluster)
-    overfull = [host for host, total in held.items() if total > memory.get(host, total)]
+    plan = make_plan(cluster)
+    peaks_by_host = _host_peaks(plan, cluster)
+    # A host of unknown size never counts as overfull.
+    overfull = [host for host, peak in peaks_by_host.items() if peak > host_memory.get(host, peak)]
     if not overfull:
         return plan
     ranks = Counter(device.host for device in cluster.devices if device.memory_limit is None)
-    parts = {host: size // ranks[host] for host, size in memory.items()}
+    rank_limits = {host: size // ranks[host] for host, size in host_memory.items()}
     devices = tuple(
-        msgspec.structs.replace(device, memory_limit=parts.get(device.host))
+        msgspec.structs.replace(device, memory_limit=rank_limits.get(device.host))
         if device.memory_limit is None
         else device
         for device in cluster.devices
     )
     try:
-        return make(msgspec.structs.replace(cluster, devices=devices))
+        return make_plan(msgspec.structs.replace(cluster, devices=devices))
     except ConfigError:
         for host in overfull:
             warn(
-                f"dlres: the plan needs {format_bytes(held[host])} of memory on {host}, which has "
-                f"{format_bytes(memory[host])} for it. No plan fits if each rank gets an equal "
-                "part of that. The run may swap or be killed. Use more micro-batches, more "
-                "hosts, or memory_limit with a size for every rank."
+                f"dlres: the plan needs {format_bytes(peaks_by_host[host])} of memory on host "
+                f"{host}, which has {format_bytes(host_memory[host])} for its ranks. No plan fits "
+                "if each rank gets an equal part of that. The run may swap or be killed. Use more "
+                "micro-batches, more hosts, or memory_limit with a size for every rank."
             )
         return plan
 

@@ -28,18 +28,18 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         replicas: One tuple of ranks per replica, in stage order.
         split: Number of consecutive layers of each stage.
-        recompute: Indices of the layers that run again before their backward, and save no tensors
-            for it.
+        recompute: Indices of the layers that are recomputed: they keep only their inputs, and run
+            again before their backward.
         schedule: Name of the schedule that the plan was made for.
         microbatches: Number of micro-batches of a batch; 0 if not planned.
-        extra_in_flight: Number of micro-batches by which stages before the last one run ahead,
-            beyond those that fill the pipeline; see `Schedule.actions`.
+        extra_in_flight: Number of extra micro-batches in flight on stages before the last one,
+            besides those that fill the pipeline; see `Schedule.actions`.
         layers: Profile of every layer, in order.
         step: Costs of a step besides the layers.
         cluster: The devices; None if they were not measured.
         predicted_seconds: Seconds of a step in the simulator; None if not measured.
-        even_seconds: Seconds of a step of the even split in the order of ranks, without
-            recomputation; None if not measured.
+        even_seconds: Seconds of a step of the even split in the simulator, with ranks in order
+            and without recomputation; None if not measured.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -61,44 +61,44 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             instance("replicas", replica, (tuple, list), "tuples of ranks", "replicas=((0, 1),)")
             for rank in replica:
                 whole_number("replicas", rank, "replicas=((0, 1),)", least=0)
-        for number in self.split:
-            whole_number("split", number, "split=(1, 1)", least=0)
-        for number in self.recompute:
-            whole_number("recompute", number, "recompute=()", least=0)
+        for num_layers in self.split:
+            whole_number("split", num_layers, "split=(1, 1)", least=0)
+        for index in self.recompute:
+            whole_number("recompute", index, "recompute=()", least=0)
         schedule_named(self.schedule)
         whole_number("microbatches", self.microbatches, "microbatches=0", least=0)
         whole_number("extra_in_flight", self.extra_in_flight, "extra_in_flight=0", least=0)
         ranks = sorted(rank for replica in self.replicas for rank in replica)
         if not self.split or min(self.split) < 1:
             raise ConfigError(
-                f"split must be at least one layer for every stage, got {list(self.split)}. Use "
+                f"split must give every stage at least one layer, got {list(self.split)}. Use "
                 "fewer stages."
             )
         if not self.replicas or any(len(replica) != len(self.split) for replica in self.replicas):
             raise ConfigError(
-                f"replicas must be one rank per stage of split, {list(self.split)}, in every "
-                f"replica, got {[list(m) for m in self.replicas]}. Use replicas=((0, 1),) "
+                f"replicas must have one rank per stage of split, {list(self.split)}, in every "
+                f"replica, got {[list(r) for r in self.replicas]}. Use replicas=((0, 1),) "
                 "for two stages."
             )
         if ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"replicas must be each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
+                f"replicas must hold each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
                 "Number the ranks from 0 on."
             )
         if self.layers and sum(self.split) != len(self.layers):
             raise ConfigError(
-                f"plan.split must add up to the {len(self.layers)} layers of the plan, got "
+                f"split must add up to the {len(self.layers)} layers of the plan, got "
                 f"{list(self.split)}. Move layers from one stage to another."
             )
         recomputed = sorted(set(self.recompute))
         if recomputed and not 0 <= recomputed[0] <= recomputed[-1] < sum(self.split):
             raise ConfigError(
-                f"plan.recompute must be indices of layers from 0 to {sum(self.split) - 1}, got "
+                f"recompute must be indices of layers from 0 to {sum(self.split) - 1}, got "
                 f"{list(self.recompute)}. Use recompute: []."
             )
         if self.cluster is not None and len(self.cluster.devices) != len(ranks):
             raise ConfigError(
-                f"plan.cluster must have one device for each rank ({len(ranks)}), got "
+                f"cluster must have one device for each rank ({len(ranks)}), got "
                 f"{len(self.cluster.devices)}. Use cluster: null."
             )
 
@@ -112,13 +112,14 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Number of ranks."""
         return len(self.replicas) * len(self.split)
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def position(self, rank: int) -> tuple[int, int]:
         """Return (replica, stage) of a rank."""
         for replica, ranks in enumerate(self.replicas):
             if rank in ranks:
                 return replica, ranks.index(rank)
         raise ConfigError(
-            f"plan: rank {rank} is in none of the replicas {[list(m) for m in self.replicas]}."
+            f"rank must be in one of the replicas {[list(r) for r in self.replicas]}, got {rank}. "
+            f"Start the {self.world_size} ranks of the plan."
         )
 
     def layers_of(self, stage: int) -> range:
@@ -137,7 +138,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def is_measured(self) -> bool:
-        """True if the plan has the times of its layers, so that it can be simulated."""
+        """True if the plan has measured layer times and can be simulated."""
         return self.cluster is not None and self.microbatches > 0 and bool(self.layers)
 
     def workload(self) -> Workload:
@@ -163,7 +164,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def rank_name(self, rank: int) -> str:
         """Return the name of a rank in messages."""
-        replica, stage = self.place(rank)
+        replica, stage = self.position(rank)
         return (
             f"stage {stage} of replica {replica} (rank {rank})"
             if len(self.replicas) > 1
@@ -179,10 +180,15 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             profiles = self.layers[layers.start : layers.stop]
             ranks = [replica[stage] for replica in self.replicas]
             power = ", ".join(f"{self.powers[rank]:.2f}" for rank in ranks) if self.powers else "-"
-            ends = dict.fromkeys(profile.name for profile in (*profiles[:1], *profiles[-1:]))
+            # First and last layer; a dict drops the second name if both are the same layer.
+            end_names = dict.fromkeys(profile.name for profile in (*profiles[:1], *profiles[-1:]))
             recomputed = sum(index in layers for index in set(self.recompute))
+            # A parameter that several layers of the stage share counts once.
+            shared_bytes = {
+                name: nbytes for layer in profiles for name, nbytes in layer.shared.items()
+            }
             parameters = sum(layer.parameter_bytes for layer in profiles) + sum(
-                {n: b for layer in profiles for n, b in layer.shared.items()}.values()
+                shared_bytes.values()
             )
             in_flight = peak = busy = "-"
             if workload is not None:
@@ -195,7 +201,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     ", ".join(map(str, ranks)),
                     power,
                     str(len(layers)),
-                    " .. ".join(ends) or "-",
+                    " .. ".join(end_names) or "-",
                     str(recomputed),
                     in_flight,
                     format_bytes(parameters) if profiles else "-",
@@ -218,19 +224,19 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return render("Pipeline plan", columns, rows)
 
     def busy_seconds(self, stage: int) -> float:
-        """Return the seconds that a stage computes in every step, on its slowest device.
+        """Return the compute seconds of a stage per step, on its slowest device.
 
         Raises:
             ConfigError: If nothing was measured.
         """
         workload = self.workload()
         seconds_of_replicas = []
-        for replica, share in enumerate(workload.shares):
+        for replica, num_microbatches in enumerate(workload.shares):
             cost = workload.stage_cost(replica, stage, self.layers_of(stage), self.recompute)
-            losses = workload.schedule.losses(share)
+            losses = workload.schedule.losses(num_microbatches)
             seconds_of_replicas.append(
                 sum(
-                    seconds * (losses if work is Work.LOSS else share)
+                    seconds * (losses if work is Work.LOSS else num_microbatches)
                     for work, seconds in cost.seconds.items()
                     if work in COMPUTING
                 )
@@ -238,7 +244,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return max(seconds_of_replicas)
 
     def prediction(self) -> str:
-        """Return one line with the predicted time of a step, or without a prediction its reason."""
+        """Return one line with the predicted step time, or with the reason why there is none."""
         if self.predicted_seconds is None:
             return "The time of a step was not predicted, since nothing was measured."
         line = f"Predicted step: {self.predicted_seconds * 1e3:.1f} ms"
@@ -282,7 +288,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ) from error
 
 
-def arrange(world_size: int, stages: int) -> tuple[tuple[int, ...], ...]:
+def consecutive_replicas(world_size: int, stages: int) -> tuple[tuple[int, ...], ...]:
     """Return replicas of `stages` consecutive ranks each.
 
     Raises:

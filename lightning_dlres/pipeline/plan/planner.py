@@ -14,8 +14,8 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.extra_in_flight import with_extra_in_flight
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
-from lightning_dlres.pipeline.plan.host_limits import within_hosts
-from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.plan.host_limits import plan_within_hosts
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas, even_split
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.plan.search.device_orders import search_plan
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
@@ -124,7 +124,7 @@ def with_schedule(plan: PipelinePlan, schedule: str) -> PipelinePlan:
 def even_step_seconds(workload: Workload) -> float:
     """Return the step time of the plan that one would write without a profile: equal numbers of
     layers, devices in the order of ranks, and no recomputation."""
-    replicas = arrange(len(workload.cluster.devices), workload.stages)
+    replicas = consecutive_replicas(len(workload.cluster.devices), workload.stages)
     even = even_split(len(workload.layers), workload.stages)
     return step_seconds(replace(workload, replicas=replicas), even)
 
@@ -146,7 +146,7 @@ def measured_plan(
     Raises:
         ConfigError: If no plan fits into memory, or the ranks do not divide into stages.
     """
-    return within_hosts(
+    return plan_within_hosts(
         lambda cluster: _fastest_plan(profile, cluster, constraints, log),
         profile.cluster,
         profile.host_memory,
@@ -165,7 +165,8 @@ def _fastest_plan(
         profile.layers,
         profile.step,
         cluster,
-        constraints.replicas or arrange(world, world if world <= len(profile.layers) else 1),
+        constraints.replicas
+        or consecutive_replicas(world, world if world <= len(profile.layers) else 1),
         constraints.schedule,
         profile.microbatches,
         constraints.recompute,

@@ -53,10 +53,10 @@ class ProfileSamples:
         inputs: Micro-batches, as the first layer receives them.
         batches: The batches that `inputs` were made from.
         microbatches: Number of micro-batches in a training batch.
-        together: All samples as one batch; at least two samples where there are as many.
+        whole_batch: All samples as one batch; at least two samples where there are as many.
     """
 
     inputs: list[Tree]
     batches: list[Any]
     microbatches: int
-    together: Any
+    whole_batch: Any

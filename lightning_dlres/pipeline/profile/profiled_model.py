@@ -1,4 +1,4 @@
-"""Interface of the model that is profiled: its layers and its loss, without a Trainer."""
+"""Interface of the profiled model: its layers and its loss, independent of Lightning."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ class LossRun(Protocol):
     """One run of the step's loss over a batch."""
 
     def finish(self, output: Tree, microbatch: int | None, sizes: Sequence[int]) -> Tensor:
-        """Return the loss of the layers' output."""
+        """Return the loss, computed from the output of the last layer.
+
+        Args:
+            output: Output of the last layer.
+            microbatch: Index of the micro-batch; None for the whole batch.
+            sizes: Number of samples of each micro-batch.
+        """
 
     def restore_metrics(self) -> None:
-        """Restore the metrics as they were before the run."""
+        """Restore the state that metrics had before the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +37,12 @@ class ProfiledModel:
         root: The whole model.
         names: Name of each layer within the root.
         modules: The layers, in the order of execution.
-        bind: Returns the function that runs a given module as the layer of a given index.
+        bind: Takes a layer's index and a module, such as a copy of the layer. Returns a function
+            that runs the module in the layer's place.
         device: Device of the layers.
         non_pipelined: Trainable parameters outside of the layers.
-        start_loss: Returns the run of the loss over a batch. It may raise any error of user code.
+        start_loss: Takes a batch; returns a run of the loss over it. It may raise any error of the
+            user's code.
         warn: Shows a warning to the user, on rank 0.
     """
 

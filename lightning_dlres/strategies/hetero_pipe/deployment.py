@@ -78,7 +78,7 @@ class Deployment:
         self.context, self.connection = context, connection
         self.layers = context.pipelined.layers
         self.plan, self.written_in_forward = planned.plan, planned.written_in_forward
-        _, self.stage = planned.plan.place(connection.rank)
+        _, self.stage = planned.plan.position(connection.rank)
         self.owners, self.seed = owners, seed
         self.optimizers, self.is_whole = optimizers, is_whole
 
@@ -124,7 +124,7 @@ class Deployment:
         if plan != previous:
             rank_zero_info(f"\n{plan.table()}\n{plan.prediction()}")
         connection.rename([plan.rank_name(rank) for rank in range(connection.world_size)])
-        _, stage = plan.place(connection.rank)
+        _, stage = plan.position(connection.rank)
         owners = layers.owners(plan)
         seed = int(connection.broadcast(torch.initial_seed() % (1 << 62), 0))
         if is_whole:

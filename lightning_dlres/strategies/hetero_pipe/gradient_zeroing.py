@@ -1,8 +1,8 @@
 """Detection of runs in which old gradients may be dropped before the new ones are computed.
 
 Lightning zeroes gradients between `training_step` and backward, but the schedule computes the new
-ones within `training_step`. A rank that kept the old ones would hold both: for AdamW a quarter more
-memory than under a plain Trainer.
+ones within `training_step`. A rank that kept the old ones would hold both. For AdamW it would hold
+five tensors per parameter instead of four (weight, gradient and two moments).
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 
 def zeroes_every_step(trainer: Trainer, module: LightningModule) -> bool:
-    """Return True if Lightning zeroes the gradients in every step, and no user code sees them
-    before: there is no accumulation, and no hook of the user around zeroing."""
+    """Return True if old gradients may be dropped when a step begins.
+
+    This holds if Lightning zeroes gradients in every step, without accumulation. No hook of the
+    user may run around the zeroing, since it could read the old gradients.
+    """
     return (
         trainer.accumulate_grad_batches == 1
         and not is_overridden("optimizer_zero_grad", module)

@@ -11,7 +11,7 @@ from typing import Literal
 from lightning_dlres.core.checks import function, instance, whole_number
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.units import parse_bytes, parse_seconds
-from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
 from lightning_dlres.pipeline.plan.planner import PlanConstraints
 from lightning_dlres.pipeline.plan.schedules.registry import (
     AUTO,
@@ -206,7 +206,7 @@ class PipeOptions:
             return self.given_plan.replicas
         device_map = self._device_map
         if device_map is None:
-            return arrange(world_size, self.fixed_stages or world_size)
+            return consecutive_replicas(world_size, self.fixed_stages or world_size)
         ranks = sorted(rank for replica in device_map for rank in replica)
         lengths = {len(replica) for replica in device_map}
         if ranks != list(range(world_size)) or len(lengths) != 1:

@@ -157,7 +157,7 @@ class RunPlanner:
             UnsupportedStepError: If the step takes tensors from layers that a stage cannot have.
         """
         connection, state_before = self._connection, self._context.untracked_state()
-        inspection = inspect_step(self._context, samples.together)
+        inspection = inspect_step(self._context, samples.whole_batch)
         state_warning = untracked_state_warning(state_before.changed(self._context.layer_tensors))
         if state_warning is not None:
             rank_zero_info(state_warning)
@@ -209,7 +209,7 @@ class RunPlanner:
                     read.inputs,
                     read.batches,
                     read.microbatches,
-                    read.together,
+                    read.whole_batch,
                     None,
                 ]
             except Exception as error:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.pipeline.execute.gradients import GradientSync, make_groups
 from lightning_dlres.pipeline.execute.partition import ModelLayers
-from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas
 from lightning_dlres.pipeline.stage.stage import GradientBuffer, Stage
 from tests.support.rank_pool import RankContext, RankPool
 
@@ -55,7 +55,7 @@ def make_sync(
     context.init_process_group()
     layers, tracer = layers_of(model), Tracer()
     owners = layers.owners(plan)
-    _, stage = plan.place(context.rank)
+    _, stage = plan.position(context.rank)
     own = layers.trainable(plan.layers_of(stage))
     groups = make_groups(plan, owners, timedelta(seconds=SECONDS))
     sync = GradientSync(
@@ -93,7 +93,7 @@ def sum_gradients(
         for p in held:
             if (context.rank, names[p]) not in skip:
                 buffer.add(p, gradient(p, names[p], context.rank) * (step + 1))
-        _, stage = plan.place(context.rank)
+        _, stage = plan.position(context.rank)
         for position in reversed(range(split[stage])):
             sync.layer_done(position, buffer)
         sync.finish(buffer)
@@ -142,7 +142,7 @@ def test_stages_sum_gradients_of_shared_parameters(pool: RankPool) -> None:
 
 
 def test_replicas_of_several_stages_sum_their_gradients(pool: RankPool) -> None:
-    assert_sums(pool, arrange(4, 2), (1, 3), bucket_bytes=40)
+    assert_sums(pool, consecutive_replicas(4, 2), (1, 3), bucket_bytes=40)
 
 
 def test_replicas_of_one_stage_sum_gradients_outside_of_the_layers(pool: RankPool) -> None:
@@ -268,7 +268,7 @@ def test_gradients_of_one_step_are_not_in_the_next(pool: RankPool) -> None:
 
 def make_all_groups(context: RankContext) -> list[tuple[tuple[int, ...], list[int]]]:
     context.init_process_group()
-    plan = PipelinePlan(replicas=arrange(4, 2), split=(1, 3))
+    plan = PipelinePlan(replicas=consecutive_replicas(4, 2), split=(1, 3))
     owners = layers_of(Model()).owners(plan)
     groups = make_groups(plan, owners, timedelta(seconds=SECONDS))
     return [(stages, dist.get_process_group_ranks(group)) for stages, group in groups.items()]

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dlres import PipelinePlan
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.plan.host_limits import within_hosts
+from lightning_dlres.pipeline.plan.host_limits import plan_within_hosts
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
@@ -43,7 +43,7 @@ def fastest(cluster: Cluster) -> PipelinePlan:
 def without_warnings(memory: dict[str, int], cluster: Cluster = CLUSTER) -> PipelinePlan:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return within_hosts(fastest, cluster, memory, warnings.warn)
+        return plan_within_hosts(fastest, cluster, memory, warnings.warn)
 
 
 @pytest.mark.parametrize("memory", [{}, {"b": 1}, {"a": 240}])
@@ -60,16 +60,16 @@ def test_ranks_that_do_not_fit_together_get_equal_parts() -> None:
         limited = cluster.devices[0].memory_limit is not None
         return msgspec.structs.replace(plan, recompute=(0, 1) if limited else (), cluster=cluster)
 
-    plan = within_hosts(by_recomputing, CLUSTER, {"a": 239}, warnings.warn)
+    plan = plan_within_hosts(by_recomputing, CLUSTER, {"a": 239}, warnings.warn)
     assert plan.recompute == (0, 1)
     assert plan.cluster is not None
     assert [device.memory_limit for device in plan.cluster.devices] == [119, 119]
 
 
 def test_a_warning_is_shown_if_no_plan_fits() -> None:
-    expected = "needs 240 B of memory on a, which has 100 B for it"
+    expected = "needs 240 B of memory on host a, which has 100 B for its ranks"
     with pytest.warns(UserWarning, match=re.escape(expected)):
-        assert within_hosts(fastest, CLUSTER, {"a": 100}, warnings.warn).split == (2, 2)
+        assert plan_within_hosts(fastest, CLUSTER, {"a": 100}, warnings.warn).split == (2, 2)
 
 
 def test_ranks_with_their_own_limit_are_left_out() -> None:

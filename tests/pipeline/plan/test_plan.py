@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate
-from lightning_dlres.pipeline.plan.plan import PipelinePlan, arrange, even_split
+from lightning_dlres.pipeline.plan.plan import PipelinePlan, consecutive_replicas, even_split
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
@@ -90,9 +90,11 @@ def test_a_plan_round_trips_through_json(plan: PipelinePlan) -> None:
 @given(plans())
 def test_every_plan_prints_and_places_each_layer_and_rank_once(plan: PipelinePlan) -> None:
     assert len(plan.table().splitlines()) == 3 + plan.stages
-    places = [plan.place(rank) for rank in range(plan.world_size)]
-    assert sorted(places) == [(m, s) for m in range(len(plan.replicas)) for s in range(plan.stages)]
-    for rank, (replica, stage) in enumerate(places):
+    positions = [plan.position(rank) for rank in range(plan.world_size)]
+    assert sorted(positions) == [
+        (r, s) for r in range(len(plan.replicas)) for s in range(plan.stages)
+    ]
+    for rank, (replica, stage) in enumerate(positions):
         assert plan.replicas[replica][stage] == rank
     layers = [layer for stage in range(plan.stages) for layer in plan.layers_of(stage)]
     assert layers == list(range(sum(plan.split)))
@@ -163,22 +165,22 @@ def test_a_measured_plan_can_be_simulated() -> None:
 def test_a_rank_name_has_stage_and_replica() -> None:
     assert PLAN.rank_name(3) == "stage 1 of replica 1 (rank 3)"
     assert PipelinePlan(replicas=((1, 0),), split=(1, 1)).rank_name(0) == "stage 1 (rank 0)"
-    with pytest.raises(ConfigError, match="rank 4 is in none"):
+    with pytest.raises(ConfigError, match=r"rank must be in one of the replicas .*, got 4"):
         PLAN.rank_name(4)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"replicas": ()}, "replicas must be one rank per stage"),
-        ({"replicas": ((0, 1), (2,))}, "replicas must be one rank per stage"),
+        ({"replicas": ()}, "replicas must have one rank per stage"),
+        ({"replicas": ((0, 1), (2,))}, "replicas must have one rank per stage"),
         ({"split": (1, 1, 1)}, r"one rank per stage of split, \[1, 1, 1\]"),
         ({"replicas": ((0, 1), (1, 2))}, "each of the ranks 0 to 3 once"),
         ({"replicas": ((0, 1), (2, 4))}, "each of the ranks 0 to 3 once"),
         ({"replicas": ((-1, 0), (1, 2))}, "replicas must be "),
-        ({"split": (3, 0)}, "split must be at least one layer for every stage"),
+        ({"split": (3, 0)}, "split must give every stage at least one layer"),
         ({"split": (4, -1)}, "split must be a whole number"),
-        ({"split": (2, 2)}, "plan.split must add up to the 3 layers"),
+        ({"split": (2, 2)}, "split must add up to the 3 layers"),
         ({"recompute": (3,)}, "indices of layers from 0 to 2"),
         ({"recompute": (-1,)}, "recompute must be a whole number"),
         ({"schedule": "2bw"}, "schedule must be one of 'gpipe', '1f1b'"),
@@ -227,12 +229,12 @@ def test_a_plan_is_loaded_from_a_file(tmp_path: Path) -> None:
 
 
 def test_arrange_makes_replicas_of_consecutive_ranks() -> None:
-    assert arrange(6, 3) == ((0, 1, 2), (3, 4, 5))
-    assert arrange(3, 3) == ((0, 1, 2),)
-    assert arrange(2, 1) == ((0,), (1,))
+    assert consecutive_replicas(6, 3) == ((0, 1, 2), (3, 4, 5))
+    assert consecutive_replicas(3, 3) == ((0, 1, 2),)
+    assert consecutive_replicas(2, 1) == ((0,), (1,))
     for stages in (0, -1, 4, 12):
         with pytest.raises(ConfigError, match=rf"ranks \(6\), got {stages}\..*\[1, 2, 3, 6\]"):
-            arrange(6, stages)
+            consecutive_replicas(6, stages)
 
 
 @given(st.integers(1, 50), st.integers(1, 50))

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan
-from lightning_dlres.pipeline.plan.plan import arrange
+from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from tests.support.models import QUIET, Samples, Task
 from tests.support.parity import SPLITS, relative
 from tests.support.rank_pool import RankContext, RankPool
@@ -49,7 +49,9 @@ def fit(
     loader = StatefulDataLoader(Samples(True, STEPS * 6), batch_size=6, shuffle=True, num_workers=0)
     losses = Losses()
     saver = ModelCheckpoint(directory, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
-    plan = PipelinePlan(replicas=arrange(stages, stages), split=SPLITS.get(("gpt", stages), (5,)))
+    plan = PipelinePlan(
+        replicas=consecutive_replicas(stages, stages), split=SPLITS.get(("gpt", stages), (5,))
+    )
     if context is not None:
         seed_everything(11, verbose=False)
     trainer = Trainer(

@@ -152,7 +152,7 @@ def test_stages_are_chosen_by_simulated_time(pool: RankPool) -> None:
     result = pool.run(fit, 2, "gpt", 0.0, emulate_speed=[1.0, 0.05])[0]
     plan = PipelinePlan.from_json(result["plan"])
     assert plan.stages == 2
-    assert plan.split[plan.place(0)[1]] > plan.split[plan.place(1)[1]]
+    assert plan.split[plan.position(0)[1]] > plan.split[plan.position(1)[1]]
     assert plan.even_seconds is not None
     assert plan.predicted_seconds is not None
     assert plan.predicted_seconds < plan.even_seconds

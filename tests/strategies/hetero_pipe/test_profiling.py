@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_dlres import HeteroPipeStrategy, PeerLostError
-from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_of
+from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
 from tests.support.models import Samples
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, batches, differences_in
@@ -260,7 +260,7 @@ def test_copy_of_shares_large_tensors_of_several_loaders() -> None:
     large = torch.zeros(1 << 19)
     source = {"a": [DataLoader(TensorDataset(large))]}
     for loaders in (source, CombinedLoader(source)):
-        copied = copy_of(loaders)
+        copied = copy_loader(loaders)
         inside = copied["a"] if isinstance(copied, dict) else copied.iterables["a"]
         assert inside[0] is not source["a"][0]
         assert inside[0].dataset.tensors[0] is large

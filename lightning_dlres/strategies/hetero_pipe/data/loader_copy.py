@@ -16,20 +16,21 @@ from torch import Tensor
 
 from lightning_dlres.core.errors import DlresError
 
-# Size in bytes from which an array or tensor is shared with the copy instead of copied.
+# Smallest size, in bytes, of an array or tensor that the copy shares with the original.
 _SHARED_BYTES = 1 << 20
 # Levels of references that are searched for large arrays. The usual levels are: a combined loader,
 # its dict of lists, a loader, its dataset, the dataset's tuple, a tensor.
 _MAX_DEPTH = 6
-# Number of elements of a container or object that are searched.
+# Most elements of a container, or attributes of an object, that are searched. With the depth, this
+# bounds the time of the search.
 _MAX_CHILDREN = 100
 
 
 class NoCopyError(DlresError):
-    """Error of a loader that holds an object that cannot be copied."""
+    """The loader cannot be copied, because it holds an object such as an open file."""
 
 
-def copy_of(loader: Any) -> Any:
+def copy_loader(loader: Any) -> Any:
     """Return a copy of a loader that shares large arrays and tensors with the original.
 
     Raises:
@@ -39,14 +40,15 @@ def copy_of(loader: Any) -> Any:
         return copy.deepcopy(loader, _large_arrays(loader))
     except Exception as error:
         raise NoCopyError(
-            f"the data cannot be copied, and reading it twice may change it: {error}"
+            f"the data cannot be copied, and reading the loader itself would change it: {error}"
         ) from error
 
 
 def _large_arrays(root: Any) -> dict[int, Any]:
     """Return the large arrays and tensors in a loader, or in a list or dict of loaders, by `id`.
 
-    Used as the memo of `deepcopy`, which then takes each of them as its own copy.
+    `deepcopy` takes this dict as its memo: it regards each array in it as copied already, and so
+    shares it.
     """
     large: dict[int, Any] = {}
     queue, seen = [(root, 0)], {id(root)}
@@ -64,6 +66,7 @@ def _large_arrays(root: Any) -> dict[int, Any]:
 
 
 def _children(value: Any) -> Iterable[Any]:
+    """Return the elements of a container, or the values of an object's attributes."""
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, dict):

@@ -41,7 +41,8 @@ class SharedLoader:
     Args:
         loader: The user's loader; iterated on rank 0 only.
         is_reader: True on rank 0, the reader.
-        mailbox: Returns the mailbox of the current run. A loader may outlive a run.
+        mailbox: Returns the mailbox of the current run; a function, because a loader may outlive
+            a run.
         signals: Returns the signals of the current run; they are handled between two batches.
         device: Device whose random generator is shared along with the CPU's.
         length: The reader's number of batches; None if unknown.
@@ -94,11 +95,11 @@ class SharedLoader:
         while True:
             # Handle signals before reading the next batch: a handler may save a checkpoint with the
             # loader's position, which must not be one batch ahead.
-            due = signals.due()
-            if due:
-                message = [due, [], rng.snapshot(self._device), []]
+            due_signals = signals.due()
+            if due_signals:
+                message = [due_signals, [], rng.snapshot(self._device), []]
                 mailbox.broadcast(0, Channel.BATCH, ("batch",), message, "a batch")
-                signals.handle(due)
+                signals.handle(due_signals)
             try:
                 with single_device_view(_USER_CODE):
                     content = [next(iterator)]
@@ -115,12 +116,12 @@ class SharedLoader:
         indices = _SampleIndices(self._loader)
         indices.clear()
         while True:
-            due, content, random_state, indices_of_batch = mailbox.broadcast(
+            due_signals, content, random_state, indices_of_batch = mailbox.broadcast(
                 0, Channel.BATCH, ("batch",), None, "the next batch"
             )
             rng.restore(random_state, self._device)
-            if due:
-                signals.handle(due)
+            if due_signals:
+                signals.handle(due_signals)
                 continue
             indices.add(indices_of_batch)
             if not content:
@@ -144,7 +145,7 @@ class _SampleIndices:
         self._num_sent = 0
 
     def clear(self) -> None:
-        """Begin an epoch on a rank that is not the reader."""
+        """Forget the last epoch's indices, on a rank that is not the reader."""
         if self._sampler is not None:
             self._sampler.seen_batch_indices = []
 
@@ -245,6 +246,8 @@ def unsharded_loaders(*owners: Any) -> Iterator[None]:
 
 
 def _on_single_device(hook: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the hook, run in a view of a single device, so that it adds no distributed sampler."""
+
     @wraps(hook)
     def make() -> Any:
         with single_device_view(hook.__name__, allows_collectives=True):

@@ -18,7 +18,7 @@ from lightning_dlres import _compat
 from lightning_dlres.core import rng
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.stage.microbatch import cut_batch, microbatch_sizes, samples_in
-from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_of
+from lightning_dlres.strategies.hetero_pipe.data.loader_copy import copy_loader
 from lightning_dlres.strategies.hetero_pipe.data.sharding import undo_sharding
 from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
@@ -27,7 +27,9 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep,
 def read_samples(
     trainer: Trainer, context: StepContext, config: ProfileConfig, microbatches: int
 ) -> ProfileSamples:
-    """Return a few training samples, read without an effect on the loader. Called on one rank.
+    """Return a few training samples, read without an effect on the loader.
+
+    Only rank 0 may call this: the other ranks then receive the samples.
 
     Args:
         trainer: Trainer of the run.
@@ -47,23 +49,23 @@ def read_samples(
         )
         num_profiled = _resolved(config.samples, microbatch_size)
         with single_device_view("The loader's code"):
-            # At least two: a single one does not show if the model treats samples one by one.
+            # At least two: one sample cannot show if a layer's output for it depends on others.
             data, num_read = _few_samples(loader, max(num_profiled, 2) if num_profiled else None)
         data = trainer.precision_plugin.convert_input(data)
-        # The user's transfer hooks may count calls or draw random numbers. Their effects are taken
-        # back, so that this rank is not ahead of the others.
+        # The user's transfer hooks may count calls or draw random numbers. These effects are
+        # undone: the other ranks do not run the hooks, so the ranks' states would differ.
         with LightningStep(context, (data,), is_trial=True).undone():
             data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
         takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
-        together, num_samples = data, num_read or samples_in(data) or 1
+        whole_batch, num_samples = data, num_read or samples_in(data) or 1
         split = context.split_batch or cut_batch
-        # The user's split_batch may count samples in another way than by the first dimension, so a
-        # batch with an unknown number of samples is not cut.
+        # The user's split_batch need not count samples along the first dimension. The number of
+        # samples in the loader's own batch is then unknown, and the batch is not cut.
         uncut = context.split_batch is not None and num_read is None
         if num_profiled == 1 and num_samples > 1 and not uncut:
             data, num_samples = split(data, [1, num_samples - 1])[0], 1
         if microbatch_size is None:
-            # The loader does not tell its batch size, and was asked for a whole batch.
+            # The loader has no `batch_size`, so `data` is one whole batch of the loader.
             batch_size = num_samples
             microbatch_size = max(microbatch_sizes(num_samples, microbatches))
         parts = 1 if uncut else max(1, num_samples // microbatch_size)
@@ -79,7 +81,7 @@ def read_samples(
                 )
         # A small batch is cut into single samples, and so into fewer micro-batches.
         num_microbatches = min(microbatches, batch_size or microbatches)
-        return ProfileSamples(inputs, batches, num_microbatches, together)
+        return ProfileSamples(inputs, batches, num_microbatches, whole_batch)
     finally:
         rewind_random_state()
 
@@ -99,17 +101,17 @@ def _few_samples(loader: Any, samples: int | None) -> tuple[Any, int | None]:
     Returns:
         The batch, and its number of samples or None if the loader made the batch.
     """
-    loader = copy_of(loader)
+    loader = copy_loader(loader)
     undo_sharding(loader)
     dataset: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if indexed and callable(collate) and samples is not None:
-        # Indices may be no keys of this dataset. If so, the loader's own batch is taken below.
+        # The dataset may not accept integer indices. Then the loader's own batch is taken below.
         with suppress(Exception):
             count = min(samples, len(dataset))
             return collate([dataset[index] for index in range(count)]), count
-    # Lightning's training loop does the same, since it also takes a list or dict of loaders.
+    # Lightning's training loop wraps loaders in the same way, to accept a list or dict of them.
     if not isinstance(loader, CombinedLoader):
         loader = CombinedLoader(loader, "max_size_cycle")
     batch, _, _ = next(iter(loader))

@@ -16,7 +16,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload
 from lightning_dlres.pipeline.plan.cost_model.footprint import smallest_limit
 from lightning_dlres.pipeline.plan.cost_model.simulator import simulate, step_seconds
-from lightning_dlres.pipeline.plan.plan import arrange
+from lightning_dlres.pipeline.plan.plan import consecutive_replicas
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.plan.search import device_orders
 from lightning_dlres.pipeline.plan.search.device_orders import (
@@ -96,7 +96,7 @@ class TestAgainstEveryPlan:
         workload = small_workload(
             random, stages=2 * stages, layers=max(layers, 4), schedule=schedule
         )
-        workload = replace(workload, replicas=arrange(2 * stages, stages))
+        workload = replace(workload, replicas=consecutive_replicas(2 * stages, stages))
         check_optimal(randomly_limited(random, workload, stages), stages)
 
     def test_devices_of_a_stage_with_different_cheapest_recomputations(self) -> None:
@@ -187,7 +187,7 @@ class TestStart:
                 for ranks, speed in [*links, *(((a, b), inf) for a in (0, 2) for b in (1, 3))]
             ),
         )
-        return Workload(layers, StepCosts(), cluster, arrange(4, 2), ONE_F_ONE_B, 2)
+        return Workload(layers, StepCosts(), cluster, consecutive_replicas(4, 2), ONE_F_ONE_B, 2)
 
     def test_the_order_and_the_split_by_hand(self) -> None:
         workload = self.two_replicas()
