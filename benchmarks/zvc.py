@@ -1,10 +1,10 @@
-"""Zero-value compression beside a plain copy: how fast, and what it costs where it does not pay.
+"""Speed of zero-value compression beside a plain copy, and its cost on dense data.
 
     python -m benchmarks.zvc
 
-One core first, as a rank often has no more; then all. The bound is that of the memory: a copy reads
-and writes every byte, compression at density d reads them all and writes d and the mask. On a
-machine with a GPU the same there.
+It is measured on one core first, since a rank often has only one, then on all cores, and on a GPU
+if there is one. Memory bandwidth is the bound: a copy reads and writes every byte. Compression at
+density d reads every byte, and writes the part d of them and the mask.
 """
 
 from __future__ import annotations
@@ -25,16 +25,26 @@ from benchmarks.support.report import Check, at_least, at_most, conclude, table
 from lightning_dlres import codecs
 from lightning_dlres.codecs import ZeroValue
 
+# Part of the elements that are not zero.
 DENSITY = 0.4
-# Of input, in GB/s on one core, by bytes of an element.
+# Bytes of an element -> GB of input per second on one core.
 TARGETS = {4: 4.0, 2: 2.0, 1: 1.0}
-DENSE_TARGET, GPU_TARGET = 1.01, 0.5
+# Largest time of encoding dense data, over the time of a copy.
+DENSE_TARGET = 1.01
+# Smallest throughput on a GPU, over that of a copy.
+GPU_TARGET = 0.5
 _DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.int8}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured: bytes of a tensor, and how often; and of a large one."""
+    """Sizes of a run.
+
+    Attributes:
+        nbytes: Bytes of a tensor.
+        repeats: Number of timed runs.
+        large: Bytes of the large tensor.
+    """
 
     nbytes: int = 64 << 20
     repeats: int = 31
@@ -60,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 checks[f"decode, {width} bytes, GB/s on a core"] = at_least(rates["decode"], target)
     torch.set_num_threads(1)
     for nbytes in (settings.nbytes, settings.large):
-        more = dense_over_copy(replace(settings, nbytes=nbytes))
-        checks[f"dense data, {nbytes >> 20} MiB: encode over a copy"] = at_most(more, DENSE_TARGET)
+        ratio = dense_over_copy(replace(settings, nbytes=nbytes))
+        checks[f"dense data, {nbytes >> 20} MiB: encode over a copy"] = at_most(ratio, DENSE_TARGET)
     if torch.cuda.is_available():
         for width in TARGETS:
             rates = measure(sparse(width, settings).cuda(), settings)
@@ -77,40 +87,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(tensor: Tensor, settings: Settings) -> dict[str, float]:
-    """Return the GB of input for every second that a copy, `encode` and `decode` take."""
+    """Return the throughput of a copy, `encode` and `decode`, in GB of input per second."""
     codec = ZeroValue()
-    room = torch.empty(codec.bound(tensor), dtype=torch.uint8, device=tensor.device)
+    buffer = torch.empty(codec.bound(tensor), dtype=torch.uint8, device=tensor.device)
     target = torch.empty_like(tensor)
-    encoded = codec.encode(tensor, room, DENSITY)
+    encoded = codec.encode(tensor, buffer, DENSITY)
     if not torch.equal(codecs.decode(encoded), tensor):
-        raise RuntimeError("what was decoded is not what was encoded")
+        raise RuntimeError("decode did not return the encoded tensor")
     nbytes = tensor.numel() * tensor.element_size()
     ways: dict[str, Callable[[], Any]] = {
         "copy": lambda: target.copy_(tensor),
-        "encode": lambda: codec.encode(tensor, room, DENSITY),
+        "encode": lambda: codec.encode(tensor, buffer, DENSITY),
         "decode": lambda: codec.decode(encoded, target),
     }
-    spent = in_turns(list(ways.values()), settings.repeats, tensor.is_cuda)
-    return {way: nbytes / median(each) / 1e9 for way, each in zip(ways, spent, strict=True)}
+    seconds = in_turns(list(ways.values()), settings.repeats, tensor.is_cuda)
+    return {way: nbytes / median(each) / 1e9 for way, each in zip(ways, seconds, strict=True)}
 
 
 def dense_over_copy(settings: Settings) -> float:
-    """Return how much longer than a copy `encode` takes for dense data: the median of pairs."""
+    """Return the time of `encode` on dense data over that of a copy: the median ratio of pairs."""
     tensor = torch.randn(settings.nbytes // 4)
-    codec, room = ZeroValue(), torch.empty(settings.nbytes * 2, dtype=torch.uint8)
-    # To the same place: two buffers were seen to differ by 3 %.
-    target = room[: settings.nbytes].view(torch.float32)
-    ours, copies = in_turns(
-        [lambda: codec.encode(tensor, room), lambda: target.copy_(tensor)], settings.repeats
+    codec, buffer = ZeroValue(), torch.empty(settings.nbytes * 2, dtype=torch.uint8)
+    # Both write to the same buffer: the speeds of two buffers were seen to differ by 3 %.
+    target = buffer[: settings.nbytes].view(torch.float32)
+    encodes, copies = in_turns(
+        [lambda: codec.encode(tensor, buffer), lambda: target.copy_(tensor)], settings.repeats
     )
-    return median(a / b for a, b in zip(ours, copies, strict=True))
+    return median(a / b for a, b in zip(encodes, copies, strict=True))
 
 
 def in_turns(
     ways: Sequence[Callable[[], Any]], repeats: int, on_gpu: bool = False
 ) -> list[list[float]]:
-    """Return the seconds of every run of each way; they take turns, the order changes."""
-    spent: list[list[float]] = [[] for _ in ways]
+    """Run the functions in turns, in alternating order; return the seconds of each one's runs.
+
+    The first turn is a warm-up and does not count.
+    """
+    seconds: list[list[float]] = [[] for _ in ways]
     for turn in range(repeats + 1):
         places = range(len(ways)) if turn % 2 else reversed(range(len(ways)))
         for place in places:
@@ -119,12 +132,12 @@ def in_turns(
             if on_gpu:
                 torch.cuda.synchronize()
             if turn:
-                spent[place].append(time.perf_counter() - start)
-    return spent
+                seconds[place].append(time.perf_counter() - start)
+    return seconds
 
 
 def sparse(width: int, settings: Settings) -> Tensor:
-    """Return random elements of which a part is not zero, at random places."""
+    """Return random elements, of which a part of DENSITY is not zero, at random places."""
     generator = torch.Generator().manual_seed(width)
     count = settings.nbytes // width
     values = torch.randint(1, 100, (count,), generator=generator, dtype=torch.int8)
@@ -133,7 +146,7 @@ def sparse(width: int, settings: Settings) -> Tensor:
 
 
 def versions() -> dict[str, str]:
-    """Return what the figures depend on."""
+    """Return the versions that the figures depend on."""
     names = ("torch", "numba", "llvmlite")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 

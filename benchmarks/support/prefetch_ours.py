@@ -1,7 +1,7 @@
-"""The trainer's side of benchmarks.prefetch: this package's loader, a plain DataLoader, and
-torchdata's ParallelMapper, over the same storage nodes.
+"""Loaders that benchmarks.prefetch measures on the trainer's host: this package's loader, a plain
+DataLoader, and torchdata's ParallelMapper, all over the same storage nodes.
 
-Prints one line of JSON: samples, bytes and seconds of what was counted.
+Prints one line of JSON with the samples, bytes and seconds of the measured part.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.order.sequence import shuffled
 
-_MANY = 10_000_000
-_FIRST_BATCHES = 100
+# Number of samples of the large index.
+_INDEX_SAMPLES = 10_000_000
+# Batches in which the cache fills; waits and bytes before their end do not count for the stall.
+_WARMUP_BATCHES = 100
 
 
 class RemoteFiles(Dataset[bytes]):
-    """One request for every sample, as a data set over remote files has it."""
+    """Dataset over remote files that sends one request for each sample."""
 
     def __init__(self, endpoints: str, samples: int) -> None:
         self.samples, self._client = samples, OneByOne(endpoints)
@@ -52,21 +54,31 @@ def size_of(sample: Sample) -> int:
 
 
 def count(batches: Iterator[Any], seconds: float, sizes: Any) -> dict[str, float]:
-    """Return what comes after the first batch, for so many seconds at most: one that all workers
-    have been started for."""
+    """Return samples, bytes and seconds of the batches after the first one.
+
+    All workers have started when the first batch arrives.
+
+    Args:
+        batches: Batches of one epoch.
+        seconds: Time limit.
+        sizes: Returns the bytes of each sample in a batch.
+    """
     next(batches)
     start = time.monotonic()
     samples = total = 0
     for batch in batches:
-        found = sizes(batch)
-        samples, total = samples + len(found), total + sum(found)
+        batch_sizes = sizes(batch)
+        samples, total = samples + len(batch_sizes), total + sum(batch_sizes)
         if time.monotonic() - start > seconds:
             break
     return {"samples": samples, "bytes": total, "seconds": time.monotonic() - start}
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    """Go through epochs for some seconds; with a pace, as a training of that demand would."""
+    """Iterate this package's loader for `options.seconds`.
+
+    With `options.pace`, batches are taken at that rate, as by a training with this demand.
+    """
     config = host_config(
         options.endpoints,
         capacity=options.capacity,
@@ -82,31 +94,31 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         tail="drop",
         num_workers=options.workers,
     )
-    # The cache's process is there: what counts begins with the first request, as for the others.
+    # The cache's process has started; the measurement begins with the first request, as for peers.
     before, stalled, start = loader.metrics(), loader.stalled_seconds, time.monotonic()
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
     samples = total = 0
-    settled, paced = start, 0
-    for at, batch in enumerate(endless):
+    warm_start, warm_bytes = start, 0
+    for number, batch in enumerate(endless):
         samples, total = samples + len(batch), total + sum(batch)
         now = time.monotonic()
-        if at == _FIRST_BATCHES:
-            # The first second, in which the cache fills at the rate that is left.
-            stalled, settled, paced = loader.stalled_seconds, now, total
+        if number == _WARMUP_BATCHES:
+            # Until now the cache was filling at the rate that the demand leaves over.
+            stalled, warm_start, warm_bytes = loader.stalled_seconds, now, total
         if options.pace:
-            # What a step takes at this demand, the time spent on loading included.
-            time.sleep(max(0.0, settled + (total - paced) / options.pace - now))
+            # Sleep until a training with this demand would request the next batch.
+            time.sleep(max(0.0, warm_start + (total - warm_bytes) / options.pace - now))
         if now - start > options.seconds:
             break
     seconds = time.monotonic() - start
     after = loader.metrics()
-    asked = after.requested_samples - before.requested_samples
+    requested = after.requested_samples - before.requested_samples
     figures = {
         "samples": samples,
         "bytes": total,
         "seconds": seconds,
-        "stalled": (loader.stalled_seconds - stalled) / (time.monotonic() - settled),
-        "requests_per_sample": (after.requests - before.requests) / max(asked, 1),
+        "stalled": (loader.stalled_seconds - stalled) / (time.monotonic() - warm_start),
+        "requests_per_sample": (after.requests - before.requests) / max(requested, 1),
         "moved_bytes": after.moved_bytes - before.moved_bytes,
         "peak_bytes": after.peak_bytes,
     }
@@ -115,7 +127,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def plain(options: argparse.Namespace) -> dict[str, Any]:
-    """A DataLoader over one request for every sample."""
+    """Measure a DataLoader that sends one request for each sample."""
     data = RemoteFiles(options.endpoints, options.samples)
     loader: Iterable[Any] = DataLoader(
         data,
@@ -128,7 +140,7 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def mapper(options: argparse.Namespace) -> dict[str, Any]:
-    """torchdata's ParallelMapper over one request for every sample."""
+    """Measure torchdata's ParallelMapper, which sends one request for each sample."""
     data = RemoteFiles(options.endpoints, options.samples)
     order = shuffled(options.samples, 0, 0).tolist()
     node = ParallelMapper(
@@ -139,20 +151,22 @@ def mapper(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def index(options: argparse.Namespace) -> dict[str, Any]:
-    """Build what the cache keeps about ten million samples of synthetic sizes, two epochs of them,
-    and go through some batches."""
-    sizes = np.random.default_rng(0).integers(1_000, 100_000, _MANY)
-    shuffled(8, 0, 0)
-    CacheIndex.build(shuffled(8, 0, 0), 4)  # compiled before the clock starts
+    """Measure time, bytes and Python objects of the index of ten million samples.
+
+    The samples have synthetic sizes. The engine holds the indexes of two epochs, and delivers some
+    batches, before its bytes are counted.
+    """
+    sizes = np.random.default_rng(0).integers(1_000, 100_000, _INDEX_SAMPLES)
+    CacheIndex.build(shuffled(8, 0, 0), 4)  # Numba compiles both before the clock starts
     gc.collect()
     objects = len(gc.get_objects())
     start = time.monotonic()
-    first = CacheIndex.build(shuffled(_MANY, 0, 0), 4)
+    first = CacheIndex.build(shuffled(_INDEX_SAMPLES, 0, 0), 4)
     seconds = time.monotonic() - start
-    space = CacheSpace(np.zeros(64 << 20, dtype=np.uint8), _MANY)
+    space = CacheSpace(np.zeros(64 << 20, dtype=np.uint8), _INDEX_SAMPLES)
     engine = PrefetchEngine(sizes, 4, space, PinnedSamples(np.zeros(0, dtype=np.uint8), sizes))
     engine.begin_epoch(0, first, lambda _: None)
-    engine.begin_epoch(1, CacheIndex.build(shuffled(_MANY, 0, 1), 4), lambda _: None)
+    engine.begin_epoch(1, CacheIndex.build(shuffled(_INDEX_SAMPLES, 0, 1), 4), lambda _: None)
     for request_id in range(100):
         engine.request_batch(
             "rank 0",
@@ -165,16 +179,16 @@ def index(options: argparse.Namespace) -> dict[str, Any]:
                 data = np.zeros(int(sizes[fetch.sample_ids].sum()), dtype=np.uint8)
                 engine.arrive(fetch.fetch_id, data)
         engine.release("rank 0", request_id)
-    per_sample = engine.management_bytes() / _MANY
+    per_sample = engine.management_bytes() / _INDEX_SAMPLES
     gc.collect()
-    more = len(gc.get_objects()) - objects
-    return {"index_seconds": seconds, "bytes_per_sample": per_sample, "objects": more}
+    new_objects = len(gc.get_objects()) - objects
+    return {"index_seconds": seconds, "bytes_per_sample": per_sample, "objects": new_objects}
 
 
 def main() -> None:
-    """Measure one of them."""
+    """Measure one loader, or the index, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("side", choices=("ours", "plain", "mapper", "index"))
+    parser.add_argument("measurement", choices=("ours", "plain", "mapper", "index"))
     parser.add_argument("--endpoints")
     parser.add_argument("--samples", type=int)
     parser.add_argument("--seconds", type=float)
@@ -187,8 +201,8 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.0, help="demand, in bytes a second")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sides = {"ours": ours, "plain": plain, "mapper": mapper, "index": index}
-    print(json.dumps(sides[options.side](options)), flush=True)
+    measurements = {"ours": ours, "plain": plain, "mapper": mapper, "index": index}
+    print(json.dumps(measurements[options.measurement](options)), flush=True)
 
 
 if __name__ == "__main__":
