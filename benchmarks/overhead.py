@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.activation_offload import Block
 from benchmarks.support.command import flags
 from benchmarks.support.report import Check, at_least, at_most, conclude, table
-from benchmarks.support.step_turns import Switch, step_seconds
+from benchmarks.support.step_turns import CallbackToggle, step_seconds
 from benchmarks.zvc import versions
 from lightning_dlres import ActivationOffload, PrefetchCacheDataModule
 from lightning_dlres.prefetch.cache.samples import Sample
@@ -192,15 +192,15 @@ def _training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
 def with_and_without(size: StepSize, batch: Tensor) -> tuple[list[float], list[float]]:
     """Train once; return the seconds of a step in turns with the callback and without."""
     offload = ActivationOffload(budget="1PiB")
-    switch = Switch(offload, size.steps, _FIRST_STEPS)
+    toggle = CallbackToggle(offload, size.steps, _FIRST_STEPS)
     steps = _FIRST_STEPS + 2 * size.turns * size.steps
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
-            **_QUIET, accelerator="cpu", devices=1, max_epochs=1, callbacks=[offload, switch]
+            **_QUIET, accelerator="cpu", devices=1, max_epochs=1, callbacks=[offload, toggle]
         )
         trainer.fit(Transformer(size.blocks), DataLoader([batch] * steps, batch_size=None))
-    return switch.found
+    return toggle.medians
 
 
 def batch_for(size: StepSize) -> Tensor:

@@ -1,7 +1,7 @@
-"""Trainings that take turns, a few steps each, so that all of them meet the same machine.
+"""Timing of trainings that take turns of a few steps, so that all run at the same machine speed.
 
 The speed of a shared machine drifts by several percent within seconds, more than the differences
-that are measured. Each training has a thread of its own, and only one of them runs at a time.
+to be measured. Each training has its own thread, and only one thread runs at a time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-# A turn that lasts longer hangs.
+# Time limit of a turn, in seconds; a longer turn counts as hanging.
 _TURN_SECONDS = 600.0
 
 
 class StepClock(Callback):
-    """Lets a training run only in its turns, and notes how long its steps last.
+    """Callback that lets a training run only in its turns, and measures its steps.
 
     Args:
-        steps: optimizer steps of one turn.
+        steps: Optimizer steps of one turn.
     """
 
     def __init__(self, steps: int) -> None:
@@ -41,13 +41,13 @@ class StepClock(Callback):
             raise TimeoutError(f"steps did not end within {_TURN_SECONDS:g} s")
         return median(self._seconds) if self._seconds else 0.0
 
-    def wait(self) -> None:
+    def wait_for_turn(self) -> None:
         """Wait for the next turn, in the thread of the training."""
         self._may_run.acquire()
         self._seconds.clear()
         self._began = time.perf_counter()
 
-    def give_up(self) -> None:
+    def end_turn(self) -> None:
         """End the turn."""
         self._has_run.release()
 
@@ -56,8 +56,8 @@ class StepClock(Callback):
         self._seconds.append(now - self._began)
         self._began = now
         if len(self._seconds) == self._steps:
-            self.give_up()
-            self.wait()
+            self.end_turn()
+            self.wait_for_turn()
 
 
 def step_seconds(
@@ -69,15 +69,15 @@ def step_seconds(
     """Train in turns; return the median seconds of a step in each turn.
 
     Args:
-        trainings: by name; each trains with a callback that it is given, for as many turns as
-            there are orders, and `settling` more.
-        orders: the names in the order of each round.
-        steps: optimizer steps of a turn.
-        settling: number of rounds before, that do not count.
+        trainings: Functions that train with a given callback, by name. Each must last for one turn
+            per order, plus `settling` turns.
+        orders: Names of the trainings in the order of their turns, for each round.
+        steps: Optimizer steps of a turn.
+        settling: Number of warm-up rounds before the first order; they do not count.
 
     Raises:
-        RuntimeError: If a training failed, or ended early.
-        TimeoutError: If one hangs.
+        RuntimeError: If a training failed, or has another number of steps.
+        TimeoutError: If a turn does not end.
     """
     clocks = {name: StepClock(steps) for name in trainings}
     failures: dict[str, BaseException] = {}
@@ -85,21 +85,22 @@ def step_seconds(
 
     def run(name: str) -> None:
         clock = clocks[name]
-        clock.wait()
+        clock.wait_for_turn()
         try:
             trainings[name](clock)
         except BaseException as error:
             failures[name] = error
         finally:
             ended.add(name)
-            clock.give_up()
+            clock.end_turn()
 
     def turn(name: str, *, is_last: bool = False) -> float:
         seconds = clocks[name].turn()
         if name in failures:
             raise RuntimeError(f"training {name!r} failed") from failures[name]
         if (name in ended) != is_last:
-            raise RuntimeError(f"training {name!r} has {'more' if is_last else 'fewer'} turns")
+            got = "more" if is_last else "fewer"
+            raise RuntimeError(f"training {name!r} must have one turn per round, got {got}")
         return seconds
 
     for name in trainings:
@@ -116,24 +117,26 @@ def step_seconds(
     return seconds
 
 
-class Switch(Callback):
-    """Takes another callback out of the Trainer for every other turn, so that steps with it and
-    without are compared in one training, with the same thread and the same memory.
+class CallbackToggle(Callback):
+    """Callback that takes another callback out of the Trainer for two of every four turns.
+
+    Steps with and without the other callback are thus compared in one training, with the same
+    thread and the same memory.
 
     Args:
-        callback: the other one, which is the Trainer's when training begins.
-        steps: optimizer steps of one turn.
-        settling: number of steps before, that do not count.
+        callback: The other callback; the Trainer must have it when training begins.
+        steps: Optimizer steps of one turn.
+        settling: Number of warm-up steps that do not count.
 
     Attributes:
-        found: median seconds of the steps in each turn, with and without the callback.
+        medians: Median step seconds of each turn: a list with the callback, and one without.
     """
 
     def __init__(self, callback: Callback, steps: int, settling: int) -> None:
         self._callback, self._steps, self._settling = callback, steps, settling
         self._seconds = list[float]()
         self._began = 0.0
-        self.found: tuple[list[float], list[float]] = [], []
+        self.medians: tuple[list[float], list[float]] = [], []
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._settling > 0:
@@ -141,15 +144,15 @@ class Switch(Callback):
         else:
             self._seconds.append(time.perf_counter() - self._began)
         if len(self._seconds) == self._steps:
-            with_it, without = self.found
+            with_it, without = self.medians
             is_there = self._callback in trainer.callbacks  # type: ignore[attr-defined]
             (with_it if is_there else without).append(median(self._seconds))
             self._seconds.clear()
-            # With, without, without, with: neither is always the later one.
+            # Order of turns: with, without, without, with. A drift thus affects both alike.
             if (len(with_it) + len(without)) % 2:
-                self._switch(trainer, is_there)
+                self._toggle(trainer, is_there)
         self._began = time.perf_counter()
 
-    def _switch(self, trainer: Trainer, is_there: bool) -> None:
+    def _toggle(self, trainer: Trainer, is_there: bool) -> None:
         others = [c for c in trainer.callbacks if c is not self._callback]  # type: ignore[attr-defined]
         trainer.callbacks = others if is_there else [self._callback, *others]  # type: ignore[attr-defined]

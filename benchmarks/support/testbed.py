@@ -1,12 +1,12 @@
-"""Several hosts on one machine, for benchmarks of distributed training: slow links, unlike CPUs.
+"""Testbed of several hosts on one machine: slow links and unlike CPUs for distributed benchmarks.
 
 A host is a network namespace (its own interface, loopback and ports) and a cgroup (its CPU share).
-The hosts hang on a bridge in a namespace of its own: nothing changes in the machine's own network,
-and testbeds at the same time never meet. All names carry the process that made them, so that the
-next testbed finds and removes what a killed process has left behind.
+A bridge in one more namespace connects the hosts, so the machine's own network does not change, and
+testbeds that are open at the same time cannot reach each other. All names contain the pid of the
+process that made them: the next testbed finds and removes the namespaces of killed processes.
 
-Needs Linux, root and iproute2; `reason_unavailable` says what is missing. It imports nothing of the
-package, so that a benchmark can say "not here" before it has loaded torch.
+Needs Linux, root and iproute2; `reason_unavailable` names a missing one. The module imports nothing
+of the package, so that a benchmark can report this before it has loaded torch.
 """
 
 from __future__ import annotations
@@ -30,18 +30,25 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NoReturn
 
-# A host that has used its share freezes until the period ends: some 10 ms, less than a stage takes
-# for a micro-batch, so it looks like a slow device. With shorter periods hosts get less than their
-# share: the kernel charges for CPU time at its clock ticks, 1 to 10 ms apart.
+# Period of a cgroup's CPU quota, in microseconds. A host that has used its share freezes until the
+# period ends. These at most 10 ms are less than the time of a micro-batch, so the host looks like a
+# slow device. With shorter periods hosts get less than their share: the kernel charges for CPU time
+# at its clock ticks, 1 to 10 ms apart.
 PERIOD_US = 10_000
-MIN_QUOTA_US = 1_000  # the kernel's own limit; smaller shares get a longer period
-# What a link lets through at once after a pause: some packets, little against a message.
+# The kernel's smallest quota, in microseconds; smaller shares get a longer period.
+MIN_QUOTA_US = 1_000
+# Traffic that a link passes unshaped after a pause, as seconds at its rate and least bytes: some
+# packets, small beside a message.
 BURST_SECONDS, MIN_BURST_BYTES = 0.002, 8192
-QUEUE = "50ms"  # a longer queue drops packets, as a switch does
+# Longest time that a packet waits for its link; later packets are dropped, as by a switch.
+QUEUE = "50ms"
+# Time limit for removing a testbed.
 CLOSE_SECONDS = 20.0
+# Number of lines of a failed command's stderr in its error.
 STDERR_LINES = 20
 
-_NAME = re.compile(r"dlres-bed-\d+-\d+-\d+-\w+")  # pid, when it started, testbed, part
+# Process id, start time of the process, number of the testbed, part of the testbed.
+_NAME = re.compile(r"dlres-bed-\d+-\d+-\d+-\w+")
 _RATE = re.compile(r"(?=.*[1-9])(\d+(?:\.\d+)?)([kmg])bit")
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
@@ -50,7 +57,7 @@ _open: list[Testbed] = []
 
 
 class UnavailableError(RuntimeError):
-    """This machine cannot hold a testbed; the message says why and what to do."""
+    """The machine cannot run a testbed; the message has the reason and a fix."""
 
 
 class HostError(RuntimeError):
@@ -63,17 +70,20 @@ class HostTimeoutError(HostError, TimeoutError):
 
 @dataclass(frozen=True)
 class Host:
-    """What to build; None leaves a resource unlimited.
+    """Description of a host to build; None leaves a resource unlimited.
 
-    `share` is CPU time in cores: 0.8 is 80% of one core. Hosts whose shares add up to more than the
-    machine has slow each other. `rate` ("200mbit") shapes the host's link in each direction, and
-    `delay` ("5ms") is one way over this link: a packet from host to host crosses two links. `cpus`
-    are the cores that its processes may run on. `burst` is what the link lets through at once, in
-    bytes; less than the 64 KiB that the kernel sends in one piece has it cut every piece into
-    frames, which costs a core for every 500 Mbit/s.
+    Args:
+        share: CPU time in cores: 0.8 is 80% of one core. Hosts whose shares add up to more than the
+            machine has slow each other down.
+        rate: Rate of the host's link in each direction, such as "200mbit".
+        delay: Delay of the host's link in each direction, such as "5ms". A packet from host to host
+            crosses two links.
+        cpus: Cores that the host's processes may run on.
+        burst: Bytes that the link passes at once. The kernel sends pieces of 64 KiB. If `burst` is
+            smaller, the kernel cuts every piece into frames, which takes one core per 500 Mbit/s.
 
     Raises:
-        ValueError: a value that cannot be.
+        ValueError: If an argument breaks its rule.
     """
 
     share: float | None = None
@@ -96,7 +106,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Machine:
-    """A host as built: where others reach it, and where it lives in the kernel."""
+    """Host that was built: its address for other hosts, its network namespace and its cgroup."""
 
     spec: Host
     address: str
@@ -106,7 +116,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Command:
-    """A process to run: the number of its host, its arguments, and variables added to ours."""
+    """Process to run: index of its host, arguments, and additions to this process's environment."""
 
     host: int
     argv: Sequence[str]
@@ -114,14 +124,14 @@ class Command:
 
 
 class Testbed:
-    """Builds its hosts on entry and removes them, and every process on them, on exit.
+    """Context manager that builds hosts, and at its end removes them and kills their processes.
 
-    `hosts` are numbered as given; `hosts[0].address` serves as MASTER_ADDR and `interface`, the
-    same on all, as GLOO_SOCKET_IFNAME. Exceptions, SIGINT, SIGTERM and SIGHUP end in a clean
-    machine too, but for a SIGTERM or SIGHUP that the program handles itself.
+    `hosts` keep the order of the arguments. `hosts[0].address` serves as MASTER_ADDR, and
+    `interface`, the same on all hosts, as GLOO_SOCKET_IFNAME. The hosts are also removed after an
+    exception, SIGINT, SIGTERM or SIGHUP, unless the program has its own handler for the signal.
     """
 
-    __test__ = False  # its name looks like a test's to pytest
+    __test__ = False  # pytest would collect a class of this name
     interface = "eth0"
 
     def __init__(self, hosts: Sequence[Host]) -> None:
@@ -134,10 +144,10 @@ class Testbed:
         self.hosts: tuple[Machine, ...] = ()
 
     def __enter__(self) -> Testbed:
-        """Build everything.
+        """Build the hosts and their bridge.
 
         Raises:
-            UnavailableError: this machine does not allow it; nothing is left of the attempt.
+            UnavailableError: If the machine does not allow it. All parts already built are removed.
         """
         if os.geteuid() != 0:
             raise UnavailableError(
@@ -161,17 +171,17 @@ class Testbed:
         self.close()
 
     def close(self) -> None:
-        """Kill all processes on the hosts, and remove the hosts; may be called again.
+        """Kill all processes on the hosts, and remove the hosts; a second call does nothing.
 
         Raises:
-            RuntimeError: something could not be removed; the message names it.
+            RuntimeError: If a part could not be removed; the message names it.
         """
         if self not in _open or self._owner != os.getpid():
             return
         with _signals_deferred():
             for process in self._processes:
-                process.kill()  # one that has not reached its cgroup yet
-            # By name: an interrupted build has not recorded what it made.
+                process.kill()  # it may not have entered its cgroup yet
+            # Found by name, because an interrupted build has no record of its parts.
             _remove(name for name in _existing() if name.startswith(self._prefix))
             for process in self._processes:
                 process.wait()
@@ -181,11 +191,11 @@ class Testbed:
     def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on a host; `options` go to `subprocess.Popen`.
 
-        Its pid is that of the command itself, which leads a session of its own: Ctrl-C reaches the
-        testbed only.
+        The pid of the process is that of the command itself. The command leads a new session, so
+        that Ctrl-C reaches only the testbed's own process.
 
         Raises:
-            ValueError: no such host, or the testbed is not entered.
+            ValueError: If there is no such host, or the testbed is not open.
         """
         if not 0 <= host < len(self.hosts):
             raise _invalid(
@@ -195,7 +205,7 @@ class Testbed:
         if machine.spec.cpus is not None:
             cores = ",".join(map(str, machine.spec.cpus))
             launcher = [_tool("taskset", "util-linux"), "-c", cores, *launcher]
-        # Into the cgroup first: `ip netns exec` hides the machine's /sys.
+        # The shell enters the cgroup first, because `ip netns exec` hides the machine's /sys.
         join = ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{machine.cgroup}/cgroup.procs"]
         line = [*join, *launcher, machine.namespace, *argv]
         self._processes.append(subprocess.Popen(line, **{"start_new_session": True, **options}))
@@ -204,18 +214,18 @@ class Testbed:
     def run(self, commands: Sequence[Command], *, timeout: float) -> list[str]:
         """Run commands at the same time, and return the stdout of each; `timeout` is in seconds.
 
-        A command ends with its first process; what that left running in its process group is
-        killed. After an error no command runs any more.
+        A command ends when its first process ends. Other processes of its process group are then
+        killed. All commands are killed before an error is raised.
 
         Raises:
-            HostError: a command failed.
-            HostTimeoutError: some did not end in time.
+            HostError: If a command failed.
+            HostTimeoutError: If a command did not end in time.
         """
         deadline = time.monotonic() + timeout
         with contextlib.ExitStack() as stack:
             running: dict[int, _Run] = {}
             for command in commands:
-                # Files, not pipes: nobody must read them for the commands to go on.
+                # Files, not pipes: a command would block on a full pipe that is not read.
                 out, err = (stack.enter_context(TemporaryFile()) for _ in range(2))
                 options = {"env": {**os.environ, **command.env}, "stdin": subprocess.DEVNULL}
                 process = self.popen(command.host, command.argv, stdout=out, stderr=err, **options)
@@ -241,7 +251,7 @@ class Testbed:
         ip = functools.partial(_call, "ip")
         ip("netns", "add", bridge)
         ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
-        # No IPv6 addresses: their neighbour discovery would be traffic of its own.
+        # No IPv6 addresses: neighbour discovery would add traffic to the links.
         ip("-n", bridge, "link", "set", "bridge", "addrgenmode", "none", "up")
         machines = []
         for number, spec in enumerate(self._specs):
@@ -262,7 +272,7 @@ class Testbed:
 
 @functools.cache
 def reason_unavailable() -> str | None:
-    """Return why no testbed can be built here, or None: found by building a small one."""
+    """Build a small testbed; return the reason if this fails, else None."""
     try:
         with Testbed([Host(share=0.5, rate="1gbit")]) as bed:
             bed.run([Command(0, ["true"])], timeout=30.0)
@@ -285,8 +295,8 @@ class _Run:
 
 
 def _end(process: subprocess.Popen[Any]) -> int:
-    """Kill what is left of a process and its group, and return its status."""
-    if process.returncode is None:  # not reaped, so that the number is still its group's
+    """Kill a process and its process group, and return the exit status of the process."""
+    if process.returncode is None:  # until it is reaped, the kernel does not reuse its number
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
@@ -304,7 +314,7 @@ def _shape(namespace: str, device: str, spec: Host) -> None:
 
 
 def _cgroup_root() -> tuple[Path, int]:
-    """Return where the machine's cpu cgroups are mounted, and their version."""
+    """Return the path at which the machine's cpu cgroups are mounted, and their version."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, options = line.split()[:4]
         if kind == "cgroup" and "cpu" in options.split(","):
@@ -312,8 +322,8 @@ def _cgroup_root() -> tuple[Path, int]:
         if kind == "cgroup2" and "cpu" in Path(where, "cgroup.controllers").read_text().split():
             return Path(where), 2
     raise UnavailableError(
-        "no cpu cgroup: expected one of version 1 or 2 in /proc/self/mounts, with the cpu "
-        "controller. Try `mount -t cgroup2 none /sys/fs/cgroup`, or leave the container."
+        "cgroups of version 1 or 2 with the cpu controller must be in /proc/self/mounts, got none. "
+        "Run `mount -t cgroup2 none /sys/fs/cgroup`, or leave the container."
     )
 
 
@@ -335,14 +345,14 @@ def _make_cgroup(name: str, share: float | None) -> Path:
                 (path / "cpu.cfs_quota_us").write_text(str(quota))
     except OSError as error:
         raise UnavailableError(
-            f"no cpu cgroup can be made: {error}. Expected a writable {root}. Try outside the "
-            "container, or in one that is privileged and has the machine's cgroup namespace."
+            f"{root} must be writable to make a cpu cgroup, got: {error}. Run outside the "
+            "container, or in a privileged one that has the machine's cgroup namespace."
         ) from error
     return path
 
 
 def _existing() -> set[str]:
-    """Return the names of all testbeds' namespaces and cgroups, whoever made them."""
+    """Return the names of the namespaces and cgroups of all testbeds, of any process."""
     namespaces = (line.split()[0] for line in _call("ip", "netns", "list").splitlines())
     groups = (path.name for path in _cgroup_root()[0].iterdir())
     return {name for name in (*namespaces, *groups) if _NAME.fullmatch(name)}
@@ -354,7 +364,7 @@ def _is_orphan(name: str) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started, in ticks since boot; None if it is dead."""
+    """Return the start time of a process, in clock ticks since boot; None if it has ended."""
     try:
         # The command's name, in parentheses, may itself contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -364,30 +374,36 @@ def _started(pid: int) -> str | None:
 
 
 def _remove(names: Iterator[str]) -> None:
-    """Kill what runs under the names and remove them; another testbed may do so too."""
-    root, doomed, deadline = _cgroup_root()[0], set(names), time.monotonic() + CLOSE_SECONDS
-    while doomed:
-        for pid in set().union(*(_pids(root / name) for name in doomed)):
+    """Kill the processes of these namespaces and cgroups, and remove them.
+
+    Another testbed may remove the same orphans at the same time.
+    """
+    root, remaining, deadline = _cgroup_root()[0], set(names), time.monotonic() + CLOSE_SECONDS
+    while remaining:
+        for pid in set().union(*(_pids(root / name) for name in remaining)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for name in doomed:
+        for name in remaining:
             with contextlib.suppress(OSError):  # busy while a process in it is dying
                 (root / name).rmdir()
             if not (root / name).exists():
                 _call("ip", "netns", "delete", name, check=False)
-        if not (doomed := doomed & _existing()):
+        if not (remaining := remaining & _existing()):
             return
         if time.monotonic() > deadline:
-            left = {name: sorted(_pids(root / name)) for name in sorted(doomed)}
+            pids = {name: sorted(_pids(root / name)) for name in sorted(remaining)}
             raise RuntimeError(
-                f"a testbed could not be removed in {CLOSE_SECONDS:g} s: got these names and "
-                f"processes: {left}. Try `ip netns delete NAME` and `rmdir {root}/NAME`."
+                f"a testbed must be removed within {CLOSE_SECONDS:g} s, got these names and "
+                f"process ids: {pids}. Run `ip netns delete NAME` and `rmdir {root}/NAME`."
             )
         time.sleep(0.005)
 
 
 def _pids(group: Path) -> set[int]:
-    """Return what runs in a cgroup and in the namespace of that name, entered by hand included."""
+    """Return the processes in a cgroup and in the namespace of the same name.
+
+    The namespace may hold processes that a user has started in it by hand.
+    """
     listed = _call("ip", "netns", "pids", group.name, check=False).split()
     with contextlib.suppress(OSError):
         listed += (group / "cgroup.procs").read_text().split()
@@ -395,29 +411,32 @@ def _pids(group: Path) -> set[int]:
 
 
 def _call(*argv: str, check: bool = True) -> str:
-    # In a session of its own, so that Ctrl-C does not stop the cleaning up halfway.
+    # The command gets a new session, so that Ctrl-C does not interrupt the removal of a testbed.
     line = [_tool(argv[0]), *argv[1:]]
     done = subprocess.run(line, capture_output=True, text=True, start_new_session=True)
     if check and done.returncode:
         raise UnavailableError(
-            f"`{shlex.join(argv)}` failed: {done.stderr.strip().rstrip('.')}. Expected a kernel "
-            "with network namespaces, veth, bridge, tbf and (for a delay) netem, and leave to use "
-            "them. Try outside the container, or `modprobe -a sch_tbf sch_netem`."
+            f"`{shlex.join(argv)}` failed: {done.stderr.strip().rstrip('.')}. It needs permission, "
+            "and a kernel with network namespaces, veth, bridge, tbf and (for a delay) netem. Run "
+            "outside the container, or run `modprobe -a sch_tbf sch_netem`."
         )
     return done.stdout
 
 
 def _tool(name: str, package: str = "iproute2") -> str:
-    found = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
-    if found is None:
+    path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    if path is None:
         raise UnavailableError(
             f"{name} must be installed, got no such program. Use `apt-get install {package}`."
         )
-    return found
+    return path
 
 
 def _exit_on_stop_signals() -> None:
-    """While a testbed is open, unwind the stack on signals whose default is to die at once."""
+    """Install handlers that unwind the stack while a testbed is open, and remove them after it.
+
+    By default SIGTERM and SIGHUP end the process at once, without removing the testbed.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if _open and signal.getsignal(number) is signal.SIG_DFL:
@@ -432,32 +451,37 @@ def _exit(number: int, _: object) -> NoReturn:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Let a second Ctrl-C wait until the cleaning up after the first is done."""
-    came: list[int] = []
+    """Context manager that delivers signals only at its end, after the testbed is removed.
+
+    A second Ctrl-C thus cannot interrupt the removal that the first one started.
+    """
+    received: list[int] = []
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not None:  # None: not Python's, so not ours to restore
-                handlers[number] = signal.signal(number, lambda number, _: came.append(number))
+            if (
+                signal.getsignal(number) is not None
+            ):  # None: installed outside Python, which cannot restore it
+                handlers[number] = signal.signal(number, lambda number, _: received.append(number))
     try:
         yield
     finally:
         for caught, handler in handlers.items():
             signal.signal(caught, handler)
         _exit_on_stop_signals()
-        for caught in came:
+        for caught in received:
             signal.raise_signal(caught)
 
 
 @atexit.register
 def _close_all() -> None:
-    """For an interrupt where `with` does not hold a testbed yet."""
+    """Close testbeds at exit, if an interrupt came before the `with` block had begun."""
     for bed in list(_open):
         bed.close()
 
 
 def _text(file: IO[bytes]) -> str:
-    # Not by reading on: a process that still writes shares the position.
+    # `pread` does not move the file's position, which a process that still writes shares.
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
