@@ -14,7 +14,7 @@ from lightning_dlres.core.errors import ConfigError
 
 
 def dense_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the elements as uint8[count * width], and the strides of a tensor in this order.
+    """Return the elements as uint8[count * width], and the strides with which they form the tensor.
 
     The bytes are a view if the tensor fills its memory, else a copy.
 

@@ -1,6 +1,6 @@
 """Checks of arguments, shared by all constructors.
 
-They refuse a wrong value where it is given, with one form of message.
+They refuse a wrong value in the constructor that gets it, with a message of one form.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lightning_dlres.core.errors import ConfigError, got_expected
 
 
 def whole_number(name: str, value: object, fix: str, least: int = 1) -> int:
-    """Return the value if it is a whole number of at least `least`.
+    """Return the value, which must be a whole number of at least `least`.
 
     Args:
         name: Argument, for the error.
@@ -30,24 +30,24 @@ def whole_number(name: str, value: object, fix: str, least: int = 1) -> int:
 
 
 def finite(name: str, value: object, fix: str, *, least: float = 0.0, above: bool = False) -> float:
-    """Return the value if it is a finite number of at least `least`, or above it with `above`.
+    """Return the value, which must be finite and at least `least`, or greater with `above`.
 
     Raises:
         ConfigError: If the value is of another type (including bool), NaN, infinite, or too small.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not isinstance(value, (int, float)) or not is_number or not isfinite(value):
-        fits = False
+        is_in_range = False
     else:
-        fits = value > least if above else value >= least
-    if not isinstance(value, (int, float)) or not fits:
+        is_in_range = value > least if above else value >= least
+    if not isinstance(value, (int, float)) or not is_in_range:
         bound = f"above {least:g}" if above else f"of at least {least:g}"
         raise ConfigError(got_expected(name, value, f"a finite number {bound}", fix))
     return value
 
 
 def one_of(name: str, value: Any, choices: Collection[str], fix: str) -> str:
-    """Return the value if it is one of the allowed words.
+    """Return the value, which must be one of the allowed words.
 
     Raises:
         ConfigError: If it is not.
@@ -59,7 +59,7 @@ def one_of(name: str, value: Any, choices: Collection[str], fix: str) -> str:
 
 
 def flag(name: str, value: object) -> bool:
-    """Return the value if it is True or False.
+    """Return the value, which must be True or False.
 
     Raises:
         ConfigError: If it is not.

@@ -1,9 +1,9 @@
 """Numba functions whose cache directory several processes can share safely.
 
 Numba stores the code of a function's signatures in numbered files, and picks a free number without
-a lock. If two processes compile two signatures at once, one may store its code under the other's
-number. A later process would load code for wrong types, and compute wrong results or crash.
-Signatures are therefore declared in advance, and one process at a time compiles them.
+a lock. If two processes compile two signatures at once, both may pick one number. A later
+process would load code for wrong types, and compute wrong results or crash. Signatures are
+therefore declared in advance, and one process at a time compiles them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from lightning_dlres.core.units import format_seconds
 LOCK_TIMEOUT = 300.0
 # Seconds between two attempts to take the lock.
 _POLL = 0.01
-# Errors of file systems without locks (Lustre and NFS may be mounted so), and of NFS for a file
-# that is open only for reading. The code is then compiled without a lock.
+# Error numbers of file systems without locks (an option of Lustre and NFS mounts), and of NFS for a
+# file that is open only for reading. In these cases code is compiled without a lock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
 
 _functions: list[Compiled] = []
 
 
 class Compiled:
-    """A function compiled for fixed signatures, or loaded from the cache, at its first call.
+    """Function that its first call compiles for fixed signatures, or loads from the cache.
 
     A call with other types raises a TypeError.
 
@@ -84,12 +84,12 @@ class Compiled:
 
 
 def compiled(*signatures: Any, nogil: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a function a `Compiled` one; see there."""
+    """Return a decorator that turns a function into a `Compiled`."""
     return lambda function: Compiled(function, signatures, nogil)
 
 
 def subroutine(function: Callable[..., Any], nogil: bool = False) -> Any:
-    """Return a function for compiled functions to call; it is compiled with them."""
+    """Return a function that only compiled functions call; it is compiled with its callers."""
     try:
         return njit(function, nogil=nogil, cache=True)
     except RuntimeError:
@@ -98,7 +98,7 @@ def subroutine(function: Callable[..., Any], nogil: bool = False) -> Any:
 
 
 def compiled_for_addresses(function: Callable[..., Any], signature: Any) -> Any:
-    """Return a C function whose arguments are numbers and addresses, by its Numba signature.
+    """Return a compiled C function of a Numba signature of numbers and addresses.
 
     A call releases the interpreter's lock.
     """
@@ -151,7 +151,8 @@ def cache_lock(directory: str | None) -> Iterator[None]:
             time.sleep(_POLL)
         yield
     finally:
-        # Closing alone may keep the lock: a process forked since then has the file open, too.
+        # Unlock explicitly: a process forked in the meantime has the file open, too, and would keep
+        # the lock.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

@@ -47,13 +47,13 @@ def text_of(error: object) -> str:
     return str(error).encode(errors="backslashreplace").decode()
 
 
-def got_expected(what: str, got: object, expected: str, try_: str) -> str:
+def got_expected(argument: str, got: object, expected: str, fix: str) -> str:
     """Return the standard message for a bad value.
 
     Args:
-        what: Name of the argument.
+        argument: Name of the argument.
         got: Its value.
         expected: Rule for the value; follows "must be".
-        try_: Value that is valid; follows "Use".
+        fix: Value that is valid; follows "Use".
     """
-    return f"{what} must be {expected}, got {got!r}. Use {try_}."
+    return f"{argument} must be {expected}, got {got!r}. Use {fix}."

@@ -1,6 +1,6 @@
 """Parsers and formatters of sizes, rates and durations, such as "8GiB" and "30s".
 
-All budgets, windows and timeouts use them, so that a text means the same in each constructor,
+All budgets, windows and timeouts use them, so a text means the same in each constructor,
 config file and command.
 """
 
@@ -30,27 +30,29 @@ _SECONDS: Mapping[str, float] = {
     **dict.fromkeys(("h", "hour", "hours"), 3600.0),
     **dict.fromkeys(("d", "day", "days"), 86400.0),
 }
-_SHOWN_BYTES = (("PiB", 1024**5), ("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2))
-_SHOWN_SECONDS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+_BYTE_UNITS = (("PiB", 1024**5), ("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2))
+_SECOND_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 _QUANTITY = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)\s*([a-zµμ]*)\s*", re.I)
 
 
-def parse_bytes(value: str | int | float, what: str = "size") -> int:
+def parse_bytes(value: str | int | float, argument: str = "size") -> int:
     """Return a number of bytes from "8GiB", "512 MB", "1.5k" or a plain number.
 
     "k" and "kB" are 1000; "Ki" and "KiB" are 1024. Letter case is ignored, and fractions of a byte
-    are rounded. `what` names the argument in the error.
+    are rounded. `argument` names the argument in the error.
 
     Raises:
         ConfigError: If the value is not a size, or is negative, infinite or NaN.
     """
     number = _quantity(value, _BYTES)
     if number is None:
-        raise ConfigError(got_expected(what, value, "a number of bytes", 'a value such as "8GiB"'))
+        raise ConfigError(
+            got_expected(argument, value, "a number of bytes", 'a value such as "8GiB"')
+        )
     return round(number)
 
 
-def parse_rate(value: str | int | float, what: str = "bandwidth") -> float:
+def parse_rate(value: str | int | float, argument: str = "bandwidth") -> float:
     """Return bytes a second from "10GB/s", "500Mbit/s", "1.2 GiB" or a plain number of bytes.
 
     Raises:
@@ -58,39 +60,41 @@ def parse_rate(value: str | int | float, what: str = "bandwidth") -> float:
     """
     text = str(value).strip()
     text = text[:-2] if text.lower().endswith("/s") else text
-    bits = text.lower().endswith("bit")
-    number = _quantity(text[:-3] if bits else text, _BYTES)
+    is_in_bits = text.lower().endswith("bit")
+    number = _quantity(text[:-3] if is_in_bits else text, _BYTES)
     if not number:
-        raise ConfigError(got_expected(what, value, "a rate", 'a value such as "10GB/s"'))
-    return number / 8 if bits else number
+        raise ConfigError(got_expected(argument, value, "a rate", 'a value such as "10GB/s"'))
+    return number / 8 if is_in_bits else number
 
 
 def format_bytes(count: int) -> str:
     """Return bytes as text, in binary units and four digits: 1536 -> "1.5 KiB"."""
-    for unit, size in _SHOWN_BYTES:
+    for unit, size in _BYTE_UNITS:
         if abs(count) >= size:
             return f"{_digits(count / size)} {unit}"
     return f"{_digits(count / 1024)} KiB" if abs(count) >= 1024 else f"{count} B"
 
 
-def parse_seconds(value: str | int | float | timedelta, what: str = "duration") -> float:
+def parse_seconds(value: str | int | float | timedelta, argument: str = "duration") -> float:
     """Return seconds from "30s", "5min", "250 ms", "2h", a plain number or a timedelta.
 
-    A text without a unit is in seconds. `what` names the argument in the error.
+    A text without a unit is in seconds. `argument` names the argument in the error.
 
     Raises:
         ConfigError: If the value is not a duration, or is negative, infinite or NaN.
     """
-    plain = value.total_seconds() if isinstance(value, timedelta) else value
-    number = _quantity(plain, _SECONDS)
+    amount = value.total_seconds() if isinstance(value, timedelta) else value
+    number = _quantity(amount, _SECONDS)
     if number is None:
-        raise ConfigError(got_expected(what, value, "a time in seconds", 'a value such as "30s"'))
+        raise ConfigError(
+            got_expected(argument, value, "a time in seconds", 'a value such as "30s"')
+        )
     return float(number)
 
 
 def format_seconds(seconds: float) -> str:
     """Return a duration as text, in one unit and four digits: 90.0 -> "1.5 min"."""
-    for unit, size in _SHOWN_SECONDS:
+    for unit, size in _SECOND_UNITS:
         if abs(seconds) >= size:
             return f"{_digits(seconds / size)} {unit}"
     return f"{_digits(seconds * 1e6)} us" if seconds else "0 s"

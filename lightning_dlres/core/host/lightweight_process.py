@@ -1,6 +1,6 @@
 """Command lines for processes that import only parts of this package.
 
-Importing the package itself imports torch and Lightning, which cost seconds and hundreds of
+Importing the package itself imports torch and Lightning, which takes seconds and hundreds of
 megabytes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A character that no path contains.
+# Separator of the paths in one argument: a character that no path contains.
 _SEPARATOR = "\x1f"
 # The child imports modules from this process's `sys.path`: `python -c` would search the current
 # directory first. The package gets its name and path, but its `__init__` does not run.

@@ -1,4 +1,4 @@
-"""Memory shared by processes of one host; the kernel frees it when the last of them ends.
+"""Memory shared by processes of one host; the kernel frees it after the last process ends.
 
 On Linux it has no name in any file system: other processes open it through its creator's /proc
 entry. It also takes no space in /dev/shm, which is small in containers.
@@ -42,7 +42,7 @@ def create(name: str, nbytes: int, directory: Path | None = None) -> SharedMemor
     Args:
         name: Name shown in /proc/PID/maps; need not be unique.
         nbytes: Size in bytes; 0 allocates nothing.
-        directory: Directory on a local disk for a nameless file that holds the bytes. None: memory.
+        directory: Directory on a local disk, for an unnamed file with the bytes. None: use RAM.
 
     Raises:
         ConfigError: If the directory is not writable, or has too little free space.
@@ -75,7 +75,8 @@ def _open(name: str, nbytes: int, directory: Path | None) -> tuple[int, str]:
         return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
     descriptor, path = temporary_file(directory or Path(tempfile.gettempdir()), name, nbytes)
     if not Path("/proc/self/fd").is_dir():
-        # Without /proc other processes need the file's name. The next cache removes leftover files.
+        # Without /proc other processes need the file's name. The next cache process removes files
+        # that an ended process has left.
         return descriptor, path
     os.unlink(path)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"

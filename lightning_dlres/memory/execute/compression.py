@@ -1,4 +1,4 @@
-"""Codec with which saved storages are compressed, found in the registry of codecs."""
+"""Codec that compresses saved storages, by its name in the registry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_dlres import codecs
 from lightning_dlres.codecs import Codec
 
-# Lossless, as gradients must not change by a bit.
+# The codec must be lossless: gradients must be bitwise equal to those of plain training.
 _CODEC_NAME = "zvc"
 
 
@@ -20,7 +20,7 @@ def storage_codec() -> Codec:
 def elements_of(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return uint8[n] viewed as elements of a dtype.
 
-    Bytes that are no whole number of elements, or are not aligned for them, are returned unchanged.
+    Bytes that do not hold a whole number of aligned elements are returned unchanged.
     """
-    fits = data.numel() % dtype.itemsize == 0 and data.storage_offset() % dtype.itemsize == 0
-    return data.view(dtype) if fits else data
+    can_view = data.numel() % dtype.itemsize == 0 and data.storage_offset() % dtype.itemsize == 0
+    return data.view(dtype) if can_view else data

@@ -1,6 +1,7 @@
-"""Registry of the storages that saved tensors of one step use.
+"""Registry of the storages of all tensors that a step saves.
 
-A storage is known by identity. A copy that the engine restored counts as its original.
+A storage is identified by its storage key. A copy that the engine restored shares the saved
+storages of its original.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class SeenStorage:
-    """A storage, or a copy of a part of one.
+    """Storage of a saved tensor, or a restored copy of a part of such a storage.
 
     Args:
         tensor: Tensor over the storage.
-        is_exempt: Whether nothing in it ever moves.
+        is_exempt: Whether its bytes always stay on the device.
         original: Storage that it is a copy of; None: it is an original.
-        shift: Offset in bytes in the original of the copy's first byte.
+        shift: Offset of the copy's first byte in the original, in bytes.
 
     Attributes:
         saved: Saved storages of the original, by span. A copy shares this table.
@@ -48,11 +49,11 @@ class SeenStorage:
         original: SeenStorage | None = None,
         shift: int = 0,
     ) -> None:
-        # This reference keeps the storage's key from being given to another storage.
+        # While this reference is held, no other storage can get the same key.
         self._reference = storage_reference(tensor)
         self.is_exempt, self.shift = is_exempt, shift
         self._is_copy, self._nbytes = original is not None, tensor.untyped_storage().nbytes()
-        # Several saved storages can have one span: tensors with version counters of their own.
+        # A span may have several saved storages: one for each version counter.
         self.saved: dict[ByteSpan, list[weakref.ref[SavedStorage]]] = {}
         if original is not None:
             self._nbytes, self.saved = original._nbytes, original.saved
@@ -70,9 +71,9 @@ class SeenStorage:
     def find(self, tensor: Tensor, span: ByteSpan) -> SavedStorage | None:
         """Return the saved storage that has a tensor's bytes, or None.
 
-        It was saved by a tensor with the same version counter, which has not changed since. Tensors
-        over one storage may have a counter each (`unsafe_chunk`, `.data`, arrays). A change through
-        one of them does not count in the others.
+        The tensor must share the version counter of the saved storage, and the counter must not
+        have changed since. Tensors over one storage may have different counters (`unsafe_chunk`,
+        `.data`, arrays). A change through one tensor then leaves the other counters unchanged.
         """
         for reference in self.saved.get(span, ()):
             saved_storage = reference()
@@ -86,12 +87,12 @@ class SeenStorage:
 
     def add(self, span: ByteSpan, saved_storage: SavedStorage) -> None:
         """Register a new saved storage."""
-        known = self.saved.get(span)
-        if known is None:
+        references = self.saved.get(span)
+        if references is None:
             self.saved[span] = [weakref.ref(saved_storage)]
         else:
-            known[:] = [reference for reference in known if reference() is not None]
-            known.append(weakref.ref(saved_storage))
+            references[:] = [reference for reference in references if reference() is not None]
+            references.append(weakref.ref(saved_storage))
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -109,7 +110,7 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 class SeenStorages:
-    """All storages of one step, by storage key."""
+    """All storages of saved tensors in one step, by storage key."""
 
     def __init__(self) -> None:
         self._by_key: dict[int, SeenStorage] = {}
@@ -121,10 +122,10 @@ class SeenStorages:
         """Start a step.
 
         Args:
-            exempt: Tensors that never move, nor views of them.
+            exempt: Tensors that always stay on the device, with all views of them.
         """
         tensors = [tensor for tensor in exempt if has_storage(tensor)]
-        # Most steps have the same parameters at the same addresses: reuse their entries then.
+        # If the parameters have the same addresses as in the last step, reuse their entries.
         addresses = [(id(tensor), tensor.data_ptr()) for tensor in tensors]
         if addresses != self._exempt_addresses:
             self._exempt_addresses = addresses

@@ -1,6 +1,6 @@
-"""Meters of the bytes on the device in the course of a step.
+"""Meters of the bytes on the device during a step.
 
-They count all memory of torch's allocators, with the workspace that operators take and give back.
+They count all memory of torch's allocators, including the temporary workspace of operators.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from lightning_dlres.core._compat import profiler_is_on
 from lightning_dlres.core.wire.decoding import from_json
 from lightning_dlres.memory.execute.transfer.gpu import Gpu
 
-# Returns the tensors that are on the device before a step.
+# Function that returns the tensors on the device before a step.
 ResidentTensors = Callable[[], Iterable[Tensor]]
 
-# Prefix of the names that mark points of time in the profiler's trace.
+# Prefix of the names of marks in the profiler's trace.
 _MARK = "lightning_dlres.memory "
 # Torch has one profiler per process. Starting a second one in another thread ends the process.
 _PROFILER = threading.Lock()
 
 
 class MemoryTrace:
-    """Bytes on the device, from mark to mark.
+    """Bytes on the device at numbered points of a step, called marks.
 
     Args:
         current: Bytes at every mark.
-        peaks: Most bytes since the mark before, for every mark.
-        is_own_work: Whether the package's own work follows a mark. Its memory does not count.
+        peaks: Peak of the bytes between the previous mark and this one, for every mark.
+        is_own_work: For every mark: whether the package's own work follows, whose memory does not
+            count.
     """
 
     def __init__(self, current: list[int], peaks: list[int], is_own_work: list[bool]) -> None:
@@ -50,7 +51,7 @@ class MemoryTrace:
         return self._current[mark]
 
     def peak(self, first: int, last: int) -> int:
-        """Return the most bytes between two marks."""
+        """Return the peak of the bytes between two marks."""
         peaks = [self._current[first]]
         peaks += [self._peaks[m + 1] for m in range(first, last) if not self._is_own_work[m]]
         return max(peaks)
@@ -60,8 +61,8 @@ class MemoryMeter(Protocol):
     """Meter of the device's memory over one step.
 
     Attributes:
-        counts_restored: Whether storages that the engine has restored count, too.
-        was_busy: Whether another thread used the meter, so that this step was not counted.
+        counts_restored: Whether the bytes include storages that the engine has restored.
+        was_busy: Whether another thread used the profiler, so this step was not measured.
     """
 
     counts_restored: bool
@@ -77,7 +78,7 @@ class MemoryMeter(Protocol):
         """
 
     def mark(self, is_own_work: bool) -> int:
-        """Mark the present point of time; return the index of the mark.
+        """Set a mark now; return its index.
 
         Args:
             is_own_work: Whether the package's own work follows.
@@ -93,8 +94,8 @@ class MemoryMeter(Protocol):
 class AllocatorMeter:
     """Meter of a GPU, by the counters of torch's allocator.
 
-    It resets the allocator's peak at every mark, which the user can see. It is therefore used in
-    one step of every batch shape only.
+    It resets the allocator's peak at every mark, and so changes statistics that the user may read.
+    It is therefore used in only a few steps of every batch shape.
 
     Args:
         gpu: GPU.
@@ -134,7 +135,7 @@ class ProfilerMeter:
     If another profiler runs already, only the bytes before the step are known.
 
     Args:
-        is_free: Whether no other code will use the profiler during the step.
+        is_free: False if other code may use the profiler during the step.
     """
 
     counts_restored = False
@@ -142,12 +143,12 @@ class ProfilerMeter:
     def __init__(self, is_free: bool = True) -> None:
         self._is_free, self._is_over, self.was_busy = is_free, False, False
         self._is_own_work: list[bool] = []
-        self._before = 0
+        self._resident_bytes = 0
         self._events: list[_Event] = []
-        # Addresses from before the step. The profiler does not always report that they are freed,
-        # so `_deaths` records it: bytes that were freed, by mark.
-        self._known: set[int] = set()
-        self._deaths: dict[int, int] = {}
+        # Addresses of resident tensors. The profiler does not always report when they are freed, so
+        # `_freed_bytes` records it: bytes that were freed, by mark.
+        self._resident_addresses: set[int] = set()
+        self._freed_bytes: dict[int, int] = {}
         self._handed_over: dict[int, int] = {}
 
     @contextmanager
@@ -175,7 +176,7 @@ class ProfilerMeter:
             yield
         finally:
             self._is_over = True
-            # A profiler that other code started in the step has ended this one.
+            # If other code started a profiler in the step, torch has stopped this one.
             is_running = profiler_is_on()
             if is_running:
                 profiler.__exit__(None, None, None)
@@ -188,14 +189,14 @@ class ProfilerMeter:
 
     def _include(self, storage: torch.UntypedStorage) -> None:
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        if address not in self._known:
-            self._known.add(address)
-            self._before += nbytes
-            weakref.finalize(storage, self._record_death, nbytes).atexit = False
+        if address not in self._resident_addresses:
+            self._resident_addresses.add(address)
+            self._resident_bytes += nbytes
+            weakref.finalize(storage, self._record_freed, nbytes).atexit = False
 
-    def _record_death(self, nbytes: int) -> None:
+    def _record_freed(self, nbytes: int) -> None:
         if self._is_own_work and not self._is_over:
-            self._deaths[self.mark(self._is_own_work[-1])] = nbytes
+            self._freed_bytes[self.mark(self._is_own_work[-1])] = nbytes
 
     def mark(self, is_own_work: bool) -> int:
         number = len(self._is_own_work)
@@ -208,32 +209,32 @@ class ProfilerMeter:
 
     def trace(self) -> MemoryTrace:
         count = len(self._is_own_work)
-        now = most = self._before + self._unlisted_bytes()
+        now = peak = self._resident_bytes + self._unlisted_bytes()
         current, peaks = [now] * count, [now] * count
-        is_own_work, known = False, set(self._known)
+        is_own_work, resident = False, set(self._resident_addresses)
         # Bytes of memory that the package's own work has allocated, by address.
-        own: dict[int, int] = {}
+        own_bytes: dict[int, int] = {}
         for event in self._events:
             if event.mark is not None and event.mark < count:
-                current[event.mark], peaks[event.mark] = now, most
-                now -= self._deaths.get(event.mark, 0)
-                now += own.pop(self._handed_over.get(event.mark, 0), 0)
-                most, is_own_work = now, self._is_own_work[event.mark]
-            elif event.address in known:
-                # Freed memory from before, which `_deaths` has, or new memory at the same address.
-                known.discard(event.address)
+                current[event.mark], peaks[event.mark] = now, peak
+                now -= self._freed_bytes.get(event.mark, 0)
+                now += own_bytes.pop(self._handed_over.get(event.mark, 0), 0)
+                peak, is_own_work = now, self._is_own_work[event.mark]
+            elif event.address in resident:
+                # A resident tensor was freed (`_freed_bytes` counts it), or its address was reused.
+                resident.discard(event.address)
                 if event.change > 0 and is_own_work:
-                    own[event.address] = event.change
+                    own_bytes[event.address] = event.change
                 elif event.change > 0:
                     now += event.change
-                    most = max(most, now)
+                    peak = max(peak, now)
             elif event.change > 0 and is_own_work:
-                own[event.address] = event.change
-            elif event.change < 0 and event.address in own:
-                del own[event.address]
+                own_bytes[event.address] = event.change
+            elif event.change < 0 and event.address in own_bytes:
+                del own_bytes[event.address]
             else:
                 now += event.change
-                most = max(most, now)
+                peak = max(peak, now)
         return MemoryTrace(current, peaks, self._is_own_work)
 
     def _unlisted_bytes(self) -> int:
@@ -241,7 +242,7 @@ class ProfilerMeter:
 
         Only memory that is freed in the step can be seen.
         """
-        nbytes, allocated = 0, set(self._known)
+        nbytes, allocated = 0, set(self._resident_addresses)
         for event in self._events:
             if event.mark is not None:
                 continue

@@ -44,7 +44,7 @@ class _StorageRecord:
         first_mark: Save mark (see `ProfilingPolicy.mark`) of its first saving.
         last_mark: Save mark of its latest saving.
         is_counted: Whether its original memory still counts as that of a saved storage.
-        owned_address: Address of its memory when the caller of backward took it over.
+        owned_address: Address of its memory when a backward function took it over.
     """
 
     tensor_dtype: torch.dtype

@@ -51,7 +51,7 @@ class FormulaMatch:
 
     @property
     def reusable_bytes(self) -> int:
-        """Return the bytes of the input's gradient that need no memory beside the input's."""
+        """Return the bytes of the input's gradient that fit into the input's memory."""
         if self.formula is None:
             return 0
         return self.formula.reusable_bytes(self.x) * self.nbytes // self.x.nbytes
@@ -66,8 +66,8 @@ def match_formula(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> FormulaMatch | None:
     """Return the formula for a call of a module; None if the module's own forward has to run."""
-    maker = _MAKERS.get(type(module))
-    if maker is None or len(args) != 1 or kwargs or not torch.is_grad_enabled():
+    matcher = _MATCHERS.get(type(module))
+    if matcher is None or len(args) != 1 or kwargs or not torch.is_grad_enabled():
         return None
     # Tensors of transforms (vmap, grad) and of forward derivatives are not supported.
     is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
@@ -76,7 +76,7 @@ def match_formula(
     x = args[0]
     if type(x) is not Tensor or not _is_dense(x):
         return None
-    match = maker(module, x)
+    match = matcher(module, x)
     if match is None:
         return None
     tensors = [tensor for tensor in (match.x, *match.params) if tensor is not None]
@@ -89,7 +89,7 @@ def match_formula(
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Return whether an input is an inner tensor that fills its storage without gaps."""
+    """Return whether an input is no leaf, needs a gradient, and fills its storage without gaps."""
     if x.layout is not torch.strided or x.is_nested or is_lazy(x) or not x.numel():
         return False
     if not (x.requires_grad and x.is_floating_point()) or x.is_leaf or x.is_neg():
@@ -106,7 +106,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast casts tensors of matrix products; None without it."""
+    """Return the dtype of matrix products under autocast; None without autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -114,8 +114,8 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 def _can_cast(x: Tensor) -> bool:
     """Return whether `FormulaMatch.tensors` gives the same gradients as autocast's own casts.
 
-    With autocast's cache a weight that several layers share is cast once. Its gradients are then
-    added up before they are cast back, which rounds differently.
+    With autocast's cache a weight that several layers share is cast once. Autocast
+    then sums the gradients before it casts them back, which rounds differently.
     """
     return not (_is_autocast(x) and torch.is_autocast_cache_enabled())
 
@@ -144,10 +144,12 @@ def _convolution(module: Any, x: Tensor) -> FormulaMatch | None:
     if padding == "valid":
         padding = (0,) * dims
     elif padding == "same":
-        both = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        if any(size % 2 for size in both):
+        total_padding = [
+            d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)
+        ]
+        if any(size % 2 for size in total_padding):
             return None
-        padding = tuple(size // 2 for size in both)
+        padding = tuple(size // 2 for size in total_padding)
     formula = ConvolutionFormula(module.stride, padding, module.dilation, module.groups)
     return FormulaMatch(formula, x, (module.weight, module.bias), _autocast_dtype(x))
 
@@ -172,8 +174,8 @@ def _group_norm(module: Any, x: Tensor) -> FormulaMatch | None:
 
 
 def _batch_norm(module: Any, x: Tensor) -> FormulaMatch | None:
-    fits = x.dim() in _BATCH_NORMS[type(module)] and x.shape[1] == module.num_features
-    if not fits or _is_autocast(x) or not x.is_contiguous() or x.numel() <= x.shape[1]:
+    has_valid_shape = x.dim() in _BATCH_NORMS[type(module)] and x.shape[1] == module.num_features
+    if not has_valid_shape or _is_autocast(x) or not x.is_contiguous() or x.numel() <= x.shape[1]:
         return None
     # cuDNN saves statistics that only its own backward can read, for all channels together.
     if x.device.type == "cuda" and torch.backends.cudnn.enabled:
@@ -182,12 +184,12 @@ def _batch_norm(module: Any, x: Tensor) -> FormulaMatch | None:
     if (mean is None) != (variance is None):
         return None
     uses_batch = module.training or mean is None
-    keeps = not module.training or module.track_running_stats
+    uses_running_stats = not module.training or module.track_running_stats
     momentum = 0.0 if module.momentum is None else module.momentum
-    batches = module.num_batches_tracked if module.training and keeps else None
-    if module.momentum is None and batches is not None:
-        momentum = 1.0 / float(batches + 1)
-    running = (mean, variance) if keeps else (None, None)
+    batch_count = module.num_batches_tracked if module.training and uses_running_stats else None
+    if module.momentum is None and batch_count is not None:
+        momentum = 1.0 / float(batch_count + 1)
+    running = (mean, variance) if uses_running_stats else (None, None)
     formula = BatchNormFormula(running, uses_batch, momentum, module.eps)
     return FormulaMatch(formula, x, (module.weight, module.bias))
 
@@ -201,7 +203,7 @@ def _silu(module: Any, x: Tensor) -> FormulaMatch | None:
 
 
 def _relu(module: Any, x: Tensor) -> FormulaMatch | None:
-    # An in-place change of a view is tracked by autograd in ways that a custom function cannot.
+    # Autograd tracks in-place changes of views. A custom function cannot take part in that.
     return None if module.inplace and is_view(x) else FormulaMatch(None, x)
 
 
@@ -213,7 +215,7 @@ _BATCH_NORMS: dict[type, tuple[int, ...]] = {
     nn.BatchNorm2d: (4,),
     nn.BatchNorm3d: (5,),
 }
-_MAKERS: dict[type, Callable[[Any, Tensor], FormulaMatch | None]] = {
+_MATCHERS: dict[type, Callable[[Any, Tensor], FormulaMatch | None]] = {
     nn.Linear: _linear,
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,

@@ -1,7 +1,6 @@
-"""Best-fit allocator of the bytes of a slab.
+"""Best-fit allocator for the memory of a tier.
 
-It serves storages without a planned offset: those of the first step, and of steps that differ from
-the planned one.
+It places storages without a planned offset: those of measured steps, and those that no plan has.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ class FreeList:
     """Free blocks of a range of bytes. Adjacent free blocks are merged.
 
     Args:
-        nbytes: Size of the range, rounded down to whole alignment units.
+        nbytes: Size of the range in bytes; rounded down to a multiple of the alignment.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -32,31 +31,31 @@ class FreeList:
 
     def allocate(self, nbytes: int) -> int | None:
         """Return the offset of the smallest block that fits; None if no block does."""
-        need = max(aligned(nbytes), aligned(1))
-        fits = [(size, start) for start, size in self._sizes.items() if size >= need]
-        if not fits:
+        padded_size = max(aligned(nbytes), aligned(1))
+        candidates = [(size, start) for start, size in self._sizes.items() if size >= padded_size]
+        if not candidates:
             return None
-        size, start = min(fits)
-        self._drop(start)
-        if size > need:
-            self._add(start + need, size - need)
-        self._allocated[start] = need
+        size, start = min(candidates)
+        self._remove(start)
+        if size > padded_size:
+            self._add(start + padded_size, size - padded_size)
+        self._allocated[start] = padded_size
         return start
 
     def allocate_at(self, offset: int, nbytes: int) -> int | None:
         """Allocate at an offset and return it; None if these bytes are not free."""
-        need = max(aligned(nbytes), aligned(1))
+        padded_size = max(aligned(nbytes), aligned(1))
         index = bisect_right(self._starts, offset) - 1
         start = self._starts[index] if index >= 0 else 0
         size = self._sizes.get(start, 0)
-        if index < 0 or offset + need > start + size:
+        if index < 0 or offset + padded_size > start + size:
             return None
-        self._drop(start)
+        self._remove(start)
         if offset > start:
             self._add(start, offset - start)
-        if offset + need < start + size:
-            self._add(offset + need, start + size - offset - need)
-        self._allocated[offset] = need
+        if offset + padded_size < start + size:
+            self._add(offset + padded_size, start + size - offset - padded_size)
+        self._allocated[offset] = padded_size
         return offset
 
     def free(self, offset: int) -> None:
@@ -64,18 +63,18 @@ class FreeList:
         size = self._allocated.pop(offset)
         index = bisect_left(self._starts, offset)
         if index < len(self._starts) and self._starts[index] == offset + size:
-            size += self._drop(offset + size)
+            size += self._remove(offset + size)
         if index > 0:
-            before = self._starts[index - 1]
-            if before + self._sizes[before] == offset:
-                size += self._drop(before)
-                offset = before
+            previous = self._starts[index - 1]
+            if previous + self._sizes[previous] == offset:
+                size += self._remove(previous)
+                offset = previous
         self._add(offset, size)
 
     def _add(self, start: int, size: int) -> None:
         insort(self._starts, start)
         self._sizes[start] = size
 
-    def _drop(self, start: int) -> int:
+    def _remove(self, start: int) -> int:
         del self._starts[bisect_left(self._starts, start)]
         return self._sizes.pop(start)
