@@ -21,7 +21,14 @@ from lightning_dlres.memory.execute.transfer.copiers import StreamCopier
 from lightning_dlres.memory.execute.transfer.gpu import CudaGpu
 from lightning_dlres.memory.execute.transfer.tiers import SlabTier
 from lightning_dlres.memory.offloader import Offloader
-from tests.memory.execute.test_reuse import LAYERS, Layers, Refusing, engine, require_same, trained
+from tests.memory.execute.test_reuse import (
+    LAYERS,
+    Layers,
+    RefusingOwner,
+    assert_equal_tensors,
+    run_step,
+    scripted_engine,
+)
 from tests.support.models import Block
 from tests.support.networks import CASES
 
@@ -197,8 +204,8 @@ def test_gradients_in_reused_memory_are_exact(name: str) -> None:
     torch.manual_seed(1)
     net = Layers(make()).to(DEVICE)
     with DEVICE:
-        separate, _ = trained(net, shape, engine(), Refusing)
-        found, handed_over = trained(net, shape, engine())
-    require_same(separate, found)
+        separate, _ = run_step(net, shape, scripted_engine(), RefusingOwner)
+        found, handed_over = run_step(net, shape, scripted_engine())
+    assert_equal_tensors(separate, found)
     # cuDNN's batch normalisation is not patched.
     assert handed_over == (not name.startswith(("relu", "batch norm")))
