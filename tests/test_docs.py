@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.rank_environment import as_under_torchrun
+from tests.support.rank_environment import set_torchrun_variables
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.scripts import RunScript
 
@@ -124,7 +124,7 @@ def write_script(block: Block, directory: Path) -> Path:
 
 def run_under_torchrun(context: RankContext, script: str) -> None:
     """Run a script on one of the ranks that torchrun would have started."""
-    as_under_torchrun(context)
+    set_torchrun_variables(context)
     runpy.run_path(script, run_name="__main__")
 
 

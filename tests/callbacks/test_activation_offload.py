@@ -25,7 +25,14 @@ from lightning_dlres.callbacks.offloading import require_supported
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.memory.execute.actions import MemoryAction
 from tests.support.networks import CASES
-from tests.support.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
+from tests.support.offload_tasks import (
+    Gan,
+    Regression,
+    batches,
+    checkpoint_of,
+    fit,
+    require_same_weights,
+)
 from tests.support.rank_pool import RankContext, RankPool
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -48,7 +55,7 @@ def ours(way: str = "all", **options: Any) -> dlres.ActivationOffload:
 def test_weights_equal_those_of_plain_training(name: str, way: str) -> None:
     plain = fit(Regression(name), batches(name))
     callback = ours(way)
-    require_same(plain, fit(Regression(name), batches(name), callback))
+    require_same_weights(plain, fit(Regression(name), batches(name), callback))
     assert callback.plan is not None
     assert callback.training_steps is not None
     offloader = callback.training_steps.offloader
@@ -79,7 +86,7 @@ def test_a_plan_uses_the_allowed_actions() -> None:
 
 def test_a_budget_that_holds_everything_changes_nothing() -> None:
     callback = dlres.ActivationOffload()
-    require_same(
+    require_same_weights(
         fit(Regression("cnn"), batches("cnn")), fit(Regression("cnn"), batches("cnn"), callback)
     )
     assert callback.plan is not None
@@ -93,7 +100,7 @@ def test_a_budget_that_cannot_be_met_raises_an_error_with_the_smallest() -> None
 
 def test_two_optimizers_by_hand() -> None:
     callback = ours()
-    require_same(fit(Gan(), batches("gan")), fit(Gan(), batches("gan"), callback))
+    require_same_weights(fit(Gan(), batches("gan")), fit(Gan(), batches("gan"), callback))
     assert callback.plan is not None
 
 
@@ -107,7 +114,7 @@ def test_accumulation_and_validation_in_between(way: str) -> None:
         "gradient_clip_val": 0.1,
     }
     callback = ours(way)
-    require_same(
+    require_same_weights(
         fit(Regression("unet"), batches("unet"), **options),
         fit(Regression("unet"), batches("unet"), callback, **options),
     )
@@ -119,7 +126,7 @@ def test_changing_sequence_lengths_get_a_plan_each() -> None:
     data = [torch.randint(11, (3, length)) for length in (10, 4, 10, 4, 10, 4, 7, 10, 4, 7, 7) * 2]
     loader: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     callback = ours("offload")
-    require_same(fit(Regression("gpt"), loader), fit(Regression("gpt"), loader, callback))
+    require_same_weights(fit(Regression("gpt"), loader), fit(Regression("gpt"), loader, callback))
     assert callback.training_steps is not None
     offloader = callback.training_steps.offloader
     assert offloader is not None
@@ -139,7 +146,7 @@ class Unseen(Regression):
 def test_steps_that_mismatch_the_plan_are_exact(way: str) -> None:
     callback = ours(way)
     options = {"max_epochs": 2}
-    require_same(
+    require_same_weights(
         fit(Unseen("cnn"), batches("cnn"), **options),
         fit(Unseen("cnn"), batches("cnn"), callback, **options),
     )
@@ -160,7 +167,7 @@ class Checkpointed(Regression):
 
 @pytest.mark.parametrize("way", ["all", "recompute"])
 def test_a_model_with_its_own_checkpointing(way: str) -> None:
-    require_same(
+    require_same_weights(
         fit(Checkpointed("mlp"), batches("mlp")),
         fit(Checkpointed("mlp"), batches("mlp"), ours(way)),
     )
@@ -172,7 +179,7 @@ def test_a_compiled_model() -> None:
         found.net = torch.compile(found.net, backend="aot_eager")  # type: ignore[assignment]
         return found
 
-    require_same(fit(task(), batches("mlp")), fit(task(), batches("mlp"), ours("offload")))
+    require_same_weights(fit(task(), batches("mlp")), fit(task(), batches("mlp"), ours("offload")))
 
 
 class FailsOnce(Regression):
@@ -194,7 +201,7 @@ def test_another_fit_after_an_exception() -> None:
             fit(task, batches("mlp"), *callbacks)
         assert all("forward" not in vars(module) for module in task.modules())
         found.append(fit(task, batches("mlp"), *callbacks))
-    require_same(*found)
+    require_same_weights(*found)
 
 
 class SkipsEpoch(Regression):
@@ -204,7 +211,7 @@ class SkipsEpoch(Regression):
 
 def test_an_epoch_that_ends_early() -> None:
     options = {"max_epochs": 3}
-    require_same(
+    require_same_weights(
         fit(SkipsEpoch("mlp"), batches("mlp"), **options),
         fit(SkipsEpoch("mlp"), batches("mlp"), ours(), **options),
     )
@@ -234,7 +241,7 @@ def test_training_resumes_with_and_without_the_callback(tmp_path: Path) -> None:
             batches("cnn"),
             **{**options, "ckpt_path": path, "enable_checkpointing": False},
         )
-        require_same(plain, resumed)
+        require_same_weights(plain, resumed)
 
 
 class CopiesModel(Callback):
@@ -283,7 +290,7 @@ def test_structures_views_and_buffers(way: str) -> None:
     torch.manual_seed(4)
     data = [{"x": torch.randn(4, 8), "more": [torch.randn(4, 4), "text"]} for _ in range(7)]
     loader: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
-    require_same(fit(Nested(), loader), fit(Nested(), loader, ours(way)))
+    require_same_weights(fit(Nested(), loader), fit(Nested(), loader, ours(way)))
 
 
 def fit_with_ddp(context: RankContext, name: str, way: str | None) -> dict[str, Tensor]:
@@ -304,7 +311,7 @@ def fit_with_ddp(context: RankContext, name: str, way: str | None) -> dict[str, 
 def compare_with_ddp(context: RankContext, name: str) -> None:
     plain = fit_with_ddp(context, name, None)
     for way in ("offload", "all"):
-        require_same(plain, fit_with_ddp(context, name, way))
+        require_same_weights(plain, fit_with_ddp(context, name, way))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
@@ -440,14 +447,14 @@ def test_modules_with_side_effects_are_not_recomputed(how: str) -> None:
 
     callback = ours("recompute", budget="1TiB", saved_budget="1TiB")
     plain = train()
-    require_same(plain, train(callback))
+    require_same_weights(plain, train(callback))
     assert callback.profile is not None
     names = {region.layer for region in callback.profile.regions}
     assert "net.0.inner" in names
     if how != "nothing":
         assert not names & {"net", "net.0", "net.1", "net.2"}
     forced = ours("all", budget="1TiB", saved_budget=0.8)
-    require_same(plain, train(forced))
+    require_same_weights(plain, train(forced))
 
 
 @pytest.mark.parametrize("text", [True, False], ids=["text", "number"])
@@ -501,7 +508,7 @@ def test_saved_tensors_do_not_become_gradients(size: int, way: str | None) -> No
     callback = ours(way) if way else dlres.ActivationOffload()
     tasks = [SavedGradient(size), SavedGradient(size)]
     plain = fit(tasks[0], batches("mlp"), gradient_clip_val=1.0)
-    require_same(plain, fit(tasks[1], batches("mlp"), callback, gradient_clip_val=1.0))
+    require_same_weights(plain, fit(tasks[1], batches("mlp"), callback, gradient_clip_val=1.0))
     assert torch.equal(tasks[1].factor, torch.ones(size, size))
 
 
@@ -509,7 +516,9 @@ def test_saved_tensors_do_not_become_gradients(size: int, way: str | None) -> No
 def test_a_saved_tensor_that_is_a_gradient_is_not_written_to(saved: str) -> None:
     tasks = [SavedGradient(256, saved), SavedGradient(256, saved)]
     plain = fit(tasks[0], batches("mlp"), gradient_clip_val=1.0)
-    require_same(plain, fit(tasks[1], batches("mlp"), ours("offload"), gradient_clip_val=1.0))
+    require_same_weights(
+        plain, fit(tasks[1], batches("mlp"), ours("offload"), gradient_clip_val=1.0)
+    )
     assert torch.equal(tasks[1].factor, torch.ones(256, 256))
 
 
@@ -554,7 +563,7 @@ def test_modules_whose_inputs_change_later_are_not_recomputed(how: str) -> None:
 
     plain = fit(task(), batches("mlp"))
     callback = ours("all", budget="1TiB", saved_budget=0.8)
-    require_same(plain, fit(task(), batches("mlp"), callback))
+    require_same_weights(plain, fit(task(), batches("mlp"), callback))
     assert callback.profile is not None
     assert not any(
         region.layer.startswith("net.blocks.")
@@ -573,8 +582,8 @@ class Profiles(Regression):
 
 def test_other_profilers_keep_working(tmp_path: Path) -> None:
     plain = fit(Regression("mlp"), batches("mlp"))
-    require_same(plain, fit(Profiles("mlp"), batches("mlp"), ours("offload")))
-    require_same(
+    require_same_weights(plain, fit(Profiles("mlp"), batches("mlp"), ours("offload")))
+    require_same_weights(
         plain,
         fit(
             Regression("mlp"),
@@ -613,13 +622,13 @@ def test_sparse_gradients_and_lazy_modules() -> None:
         torch.manual_seed(7)
         return fit(Words(), batches("mlp"), *callbacks, accumulate_grad_batches=2)
 
-    require_same(train(), train(ours("offload")))
+    require_same_weights(train(), train(ours("offload")))
 
 
 def test_a_callback_can_be_copied_after_training() -> None:
     callback = ours("offload")
     fit(Regression("mlp"), batches("mlp"), callback)
     twin = pickle.loads(pickle.dumps(copy.deepcopy(callback)))
-    require_same(
+    require_same_weights(
         fit(Regression("mlp"), batches("mlp")), fit(Regression("mlp"), batches("mlp"), twin)
     )

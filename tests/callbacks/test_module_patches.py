@@ -20,7 +20,7 @@ from lightning_dlres.memory.execute.reuse.formula import BackwardCall
 from lightning_dlres.memory.module_patches import without_patches_of
 from lightning_dlres.memory.profile.step_profile import Region, Reuse
 from tests.support.memory_profiles import stack
-from tests.support.offload_tasks import Regression, fit, require_same
+from tests.support.offload_tasks import Regression, fit, require_same_weights
 
 
 class Other(nn.Module):
@@ -62,7 +62,7 @@ def require_parity(
 ) -> dlres.ActivationOffload:
     """Train plainly and with the callback, compare, and return the callback."""
     callback = dlres.ActivationOffload(budget="min", min_size=1, **options)
-    require_same(fit(make(), loader(rows)), fit(make(), loader(rows), callback))
+    require_same_weights(fit(make(), loader(rows)), fit(make(), loader(rows), callback))
     assert callback.plan is not None
     return callback
 
@@ -180,6 +180,6 @@ def test_copies_of_a_patched_model_run_their_own_forward() -> None:
 
     plain, ours = make(), make()
     callback = dlres.ActivationOffload(budget="min", min_size=1)
-    require_same(fit(plain, loader(64)), fit(ours, loader(64), callback))
+    require_same_weights(fit(plain, loader(64)), fit(ours, loader(64), callback))
     for one in ours.copies:
         torch.testing.assert_close(one(torch.ones(2, 64)), ours.copies[0](torch.ones(2, 64)))

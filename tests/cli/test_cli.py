@@ -14,7 +14,7 @@ import lightning_dlres
 import lightning_dlres_command
 from lightning_dlres.cli.main import COMMANDS, main
 from lightning_dlres.core.errors import ConfigError
-from tests.support.rank_environment import as_under_torchrun
+from tests.support.rank_environment import set_torchrun_variables
 from tests.support.rank_pool import RankContext, RankOutcome, RankPool
 from tests.support.scripts import RunScript
 
@@ -34,7 +34,7 @@ TINY = (
 def run_in(context: RankContext, directory: str, *options: str) -> int:
     """Run `dlres` in a directory, as a rank of torchrun."""
     os.chdir(directory)
-    as_under_torchrun(context)
+    set_torchrun_variables(context)
     return main(options)
 
 

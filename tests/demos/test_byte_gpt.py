@@ -10,18 +10,18 @@ import torch
 from lightning_dlres.demos.byte_gpt import ByteGPT
 
 
-def test_a_prediction_depends_only_on_earlier_bytes() -> None:
+def test_logits_depend_only_on_bytes_up_to_their_position() -> None:
     model = ByteGPT(width=16, depth=2, heads=2, context=8).eval()
     text = torch.randint(0, 256, (2, 8), dtype=torch.uint8)
-    other = text.clone()
-    other[:, 5] += 1
+    changed_text = text.clone()
+    changed_text[:, 5] += 1
     with torch.no_grad():
-        before, after = model(text), model(other)
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert not torch.equal(before[:, 5:], after[:, 5:])
+        logits, changed_logits = model(text), model(changed_text)
+    assert torch.equal(logits[:, :5], changed_logits[:, :5])
+    assert not torch.equal(logits[:, 5:], changed_logits[:, 5:])
 
 
-def test_an_untrained_model_predicts_all_bytes_equally() -> None:
+def test_an_untrained_model_gives_all_bytes_the_same_probability() -> None:
     torch.manual_seed(0)
     model = ByteGPT(width=16, depth=2, heads=2, context=8)
     batch = torch.randint(0, 256, (16, 9), dtype=torch.uint8)
@@ -31,7 +31,7 @@ def test_an_untrained_model_predicts_all_bytes_equally() -> None:
     assert float(loss.detach()) == pytest.approx(math.log(256), abs=0.1)
 
 
-def test_invalid_widths_and_lengths_are_refused() -> None:
+def test_an_invalid_width_and_a_long_text_are_refused() -> None:
     with pytest.raises(ValueError, match=r"width must be a multiple of heads \(4\), got 10"):
         ByteGPT(width=10, heads=4)
     with pytest.raises(ValueError, match=r"Use ByteGPT\(context=9\)"):

@@ -1,4 +1,4 @@
-"""MemoryPrecision: weights equal those of Lightning's own plugin, and checkpoints fit both."""
+"""Tests of MemoryPrecision: same weights and checkpoints as with Lightning's precision plugins."""
 
 from __future__ import annotations
 
@@ -17,56 +17,68 @@ from torch import Tensor
 import lightning_dlres as dlres
 from lightning_dlres.core.errors import ConfigError
 from tests.support.networks import CASES
-from tests.support.offload_tasks import Gan, Regression, batches, checkpoint_of, fit, require_same
+from tests.support.offload_tasks import (
+    Gan,
+    Regression,
+    batches,
+    checkpoint_of,
+    fit,
+    require_same_weights,
+)
 from tests.support.rank_pool import RankContext, RankPool
 
-KINDS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
+PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
 
-def plain_options(kind: str) -> dict[str, Any]:
+def lightning_options(precision: str) -> dict[str, Any]:
     # Lightning replaces "16-mixed" by bf16 on the CPU, although torch supports it by now.
-    if kind == "16-mixed":
+    if precision == "16-mixed":
         return {"plugins": MixedPrecision("16-mixed", "cpu")}
-    return {"precision": kind}
+    return {"precision": precision}
 
 
-def plugin(kind: str = "32-true", **options: Any) -> dlres.MemoryPrecision:
-    return dlres.MemoryPrecision(kind, **{"budget": "min", "min_size": 1, **options})  # type: ignore[arg-type]
+def memory_plugin(precision: str = "32-true", **options: Any) -> dlres.MemoryPrecision:
+    return dlres.MemoryPrecision(precision, **{"budget": "min", "min_size": 1, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_equal_those_of_plain_training(kind: str, name: str) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_equal_those_of_plain_training(precision: str, name: str) -> None:
     options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
-    ours = plugin(kind)
-    require_same(
-        fit(Regression(name), batches(name), **options, **plain_options(kind)),
-        fit(Regression(name), batches(name), plugins=ours, **options),
+    memory_precision = memory_plugin(precision)
+    require_same_weights(
+        fit(Regression(name), batches(name), **options, **lightning_options(precision)),
+        fit(Regression(name), batches(name), plugins=memory_precision, **options),
     )
-    assert ours.plan is not None
-    assert ours.training_steps is not None
-    assert ours.training_steps.offloader is not None
-    assert ours.training_steps.offloader.measurements.mismatches == []
+    assert memory_precision.plan is not None
+    assert memory_precision.training_steps is not None
+    assert memory_precision.training_steps.offloader is not None
+    assert memory_precision.training_steps.offloader.measurements.mismatches == []
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_saved_budget_of_one_half_is_met(name: str) -> None:
-    ours = plugin(budget="1TiB", saved_budget=0.6)
-    require_same(
-        fit(Regression(name), batches(name)), fit(Regression(name), batches(name), plugins=ours)
+def test_a_budget_for_saved_tensors_is_met(name: str) -> None:
+    memory_precision = memory_plugin(budget="1TiB", saved_budget=0.6)
+    require_same_weights(
+        fit(Regression(name), batches(name)),
+        fit(Regression(name), batches(name), plugins=memory_precision),
     )
-    assert ours.plan is not None
-    assert ours.plan.saved_peak <= 0.6 * ours.plan.plain_saved_peak
+    assert memory_precision.plan is not None
+    assert memory_precision.plan.saved_peak <= 0.6 * memory_precision.plan.plain_saved_peak
 
 
-def test_two_optimizers_by_hand() -> None:
-    ours = plugin()
-    require_same(fit(Gan(), batches("gan")), fit(Gan(), batches("gan"), plugins=ours))
-    assert ours.plan is not None
+def test_manual_optimization_with_two_optimizers_gives_plain_weights() -> None:
+    memory_precision = memory_plugin()
+    require_same_weights(
+        fit(Gan(), batches("gan")), fit(Gan(), batches("gan"), plugins=memory_precision)
+    )
+    assert memory_precision.plan is not None
 
 
-class Overflows(Regression):
-    """Task whose loss overflows at times: the scaler skips these steps, and grows in between."""
+class OverflowingTask(Regression):
+    """Task whose loss overflows in one step of an epoch. The scaler skips this step,
+    and grows its scale between such steps.
+    """
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -75,15 +87,19 @@ class Overflows(Regression):
 
 @pytest.mark.parametrize("first", [True, False], ids=["from ours", "from Lightning's"])
 @pytest.mark.parametrize("second", [True, False], ids=["to ours", "to Lightning's"])
-def test_the_scaler_survives_a_checkpoint(tmp_path: Path, first: bool, second: bool) -> None:
+def test_a_checkpoint_restores_the_scaler_of_either_plugin(
+    tmp_path: Path, first: bool, second: bool
+) -> None:
     def options(with_ours: bool) -> dict[str, Any]:
-        return {"plugins": plugin("16-mixed")} if with_ours else plain_options("16-mixed")
+        return (
+            {"plugins": memory_plugin("16-mixed")} if with_ours else lightning_options("16-mixed")
+        )
 
-    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=4)
+    checkpoint_callback = ModelCheckpoint(tmp_path, every_n_train_steps=4)
     fit(
-        Overflows("cnn"),
+        OverflowingTask("cnn"),
         batches("cnn"),
-        keeper,
+        checkpoint_callback,
         enable_checkpointing=True,
         max_steps=4,
         **options(first),
@@ -91,20 +107,26 @@ def test_the_scaler_survives_a_checkpoint(tmp_path: Path, first: bool, second: b
     path = checkpoint_of(tmp_path)
     state = torch.load(path, weights_only=True)["MixedPrecision"]
     assert state["scale"] < 65536.0
-    seen: list[dict[str, Any]] = []
+    scaler_states: list[dict[str, Any]] = []
 
-    class Shows(Overflows):
+    class RecordingTask(OverflowingTask):
         def on_train_start(self) -> None:
-            precision = self.trainer.precision_plugin
-            seen.append(precision.scaler.state_dict())  # type: ignore[attr-defined]
+            plugin_used = self.trainer.precision_plugin
+            scaler_states.append(plugin_used.scaler.state_dict())  # type: ignore[attr-defined]
 
-    resumed = fit(Shows("cnn"), batches("cnn"), max_epochs=2, ckpt_path=path, **options(second))
-    assert seen == [state]
-    plain = fit(Shows("cnn"), batches("cnn"), max_epochs=2, ckpt_path=path, **options(False))
-    require_same(plain, resumed)
+    resumed = fit(
+        RecordingTask("cnn"), batches("cnn"), max_epochs=2, ckpt_path=path, **options(second)
+    )
+    assert scaler_states == [state]
+    plain = fit(
+        RecordingTask("cnn"), batches("cnn"), max_epochs=2, ckpt_path=path, **options(False)
+    )
+    require_same_weights(plain, resumed)
 
 
-class FailsOnce(Regression):
+class FailingTask(Regression):
+    """Task whose step 4 fails the first time."""
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 4 and not hasattr(self, "failed"):
@@ -113,53 +135,55 @@ class FailsOnce(Regression):
         return loss
 
 
-def test_another_fit_after_an_exception() -> None:
-    found = []
-    for options in ({}, {"plugins": plugin()}):
-        task = FailsOnce("mlp")
+def test_fit_after_an_exception_gives_plain_weights() -> None:
+    weights = []
+    for options in ({}, {"plugins": memory_plugin()}):
+        task = FailingTask("mlp")
         with pytest.raises(KeyError, match="of the user"):
             fit(task, batches("mlp"), **options)
         saved = torch.ones(3, requires_grad=True).exp()
         assert type(saved.grad_fn._saved_result) is Tensor  # type: ignore[union-attr]
-        found.append(fit(task, batches("mlp"), **options))
-    require_same(*found)
+        weights.append(fit(task, batches("mlp"), **options))
+    require_same_weights(*weights)
 
 
-class SkipsSome(Regression):
+class SkippingTask(Regression):
+    """Task whose steps 1 and 5 return None."""
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx in (1, 5) else loss
 
 
-def test_steps_without_a_loss_are_skipped() -> None:
-    require_same(
-        fit(SkipsSome("mlp"), batches("mlp"), max_epochs=2),
-        fit(SkipsSome("mlp"), batches("mlp"), max_epochs=2, plugins=plugin()),
+def test_steps_that_return_none_give_plain_weights() -> None:
+    require_same_weights(
+        fit(SkippingTask("mlp"), batches("mlp"), max_epochs=2),
+        fit(SkippingTask("mlp"), batches("mlp"), max_epochs=2, plugins=memory_plugin()),
     )
 
 
 def fit_with_ddp(context: RankContext, with_ours: bool) -> dict[str, Tensor]:
-    ours = [plugin("bf16-mixed")] if with_ours else []
+    memory_plugins = [memory_plugin("bf16-mixed")] if with_ours else []
     weights = fit(
         Regression("mlp"),
         batches("mlp"),
         devices=context.world_size,
         strategy=DDPStrategy(process_group_backend="gloo"),
-        plugins=[context.environment, *ours],
+        plugins=[context.environment, *memory_plugins],
         max_epochs=2,
         **({} if with_ours else {"precision": "bf16-mixed"}),
     )
-    assert all(p.plan is not None for p in ours)
+    assert all(p.plan is not None for p in memory_plugins)
     return weights
 
 
-def test_two_processes_with_ddp(pool: RankPool) -> None:
+def test_ddp_gives_the_weights_of_lightnings_plugin(pool: RankPool) -> None:
     plain = pool.run(fit_with_ddp, 2, False, timeout=120)
     for one, other in zip(plain, pool.run(fit_with_ddp, 2, True, timeout=120), strict=True):
-        require_same(one, other)
+        require_same_weights(one, other)
 
 
-def test_every_hook_of_a_precision_plugin_is_delegated() -> None:
+def test_the_plugin_overrides_every_hook_of_a_precision_plugin() -> None:
     names = {
         name
         for name, member in inspect.getmembers(Precision, inspect.isfunction)
@@ -169,17 +193,17 @@ def test_every_hook_of_a_precision_plugin_is_delegated() -> None:
     assert names - {"state_dict", "load_state_dict"} <= vars(dlres.MemoryPrecision).keys()
 
 
-def test_validation_and_prediction_need_no_plan() -> None:
+def test_validation_and_prediction_make_no_plan() -> None:
     from lightning.pytorch import Trainer
 
     from tests.support.models import QUIET
 
-    ours = plugin("bf16-mixed")
-    trainer = Trainer(accelerator="cpu", devices=1, plugins=ours, **QUIET)
+    memory_precision = memory_plugin("bf16-mixed")
+    trainer = Trainer(accelerator="cpu", devices=1, plugins=memory_precision, **QUIET)
     trainer.validate(Regression("mlp"), batches("mlp", 2), verbose=False)
     task: LightningModule = Regression("mlp")
     trainer.predict(task, batches("mlp", 2))
-    assert ours.plan is None
+    assert memory_precision.plan is None
 
 
 @pytest.mark.parametrize(
@@ -190,6 +214,6 @@ def test_validation_and_prediction_need_no_plan() -> None:
     ],
     ids=str,
 )
-def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dlres.MemoryPrecision(**options)

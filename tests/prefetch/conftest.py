@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> Path:  # type: ignore[no-untyped-def]
-    """Directory of this test for sockets and locks; its path is short enough for a socket."""
+    """Directory for the sockets and locks of this test. Its path is short enough for a socket."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="dl") as short:
@@ -40,7 +40,7 @@ def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch)
 
 @pytest.fixture(scope="session")
 def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
-    """Fork server that has imported everything that a cache's process needs."""
+    """Fork server that has imported the modules of a cache process."""
     server = ForkServer(request.config.stash[ADDRESSES][0])
     yield server
     server.close()
@@ -48,13 +48,16 @@ def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
 
 @pytest.fixture(autouse=True)
 def forked_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of caches instead of starting them. The imports of each would take half a
-    second, and these tests start many. Tests of other folders start them as users do."""
+    """Fork the cache processes from a fork server instead of starting programs.
+
+    The imports of a program take half a second, and these tests start many. Tests of other folders
+    start programs, as users do.
+    """
 
     def start(function: str, arguments: list[str], log: IO[bytes], lock: int) -> Any:
-        read, write = os.pipe()
+        read_end, write_end = os.pipe()
         try:
-            descriptors = {0: read, 1: log.fileno(), 2: log.fileno(), lock: lock}
+            descriptors = {0: read_end, 1: log.fileno(), 2: log.fileno(), lock: lock}
             fork_server = request.getfixturevalue("fork_server")
             return ForkedCacheProcess(
                 fork_server.start(
@@ -64,9 +67,9 @@ def forked_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
                     environ=os.environ,
                     directory=os.getcwd(),
                 ),
-                write,
+                write_end,
             )
         finally:
-            os.close(read)
+            os.close(read_end)
 
     monkeypatch.setattr(launch, "start_program", start)

@@ -1,4 +1,4 @@
-"""Picture of the cache over time, for the documentation."""
+"""Tests of the picture of the cache over time in the documentation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from docs.tools.prefetch_picture import draw, simulate
 from lightning_dlres.prefetch.cache.space.entry_kernels import EVICTABLE, IN_USE, WAITING
 
 
-def test_a_history_shows_passes_moves_and_states() -> None:
+def test_a_simulated_history_has_evictions_moves_and_all_entry_states() -> None:
     history = simulate()
     assert len(history.entries) == len(history.is_evicting) == len(history.moves)
     assert any(history.is_evicting)
     assert any(history.moves)
     states = {state for entries in history.entries for _, _, state in entries}
     assert states == {WAITING, IN_USE, EVICTABLE}
-    # Samples are stored while a pass is under way.
+    # Some samples are stored while an eviction pass runs.
     snapshots = zip(history.entries, history.entries[1:], history.is_evicting, strict=False)
     assert any(evicting and len(after) > len(before) for before, after, evicting in snapshots)
     for entries in history.entries:

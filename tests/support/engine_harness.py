@@ -1,4 +1,7 @@
-"""Harness that drives the cache's engine over a storage in memory, with replies in any order."""
+"""Harness that drives the engine of the cache, with storage replies in any order.
+
+The harness makes the samples itself, so it needs no storage.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from lightning_dlres.prefetch.cache.space.cache_space import CacheSpace
 from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 
 
-def content(sample_id: int, size: int) -> np.ndarray:
+def sample_content(sample_id: int, size: int) -> np.ndarray:
     """Return the bytes of a sample, uint8[size]; they differ from sample to sample."""
     return ((np.arange(size) * 31 + sample_id * 17 + 5) % 253).astype(np.uint8)
 
@@ -28,9 +31,15 @@ class EngineHarness:
     """Engine with its memory and the fetches that have no reply yet.
 
     Attributes:
-        sizes: int64[samples], in bytes.
-        pinned: Bytes of the pinned tier.
-        padding: Samples of the start of an epoch that are repeated at its end.
+        sizes: int64[samples], size of each sample, in bytes.
+        nodes: Number of storage nodes.
+        capacity: Size of the cache space, in bytes.
+        prefetch: Maximum number of samples in one fetch.
+        lookahead: As for `PrefetchEngine`, in bytes.
+        threshold: As for `CacheSpace`.
+        pinned: Size of the pinned tier, in bytes.
+        max_inflight_requests: Limit of prefetches to one node.
+        padding: Number of samples from the start of an epoch that are repeated at its end.
         open_fetches: Fetches that have no reply yet, oldest first.
         fetched_ids: The sample_id of every fetched sample, in order.
     """
@@ -63,7 +72,7 @@ class EngineHarness:
         )
 
     def collect_fetches(self) -> None:
-        """Take the engine's new fetches, and check each of them."""
+        """Move the new fetches of the engine to `open_fetches`, and check them."""
         for fetch in self.engine.pop_fetches():
             assert 1 <= len(fetch.sample_ids) <= self.prefetch
             assert (fetch.sample_ids % self.nodes == fetch.node).all()
@@ -71,9 +80,9 @@ class EngineHarness:
             self.fetched_ids.extend(fetch.sample_ids.tolist())
 
     def answer(self, which: int = 0) -> None:
-        """Hand the engine the reply to one of the open fetches."""
+        """Give the engine the reply to open fetch number `which`, modulo their number."""
         fetch = self.open_fetches.pop(which % len(self.open_fetches))
-        samples = [content(i, int(self.sizes[i])) for i in fetch.sample_ids.tolist()]
+        samples = [sample_content(i, int(self.sizes[i])) for i in fetch.sample_ids.tolist()]
         self.engine.arrive(fetch.fetch_id, np.concatenate(samples))
 
     def read(self, reply: BatchReply) -> list[np.ndarray]:
@@ -83,9 +92,11 @@ class EngineHarness:
             PINNED_TIER: self.pinned_memory,
             DIRECT_TIER: reply.direct,
         }
-        return [tiers[t][o : o + n] for t, o, n in reply.locations.tolist()]
+        return [
+            tiers[tier][offset : offset + size] for tier, offset, size in reply.locations.tolist()
+        ]
 
     def check(self, reply: BatchReply) -> None:
         """Assert that each delivered sample has the bytes of the stored one."""
         for sample_id, data in zip(reply.sample_ids.tolist(), self.read(reply), strict=True):
-            assert np.array_equal(data, content(sample_id, int(self.sizes[sample_id])))
+            assert np.array_equal(data, sample_content(sample_id, int(self.sizes[sample_id])))

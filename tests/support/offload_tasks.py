@@ -1,4 +1,4 @@
-"""LightningModules for the memory tests, and their training."""
+"""LightningModules for the memory tests, and functions that train and compare them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.networks import CASES
 
 
 class Regression(LightningModule):
-    """Task with one of the networks, and a loss without labels."""
+    """Module that trains a network of `CASES` with a loss that needs no labels."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -46,57 +46,63 @@ class Gan(LightningModule):
         super().__init__()
         torch.manual_seed(1)
         self.automatic_optimization = False
-        self.maker = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.judge = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.discriminator = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        for_maker, for_judge = self.optimizers()  # type: ignore[misc]
-        made = self.maker(torch.randn(6, 4))
-        self.toggle_optimizer(for_maker)
-        fooled = -self.judge(made).mean()
-        for_maker.zero_grad()
-        self.manual_backward(fooled)
-        for_maker.step()
-        self.untoggle_optimizer(for_maker)
-        self.toggle_optimizer(for_judge)
-        judged = self.judge(made.detach()).sigmoid().mean() - self.judge(batch).mean()
-        for_judge.zero_grad()
-        self.manual_backward(judged)
-        for_judge.step()
-        self.untoggle_optimizer(for_judge)
+        generator_optimizer, discriminator_optimizer = self.optimizers()  # type: ignore[misc]
+        fake_samples = self.generator(torch.randn(6, 4))
+        self.toggle_optimizer(generator_optimizer)
+        generator_loss = -self.discriminator(fake_samples).mean()
+        generator_optimizer.zero_grad()
+        self.manual_backward(generator_loss)
+        generator_optimizer.step()
+        self.untoggle_optimizer(generator_optimizer)
+        self.toggle_optimizer(discriminator_optimizer)
+        discriminator_loss = (
+            self.discriminator(fake_samples.detach()).sigmoid().mean()
+            - self.discriminator(batch).mean()
+        )
+        discriminator_optimizer.zero_grad()
+        self.manual_backward(discriminator_loss)
+        discriminator_optimizer.step()
+        self.untoggle_optimizer(discriminator_optimizer)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.maker, self.judge)]
+        return [
+            torch.optim.Adam(part.parameters(), lr=1e-2)
+            for part in (self.generator, self.discriminator)
+        ]
 
 
 def batches(name: str, count: int = 8) -> DataLoader[Any]:
-    """Return a loader of whole batches."""
+    """Return a loader of `count` batches for the task `name`; the same batches at each call."""
     torch.manual_seed(2)
-    found = [torch.randn(6, 16) if name == "gan" else CASES[name].batch() for _ in range(count)]
-    return DataLoader(found, batch_size=None)  # type: ignore[arg-type]
+    tensors = [torch.randn(6, 16) if name == "gan" else CASES[name].batch() for _ in range(count)]
+    return DataLoader(tensors, batch_size=None)  # type: ignore[arg-type]
 
 
 def fit(
     task: LightningModule, loader: Any, *callbacks: Callback, **options: Any
 ) -> dict[str, Tensor]:
-    """Train, and return the weights."""
-    settings = {**QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": 1, **options}
-    path = settings.pop("ckpt_path", None)
-    validation = settings.pop("val_dataloaders", None)
-    trainer = Trainer(callbacks=list(callbacks), **settings)
+    """Train a task and return a copy of its weights. `options` are arguments of the Trainer."""
+    trainer_options = {**QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": 1, **options}
+    checkpoint = trainer_options.pop("ckpt_path", None)
+    validation = trainer_options.pop("val_dataloaders", None)
+    trainer = Trainer(callbacks=list(callbacks), **trainer_options)
     torch.manual_seed(3)
-    trainer.fit(task, loader, validation, ckpt_path=path)
+    trainer.fit(task, loader, validation, ckpt_path=checkpoint)
     return {name: value.clone() for name, value in task.state_dict().items()}
 
 
-def require_same(plain: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+def require_same_weights(plain: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
     """Check that weights agree bit for bit."""
-    assert plain.keys() == ours.keys()
+    assert plain.keys() == actual.keys()
     for name, value in plain.items():
-        assert torch.equal(value, ours[name]), name
+        assert torch.equal(value, actual[name]), name
 
 
 def checkpoint_of(directory: Path) -> Path:
     """Return the only checkpoint in a directory."""
-    (found,) = directory.rglob("*.ckpt")
-    return found
+    (path,) = directory.rglob("*.ckpt")
+    return path

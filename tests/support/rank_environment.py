@@ -1,9 +1,9 @@
-"""The cluster that the shared rank processes form, told to Lightning.
+"""Cluster environment of the shared rank processes.
 
-Lightning asks a cluster environment who it is and whether to start processes itself. The ranks of
-`tests.support.rank_pool` exist already. Their numbers and port come from the pool rather than from
-environment variables, so that one job's state cannot be taken for another's. A test of these
-variables sets them with `as_under_torchrun`, and the pool takes them back after the job.
+Lightning asks it for the rank and the port, and if Lightning must start processes. The processes of
+`tests.support.rank_pool` run already. The pool passes ranks and port as arguments and not as
+environment variables, so that no job sees the variables of another. A test of these variables sets
+them with `set_torchrun_variables`. The pool restores them after the job.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from tests.support.rank_pool import RankContext
 
 
-def as_under_torchrun(context: RankContext) -> None:
-    """Make a rank look to Lightning like one that torchrun has started."""
+def set_torchrun_variables(context: RankContext) -> None:
+    """Set the environment variables of a rank that torchrun has started."""
     os.environ.update(
         RANK=str(context.rank),
         LOCAL_RANK=str(context.rank),
@@ -30,7 +30,7 @@ def as_under_torchrun(context: RankContext) -> None:
 
 
 class PoolEnvironment(ClusterEnvironment):
-    """One rank of a job on this machine; pass it as `Trainer(plugins=[context.environment])`."""
+    """Environment of one rank of a job; pass it as `Trainer(plugins=[context.environment])`."""
 
     def __init__(self, world_size: int, rank: int, port: int) -> None:
         self._world_size = world_size
@@ -57,13 +57,13 @@ class PoolEnvironment(ClusterEnvironment):
         return self._world_size
 
     def set_world_size(self, size: int) -> None:
-        """The pool decides: what a strategy derives from the Trainer's arguments is ignored."""
+        """Ignore the value that a strategy derives from the Trainer: the pool sets it."""
 
     def global_rank(self) -> int:
         return self._rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The pool decides: what a strategy derives from the Trainer's arguments is ignored."""
+        """Ignore the value that a strategy derives from the Trainer: the pool sets it."""
 
     def local_rank(self) -> int:
         return self._rank
@@ -72,9 +72,9 @@ class PoolEnvironment(ClusterEnvironment):
         return 0
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse at construction what would otherwise hang in the rendezvous."""
+        """Refuse a Trainer with another number of ranks, which would hang in the rendezvous."""
         if num_devices * num_nodes != self._world_size:
             raise ValueError(
-                f"got devices={num_devices}, num_nodes={num_nodes}, expected {self._world_size} "
-                f"ranks in all, try Trainer(devices={self._world_size}, num_nodes=1)"
+                f"devices * num_nodes must be {self._world_size}, got devices={num_devices}, "
+                f"num_nodes={num_nodes}. Use Trainer(devices={self._world_size}, num_nodes=1)."
             )

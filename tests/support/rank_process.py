@@ -1,7 +1,7 @@
-"""The process behind one rank of `tests.support.rank_pool`, which runs one job after another.
+"""Process of one rank of `tests.support.rank_pool`, which runs one job after another.
 
-After each job it puts back whatever process-wide state the job may have changed, because the next
-test must find the process as a freshly started one would be.
+After each job it restores the process-wide state, because the next test must find the process as if
+it had just started.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.support.rank_pool import Clean, Job, Raised, RankContext, Ready, Retu
 
 
 def main() -> None:
-    """Serve the connection whose descriptor is the program's argument."""
+    """Serve the connection whose file descriptor is the argument of the program."""
     serve(Connection(int(sys.argv[1])))
 
 
 def serve(connection: Connection) -> None:
-    """Answer the pool's messages until it is gone."""
+    """Answer the messages of the pool until the pool has ended."""
     faulthandler.enable()
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
@@ -58,7 +58,7 @@ def _run(job: Job) -> Returned | Raised:
 
     try:
         os.chdir(job.tmp)
-        # Different on each rank, so that code which needs a common seed cannot get it by accident.
+        # A seed per rank, so that code that needs a common seed fails without one.
         random.seed(job.rank)
         numpy.random.seed(job.rank)
         torch.manual_seed(job.rank)
@@ -71,7 +71,7 @@ def _run(job: Job) -> Returned | Raised:
         )
         fn: Any = operator.attrgetter(job.qualname)(importlib.import_module(job.module))
         args, kwargs = pickle.loads(job.arguments)
-        # Not Connection.send: its pickler passes tensors as shared memory that this rank must hold.
+        # Do not use Connection.send, which passes tensors as shared memory of this process.
         return Returned(pickle.dumps(fn(context, *args, **kwargs)))
     except BaseException as error:
         return _raised(error)
@@ -88,17 +88,21 @@ def _answer(connection: Connection, message: object) -> None:
 
 
 def _receive(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Notice the end of the test process at once, also while a job runs or hangs."""
+    """Receive messages in a thread; end this process when the test process ends.
+
+    A thread notices the end also while a job runs or hangs.
+    """
     while True:
         try:
             inbox.put(connection.recv_bytes())
         except (EOFError, OSError):
-            # The whole group, which the pool made ours: a job's own children must not outlive it.
+            # Kill the process group, because children of a job must not outlive it. The pool has
+            # given this process a group of its own.
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 class _ProcessState:
-    """The process-wide state before the first job, and the way back to it."""
+    """Process-wide state before the first job, and the function that restores it."""
 
     def __init__(self) -> None:
         import torch
@@ -109,10 +113,10 @@ class _ProcessState:
         self._rank = rank_zero_only.rank
         self._environ = dict(os.environ)
         self._directory = os.getcwd()
-        self._loggers = {each: (list(each.handlers), each.level) for each in _loggers()}
-        self._silenced = logging.root.manager.disable
+        self._loggers = {logger: (list(logger.handlers), logger.level) for logger in _loggers()}
+        self._disabled_log_level = logging.root.manager.disable
         self._streams = (sys.stdout, sys.stderr)
-        # What is imported by now stays: the collection after each job need not look at it.
+        # Exclude the imported modules from the garbage collections after each job.
         gc.collect()
         gc.freeze()
 
@@ -122,7 +126,7 @@ class _ProcessState:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         # A job may have made Lightning's loggers quiet.
-        logging.disable(self._silenced)
+        logging.disable(self._disabled_log_level)
         for logger in _loggers():
             handlers, level = self._loggers.get(logger, ([], logging.NOTSET))
             logger.setLevel(level)
@@ -139,16 +143,16 @@ class _ProcessState:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(False)
         torch.__future__.set_swap_module_params_on_conversion(False)
-        # Lightning never takes it back, and a Trainer on one device would then not be rank zero.
+        # Lightning never resets the rank. Then a Trainer on one device would not be rank zero.
         self._rank_zero.rank = self._rank
         os.chdir(self._directory)
         for name in set(os.environ) - set(self._environ):
             del os.environ[name]
         os.environ.update(self._environ)
-        # The next collection need not look at what this job has imported.
+        # Exclude the modules that this job has imported from the next collection.
         gc.freeze()
 
 
 def _loggers() -> list[logging.Logger]:
-    known = logging.root.manager.loggerDict.values()
-    return [logging.root, *(each for each in known if isinstance(each, logging.Logger))]
+    loggers = logging.root.manager.loggerDict.values()
+    return [logging.root, *(item for item in loggers if isinstance(item, logging.Logger))]

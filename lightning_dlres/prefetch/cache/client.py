@@ -298,7 +298,7 @@ class CacheClient:
             samples = Samples(batch, self._regions, lambda: self._release(request_id))
             with self._lock:
                 future = self._pending.pop(request_id, None)
-            # Without a future, the batch belongs to an aborted epoch. It is released with `samples`.
+            # Without a future, the batch is of an aborted epoch. It is released with `samples`.
             if future is not None:
                 future.set_result(samples)
         elif message.kind == messages.FAILED:
