@@ -64,9 +64,8 @@ class PrefetchCacheDataModule(LightningDataModule):
             loaders, which steps tell apart by their `dataloader_idx`.
         test: Samples for `test`; one set, or a list.
         predict: Samples for `predict`; one set, or a list.
-        storage: "auto", "direct", "embedded", "files" or "nodes", see
-            `prefetch.cache.options.host_config`; or the addresses of storage nodes that have the
-            training samples, instead of `train`.
+        storage: Name of a backend, see `prefetch.cache.options.host_config`; or the addresses of
+            storage nodes that have the training samples, instead of `train`.
         batch_size: Samples of one batch of a rank; also an attribute, which Lightning's Tuner sets.
         capacity: Bytes of a host's cache for training. Each other split has a quarter of it, which
             the sets of a list share.

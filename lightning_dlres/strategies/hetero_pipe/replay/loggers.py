@@ -28,13 +28,14 @@ class LoggerCall:
 
     Attributes:
         logger: Index of the logger in `trainer.loggers`.
-        path: Attribute names that lead from the logger to the method.
+        path: Steps that lead from the logger to the method: an attribute's name, or a key in a
+            tuple of one, as of `experiment["loss"].append(...)`.
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
 
     logger: int
-    path: tuple[str, ...]
+    path: tuple[str | tuple[Any], ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -42,34 +43,40 @@ class LoggerCall:
         """Return the call as plain data. If its arguments cannot be sent, the error replaces
         them."""
         try:
-            copied = map_tensors(lambda t: t.detach().clone(), [self.args, self.kwargs])
+            return map_tensors(
+                lambda t: t.detach().clone(),
+                [self.logger, list(self.path), self.args, self.kwargs],
+            )
         except ConfigError as error:
-            return [self.logger, list(self.path), None, str(error)]
-        return [self.logger, list(self.path), *copied]
+            path = [step if isinstance(step, str) else (repr(step[0]),) for step in self.path]
+            return [self.logger, path, None, str(error)]
 
     @staticmethod
     def replay(tree: Tree, loggers: Sequence[Logger]) -> None:
         """Make the call that `to_tree` returned; warn if its arguments could not be sent."""
         index, path, args, kwargs_or_error = tree
         if args is None:
+            steps = [f".{step}" if isinstance(step, str) else f"[{step[0]}]" for step in path]
             rank_zero_warn(
-                f"dlres: logger.{'.'.join(path)}(...) in training_step is left out: "
+                f"dlres: logger{''.join(steps)}(...) in training_step is left out: "
                 f"{kwargs_or_error}"
             )
             return
         method: Any = loggers[index]
-        for name in path:
-            method = getattr(method, name)
+        for step in path:
+            method = getattr(method, step) if isinstance(step, str) else method[step[0]]
         method(*args, **kwargs_or_error)
 
 
 class _Recorder:
     """Replacement for a logger's experiment or an attribute of it.
 
-    Every attribute is again a recorder. Calls are recorded and return None.
+    Every attribute and item is again a recorder. Calls are recorded and return None.
     """
 
-    def __init__(self, calls: list[LoggerCall], logger: int, path: tuple[str, ...]) -> None:
+    def __init__(
+        self, calls: list[LoggerCall], logger: int, path: tuple[str | tuple[Any], ...]
+    ) -> None:
         self._calls, self._logger, self._path = calls, logger, path
 
     def __getattr__(self, name: str) -> _Recorder:
@@ -81,7 +88,7 @@ class _Recorder:
         self._calls.append(LoggerCall(self._logger, self._path, args, kwargs))
 
     def __getitem__(self, key: Any) -> _Recorder:
-        return self
+        return _Recorder(self._calls, self._logger, (*self._path, (key,)))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._calls.append(LoggerCall(self._logger, (*self._path, "__setitem__"), (key, value), {}))
