@@ -1,13 +1,12 @@
-"""Device memory and the time of a step: plain training, its peers, and ours under several budgets.
+"""Device memory and step time of plain training, of its peers, and of `Offloader` under budgets.
 
     python -m benchmarks.activation_offload
 
-All in one process, in turns, on one device: the first GPU, else the CPU (where "device" is the
-process's own memory, and data go to a mapped file). Peers: `torch.utils.checkpoint` around every
-block, `torch.autograd.graph.save_on_cpu`, and torchtune's `OffloadActivations` where it is
-installed and there is a GPU, without which it does not run. The table shows the most bytes that the
-allocator has given out in a step, and the median time of a step; a picture of the same is written
-to build/activation_offload.png.
+All trainings take turns in one process, on the first GPU or else on the CPU. On the CPU, "device"
+means the process's own memory, and tensors are offloaded to a mapped file. The peers are
+`torch.utils.checkpoint` around every block, `torch.autograd.graph.save_on_cpu`, and torchtune's
+`OffloadActivations` if it is installed and there is a GPU. The table shows the peak bytes of a step
+in the allocator, and the median step time. build/activation_offload.png shows the same.
 """
 
 from __future__ import annotations
@@ -35,17 +34,20 @@ from lightning_dlres.memory.config import ACTIONS, MemoryConfig
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.profile.meter import AllocatorMeter, ProfilerMeter
 
+# Parts of the bytes that plain training saves.
 BUDGETS = (0.75, 0.5, 0.3)
 PICTURE = Path("build/activation_offload.png")
+# Largest step time with half of the saved bytes, over plain training.
 SLOWER_TARGET = 1.05
-# A peer counts as better on an axis if it is by more than this.
+# Relative difference in bytes or time up to which two trainings count as equal.
 _NOISE = 0.02
-_MOST_MEASURED = 30
+# Number of steps within which each offloader must have a plan.
+_MAX_STEPS_WITHOUT_PLAN = 30
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How large the networks are, and how many steps count."""
+    """Sizes of the networks, and number of measured steps (`rounds`)."""
 
     width: int = 384
     blocks: int = 6
@@ -103,7 +105,20 @@ NETWORKS = {"transformer": transformer, "ReLU CNN": relu_cnn}
 
 @dataclass
 class Way:
-    """One way to train: what is around a step, and what has been seen."""
+    """One way to train a network, with its measurements.
+
+    Attributes:
+        name: Name in the table.
+        network: The network.
+        around: Returns the context manager in which a step runs.
+        forward: Forward of a step; None is the network itself.
+        is_ours: True for this package's offloader.
+        offloader: The offloader, if there is one.
+        optimizer: Optimizer of the network's parameters.
+        seconds: Seconds of each measured step.
+        peak: Peak bytes of a step.
+        gradients: Gradients of the last step, in the order of the parameters.
+    """
 
     name: str
     network: nn.Module
@@ -117,8 +132,8 @@ class Way:
     gradients: list[Tensor] = field(default_factory=list)
 
     @property
-    def follows(self) -> bool:
-        """Return whether its steps follow a plan by now, if there is to be one."""
+    def is_planned(self) -> bool:
+        """True if steps follow a plan already, or need none."""
         return self.offloader is None or self.offloader.measurements.steps > 0
 
     def step(self, x: Tensor) -> None:
@@ -140,30 +155,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks: dict[str, Check] = {}
     raw: dict[str, Any] = {"settings": vars(settings), **versions()}
     rows: list[list[object]] = []
-    found: dict[str, list[Way]] = {}
+    ways_by_network: dict[str, list[Way]] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, make in NETWORKS.items():
-            ways = found[name] = measured(make, settings, device, Path(directory))
+            ways = ways_by_network[name] = measure(make, settings, device, Path(directory))
             plain = ways[0]
             for way in ways:
                 ratio = median(a / b for a, b in zip(way.seconds, plain.seconds, strict=True))
                 mib = way.peak / 2**20
                 rows.append([name, way.name, mib, way.peak / plain.peak, ratio])
-            checks |= judged(name, ways, on_gpu)
+            checks |= checks_of(name, ways, on_gpu)
             raw[name] = {w.name: {"peak": w.peak, "seconds": w.seconds} for w in ways}
             raw[name]["predicted"] = predictions(ways)
     columns = ("network", "way", "peak MiB", "of plain", "step over plain")
     print(table(columns, rows))
-    print(f"torchtune: {why_no_torchtune(device) or 'measured'}")
-    for name, ways in found.items():
+    print(f"torchtune: {reason_without_torchtune(device) or 'measured'}")
+    for name, ways in ways_by_network.items():
         print(link_bound(name, ways))
-    draw(found)
+    draw(ways_by_network)
     print(f"picture: {PICTURE}")
     conclude("activation_offload", checks, raw)
     return 0
 
 
-def measured(make: Any, settings: Settings, device: torch.device, directory: Path) -> list[Way]:
+def measure(make: Any, settings: Settings, device: torch.device, directory: Path) -> list[Way]:
     """Return all ways to train one network, measured in turns."""
     torch.manual_seed(0)
     network, x = make(settings)
@@ -179,7 +194,7 @@ def measured(make: Any, settings: Settings, device: torch.device, directory: Pat
     blocks = copy()
     ways.append(Way("torch checkpoint, every block", blocks, forward=checkpointed(blocks)))
     ways.append(Way("save_on_cpu", copy(), lambda: save_on_cpu(pin_memory=device.type == "cuda")))
-    if why_no_torchtune(device) is None:
+    if reason_without_torchtune(device) is None:
         offload = importlib.import_module("torchtune.training").OffloadActivations
         ways.append(Way("torchtune OffloadActivations", copy(), offload))
     for budget in (*BUDGETS, "min"):
@@ -188,17 +203,17 @@ def measured(make: Any, settings: Settings, device: torch.device, directory: Pat
         way.optimizer = torch.optim.SGD(way.network.parameters(), lr=1e-3)
     turn = counted = 0
     while counted < settings.rounds:
-        # Steps are measured and planned first.
-        counts = all(way.follows for way in ways)
-        if turn == _MOST_MEASURED and not counts:
-            raise RuntimeError(f"no plan after {turn} steps")
+        # The first steps are measured to make the plans, so their times do not count.
+        counts = all(way.is_planned for way in ways)
+        if turn == _MAX_STEPS_WITHOUT_PLAN and not counts:
+            raise RuntimeError(f"every offloader must have a plan after {turn} steps")
         for way in ways if turn % 2 else reversed(ways):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             way.step(x)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if counts:
-                way.seconds.append(time.perf_counter() - began)
+                way.seconds.append(time.perf_counter() - start_time)
         turn, counted = turn + 1, counted + counts
         require_same(ways)
     for way in ways:
@@ -218,8 +233,15 @@ def checkpointed(blocks: nn.Sequential) -> Callable[[Tensor], Tensor]:
 def ours(
     network: nn.Module, budget: float | str, device: torch.device, directory: Path, x: Tensor
 ) -> Way:
-    """Return our way under a budget: a share of what plain training saves, or as little as
-    possible."""
+    """Return this package's way to train under a budget.
+
+    Args:
+        network: The network.
+        budget: Part of the bytes that plain training saves, or "min" for the smallest peak.
+        device: Device of the network.
+        directory: Directory for offloaded tensors on the CPU.
+        x: Input of a step.
+    """
     disk = None if device.type == "cuda" else directory
     if isinstance(budget, str):
         options = MemoryConfig(budget=budget, disk=disk, actions=ACTIONS)
@@ -229,12 +251,12 @@ def ours(
 
     @contextmanager
     def around() -> Iterator[None]:
-        stays = list(network.parameters())
+        parameters = list(network.parameters())
 
-        def held() -> list[Tensor]:
-            return [*stays, *(p.grad for p in stays if p.grad is not None), x]
+        def resident() -> list[Tensor]:
+            return [*parameters, *(p.grad for p in parameters if p.grad is not None), x]
 
-        with offloader.step("one", stays, held):
+        with offloader.step("one", parameters, resident):
             yield
 
     name = f"ours, {budget:.0%} of saved" if isinstance(budget, float) else "ours, min"
@@ -242,15 +264,18 @@ def ours(
 
 
 def require_same(ways: Sequence[Way]) -> None:
-    """Compare gradients bit for bit: else the times say nothing."""
+    """Raise unless all ways compute the same gradients, bit for bit.
+
+    Otherwise their times could not be compared.
+    """
     for way in ways[1:]:
         for one, other in zip(ways[0].gradients, way.gradients, strict=True):
             if not torch.equal(one, other):
-                raise RuntimeError(f"{way.name}: gradients are unlike those of plain training")
+                raise RuntimeError(f"{way.name}: gradients must equal those of plain training")
 
 
 def peak_of(way: Way, x: Tensor, device: torch.device) -> int:
-    """Return the most bytes on the device in one step."""
+    """Return the peak bytes on the device in one step."""
     meter = AllocatorMeter(device) if device.type == "cuda" else ProfilerMeter()
     way.gradients = []
     with meter.running(lambda: [x, *way.network.parameters()]):
@@ -260,13 +285,16 @@ def peak_of(way: Way, x: Tensor, device: torch.device) -> int:
     return meter.trace().peak(first, last)
 
 
-def judged(name: str, ways: Sequence[Way], on_gpu: bool) -> dict[str, Check]:
-    """Return how many peers are better than ours at a budget on both axes, and what half of the
-    saved bytes costs."""
-    mine = [way for way in ways if way.is_ours]
+def checks_of(name: str, ways: Sequence[Way], on_gpu: bool) -> dict[str, Check]:
+    """Return the checks of one network.
+
+    They are the number of pairs (peer, budget) in which the peer is better in bytes and time, and
+    on a GPU the step time with half of the saved bytes.
+    """
+    our_ways = [way for way in ways if way.is_ours]
     better = [
         (peer.name, way.name)
-        for way in mine
+        for way in our_ways
         for peer in ways
         if not peer.is_ours
         and peer.peak < (1 - _NOISE) * way.peak
@@ -276,8 +304,8 @@ def judged(name: str, ways: Sequence[Way], on_gpu: bool) -> dict[str, Check]:
         print(f"{name}: {peer} is better than {way} on both axes")
     checks = {f"{name}: peers that are better on both axes": at_most(len(better), 0)}
     if on_gpu:
-        # On the CPU no computing hides a copy: there the ratio is in the table only.
-        half = next(way for way in mine if "50%" in way.name)
+        # On the CPU training waits for each copy, so the ratio is only in the table.
+        half = next(way for way in our_ways if "50%" in way.name)
         ratio = median(a / b for a, b in zip(half.seconds, ways[0].seconds, strict=True))
         key = f"{name}: step with half of what is saved, over plain"
         checks[key] = at_most(ratio, SLOWER_TARGET)
@@ -285,16 +313,17 @@ def judged(name: str, ways: Sequence[Way], on_gpu: bool) -> dict[str, Check]:
 
 
 def predictions(ways: Sequence[Way]) -> dict[str, Any]:
-    found = {}
+    """Return the predictions of each plan, by name of the way."""
+    predicted = {}
     for way in ways:
         plan = way.offloader.plan if way.offloader is not None else None
         if plan is not None:
-            found[way.name] = {"peak": plan.peak, "seconds": plan.seconds, "moved": plan.moved}
-    return found
+            predicted[way.name] = {"peak": plan.peak, "seconds": plan.seconds, "moved": plan.moved}
+    return predicted
 
 
 def link_bound(name: str, ways: Sequence[Way]) -> str:
-    """Return what the link allows at half of what is saved."""
+    """Return a line with the transfer time for half of the saved bytes beside a plain step."""
     half = next(way for way in ways if way.is_ours and "50%" in way.name)
     assert half.offloader is not None
     plan, profile = half.offloader.plan, half.offloader.profile
@@ -304,15 +333,16 @@ def link_bound(name: str, ways: Sequence[Way]) -> str:
     if profile.links:
         link = profile.links[0]
         seconds = plan.moved / 2 * (1 / link.out_rate + 1 / link.in_rate)
-    hidden = "beside the computing" if any(x.overlaps for x in profile.links) else "in addition"
+    hidden = "during the computation" if any(x.overlaps for x in profile.links) else "in addition"
     return (
         f"{name}: at half, {plan.moved / 2**20:.0f} MiB move in {seconds * 1e3:.0f} ms {hidden}, "
-        f"a plain step takes {median(ways[0].seconds) * 1e3:.0f} ms; runs again: "
+        f"a plain step takes {median(ways[0].seconds) * 1e3:.0f} ms; recomputed: "
         f"{', '.join(plan.recompute) or 'nothing'}"
     )
 
 
-def why_no_torchtune(device: torch.device) -> str | None:
+def reason_without_torchtune(device: torch.device) -> str | None:
+    """Return the reason why torchtune is not measured; None if it is."""
     if device.type != "cuda":
         return "not measured: it needs CUDA"
     try:
@@ -322,18 +352,18 @@ def why_no_torchtune(device: torch.device) -> str | None:
     return None
 
 
-def draw(found: dict[str, list[Way]]) -> None:
-    """Draw peak over time of a step."""
-    figure = Figure(figsize=(6 * len(found), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(found), squeeze=False)[0]
-    for axes, (name, ways) in zip(panels, found.items(), strict=True):
+def draw(ways_by_network: dict[str, list[Way]]) -> None:
+    """Draw the peak bytes over the step time of every way, with one panel per network."""
+    figure = Figure(figsize=(6 * len(ways_by_network), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(ways_by_network), squeeze=False)[0]
+    for axes, (name, ways) in zip(panels, ways_by_network.items(), strict=True):
         for way in ways:
             place = median(way.seconds) * 1e3, way.peak / 2**20
             axes.plot(*place, "o" if way.is_ours else "s", color="C0" if way.is_ours else "C1")
             axes.annotate(way.name, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
-        mine = [(median(w.seconds) * 1e3, w.peak / 2**20) for w in ways if w.is_ours]
-        axes.plot(*zip(*sorted(mine), strict=True), color="C0", linewidth=1)
-        axes.set(title=name, xlabel="step (ms)", ylabel="most bytes on the device (MiB)")
+        our_points = [(median(w.seconds) * 1e3, w.peak / 2**20) for w in ways if w.is_ours]
+        axes.plot(*zip(*sorted(our_points), strict=True), color="C0", linewidth=1)
+        axes.set(title=name, xlabel="step (ms)", ylabel="peak on the device (MiB)")
         axes.set_ylim(bottom=0)
     PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, dpi=120)

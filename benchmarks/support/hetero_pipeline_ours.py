@@ -19,7 +19,7 @@ from benchmarks.support.hetero_pipeline_model import (
     parameter_bytes,
     task_of,
 )
-from benchmarks.support.rpc import Answer, Talk
+from benchmarks.support.rpc import Message, RankRpc
 from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig
 
 
@@ -44,8 +44,8 @@ class Turns(Callback):
     A step is timed from its start to the next one's.
     """
 
-    def __init__(self, talk: Talk, turns: list[int], strategy: HeteroPipeStrategy) -> None:
-        self.talk, self.strategy = talk, strategy
+    def __init__(self, rpc: RankRpc, turns: list[int], strategy: HeteroPipeStrategy) -> None:
+        self.rpc, self.strategy = rpc, strategy
         self.ends = {0, *accumulate(turns)}
         self.steps = 0
         self.starts: list[float] = []
@@ -54,15 +54,15 @@ class Turns(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.starts.append(time.perf_counter())
         if self.steps in self.ends:
-            self.talk.say(self.report())
-            self.talk.order()
+            self.rpc.reply(self.report())
+            self.rpc.next_order()
             self.starts, self.losses = [time.perf_counter()], []
         self.steps += 1
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
-    def report(self) -> Answer:
+    def report(self) -> Message:
         if not self.steps:
             plan = self.strategy.plan
             assert plan is not None
@@ -79,15 +79,15 @@ class Turns(Callback):
         return {"seconds": seconds, "losses": self.losses}
 
 
-def main(talk: Talk) -> None:
+def main(rpc: RankRpc) -> None:
     """Train as often as ordered."""
     torch.set_num_threads(1)
-    for order in talk.orders():
-        train(talk, order)
+    for order in rpc.orders():
+        train(rpc, order)
 
 
-def train(talk: Talk, order: Answer) -> None:
-    task, world_size = task_of(order), talk.world_size
+def train(rpc: RankRpc, order: Message) -> None:
+    task, world_size = task_of(order), rpc.world_size
     strategy = HeteroPipeStrategy(
         stages=world_size,
         microbatches=order["microbatches"],
@@ -97,7 +97,7 @@ def train(talk: Talk, order: Answer) -> None:
         profile=ProfileConfig(seconds=order["profiled"]),
         timeout=order["timeout"],
     )
-    turns = Turns(talk, order["turns"], strategy)
+    turns = Turns(rpc, order["turns"], strategy)
     net = Net(task)
     whole = parameter_bytes(net)
     trainer = Trainer(
@@ -114,4 +114,4 @@ def train(talk: Talk, order: Answer) -> None:
         enable_model_summary=False,
     )
     trainer.fit(net, make_loader(task))
-    talk.say({"whole_bytes": whole})
+    rpc.reply({"whole_bytes": whole})

@@ -21,13 +21,13 @@ from benchmarks.support.hetero_pipeline_model import (
     make_optimizer,
     task_of,
 )
-from benchmarks.support.rpc import Answer, Talk
+from benchmarks.support.rpc import Message, RankRpc
 
 
 class Setting:
     """One way to train the model: a split, which rank is which stage, micro-batches, threads."""
 
-    def __init__(self, order: Answer, rank: int) -> None:
+    def __init__(self, order: Message, rank: int) -> None:
         task, split, ranks = task_of(order), order["split"], order["ranks"]
         index = ranks.index(rank)
         first = sum(split[:index])
@@ -42,7 +42,7 @@ class Setting:
         self.batches: Iterator[list[Tensor]] = iter(make_loader(task))
         self.layers: nn.Module = layers
 
-    def run(self, steps: int) -> Answer:
+    def run(self, steps: int) -> Message:
         torch.set_num_threads(self.threads)
         starts, losses = [time.perf_counter()], []
         for _ in range(steps):
@@ -60,15 +60,15 @@ class Setting:
         return {"seconds": seconds, "losses": losses}
 
 
-def main(talk: Talk) -> None:
+def main(rpc: RankRpc) -> None:
     """Do as ordered: make a setting, or run steps of one."""
     settings: dict[str, Setting] = {}
-    for order in talk.orders():
+    for order in rpc.orders():
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         name = order["name"]
         if "split" in order:
-            settings[name] = Setting(order, talk.rank)
-            talk.say({})
+            settings[name] = Setting(order, rpc.rank)
+            rpc.reply({})
         else:
-            talk.say(settings[name].run(order["steps"]))
+            rpc.reply(settings[name].run(order["steps"]))

@@ -24,7 +24,7 @@ from benchmarks.support.forkserver import (
     ForkServerProcess,
     Place,
 )
-from benchmarks.support.rpc import Talk
+from benchmarks.support.rpc import RankRpc
 from benchmarks.support.testbed import HostError, Testbed
 
 # Where `ip netns` keeps the namespaces.
@@ -38,7 +38,7 @@ class RankStarter:
 
     Args:
         bed: the testbed, open.
-        modules: modules to import; each has a function `main` that takes a `Talk`.
+        modules: modules to import; each has a function `main` that takes a `RankRpc`.
 
     Raises:
         HostError: If one of them cannot be imported.
@@ -116,7 +116,7 @@ class RankProcess:
 
 def run_rank() -> None:
     """Run the `main` of the module that is the process's argument."""
-    sys.modules[sys.argv[1]].main(Talk())
+    sys.modules[sys.argv[1]].main(RankRpc())
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from tempfile import TemporaryFile
 
 from benchmarks.support.rank_starter import RankStarter
-from benchmarks.support.rpc import Answer
+from benchmarks.support.rpc import Message
 from benchmarks.support.testbed import MIN_QUOTA_US, PERIOD_US, HostError, HostTimeoutError, Machine
 
 _STDERR_LINES = 20
@@ -25,7 +25,7 @@ class Ranks:
 
     Args:
         hosts: what forks them.
-        module: its function `main` takes a `Talk`, and is what every rank runs.
+        module: its function `main` takes a `RankRpc`, and is what every rank runs.
         world_size: number of ranks.
         timeout: seconds that an answer may take.
     """
@@ -46,7 +46,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
 
-    def ask(self, order: Answer, *, only: int | None = None) -> list[Answer]:
+    def ask(self, order: Message, *, only: int | None = None) -> list[Message]:
         """Give all ranks an order, and return their answers.
 
         Args:
@@ -65,10 +65,10 @@ class Ranks:
                 raise HostError(self._report(f"rank {rank} has ended")) from None
         return self._hear(ranks)
 
-    def _hear(self, ranks: Sequence[int]) -> list[Answer]:
+    def _hear(self, ranks: Sequence[int]) -> list[Message]:
         deadline = time.monotonic() + self._timeout
         missing = {self._processes[rank].stdout: rank for rank in ranks}
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Message] = {}
         while missing:
             ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
             if not ready:

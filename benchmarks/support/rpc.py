@@ -1,4 +1,4 @@
-"""How a rank of a benchmark hears what to do, and answers: lines of JSON over stdin and stdout."""
+"""Orders to the ranks of a benchmark and their replies: lines of JSON over stdin and stdout."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Answer = dict[str, Any]
+Message = dict[str, Any]
 
 
-class Talk:
-    """A rank's side: orders come in, answers go out, and whatever else is printed goes to
-    stderr."""
+class RankRpc:
+    """Rank's end of the connection. It reads orders from stdin and writes replies to stdout.
+
+    Everything else that the process prints to stdout goes to stderr.
+    """
 
     def __init__(self) -> None:
-        self._answers = os.fdopen(os.dup(1), "w")
+        self._replies = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def say(self, answer: Mapping[str, Any]) -> None:
-        """Answer the last order."""
-        print(json.dumps(dict(answer)), file=self._answers, flush=True)
+    def reply(self, reply: Mapping[str, Any]) -> None:
+        """Reply to the last order."""
+        print(json.dumps(dict(reply)), file=self._replies, flush=True)
 
-    def order(self) -> Answer:
-        """Wait for the next order; ends the process if there will be none."""
+    def next_order(self) -> Message:
+        """Wait for the next order and return it; exit the process at the end of stdin."""
         line = sys.stdin.readline()
         if not line:
             raise SystemExit(0)
         return dict(json.loads(line))
 
-    def orders(self) -> Iterator[Answer]:
-        """Yield all orders to come."""
+    def orders(self) -> Iterator[Message]:
+        """Yield orders until stdin ends."""
         while True:
-            yield self.order()
+            yield self.next_order()

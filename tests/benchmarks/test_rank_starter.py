@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks
-from benchmarks.support.rpc import Talk
+from benchmarks.support.rpc import RankRpc
 from benchmarks.support.testbed import Host, HostError, Testbed, reason_unavailable
 from tests.support.waiting import wait_until
 
@@ -25,14 +25,14 @@ def bed() -> Iterator[Testbed]:
         yield bed
 
 
-def main(talk: Talk) -> None:
-    for order in talk.orders():
+def main(rpc: RankRpc) -> None:
+    for order in rpc.orders():
         if order.get("fail"):
             raise RuntimeError("as ordered")
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         network = os.stat("/proc/self/ns/net").st_ino
         found = {"pid": os.getpid(), "network": network, "cpus": sorted(os.sched_getaffinity(0))}
-        talk.say({**found, **{name: os.environ[name] for name in names}})
+        rpc.reply({**found, **{name: os.environ[name] for name in names}})
 
 
 def test_groups_of_ranks_come_and_go(bed: Testbed) -> None:

@@ -19,9 +19,9 @@ class ProfileConfig:
         batch: Number of samples in a profiled batch; "auto": that of the loader.
         microbatch: Number of samples that are run at once; "auto": as many as in training.
         repeats: Minimum number of runs of every layer.
-        seconds: Minimum time, in seconds, over which the layers are measured on every rank. A
-            throttled or shared processor shows its sustained speed only over a while. A profile
-            that is shorter than the default also measures links with fewer and smaller messages.
+        seconds: Minimum time, in seconds, over which the layers are measured on every rank. Over a
+            shorter time, a throttled or shared processor does not show its sustained speed. Below
+            the default, links are measured with fewer and smaller messages, too.
 
     Raises:
         ConfigError: If a number is not positive.
@@ -47,13 +47,13 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class ProfileSamples:
-    """Samples that rank 0 read for the profile.
+    """Training samples for the profile, read on rank 0.
 
     Attributes:
-        inputs: Micro-batches, as the first layer receives them.
-        batches: The batches that `inputs` were made from.
+        inputs: Inputs of the first layer, one for each micro-batch.
+        batches: Micro-batches, as the user's code receives them; same order as `inputs`.
         microbatches: Number of micro-batches in a training batch.
-        whole_batch: All samples as one batch; at least two samples where there are as many.
+        whole_batch: All samples as one batch; at least two samples, if the data has as many.
     """
 
     inputs: list[Tree]

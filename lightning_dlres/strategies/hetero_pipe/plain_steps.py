@@ -50,8 +50,7 @@ class PlainSteps:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context manager that records the span of a backward pass, and that of the step, which
-        ends with it."""
+        """Context manager that traces a backward pass. The step's span ends with it."""
         with self._computing("backward"):
             yield
         end_ns = time.perf_counter_ns()

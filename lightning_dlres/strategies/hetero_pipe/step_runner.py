@@ -1,5 +1,7 @@
-"""Steps of a run on one rank: the choice of the schedule, the replay of logs on every rank, and the
-loss that a step returns to Lightning."""
+"""Runner of the steps on one rank.
+
+It chooses the schedule, replays logs on every rank, and returns each step's loss to Lightning.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep,
 # Part of the seed of forward calls outside of training steps. It keeps their random numbers apart
 # from those of training steps.
 _EVALUATION = 1
-# After this many batches that were checked without need, a loss over the whole batch costs less
-# than checking each batch.
+# Number of unneeded checks after which the run changes to a loss over the whole batch: that costs
+# less than checking each batch.
 _MAX_FALSE_ALARMS = 3
 
 
@@ -84,10 +86,10 @@ class StepRunner:
         self._update_trainable = update_trainable
         self.may_change_schedule = schedule == AUTO
         self.schedule = initial_schedule(schedule).name
-        # Indices of the runtime's buffers that a forward changes, as the last check found them.
+        # Indices of the runtime's buffers that the forward changed in the last check.
         self.changing_buffers: list[int] = []
         self._num_steps = 0
-        # Attributes of which the user was told that they cannot be sent to other ranks.
+        # Attributes that cannot be sent to other ranks. A message for each is logged only once.
         self._reported_attributes: set[str] = set()
         self._false_alarms = 0
         self._checked_operations: set[str] = set()
@@ -95,8 +97,10 @@ class StepRunner:
 
     @property
     def loss_per_microbatch(self) -> bool:
-        """True if the schedule computes the loss per micro-batch, exact only for a mean over
-        samples."""
+        """True if the schedule computes the loss per micro-batch.
+
+        This is exact only for a loss that is a mean over samples.
+        """
         return not schedule_named(self.schedule).whole_batch_loss
 
     def train(self, args: tuple[Any, ...], batch: int, scale: float) -> Tensor | dict[str, Any]:
@@ -173,7 +177,7 @@ class StepRunner:
         place = "outside of a step" if fingerprint is None else "in an evaluation step"
         fingerprint = digest(inputs) if fingerprint is None else fingerprint
         reason = (
-            f"It has called {self.context.pipelined.path!r}, the pipelined module, {place}: the "
+            f"It has called the pipelined module {self.context.pipelined.path!r} {place}. The "
             "module must be called on all ranks or on none. Call it without a condition on the "
             "rank."
         )
@@ -206,10 +210,10 @@ class StepRunner:
         fingerprint: int,
         checked: bool,
     ) -> None:
-        """Fall back, or check the loss, if the step's records cast doubt on a loss per micro-batch.
+        """Check the loss, or fall back to GPipe, if the records suggest an inexact loss.
 
-        The state from before the step is restored for a check, and stays restored after a fallback.
-        All ranks have the same records, and decide alike.
+        For a check, the state from before the step is restored. After a fallback it stays restored,
+        since the step runs again. All ranks have the same records, and so decide the same.
 
         Args:
             before: State before the step.
@@ -228,10 +232,11 @@ class StepRunner:
         doubt = reason or doubt_about_batch(
             result.records, result.sizes, checks_gradients=scale == 1.0
         )
+        # An operation that no check has seen yet may make the loss inexact, so it needs a check.
         operations = {kind for record in result.records for kind in record["operations"]}
-        is_new = not checked and not operations <= self._checked_operations
+        has_unchecked_operations = not checked and not operations <= self._checked_operations
         self._checked_operations |= operations
-        if doubt is None and not is_new:
+        if doubt is None and not has_unchecked_operations:
             return
         step.restore_metrics()
         with before.restored():
@@ -248,11 +253,16 @@ class StepRunner:
                 self._fall_back(f"{doubt}, so that every batch would have to be checked")
 
     def _check_is_due(self) -> bool:
-        # Steps 0, 1, 2, 4, 8, ... A first batch without padding may hide a difference that a later
-        # batch shows.
+        # Due before steps 0, 1, 2, 4, 8, ... One check is not enough: a first batch without padding
+        # may hide a difference that a later batch shows.
         return self._num_steps & (self._num_steps - 1) == 0
 
     def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
+        """Compute the loss of a batch both ways, and fall back to GPipe if they differ.
+
+        Buffers and the random state are restored. All ranks get the result of the first replica's
+        last stage, so that all decide the same.
+        """
         runtime, context = self.runtime, self.context
         rewind_random_state = rng.rewinder(context.device)
         inputs = (
@@ -264,10 +274,11 @@ class StepRunner:
         with torch.no_grad():
             output = runtime.forward(inputs, seed, fingerprint, everywhere=False)
             pairs = list(zip(runtime.buffers.tensors(), saved, strict=True))
-            changed = [i for i, (now, value) in enumerate(pairs) if not torch.equal(now, value)]
-            for now, value in pairs:
-                now.copy_(value)
-        # With several replicas, every step changes all buffers: it makes the replicas' alike.
+            changed = [i for i, (buffer, old) in enumerate(pairs) if not torch.equal(buffer, old)]
+            for buffer, old in pairs:
+                buffer.copy_(old)
+        # With several replicas, any buffer may change in a step: at its end the first replica's
+        # buffers are copied to the others.
         self.changing_buffers = (
             list(range(len(saved))) if len(runtime.plan.replicas) > 1 else changed
         )
@@ -329,7 +340,7 @@ class StepRunner:
 
 
 class _StateBeforeStep:
-    """State from before a step with a loss per micro-batch, for a check or a second run of it.
+    """State from before a step with a loss per micro-batch, for a check or a rerun of the step.
 
     It covers what the step changes before its records are known: the batch, buffers of the layers,
     and random state.
@@ -354,19 +365,20 @@ class _StateBeforeStep:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager that restores the state; it stays restored if the schedule changes to one
-        with a loss over the whole batch."""
+        """Context manager that restores the state from before the step.
+
+        At its end the state from after the step comes back, unless the schedule has changed to a
+        loss over the whole batch: the step is then run again.
+        """
         device = self._runner.context.device
-        after, redo_random_state = (
-            [b.clone() for b in self._changing_buffers()],
-            rng.rewinder(device),
-        )
+        buffers_after_step = [buffer.clone() for buffer in self._changing_buffers()]
+        set_random_state_after_step = rng.rewinder(device)
         self._set_buffers(self._saved_buffers)
         self._rewind_random_state()
         yield
         if self._runner.loss_per_microbatch:
-            self._set_buffers(after)
-            redo_random_state()
+            self._set_buffers(buffers_after_step)
+            set_random_state_after_step()
 
     def _set_buffers(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():

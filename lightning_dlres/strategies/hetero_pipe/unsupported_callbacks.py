@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dlres.core.errors import ConfigError
 
+# Name of the step that each entry point of the Trainer runs.
 _STEPS = {
     TrainerFn.FITTING: "training_step",
     TrainerFn.VALIDATING: "validation_step",
@@ -24,10 +25,10 @@ _STEPS = {
     TrainerFn.PREDICTING: "predict_step",
 }
 
-# First half of a reason that several callbacks share.
+# Beginning of the reason for several callbacks.
 _ONE_STAGE = "each rank holds the weights of one stage, and "
 
-# For each class of callbacks: the reason, and the advice for the user.
+# Reason and fix of the error, by class of callback; "it" is the callback.
 _REASON_AND_FIX: dict[type[Callback], str] = {
     BatchSizeFinder: (
         "the ranks run out of memory at different times, and it saves a file on each rank. Set "
@@ -53,7 +54,7 @@ def refuse_callbacks(trainer: Trainer) -> None:
     """Raise if a callback needs the whole model on one rank.
 
     Raises:
-        ConfigError: If one does; the message names it and an alternative.
+        ConfigError: If a callback does; the message names the callback and an alternative.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason_and_fix in _REASON_AND_FIX.items():
@@ -64,7 +65,7 @@ def refuse_callbacks(trainer: Trainer) -> None:
 
 
 def refuse_dataloader_iter(trainer: Trainer, module: LightningModule) -> None:
-    """Raise if a step of this run reads batches itself: a pipeline must cut each batch.
+    """Raise if a step of this run fetches its own batches. A pipeline must cut each batch.
 
     Raises:
         ConfigError: If a step has an argument `dataloader_iter`.

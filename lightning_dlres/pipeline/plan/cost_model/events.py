@@ -44,8 +44,8 @@ class ScheduleEvent:
         replica: Replica of the event.
         stage: Stage of the event.
         microbatch: Index among the replica's micro-batches, or `ALL_MICROBATCHES`.
-        after: Indices of the events that must have ended before; all are smaller than this event's
-            own index.
+        after: Indices of the event's predecessors, which must end first. All are smaller than this
+            event's own index.
     """
 
     work: Work
@@ -87,15 +87,19 @@ def event_graph(
 
 
 class _Builder:
-    """Builder of an event graph: every stage goes as far through its actions as it can.
+    """Builder of an event graph.
+
+    It takes the stages in turn, and adds a stage's events until the next one has a predecessor that
+    does not exist yet.
 
     Attributes:
         actions: Actions by (replica, stage).
         events: Events so far, predecessors first.
         index: Index of an event by (work, replica, stage, micro-batch).
-        latest: Index of the latest computation (work None), or transfer of a kind, of a stage, by
-            (work or None, replica, stage).
-        arrived: Transfers that the next computation of a (replica, stage) waits for.
+        latest: Index of a stage's latest event, by (work, replica, stage). Each kind of transfer
+            has an entry of its own; all computations share the entry with work None.
+        arrived: Indices of the transfers that the next computation of a stage waits for, by
+            (replica, stage).
     """
 
     def __init__(self) -> None:
@@ -106,48 +110,53 @@ class _Builder:
         self.arrived: dict[tuple[int, int], list[int]] = {}
 
     def add(self, replica: int, stage: int, actions: list[Action]) -> None:
+        """Add the actions of a stage."""
         self.actions[replica, stage] = actions
 
     def build(self) -> tuple[ScheduleEvent, ...]:
-        position = dict.fromkeys(self.actions, 0)
-        while any(position[place] < len(self.actions[place]) for place in position):
-            before = dict(position)
+        """Return the events of all actions."""
+        next_action = dict.fromkeys(self.actions, 0)
+        while any(next_action[place] < len(self.actions[place]) for place in next_action):
+            before = dict(next_action)
             for place, actions in self.actions.items():
-                while position[place] < len(actions) and self.do(*place, actions[position[place]]):
-                    position[place] += 1
-            if position == before:
-                raise AssertionError(f"The schedule deadlocks at {position}.")
+                while next_action[place] < len(actions) and self.do(
+                    *place, actions[next_action[place]]
+                ):
+                    next_action[place] += 1
+            if next_action == before:
+                raise AssertionError(f"The schedule deadlocks at {next_action}.")
         return tuple(self.events)
 
     def do(self, replica: int, stage: int, action: Action) -> bool:
         """Add an action's event; return False if an event that it waits for does not exist yet."""
         op, microbatch = action.op, action.microbatch
         if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
-            forward = op is Op.RECEIVE_ACTIVATION
-            sent = (
+            transfer = (
                 (Work.ACTIVATION, replica, stage - 1, microbatch)
-                if forward
+                if op is Op.RECEIVE_ACTIVATION
                 else (Work.GRADIENT, replica, stage + 1, microbatch)
             )
-            if sent not in self.index:
+            if transfer not in self.index:
                 return False
-            self.arrived.setdefault((replica, stage), []).append(self.index[sent])
+            self.arrived.setdefault((replica, stage), []).append(self.index[transfer])
             return True
         work, after = _WORK_OF[op], list[int]()
         if work is Work.LOSS and microbatch == ALL_MICROBATCHES:
             ends = [
-                self._last_forward(other, last) for other, last in self.actions if last == stage
+                self._last_forward(other_replica, other_stage)
+                for other_replica, other_stage in self.actions
+                if other_stage == stage
             ]
             if None in ends:
                 return False
             after += [end for end in ends if end is not None]
         computing = work in COMPUTING
         # A transfer starts when the computation before it and the transfer before it have ended.
-        lines: list[Work | None] = [None] if computing else [None, work]
+        latest_keys: list[Work | None] = [None] if computing else [None, work]
         after += [
-            self.latest[line, replica, stage]
-            for line in lines
-            if (line, replica, stage) in self.latest
+            self.latest[key, replica, stage]
+            for key in latest_keys
+            if (key, replica, stage) in self.latest
         ]
         if computing:
             after += self.arrived.pop((replica, stage), [])

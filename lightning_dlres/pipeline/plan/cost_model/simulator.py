@@ -1,6 +1,7 @@
-"""Simulator of a plan's step: when each stage computes, sends and waits, and its peak memory.
+"""Simulator of a plan's step: the times of each stage's computations and transfers, and its peak
+memory.
 
-A pure function of the plan's profile. It follows the same action lists as the runtime.
+The simulator is a pure function of the plan's profile. It follows the runtime's action lists.
 """
 
 from __future__ import annotations
@@ -56,19 +57,23 @@ class Timeline:
         stages = [busy for replica in self.busy_seconds for busy in replica]
         return 1.0 - sum(stages) / (len(stages) * self.step_seconds) if self.step_seconds else 0.0
 
-    def memory(self, replica: int, stage: int) -> list[tuple[float, int]]:
-        """Return the micro-batches in flight on a stage over time, as (seconds, number)."""
+    def in_flight(self, replica: int, stage: int) -> list[tuple[float, int]]:
+        """Return the number of micro-batches in flight on a stage over time.
+
+        Returns:
+            One (seconds, number) per change: the number from this time on.
+        """
         changes = {"forward": 1, "backward": -1}
         times = sorted(
             (a.start if a.name == "forward" else a.end, changes[a.name])
             for a in self.activities
             if (a.replica, a.stage) == (replica, stage) and a.name in changes
         )
-        count, steps = 0, []
+        count, counts = 0, []
         for seconds, change in times:
             count += change
-            steps.append((seconds, count))
-        return steps
+            counts.append((seconds, count))
+        return counts
 
 
 def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int] = ()) -> Timeline:
@@ -89,20 +94,21 @@ def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int
         for e, start, end in zip(events, starts, ends, strict=True)
         if end > start
     ]
-    finished: dict[tuple[int, int], float] = {}
+    last_computed: dict[tuple[int, int], float] = {}
     busy = dict.fromkeys(costs, 0.0)
     for event, start, end in zip(events, starts, ends, strict=True):
         place = event.replica, event.stage
         if event.work in COMPUTING:
-            finished[place] = max(finished.get(place, 0.0), end)
+            last_computed[place] = max(last_computed.get(place, 0.0), end)
             busy[place] += end - start
-    for place, end in finished.items():
+    for place, end in last_computed.items():
+        # The rest of the gradient synchronisation, after the last backward.
         tail = workload.sync_tail(*place, layer_ranges(split)[place[1]])
         if tail:
             activities.append(Activity("sync", *place, ALL_MICROBATCHES, end, end + tail))
     return Timeline(
         activities=tuple(sorted(activities, key=lambda a: a.start)),
-        step_seconds=max(end + costs[place].tail for place, end in finished.items()),
+        step_seconds=max(end + costs[place].tail for place, end in last_computed.items()),
         busy_seconds=tuple(
             tuple(busy[m, s] for s in range(workload.stages)) for m in range(len(workload.replicas))
         ),
@@ -131,7 +137,7 @@ def stage_costs(
 def run_events(
     events: Sequence[ScheduleEvent], costs: Mapping[tuple[int, int], StageCost]
 ) -> tuple[list[float], list[float]]:
-    """Return the start and the end of every event, which starts when its predecessors end."""
+    """Return the starts and the ends of all events. An event starts when its predecessors end."""
     starts: list[float] = []
     ends: list[float] = []
     for event in events:

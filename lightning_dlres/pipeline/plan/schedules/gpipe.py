@@ -24,12 +24,14 @@ class GPipe(Schedule):
         self, stages: int, stage: int, microbatches: int, recompute: bool, extra_in_flight: int
     ) -> list[Action]:
         loss = [Action(Op.LOSS, ALL_MICROBATCHES)] if stage == stages - 1 else []
-        return [
-            *(a for m in range(microbatches) for a in forward_actions(stages, stage, m)),
-            *loss,
-            *(
-                a
-                for m in range(microbatches)
-                for a in backward_actions(stages, stage, m, recompute)
-            ),
+        forwards = [
+            action
+            for microbatch in range(microbatches)
+            for action in forward_actions(stages, stage, microbatch)
         ]
+        backwards = [
+            action
+            for microbatch in range(microbatches)
+            for action in backward_actions(stages, stage, microbatch, recompute)
+        ]
+        return [*forwards, *loss, *backwards]

@@ -109,7 +109,7 @@ class SplitProgram:
         improved = True
         while improved:
             improved = False
-            for moved in _neighbours(current, self.segments.count):
+            for moved in _neighbours(current, self.segments.num_layers):
                 if self._bound(moved) >= best.seconds:
                     continue
                 choice = self.evaluate(moved)
@@ -187,7 +187,7 @@ class SplitProgram:
         lower bound. Then whole segments are chosen, at first only among those that allow a step
         slightly longer than the bound.
         """
-        master = _Master(columns, self.workload.stages, self.segments.count, target)
+        master = _Master(columns, self.workload.stages, self.segments.num_layers, target)
         costs, tails = self._matrix(columns) / target, self._tails(columns) / target
         deadline = monotonic() + self._seconds
 

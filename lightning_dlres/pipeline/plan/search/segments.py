@@ -1,11 +1,10 @@
-"""Segments: the runs of layers that a stage can hold in a plan faster than a target, for a fixed
-order of devices.
+"""Segments: consecutive layers that one stage can hold in a plan, for a fixed order of devices.
 
-The integer program chooses one segment for each stage. Lower bounds on the step's time leave few
-segments. Each comes with the cheapest recomputation that meets the stage's memory limit. No other
-recomputation can be faster, since a step never gets shorter when some of its work takes longer.
-Only devices of several kinds in one stage may have different cheapest recomputations. Then there
-are several segments with the same layers.
+The integer program chooses one segment for each stage. Only segments whose lower bound on the step
+time is below a target are offered to it, which leaves few. Each has the cheapest recomputation that
+meets the stage's memory limit. No other recomputation can be faster, since a step never gets
+shorter when some of its work takes longer. Devices of different kinds in one stage may have
+different cheapest recomputations. Then there are several segments with the same layers.
 """
 
 from __future__ import annotations
@@ -51,11 +50,17 @@ class Segment:
 
 
 class Segments:
-    """The segments of one workload: bounds of all at once, and exact costs on request."""
+    """The segments of one workload.
+
+    Bounds are computed for all segments at once; exact costs are computed on request.
+
+    Args:
+        workload: The model on its devices.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.count = len(workload.layers)
+        self.num_layers = len(workload.layers)
         self._footprint = Footprint(workload)
         # Segments by (stage, first, stop); None where memory cannot hold one.
         self._cache: dict[tuple[int, int, int], Segment | None] = {}
@@ -64,11 +69,11 @@ class Segments:
     def bounds(self) -> list[Matrix]:
         """Lower bound of a step with each segment: for every stage a matrix over (first, stop).
 
-        It is infinite where there is no such segment, and where memory cannot hold it.
+        The bound is infinite if the segment cannot exist, or does not fit into memory.
         """
         bounds = []
         for stage in range(self.workload.stages):
-            matrix = np.full((self.count + 1, self.count + 1), -np.inf)
+            matrix = np.full((self.num_layers + 1, self.num_layers + 1), -np.inf)
             for replica, share in enumerate(self.workload.shares):
                 if share:
                     matrix = np.maximum(matrix, self._bound(replica, stage, share))
@@ -84,28 +89,34 @@ class Segments:
 
     @property
     def root_stops(self) -> tuple[int, ...]:
-        """Layers that the stages stop before, in a split whose segments reach `root_bound`."""
+        """`Segment.stop` of every stage, in a split whose largest bound is `root_bound`."""
         return self._root[1]
 
     @cached_property
     def _root(self) -> tuple[float, tuple[int, ...]]:
-        """The root bound and its stops, by a dynamic programme over the stages."""
-        best = np.full(self.count + 1, np.inf)
+        """The root bound and its stops, from a dynamic program over the stages.
+
+        `best` is the smallest largest bound of the stages so far, by the layer where they stop.
+        """
+        best = np.full(self.num_layers + 1, np.inf)
         best[0] = 0.0
         firsts = []
         for matrix in self.bounds:
             largest = np.maximum(best[:, None], matrix)
             firsts.append(np.argmin(largest, axis=0))
             best = np.min(largest, axis=0)
-        stops = [self.count]
+        stops = [self.num_layers]
         for first in reversed(firsts[1:]):
             stops.append(int(first[stops[-1]]))
-        return float(best[self.count]), tuple(reversed(stops))
+        return float(best[self.num_layers]), tuple(reversed(stops))
 
     def below(self, target: float) -> list[list[Segment]]:
         """Return for every stage the segments that may be part of a plan faster than the target.
 
-        They meet the memory limits. The lists are empty if there is no such plan.
+        All segments meet the memory limits. The lists are empty if there is no such plan.
+
+        Args:
+            target: Step time, in seconds.
         """
         limit = target * (1 + _ROUNDING)
         candidates = self._connected(
@@ -126,7 +137,7 @@ class Segments:
             for segment in of_stage:
                 mask[segment.first, segment.stop] = True
             masks.append(mask)
-        # Exact bounds may have removed segments that others need as neighbours.
+        # The exact bounds may have removed the only neighbours of some segments.
         connected = self._connected(masks)
         return [
             [segment for segment in of_stage if mask[segment.first, segment.stop]]
@@ -134,18 +145,20 @@ class Segments:
         ]
 
     def segment(self, stage: int, first: int, stop: int) -> Segment | None:
-        """Return a segment with its cheapest recomputation, by the times of the slowest device.
+        """Return a segment with its cheapest recomputation, or None if it does not fit into memory.
 
-        It is None if the stage's memory cannot hold the segment.
+        The cost of recomputing a layer is its time on the slowest device of the stage.
         """
         key = stage, first, stop
         if key not in self._cache:
             recomputed = self._recomputed(stage, range(first, stop))
-            self._cache[key] = self._make(*key, recomputed) if recomputed is not None else None
+            self._cache[key] = (
+                self._exact_segment(*key, recomputed) if recomputed is not None else None
+            )
         return self._cache[key]
 
     def _alternatives(self, stage: int, first: int, stop: int) -> list[Segment]:
-        """Return the segment once for each recomputation that may be the fastest."""
+        """Return one segment for each choice of recomputed layers that may be the fastest."""
         default = self.segment(stage, first, stop)
         if default is None or len(self._kinds(stage)) == 1:
             return [] if default is None else [default]
@@ -158,7 +171,8 @@ class Segments:
         ]
         covers = [tuple(first + i for i in x) for x in cheapest_covers(seconds, freed, need)]
         return [
-            self._make(stage, first, stop, x) for x in dict.fromkeys([default.recomputed, *covers])
+            self._exact_segment(stage, first, stop, x)
+            for x in dict.fromkeys([default.recomputed, *covers])
         ]
 
     def _kinds(self, stage: int) -> list[int]:
@@ -172,7 +186,9 @@ class Segments:
         freed = [workload.freed_by_recompute(stage, layers, index) for index in layers]
         return freed, workload.bound_bytes(stage, layers, ()) - (workload.memory_limit(stage) or 0)
 
-    def _make(self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]) -> Segment:
+    def _exact_segment(
+        self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]
+    ) -> Segment:
         """Return a segment with its exact costs, and with a bound that counts recomputation."""
         layers, workload = range(first, stop), self.workload
         costs = [
@@ -216,20 +232,29 @@ class Segments:
         return tuple(layers.start + position for position in chosen) if chosen is not None else None
 
     def _bound(self, replica: int, stage: int, share: int) -> Matrix:
-        """Return a lower bound of a step with each segment, for one replica.
+        """Return a lower bound of the step time with each segment, for one replica.
 
-        It is the larger one of two bounds. First, a stage does one thing at a time. Before that the
-        first micro-batch passes the stages above, and after that the last one passes them again.
-        Second, the micro-batch whose backward comes first makes the whole round trip. It does not
-        overlap with `Schedule.serial_forwards`, nor with any backward of the stage.
+        It is the larger one of two bounds:
+
+        1. The stage computes all its work, one thing at a time. Before its work, the first
+           micro-batch passes the earlier stages forward. After its work, the last micro-batch
+           passes them backward.
+        2. The micro-batch whose backward comes first makes the whole round trip through all stages.
+           The round trip overlaps neither with `Schedule.serial_forwards` of the stage, nor with
+           any of its backwards.
+
+        Args:
+            replica: Index of the replica.
+            stage: Index of the stage.
+            share: Number of micro-batches of the replica.
         """
         schedule, stages = self.workload.schedule, self.workload.stages
-        forward, backward, loss, tail = self._own(replica, stage)
+        forward, backward, loss, tail = self._stage_seconds(replica, stage)
         recomputation = self._footprint.seconds(replica, stage)
         before = self._round_before[replica][stage]
         before_forward = self._forward_before[replica][stage]
         after = self._round_after[replica][stage]
-        _, _, last_loss, _ = self._own(replica, stages - 1)
+        _, _, last_loss, _ = self._stage_seconds(replica, stages - 1)
         own_loss = loss * schedule.losses(share)
         busy = share * (forward + backward + recomputation) + own_loss
         bound = np.maximum(before[:, None] + busy, before_forward[:, None] + busy + tail)
@@ -242,18 +267,18 @@ class Segments:
         return np.where(self._exists(stage), bound, np.inf)
 
     def _exists(self, stage: int) -> NDArray[np.bool_]:
-        """Return which segments leave at least one layer for each other stage."""
-        first = np.arange(self.count + 1)[:, None]
-        stop = np.arange(self.count + 1)[None, :]
+        """Return a mask of the segments that leave at least one layer for each other stage."""
+        first = np.arange(self.num_layers + 1)[:, None]
+        stop = np.arange(self.num_layers + 1)[None, :]
         left, right = stage, self.workload.stages - 1 - stage
-        exists = (stop > first) & (first >= left) & (stop <= self.count - right)
+        exists = (stop > first) & (first >= left) & (stop <= self.num_layers - right)
         if stage == 0:
             exists &= first == 0
         if right == 0:
-            exists &= stop == self.count
+            exists &= stop == self.num_layers
         return exists
 
-    def _own(self, replica: int, stage: int) -> tuple[Matrix, Matrix, float, Matrix]:
+    def _stage_seconds(self, replica: int, stage: int) -> tuple[Matrix, Matrix, float, Matrix]:
         """Return the seconds of forward, backward, loss and of the shortest tail.
 
         All but the loss are matrices over (first, stop).
@@ -264,21 +289,21 @@ class Segments:
         messages = (stage > 0) + (stage < workload.stages - 1)
         message = messages * workload.step.message[kind] if workload.step.message else 0.0
         for times in (
-            [workload.forward_seconds(index, kind) for index in range(self.count)],
-            [workload.backward_seconds(index, kind) for index in range(self.count)],
+            [workload.forward_seconds(index, kind) for index in range(self.num_layers)],
+            [workload.backward_seconds(index, kind) for index in range(self.num_layers)],
         ):
             prefix = np.concatenate([[0.0], np.cumsum(times)])
             sums.append(prefix[None, :] - prefix[:, None] + message)
         loss = 0.0
         if stage == workload.stages - 1 and workload.step.loss:
-            count = workload.microbatches if workload.schedule.whole_batch_loss else 1
-            loss = workload.step.loss[kind] * count
+            loss_microbatches = workload.microbatches if workload.schedule.whole_batch_loss else 1
+            loss = workload.step.loss[kind] * loss_microbatches
         update = workload.step.update[kind] if workload.step.update else 0.0
         return sums[0], sums[1], loss, self._footprint.trained.astype(np.float64) * update
 
     @cached_property
     def _crossing(self) -> list[list[tuple[Matrix, Matrix]]]:
-        """Seconds of a transfer down and up across each cut below a stage.
+        """Seconds of a transfer to the next stage and back, for each cut after a stage.
 
         One list per replica with one entry per stage but the last. Index i of a matrix is the cut
         between layers i - 1 and i.
@@ -299,19 +324,20 @@ class Segments:
             replicas.append(row)
         return replicas
 
-    def _shortest(self, replica: int, forward_only: bool) -> list[Matrix]:
-        """Return for every stage the shortest time in which one micro-batch passes the stages above
-        it, by the stage's first layer.
+    def _shortest_before(self, replica: int, forward_only: bool) -> list[Matrix]:
+        """Return the shortest time of one micro-batch in all earlier stages, for every stage.
+
+        Each entry is a vector over the stage's first layer.
 
         Args:
             replica: Index of the replica.
-            forward_only: Whether only the forward counts, or the forward and the backward.
+            forward_only: True counts the forward only; False counts forward and backward.
         """
-        best = np.full(self.count + 1, np.inf)
+        best = np.full(self.num_layers + 1, np.inf)
         best[0] = 0.0
         shortest = [best]
         for stage in range(self.workload.stages - 1):
-            forward, backward, _, _ = self._own(replica, stage)
+            forward, backward, _, _ = self._stage_seconds(replica, stage)
             own = np.where(
                 self._exists(stage), forward if forward_only else forward + backward, np.inf
             )
@@ -322,25 +348,31 @@ class Segments:
 
     @cached_property
     def _round_before(self) -> list[list[Matrix]]:
-        """`_shortest` of forward and backward, for every replica."""
-        return [self._shortest(replica, False) for replica in range(len(self.workload.replicas))]
+        """`_shortest_before` of forward and backward, for every replica."""
+        return [
+            self._shortest_before(replica, False) for replica in range(len(self.workload.replicas))
+        ]
 
     @cached_property
     def _forward_before(self) -> list[list[Matrix]]:
-        """`_shortest` of the forward, for every replica."""
-        return [self._shortest(replica, True) for replica in range(len(self.workload.replicas))]
+        """`_shortest_before` of the forward, for every replica."""
+        return [
+            self._shortest_before(replica, True) for replica in range(len(self.workload.replicas))
+        ]
 
     @cached_property
     def _round_after(self) -> list[list[Matrix]]:
-        """Shortest time in which one micro-batch passes the stages below a stage, forward and
-        backward, for every replica and stage, by the layer that the stage stops before."""
+        """Shortest time of one micro-batch in all later stages, forward and backward.
+
+        One list per replica with one vector per stage, over `Segment.stop` of the stage.
+        """
         replicas = []
         for replica in range(len(self.workload.replicas)):
-            best = np.full(self.count + 1, np.inf)
-            best[self.count] = 0.0
+            best = np.full(self.num_layers + 1, np.inf)
+            best[self.num_layers] = 0.0
             row = [best]
             for stage in reversed(range(1, self.workload.stages)):
-                forward, backward, _, _ = self._own(replica, stage)
+                forward, backward, _, _ = self._stage_seconds(replica, stage)
                 own = np.where(self._exists(stage), forward + backward, np.inf)
                 down, up = self._crossing[replica][stage - 1]
                 best = np.min(own + best[None, :], axis=1) + down + up
@@ -350,12 +382,12 @@ class Segments:
 
     def _connected(self, masks: list[NDArray[np.bool_]]) -> list[NDArray[np.bool_]]:
         """Return the masks of the segments that lie on a path from the first layer to the last."""
-        reached = [np.zeros(self.count + 1, bool) for _ in range(len(masks) + 1)]
+        reached = [np.zeros(self.num_layers + 1, bool) for _ in range(len(masks) + 1)]
         reached[0][0] = True
         for stage, mask in enumerate(masks):
             reached[stage + 1] = np.any(mask & reached[stage][:, None], axis=0)
-        reaches_end = np.zeros(self.count + 1, bool)
-        reaches_end[self.count] = True
+        reaches_end = np.zeros(self.num_layers + 1, bool)
+        reaches_end[self.num_layers] = True
         connected = []
         for stage in reversed(range(len(masks))):
             mask = masks[stage] & reached[stage][:, None] & reaches_end[None, :]

@@ -1,1 +1,1 @@
-"""Data of a pipeline run: one rank reads it and sends each batch to all ranks."""
+"""Data of a pipeline run: rank 0 reads it and sends each batch to all ranks."""

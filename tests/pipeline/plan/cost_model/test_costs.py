@@ -36,8 +36,8 @@ replica_counts = st.integers(1, 2)
 class TestMemory:
     def test_micro_batches_in_flight_over_time(self) -> None:
         found = simulate(stage_per_layer(plain_layers([1.0, 1.0]), 3), [1, 1])
-        assert found.memory(0, 0) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
-        assert max(count for _, count in found.memory(0, 1)) == 1
+        assert found.in_flight(0, 0) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
+        assert max(count for _, count in found.in_flight(0, 1)) == 1
 
     @settings(max_examples=examples(50))
     @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2))
@@ -48,7 +48,7 @@ class TestMemory:
         workload = replace(workload, extra_in_flight=extra)
         found = simulate(workload, [1] * stages)
         for stage in range(stages):
-            assert max(n for _, n in found.memory(0, stage)) == workload.in_flight(stage)
+            assert max(n for _, n in found.in_flight(0, stage)) == workload.in_flight(stage)
 
     def test_peak_bytes_by_hand(self) -> None:
         layer = {
