@@ -1,12 +1,12 @@
 """`dlres_hetero_pipe` beside torch.distributed.pipelining, on hosts of unlike speed.
 
     python -m benchmarks.hetero_pipeline            the comparison, about 30 minutes
-    python -m benchmarks.hetero_pipeline --matrix   how good predictions are, about 12 minutes
+    python -m benchmarks.hetero_pipeline --matrix   errors of predictions, about 12 minutes
 
-Both sides train the same model on the same hosts and take turns of a few steps, so that whatever
-else the machine does hits both; figures are medians over neighbouring turns. Both are started anew
-several times, since processes that do the same differ by some percent. Needs root (see
-benchmarks/support/testbed.py).
+Both contenders train the same model on the same hosts. They take turns of a few steps, so that
+other load on the machine affects both. Figures are medians over neighbouring turns. Both contenders
+are started several times, since the speeds of equal processes differ by some percent. Needs root
+(see benchmarks/support/testbed.py).
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ from benchmarks.support.testbed import Host, Testbed
 
 NAME = "hetero_pipeline"
 T = TypeVar("T")
+# CPU shares of the hosts, in cores.
 UNEQUAL, EQUAL = (0.8, 0.2), (0.8, 0.8)
-_FAR_OFF = 1.5
+# A setting of the peer that takes longer than the best one by this factor is not measured further.
+_HOPELESS_RATIO = 1.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,20 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(settings: Settings) -> Figures:
-    """Compare with the peer on two unequal hosts, then on two equal ones."""
+    """Compare both contenders on two unequal hosts, then on two equal ones."""
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
-        starters = Starters(bed, settings.anew)
-        unequal = on_unequal(starters, settings)
-        equal = on_equal(starters, settings)
+        starters = Starters(bed, settings.fresh)
+        unequal = compare_on_unequal_hosts(starters, settings)
+        equal = compare_on_equal_hosts(starters, settings)
     return {**unequal[0], **equal[0]}, {"unequal": unequal[1], "equal": equal[1]}
 
 
-def on_unequal(starters: Starters, settings: Settings) -> Figures:
-    """Ours, the peer's even split and the peer with our split, in turns."""
+def compare_on_unequal_hosts(starters: Starters, settings: Settings) -> Figures:
+    """Measure our pipeline, the peer's even split, and the peer with our split, in turns."""
     count = settings.microbatches
     print(f"CPU shares {shown(UNEQUAL)}, {count} micro-batches", flush=True)
     with starters.on(UNEQUAL) as hosts:
-        plan, promised = planned(hosts, count, settings)
+        plan, seconds_after_planning = planned(hosts, count, settings)
         swept, threads = sweep(hosts, plan, settings)
     even = Setting("even", even_split(plan), (0, 1), count, threads)
     same = Setting("same", plan.split, plan.ranks, count, threads)
@@ -86,18 +88,22 @@ def on_unequal(starters: Starters, settings: Settings) -> Figures:
     print(
         f"step: ours {step:.3f} s, the peer's with an even split {evens:.3f} s, with our split "
         f"{sames:.3f} s\n"
-        f"ours over the peer's even split: {middle(over_even):.3f} times as fast; the "
+        f"ours over the peer's even split: {median_over_turns(over_even):.3f} times as fast; the "
         f"bound is {bound:.3f} (slowest stage and fill, {count} micro-batches)\n"
         f"ours over the best of the peer's even splits: {min(swept.values()) / step:.3f}\n"
-        f"ours over the peer with our split: {middle(over_same):.3f} +- {noise:.3f}, "
+        f"ours over the peer with our split: {median_over_turns(over_same):.3f} +- {noise:.3f}, "
         f"{len(starts)} starts: {shown_ratios(over_same)}",
         flush=True,
     )
-    error = abs(promised - plan.predicted_seconds) / promised
+    error = abs(seconds_after_planning - plan.predicted_seconds) / seconds_after_planning
     checks = {
-        "over the peer's even split, part of the bound": at_least(middle(over_even) / bound, 0.92),
+        "over the peer's even split, part of the bound": at_least(
+            median_over_turns(over_even) / bound, 0.92
+        ),
         "prediction error": at_most(error, 0.10),
-        "over the peer with our split, within noise": at_least(middle(over_same), 1.0, noise=noise),
+        "over the peer with our split, within noise": at_least(
+            median_over_turns(over_same), 1.0, noise=noise
+        ),
     }
     raw = {
         "shares": UNEQUAL,
@@ -105,7 +111,7 @@ def on_unequal(starters: Starters, settings: Settings) -> Figures:
         "split": plan.split,
         "ranks": plan.ranks,
         "predicted_seconds": plan.predicted_seconds,
-        "seconds_after_planning": promised,
+        "seconds_after_planning": seconds_after_planning,
         "seconds": starts,
         "over_even": over_even,
         "over_same": over_same,
@@ -116,29 +122,29 @@ def on_unequal(starters: Starters, settings: Settings) -> Figures:
     return checks, raw
 
 
-def on_equal(starters: Starters, settings: Settings) -> Figures:
-    """Ours and the peer's even split on devices of one speed, in turns."""
+def compare_on_equal_hosts(starters: Starters, settings: Settings) -> Figures:
+    """Measure our pipeline and the peer's even split on devices of equal speed, in turns."""
     count = settings.microbatches
     print(f"\nCPU shares {shown(EQUAL)}, {count} micro-batches", flush=True)
     with starters.on(EQUAL) as hosts:
-        plan, promised = planned(hosts, count, settings)
+        plan, seconds_after_planning = planned(hosts, count, settings)
     even = Setting("even", even_split(plan), (0, 1), count, 1)
     starts = in_turns(starters, EQUAL, plan, (even,), settings, settings.pairs)
     step, evens = medians(starts)
     over_even = ratios(starts, 1)
     print(
         f"step: ours {step:.3f} s, the peer's {evens:.3f} s\n"
-        f"ours over the peer: {middle(over_even):.3f} +- {noise_of(over_even):.3f}, "
-        f"{len(starts)} pairs, each of a start of its own: {shown_ratios(over_even)}",
+        f"ours over the peer: {median_over_turns(over_even):.3f} +- {noise_of(over_even):.3f}, "
+        f"{len(starts)} pairs, one per start: {shown_ratios(over_even)}",
         flush=True,
     )
-    checks = {"equal devices, over the peer": at_least(middle(over_even), 0.97)}
+    checks = {"equal devices, over the peer": at_least(median_over_turns(over_even), 0.97)}
     raw = {
         "shares": EQUAL,
         "split": plan.split,
         "ranks": plan.ranks,
         "predicted_seconds": plan.predicted_seconds,
-        "seconds_after_planning": promised,
+        "seconds_after_planning": seconds_after_planning,
         "seconds": starts,
         "over_even": over_even,
         "noise": noise_of(over_even),
@@ -147,20 +153,25 @@ def on_equal(starters: Starters, settings: Settings) -> Figures:
 
 
 class Starters:
-    """What ranks are forked of: other processes every time, if `anew`."""
+    """Source of the process that forks the ranks.
 
-    def __init__(self, bed: Testbed, anew: bool) -> None:
+    Args:
+        bed: The testbed.
+        fresh: True makes a new process for every use; False uses one process for all.
+    """
+
+    def __init__(self, bed: Testbed, fresh: bool) -> None:
         self._bed = bed
-        self._same = None if anew else self._make()
+        self._shared = None if fresh else self._make()
 
     @contextmanager
     def on(self, shares: Sequence[float]) -> Iterator[RankStarter]:
-        """Give the hosts these shares, once all that is needed is imported."""
+        """Context manager that makes the starter at full speed, and then limits the hosts."""
         set_shares(self._bed, ())
-        hosts = self._same or self._make()
+        hosts = self._shared or self._make()
         set_shares(self._bed, shares)
         yield hosts
-        if hosts is not self._same:
+        if hosts is not self._shared:
             hosts.close()
 
     def _make(self) -> RankStarter:
@@ -168,9 +179,9 @@ class Starters:
 
 
 def planned(hosts: RankStarter, count: int, settings: Settings) -> tuple[Plan, float]:
-    """Plan, and run the first steps; return the plan, and the median step right after it."""
+    """Plan, and run a few steps; return the plan, and the median step time right after planning."""
     ours = Ours(hosts, 2, settings)
-    plan = ours.start(count, [settings.first, 1 + settings.promised])
+    plan = ours.start(count, [settings.warmup, 1 + settings.after_planning])
     ours.turn()
     seconds = statistics.median(ours.turn()[1:])
     ours.close()
@@ -186,30 +197,44 @@ def in_turns(
     starters: Starters,
     shares: Sequence[float],
     plan: Plan,
-    tried: Sequence[Setting],
+    peer_settings: Sequence[Setting],
     settings: Settings,
     count: int,
     turns: int = 1,
 ) -> list[list[list[float]]]:
-    """Return the mean step of every turn of every start: ours, then the peer's under each setting.
+    """Return the mean step seconds of every turn: ours, then the peer's under each setting.
 
     Args:
-        count: how often both sides are started.
-        turns: of each start.
+        starters: Source of the processes.
+        shares: CPU shares of the hosts.
+        plan: Plan of our pipeline.
+        peer_settings: Settings of the peer.
+        settings: Settings of the benchmark.
+        count: Number of times that both contenders are started.
+        turns: Number of turns of each start.
+
+    Returns:
+        One list per start, with one list of seconds per turn.
     """
     starts = []
     for number in range(count):
         with starters.on(shares) as hosts:
             ours, peer = Ours(hosts, 2, settings), Peer(hosts, 2, settings)
             ours.start(settings.microbatches, settings.turns(turns), plan.json)
-            for setting in tried:
-                peer.make(setting)
-            first_steps = [ours.turn, *(partial(peer.run, s, settings.first) for s in tried)]
-            for run in _order(first_steps, number):
+            for setting in peer_settings:
+                peer.prepare(setting)
+            first_steps = [
+                ours.turn,
+                *(partial(peer.run, s, settings.warmup) for s in peer_settings),
+            ]
+            for run in _alternating(first_steps, number):
                 run()
-            rows = [one_turn(ours, peer, tried, number + turn, settings) for turn in range(turns)]
+            rows = [
+                one_turn(ours, peer, peer_settings, number + turn, settings)
+                for turn in range(turns)
+            ]
             ours.end()
-            require_same_losses(ours.losses, *(peer.losses[setting] for setting in tried))
+            require_same_losses(ours.losses, *(peer.losses[setting] for setting in peer_settings))
             ours.close()
             peer.close()
         starts.append(rows)
@@ -217,62 +242,78 @@ def in_turns(
 
 
 def one_turn(
-    ours: Ours, peer: Peer, tried: Sequence[Setting], number: int, settings: Settings
+    ours: Ours, peer: Peer, peer_settings: Sequence[Setting], number: int, settings: Settings
 ) -> list[float]:
-    """Return the mean step of ours, then of the peer's under each setting."""
-    row = [0.0] * (1 + len(tried))
-    for place in _order(range(len(row)), number):
-        seconds = peer.run(tried[place - 1], 1 + settings.counted) if place else ours.turn()
-        # Nothing is under way when a turn begins, which its first step pays for.
+    """Run one turn of each; return the mean step seconds: ours, then the peer's per setting."""
+    row = [0.0] * (1 + len(peer_settings))
+    for place in _alternating(range(len(row)), number):
+        seconds = peer.run(peer_settings[place - 1], 1 + settings.counted) if place else ours.turn()
+        # The first step of a turn does not count: the pipeline is empty when the turn begins.
         row[place] = statistics.fmean(seconds[1:])
     return row
 
 
-def _order(sides: Sequence[T], number: int) -> Iterable[T]:
-    """Who goes first changes, so that a drift of the machine favours nobody."""
-    return sides if number % 2 == 0 else reversed(sides)
+def _alternating(contenders: Sequence[T], number: int) -> Iterable[T]:
+    """Return the contenders in alternating order.
+
+    A drift of the machine's speed thus affects all alike.
+    """
+    return contenders if number % 2 == 0 else reversed(contenders)
 
 
 def sweep(hosts: RankStarter, plan: Plan, settings: Settings) -> tuple[dict[str, float], int]:
-    """Try the peer's settings with an even split; return its step times, and the better number of
-    threads for the comparison."""
+    """Measure the peer's settings with an even split.
+
+    Returns:
+        Step seconds by name of the setting, and the number of threads for the comparison.
+    """
     peer, split = Peer(hosts, 2, settings), even_split(plan)
-    tried = [
+    peer_settings = [
         Setting(f"{count} micro-batches, {threads} threads", split, (0, 1), count, threads)
         for count, threads in [(settings.microbatches, 1), *settings.swept]
     ]
-    spent: dict[str, list[float]] = {}
-    for setting in tried:
-        peer.make(setting)
-        spent[setting.name] = peer.run(setting, 2)[1:]
-    # What is far off at once is not worth minutes of more steps.
-    best = min(min(seconds) for seconds in spent.values())
-    for setting in tried:
-        if min(spent[setting.name]) < _FAR_OFF * best:
-            spent[setting.name] += peer.run(setting, 1 + settings.counted)[1:]
+    seconds_by_name: dict[str, list[float]] = {}
+    for setting in peer_settings:
+        peer.prepare(setting)
+        seconds_by_name[setting.name] = peer.run(setting, 2)[1:]
+    # A setting that is much slower than the best one is not measured for minutes.
+    best = min(min(seconds) for seconds in seconds_by_name.values())
+    for setting in peer_settings:
+        if min(seconds_by_name[setting.name]) < _HOPELESS_RATIO * best:
+            seconds_by_name[setting.name] += peer.run(setting, 1 + settings.counted)[1:]
     peer.close()
-    found = {name: statistics.median(seconds) for name, seconds in spent.items()}
-    rows = [[setting.microbatches, setting.threads, found[setting.name]] for setting in tried]
+    medians_by_name = {name: statistics.median(s) for name, s in seconds_by_name.items()}
+    rows = [
+        [setting.microbatches, setting.threads, medians_by_name[setting.name]]
+        for setting in peer_settings
+    ]
     columns = ("micro-batches", "threads", "step in s")
     print(f"The peer's even split under other settings\n{table(columns, rows)}", flush=True)
-    alike = [setting for setting in tried if setting.microbatches == settings.microbatches]
-    return found, min(alike, key=lambda setting: found[setting.name]).threads
+    same_count = [
+        setting for setting in peer_settings if setting.microbatches == settings.microbatches
+    ]
+    return medians_by_name, min(same_count, key=lambda s: medians_by_name[s.name]).threads
 
 
 def medians(starts: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """Return the median step of every side."""
+    """Return the median step seconds of every contender, in the order of the rows."""
     rows = chain.from_iterable(starts)
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
 def ratios(starts: Sequence[Sequence[Sequence[float]]], place: int) -> list[list[float]]:
-    """Return by what factor ours was faster than the other, in every turn of every start."""
+    """Return the speed of ours over that of another contender, per start and turn.
+
+    Args:
+        starts: Step seconds per start, turn and contender.
+        place: Index of the other contender.
+    """
     return [[row[place] / row[0] for row in rows] for rows in starts]
 
 
-def middle(found: Sequence[Sequence[float]]) -> float:
+def median_over_turns(ratios_of_starts: Sequence[Sequence[float]]) -> float:
     """Return the median over all turns."""
-    return statistics.median(chain.from_iterable(found))
+    return statistics.median(chain.from_iterable(ratios_of_starts))
 
 
 def even_split(plan: Plan) -> tuple[int, int]:
@@ -282,9 +323,12 @@ def even_split(plan: Plan) -> tuple[int, int]:
 
 
 def bound_on_ratio(shares: Sequence[float], microbatches: int) -> float:
-    """Return by what factor the best split beats the even one, if work divided at will and messages
-    cost nothing: the slowest stage works through all micro-batches, and each of the others through
-    one more, while the pipeline fills and drains."""
+    """Return the step time of the even split over that of the best split, in an ideal pipeline.
+
+    In it, work can be divided at any point and messages take no time. A step is the time of the
+    slowest stage for all micro-batches. While the pipeline fills and drains, each other stage adds
+    the time of one micro-batch.
+    """
 
     def step(parts: Sequence[float]) -> float:
         busy = [part / share for part, share in zip(parts, shares, strict=True)]
@@ -294,17 +338,20 @@ def bound_on_ratio(shares: Sequence[float], microbatches: int) -> float:
     return step([1 / count] * count) / step([share / sum(shares) for share in shares])
 
 
-def noise_of(found: Sequence[Sequence[float]]) -> float:
-    """Return an estimate of the median's standard error from the starts' medians, as turns of one
-    start are alike: 1.2533 times a mean's. It is off by a third itself from five starts, by a fifth
-    from fifteen."""
-    of_starts = [statistics.median(turns) for turns in found]
-    return 1.2533 * statistics.stdev(of_starts) / math.sqrt(len(of_starts))
+def noise_of(ratios_of_starts: Sequence[Sequence[float]]) -> float:
+    """Return an estimate of the standard error of the median.
+
+    It uses one median per start, because the turns of a start are not independent. The standard
+    error of a median is 1.2533 times that of a mean. With five starts, the estimate has an error of
+    about a third; with fifteen, of about a fifth.
+    """
+    start_medians = [statistics.median(turns) for turns in ratios_of_starts]
+    return 1.2533 * statistics.stdev(start_medians) / math.sqrt(len(start_medians))
 
 
-def shown_ratios(found: Sequence[Sequence[float]]) -> str:
-    """Return the median of every start, as it is printed."""
-    return ", ".join(f"{statistics.median(turns):.3f}" for turns in found)
+def shown_ratios(ratios_of_starts: Sequence[Sequence[float]]) -> str:
+    """Return the medians of all starts as text."""
+    return ", ".join(f"{statistics.median(turns):.3f}" for turns in ratios_of_starts)
 
 
 if __name__ == "__main__":

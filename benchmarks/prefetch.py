@@ -1,14 +1,15 @@
-"""Small files from four storage hosts on slow links: this package beside a plain DataLoader,
-torchdata's ParallelMapper, LitData and MosaicML streaming, in one run.
+"""Loading small files from four storage hosts on slow links: this package beside its peers.
 
     python -m benchmarks.prefetch           about 20 minutes
     python -m benchmarks.prefetch --quick   tiny sizes: the figures mean nothing
 
-The standard library's source files, several times over, are samples. Each storage host has a link
-of 200 Mbit/s and answers a request after 5 ms, a few at a time; the trainer's link is not shaped.
-All contenders read from the same storage nodes: LitData and Mosaic the shards that their own
-writers have made, without compression, everybody else the samples. Needs root (see
-benchmarks/support/testbed.py), and the peers: `make bench NAME=prefetch` installs them apart.
+The peers are a plain DataLoader, torchdata's ParallelMapper, LitData and MosaicML streaming. The
+samples are several copies of the standard library's source files. Each storage host has a link of
+200 Mbit/s and answers a request after 5 ms, a few at a time; the trainer's link has no limit. All
+contenders read from the same storage nodes. LitData and Mosaic read uncompressed shards that their
+own writers made; the others read the samples themselves. Needs root (see
+benchmarks/support/testbed.py), and an environment with the peers, which
+`make bench NAME=prefetch` installs.
 """
 
 from __future__ import annotations
@@ -34,17 +35,32 @@ from benchmarks.support.testbed import Command, Host, HostError, Testbed
 NAME = "prefetch"
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
+# Number of storage hosts, which come first, and index of the trainer's host.
 STORES, TRAINER = 4, 4
+# Rate of a storage host's link, in bits per second.
 RATE_BITS = 200e6
-# What the kernel hands over in one piece, several times over: see Host.
+# `Host.burst`: several of the 64 KiB pieces that the kernel sends.
 BURST_BYTES = 256 << 10
-# Of a full frame of Ethernet, as the kernel's shaper counts it, what is TCP's payload.
+# Part of TCP's payload in a full Ethernet frame, as the kernel's shaper counts the frame.
 PAYLOAD = 1448 / 1514
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a run."""
+    """Sizes of a run.
+
+    Attributes:
+        copies: Number of copies of the source files.
+        seconds: Time over which a contender is measured.
+        repeats: Number of turns of this package and the best peer.
+        delay: Delay of a storage node's replies.
+        read_threads: Number of requests that a storage node serves at the same time.
+        prefetch: Number of samples per request of this package.
+        shard_bytes: Sizes of shards in the sweep of LitData and Mosaic.
+        peer_workers: Numbers of workers in that sweep.
+        litdata_ahead: Numbers of shards that LitData loads ahead.
+        mosaic_ahead: Numbers of shards that Mosaic loads ahead.
+    """
 
     copies: int = 16
     seconds: float = 8.0
@@ -55,7 +71,8 @@ class Settings:
     shard_bytes: tuple[int, ...] = (1 << 20, 4 << 20)
     peer_workers: tuple[int, ...] = (4, 8)
     litdata_ahead: tuple[int, ...] = (4,)
-    # Mosaic shuffles over some hundred thousand samples: little ahead, it waits for every shard.
+    # Mosaic shuffles over some hundred thousand samples. With fewer shards ahead it would wait for
+    # every shard.
     mosaic_ahead: tuple[int, ...] = (1000,)
 
 
@@ -80,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(settings: Settings) -> Figures:
-    """Measure everybody."""
+    """Write the sources and the peers' shards, and measure all contenders on a testbed."""
     work = Path(tempfile.mkdtemp(prefix="dlres-bench-"))
     try:
         samples, source_bytes = _copy_sources(work / "files", settings.copies)
@@ -117,52 +134,58 @@ def _measure(
     common = ["--samples", samples, "--seconds", settings.seconds]
 
     def run(name: str, argv: Sequence[object]) -> float:
-        found = _run(bed, argv)
-        runs.setdefault(name, []).append(found)
-        speed = found["bytes"] / found["seconds"]
-        print(
-            f"{name}: {speed / 1e6:.2f} MB/s, {found['samples'] / found['seconds']:.0f} samples/s",
-            flush=True,
-        )
+        figures = _run(bed, argv)
+        runs.setdefault(name, []).append(figures)
+        speed, samples_per_second = (figures[x] / figures["seconds"] for x in ("bytes", "samples"))
+        print(f"{name}: {speed / 1e6:.2f} MB/s, {samples_per_second:.0f} samples/s", flush=True)
         return float(speed)
 
-    swept = _sweep(bed, work, settings, run)
-    best = max(swept, key=lambda name: swept[name][0])
+    sweep = _sweep(bed, work, settings, run)
+    best = max(sweep, key=lambda name: sweep[name][0])
     with _serving(bed, work / "files", settings) as endpoints:
-        side = [sys.executable, "-m", "benchmarks.support.prefetch_ours"]
+        loader_command = [sys.executable, "-m", "benchmarks.support.prefetch_ours"]
         files = ["--endpoints", endpoints, *common]
         for workers in (2, 8):
-            run(f"DataLoader, {workers} workers", [*side, "plain", *files, "--workers", workers])
+            run(
+                f"DataLoader, {workers} workers",
+                [*loader_command, "plain", *files, "--workers", workers],
+            )
         for workers, method in ((8, "thread"), (32, "thread"), (8, "process")):
             name = f"ParallelMapper, {workers} {'threads' if method == 'thread' else 'processes'}"
-            run(name, [*side, "mapper", *files, "--workers", workers, "--method", method])
-        # One thread takes the samples apart, as workers do it for the others.
-        ours = [*side, "ours", *files, "--prefetch", settings.prefetch, "--workers", 1]
-    # The best of the peers and we, in turns.
+            run(name, [*loader_command, "mapper", *files, "--workers", workers, "--method", method])
+        # One thread decodes the samples, which the workers do for the peers.
+        ours = [*loader_command, "ours", *files, "--prefetch", settings.prefetch, "--workers", 1]
+    # The best peer and this package take turns.
     for _ in range(settings.repeats):
-        with _serving(bed, swept[best][1], settings) as endpoints:
-            run(best, [*swept[best][2], "--endpoints", endpoints])
+        with _serving(bed, sweep[best][1], settings) as endpoints:
+            run(best, [*sweep[best][2], "--endpoints", endpoints])
         with _serving(bed, work / "files", settings) as endpoints:
             ours[ours.index("--endpoints") + 1] = endpoints
             run("ours", ours)
             run("ours, demand 80 %", [*ours, "--pace", 0.8 * bound])
-    many = _run(bed, [sys.executable, "-m", "benchmarks.support.prefetch_ours", "index"])
+    index_figures = _run(bed, [sys.executable, "-m", "benchmarks.support.prefetch_ours", "index"])
     checks, raw = _figures(runs, best, bound, settings)
-    checks["seconds for the index of 10 million"] = at_most(many["index_seconds"], 5.0)
-    checks["management bytes per sample"] = at_most(many["bytes_per_sample"], 64.0)
-    return checks, {**raw, "ten million": many}
+    checks["seconds for the index of 10 million"] = at_most(index_figures["index_seconds"], 5.0)
+    checks["management bytes per sample"] = at_most(index_figures["bytes_per_sample"], 64.0)
+    return checks, {**raw, "ten million": index_figures}
 
 
 def _sweep(bed: Testbed, work: Path, settings: Settings, run: Any) -> dict[str, Any]:
-    """Return of every setting of the peers: bytes a second, its shards and its command."""
-    swept: dict[str, Any] = {}
+    """Measure LitData and Mosaic under all settings.
+
+    Returns:
+        By name of the setting: bytes per second, the folder of its shards, and the command.
+    """
+    sweep: dict[str, Any] = {}
     for peer in ("litdata", "mosaic"):
         for size in settings.shard_bytes:
             shards = work / "shards" / peer / str(size)
             for workers in settings.peer_workers:
-                aheads = settings.litdata_ahead if peer == "litdata" else settings.mosaic_ahead
-                for ahead in aheads:
-                    # Mosaic counts samples.
+                shards_ahead = (
+                    settings.litdata_ahead if peer == "litdata" else settings.mosaic_ahead
+                )
+                for ahead in shards_ahead:
+                    # Mosaic's option counts samples, of about 17 kB each.
                     count = ahead if peer == "litdata" else ahead * size // 17_000
                     name = f"{peer}, {size >> 20} MiB, {workers} workers, {ahead} shards ahead"
                     argv = [
@@ -181,16 +204,16 @@ def _sweep(bed: Testbed, work: Path, settings: Settings, run: Any) -> dict[str, 
                         except HostError as error:
                             print(f"{name}: failed: {str(error)[-300:]}", flush=True)
                             continue
-                    swept[name] = (speed, shards, argv)
-    return swept
+                    sweep[name] = (speed, shards, argv)
+    return sweep
 
 
 def _figures(
     runs: dict[str, list[dict[str, Any]]], best: str, bound: float, settings: Settings
 ) -> Figures:
     speeds = {
-        name: statistics.median(run["bytes"] / run["seconds"] for run in found)
-        for name, found in runs.items()
+        name: statistics.median(run["bytes"] / run["seconds"] for run in runs_of_loader)
+        for name, runs_of_loader in runs.items()
     }
     ours, paced = runs["ours"], runs["ours, demand 80 %"]
     rows = [(name, speed / 1e6, speed / bound) for name, speed in speeds.items()]
@@ -202,13 +225,13 @@ def _figures(
     checks = {"of the links' bound": at_least(speeds["ours"] / bound, 0.9)}
     for workers, target in ((2, 5.0), (8, 3.0)):
         plain = speeds[f"DataLoader, {workers} workers"]
-        # A ratio that the links do not allow is not asked for.
+        # The target is at most nine tenths of the ratio that the links allow.
         allowed = min(target, 0.9 * bound / plain)
         print(f"the bound allows {bound / plain:.2f} times the DataLoader with {workers} workers")
         checks[f"over {workers} workers"] = at_least(speeds["ours"] / plain, round(allowed, 3))
     checks["over the better of LitData and Mosaic"] = at_least(statistics.median(pairs), 0.95)
-    asked = statistics.median(run["requests_per_sample"] for run in ours)
-    checks["requests per sample, times k"] = at_most(asked * settings.prefetch, 1.1)
+    requests_per_sample = statistics.median(run["requests_per_sample"] for run in ours)
+    checks["requests per sample, times k"] = at_most(requests_per_sample * settings.prefetch, 1.1)
     stall = statistics.median(run["stalled"] for run in paced)
     checks["stall at 80 % demand"] = at_most(stall, 0.02)
     demand = statistics.median(run["bytes"] / run["seconds"] for run in paced)
@@ -226,12 +249,12 @@ def _figures(
 
 @contextmanager
 def _serving(bed: Testbed, source: Path, settings: Settings) -> Iterator[str]:
-    """Run a storage node on every storage host."""
+    """Context manager that runs a storage node on every storage host, and yields the addresses."""
     running = []
-    # By its path: importing the package would bring torch, which this process does without.
-    light = runpy.run_path(str(ROOT / "lightning_dlres/core/host/lightweight_process.py"))[
-        "lightweight_command"
-    ]
+    # Run by its path, because importing the package would import torch, which takes seconds.
+    lightweight_command = runpy.run_path(
+        str(ROOT / "lightning_dlres/core/host/lightweight_process.py")
+    )["lightweight_command"]
     try:
         for node in range(STORES):
             options = [
@@ -251,20 +274,20 @@ def _serving(bed: Testbed, source: Path, settings: Settings) -> Iterator[str]:
             ]
             process = bed.popen(
                 node,
-                light("lightning_dlres.cli.store:serve_main", *map(str, options)),
+                lightweight_command("lightning_dlres.cli.store:serve_main", *map(str, options)),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 cwd=ROOT,
                 text=True,
             )
             running.append(process)
-        names = []
+        addresses = []
         for process in running:
             line = process.stdout.readline()
             if not line.startswith("Serving"):
-                raise HostError(f"a storage node has not started: {line!r}")
-            names.append(line.rpartition(" ")[2].strip())
-        yield ",".join(names)
+                raise HostError(f"a storage node must print 'Serving' at its start, got {line!r}")
+            addresses.append(line.rpartition(" ")[2].strip())
+        yield ",".join(addresses)
     finally:
         for process in running:
             process.kill()
@@ -275,12 +298,16 @@ def _run(bed: Testbed, argv: Sequence[object]) -> dict[str, Any]:
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = Command(TRAINER, [str(part) for part in argv], env)
     (out,) = bed.run([command], timeout=180.0)
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+    figures: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return figures
 
 
 def _copy_sources(target: Path, copies: int) -> tuple[int, int]:
-    """Copy the standard library's source files so many times; return how many, and their bytes."""
+    """Copy the standard library's source files.
+
+    Returns:
+        Number and bytes of all copies.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -289,9 +316,9 @@ def _copy_sources(target: Path, copies: int) -> tuple[int, int]:
     ]
     for copy in range(copies):
         for path in files:
-            to = target / str(copy) / path.relative_to(root)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, to)
+            destination = target / str(copy) / path.relative_to(root)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, destination)
     return len(files) * copies, copies * sum(path.stat().st_size for path in files)
 
 

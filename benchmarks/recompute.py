@@ -51,7 +51,7 @@ def compare(settings: Settings) -> Figures:
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
         ours = Ours(RankStarter(bed, [OURS]), 2, settings)
         set_shares(bed, SHARES)
-        kept, recomputed = plans(ours.start(count, [settings.first]).json)
+        kept, recomputed = plans(ours.start(count, [settings.warmup]).json)
         ours.turn()
         ours.end()
         simulated = _ratio(kept, recomputed)
@@ -100,9 +100,9 @@ def in_turns(
 def train(ours: Ours, plan: PipelinePlan, settings: Settings) -> tuple[float, list[float]]:
     """Return the median step of one training run after the first ones, and the losses of all."""
     # Ratios of means of two steps went from 0.78 to 1.28: too noisy for a bar of 3 %.
-    steps = settings.first + 3 * settings.counted
+    steps = settings.warmup + 3 * settings.counted
     ours.start(settings.microbatches, [steps], plan.to_json())
-    seconds = ours.turn()[settings.first :]
+    seconds = ours.turn()[settings.warmup :]
     ours.end()
     # Not the mean: before step 8 the loss is checked.
     return statistics.median(seconds), ours.losses

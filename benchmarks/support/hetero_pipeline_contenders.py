@@ -1,4 +1,4 @@
-"""The two sides of benchmarks/hetero_pipeline.py as the benchmark drives them."""
+"""Contenders of benchmarks/hetero_pipeline.py, their settings, and checks of their fairness."""
 
 from __future__ import annotations
 
@@ -12,53 +12,56 @@ from benchmarks.support.ranks import Ranks, limit
 from benchmarks.support.testbed import Testbed
 
 OURS, PEER = "benchmarks.support.hetero_pipeline_ours", "benchmarks.support.hetero_pipeline_peer"
+# Additional time for our planning, in seconds, on top of the time limit of an answer.
 _PLAN_SECONDS = 60.0
-_LOSS_TOLERANCE = 1e-3  # float32 sums in another order, over some steps
+# Relative difference of losses after some steps that float32 sums in another order may cause.
+_LOSS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured.
+    """Sizes of a run.
 
-    Ours checks its loss before steps 0, 1, 2, 4, 8 and so on: the first steps are not counted, and
-    the first of a turn, which is step 8 at times, neither.
+    Our pipeline checks its loss before steps 0, 1, 2, 4, 8 and so on. So the first steps do not
+    count. Neither does the first step of a turn, which may be step 8.
 
     Attributes:
-        task: sizes other than the defaults of the model's `Task`.
-        microbatches: of the comparison.
-        swept: numbers of micro-batches, and of threads, that the peer is tried with beside it.
-        matrix: numbers of micro-batches.
-        first: steps before anything counts.
-        promised: steps right after planning, which are compared with the prediction. The speed of a
-            replica that is shared with others may differ by a fifth some minutes later.
-        counted: steps of a turn that count; one more comes before them.
-        starts: how often both sides are started on unequal devices: what differs from process to
-            process is noise, too.
-        rounds: turns of each of these starts.
-        pairs: turns on equal devices, each of them of a start of its own: where both sides are
-            nearly as fast, that is most of the noise.
-        anew: whether they are forked of other processes every time.
-        timeout: seconds that a turn may take.
-        profiled: least seconds over which our ranks measure the layers; both are busy all along.
+        task: Sizes that differ from the defaults of the model's `Task`.
+        microbatches: Number of micro-batches in the comparison.
+        swept: Further settings of the peer, as (micro-batches, threads).
+        matrix: Numbers of micro-batches of the matrix.
+        warmup: Number of first steps, which do not count.
+        after_planning: Number of steps right after planning that are compared with the prediction.
+            Some minutes later, the speed of a shared machine may differ by a fifth.
+        counted: Number of steps of a turn that count; one more step comes before them.
+        starts: Number of times that both contenders are started on unequal devices. Differences
+            between processes are noise, too.
+        rounds: Number of turns of each of these starts.
+        pairs: Number of starts of one turn each on equal devices. Where both contenders are nearly
+            as fast, most of the noise is between starts.
+        fresh: True forks the ranks from a new process in every start.
+        timeout: Time limit of a turn, in seconds.
+        profile_seconds: Minimum time over which our ranks measure the layers. Both ranks compute
+            during all of it.
     """
 
     task: dict[str, int] = field(default_factory=dict)
     microbatches: int = 16
     swept: tuple[tuple[int, int], ...] = ((8, 1), (32, 1), (16, 2))
     matrix: tuple[int, ...] = (4, 8, 16)
-    first: int = 5
-    promised: int = 10
+    warmup: int = 5
+    after_planning: int = 10
     counted: int = 2
     starts: int = 5
     rounds: int = 2
     pairs: int = 15
-    anew: bool = True
+    fresh: bool = True
     timeout: float = 180.0
-    profiled: float = 3.0
+    profile_seconds: float = 3.0
 
     def turns(self, count: int) -> list[int]:
-        """Return the numbers of steps of so many turns of ours, after the first steps."""
-        return [self.first, *[1 + self.counted] * count]
+        """Return the number of steps of each turn of ours: the first steps, then `count` turns."""
+        return [self.warmup, *[1 + self.counted] * count]
 
 
 QUICK = Settings(
@@ -66,21 +69,21 @@ QUICK = Settings(
     microbatches=4,
     swept=((8, 1),),
     matrix=(4,),
-    first=2,
-    promised=1,
+    warmup=2,
+    after_planning=1,
     counted=1,
     starts=2,
     rounds=1,
     pairs=2,
-    anew=False,
+    fresh=False,
     timeout=60.0,
-    profiled=0.0,
+    profile_seconds=0.0,
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What our planner decided, and what it promises; `text` is how it prints, `json` all of it."""
+    """Plan of our pipeline, with its prediction, its printed form and its JSON."""
 
     split: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -91,7 +94,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way in which the peer trains; `ranks` are in stage order."""
+    """Setting of the peer's training; `ranks` are in stage order."""
 
     name: str
     split: tuple[int, ...]
@@ -101,7 +104,7 @@ class Setting:
 
 
 class Ours:
-    """Our ranks, stopped between two steps of a training run."""
+    """Ranks that train with `dlres_hetero_pipe`. Between turns they wait between two steps."""
 
     def __init__(self, hosts: RankStarter, world_size: int, settings: Settings) -> None:
         self._settings = settings
@@ -117,7 +120,7 @@ class Ours:
             "turns": list(turns),
             "plan": plan,
             "timeout": self._settings.timeout,
-            "profiled": self._settings.profiled,
+            "profile_seconds": self._settings.profile_seconds,
         }
         answers = self.ranks.ask(order)
         self._bytes = sum(answer.pop("bytes") for answer in answers)
@@ -129,16 +132,17 @@ class Ours:
         """Run the next turn; return the seconds of its steps."""
         answers = self.ranks.ask({})
         if any(answer["losses"] != answers[0]["losses"] for answer in answers):
-            raise FairnessError("our ranks log unlike losses")
+            raise FairnessError("all our ranks must log the same losses, got different ones")
         self.losses += answers[0]["losses"]
         return list(answers[0]["seconds"])
 
     def end(self) -> None:
-        """End the training run in order."""
+        """Let the training run end, and check that the ranks held the whole model once."""
         whole = self.ranks.ask({})[0]["whole_bytes"]
         if self._bytes != whole:
             raise FairnessError(
-                f"our ranks hold {self._bytes} bytes of parameters, the model has {whole}"
+                f"our ranks must hold the model's parameters once ({whole} bytes), got "
+                f"{self._bytes} bytes"
             )
 
     def close(self) -> None:
@@ -147,15 +151,15 @@ class Ours:
 
 
 class Peer:
-    """The peer's ranks, and the settings that they hold."""
+    """Ranks that train with torch.distributed.pipelining, under one or more settings."""
 
     def __init__(self, hosts: RankStarter, world_size: int, settings: Settings) -> None:
         self._settings = settings
         self.ranks = Ranks(hosts, PEER, world_size, settings.timeout)
         self.losses: dict[Setting, list[float]] = {}
 
-    def make(self, setting: Setting) -> None:
-        """Make ready to train in this way."""
+    def prepare(self, setting: Setting) -> None:
+        """Build model and optimizer for a setting, without training."""
         self.ranks.ask({"task": self._settings.task, **asdict(setting)})
         self.losses[setting] = []
 
@@ -171,8 +175,10 @@ class Peer:
 
 
 def cores(hosts: int) -> list[list[int]]:
-    """Return which cores each host may use: one of its own; where there are fewer, the last ones
-    have one together. On any core, hosts of equal shares were measured at unlike speeds at times.
+    """Return the cores that each host may use: one core each.
+
+    If there are fewer cores than hosts, the last hosts share one core. Without fixed cores, hosts
+    of equal shares sometimes had different speeds.
     """
     available = sorted(os.sched_getaffinity(0))
     return [[available[min(host, len(available) - 1)]] for host in range(hosts)]
@@ -180,8 +186,8 @@ def cores(hosts: int) -> list[list[int]]:
 
 def set_shares(bed: Testbed, shares: Sequence[float]) -> None:
     """Set the CPU shares of the first hosts; the others get no limit."""
-    for number, replica in enumerate(bed.hosts):
-        limit(replica, shares[number] if number < len(shares) else None)
+    for number, host in enumerate(bed.hosts):
+        limit(host, shares[number] if number < len(shares) else None)
 
 
 def require_same_losses(ours: Sequence[float], *peers: Sequence[float]) -> None:
@@ -189,9 +195,9 @@ def require_same_losses(ours: Sequence[float], *peers: Sequence[float]) -> None:
     for peer in peers:
         for step, (a, b) in enumerate(zip(ours, peer, strict=False)):
             if abs(a - b) > _LOSS_TOLERANCE * abs(b):
-                raise FairnessError(f"step {step}: our loss is {a}, the peer's {b}")
+                raise FairnessError(f"losses of step {step} must be equal, got {a} and {b} (peer)")
 
 
 def shown(numbers: Iterable[float]) -> str:
-    """Return shares or a split as they are printed."""
+    """Return shares or a split as text."""
     return " : ".join(f"{number:g}" for number in numbers)

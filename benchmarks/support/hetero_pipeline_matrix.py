@@ -47,8 +47,8 @@ def matrix(settings: Settings) -> Figures:
 
 def _measure(ours: Ours, count: int, settings: Settings) -> dict[str, Any]:
     """Train for a few steps; return the step as predicted and as measured."""
-    plan = ours.start(count, [settings.first + settings.promised])
-    measured = statistics.median(ours.turn()[settings.first :])
+    plan = ours.start(count, [settings.warmup + settings.after_planning])
+    measured = statistics.median(ours.turn()[settings.warmup :])
     ours.end()
     return {
         "microbatches": count,

@@ -94,7 +94,7 @@ def train(rpc: RankRpc, order: Message) -> None:
         schedule="1f1b",
         recompute="never",
         plan=PipelinePlan.from_json(order["plan"]) if order.get("plan") else None,
-        profile=ProfileConfig(seconds=order["profiled"]),
+        profile=ProfileConfig(seconds=order["profile_seconds"]),
         timeout=order["timeout"],
     )
     turns = Turns(rpc, order["turns"], strategy)
