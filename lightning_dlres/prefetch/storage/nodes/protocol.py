@@ -34,7 +34,7 @@ from lightning_dlres.core.units import format_seconds
 from lightning_dlres.core.wire.endpoint import Client, Message
 from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, SampleIds
 
-VERSION = 4
+VERSION = 5
 # Most bytes of an answer, unless it is a single sample that is larger.
 REPLY_BYTES = 64 << 20
 # Most samples of a "get"; four bytes each.
