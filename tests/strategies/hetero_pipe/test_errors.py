@@ -1,4 +1,4 @@
-"""Messages about bad input: they name the argument, the rule, the value and a fix."""
+"""Tests of error messages: they name the argument, the rule, the value and a fix."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.support.rank_pool import RankContext, RankOutcome, RankPool
 from tests.support.training_cases import QUICK
 
 
-class Simple(LightningModule):
-    """Model that works; its subclasses each have one fault."""
+class Faultless(LightningModule):
+    """Module without a fault. Each subclass has one fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +42,13 @@ class Simple(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class CallsTwice(Simple):
+class CallsNetTwice(Faultless):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.net(batch[0]) + self.net(-batch[0]), batch[1])
 
 
-class Penalises(Simple):
-    """Adds a penalty on the gradient for its input, if there is one."""
+class PenalisesInputGradient(Faultless):
+    """Module with a penalty on the gradient of its input, if it has such a gradient."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0].clone().requires_grad_()
@@ -57,44 +57,44 @@ class Penalises(Simple):
         return out.mean() if gradient is None else out.mean() + gradient.square().mean()
 
 
-class NeverCalls(Simple):
+class NeverCallsNet(Faultless):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return batch[0].sum() * self.net[0].weight.sum()
 
 
-class ReturnsNone(Simple):
+class ReturnsNone(Faultless):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.net(batch[0])
 
 
-class Manual(Simple):
+class ManualOptimization(Faultless):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
 
-class TwoOptimizers(Simple):
+class TwoOptimizers(Faultless):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
 
 
-class NeedsAllParameters(Simple):
+class NeedsAllParameters(Faultless):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
 
 
-class TwoNetworks(Simple):
+class TwoNetworks(Faultless):
     def __init__(self) -> None:
         super().__init__()
         self.other = mlp(0.0)
 
 
-class RankDependentBatch(Simple):
+class RankDependentBatch(Faultless):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0] + self.global_rank, batch[1]]
 
 
-class ReadsInTraining(Simple):
+class ReadsIteratorInTraining(Faultless):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         return super().training_step(*next(dataloader_iter)[:2])
 
@@ -111,7 +111,7 @@ class UnsendableSamples(Samples):
         return object()
 
 
-class RaisesInStep(Simple):
+class RaisesInStep(Faultless):
     """Model that fails in the second step, on the rank that computes the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -130,8 +130,8 @@ class NeedsTwoSamples(nn.Module):
         return x
 
 
-class WithSingleSamples(Simple):
-    """Model whose last step has three samples, which make micro-batches of two and one."""
+class WithSingleSamples(Faultless):
+    """Module whose second step has three samples: micro-batches of two and of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class WithSingleSamples(Simple):
 
 
 class HangingLayer(nn.Module):
-    """Layer that never returns from its third call."""
+    """Layer that blocks in its seventh call, longer than the timeout of the test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class HangingLayer(nn.Module):
         return x
 
 
-class WithHangingLayer(Simple):
+class WithHangingLayer(Faultless):
     def __init__(self) -> None:
         super().__init__()
         self.net.append(HangingLayer())
@@ -168,7 +168,7 @@ def fit(
     context: RankContext,
     model: type[LightningModule],
     data: type[Samples] = Samples,
-    patience: float = 30,
+    peer_timeout: float = 30,
     **options: Any,
 ) -> None:
     """Train a model that has a fault."""
@@ -177,7 +177,7 @@ def fit(
         strategy=HeteroPipeStrategy(
             **{
                 "microbatches": 2,
-                "timeout": patience,
+                "timeout": peer_timeout,
                 "schedule": "gpipe",
                 "profile": QUICK,
                 **options,
@@ -201,31 +201,40 @@ def fit(
     )
 
 
+# Faults that are found before the first step: module, options of the strategy, part of the message.
 SETUP_ERRORS: list[tuple[type[LightningModule], dict[str, Any], str]] = [
     (BoringModel, {}, "has 1 layer, expected at least one for each of the 2 stages"),
-    (Manual, {}, "automatic_optimization must be True"),
+    (ManualOptimization, {}, "automatic_optimization must be True"),
     (TwoOptimizers, {}, "configure_optimizers must return one optimizer"),
     (NeedsAllParameters, {}, "LBFGS needs a closure"),
-    (ReadsInTraining, {}, "must be a batch, got dataloader_iter in ReadsInTraining"),
+    (
+        ReadsIteratorInTraining,
+        {},
+        "must be a batch, got dataloader_iter in ReadsIteratorInTraining",
+    ),
     (TwoNetworks, {}, "2 modules that could be the pipeline (net, other)"),
     (
-        Simple,
+        Faultless,
         {"module": "nett"},
-        "must be the name of a module in Simple, got 'nett'. Use one of ['net']",
+        "must be the name of a module in Faultless, got 'nett'. Use one of ['net']",
     ),
-    (Simple, {"stages": 3}, "stages must divide the number of ranks (2), got 3"),
+    (Faultless, {"stages": 3}, "stages must divide the number of ranks (2), got 3"),
     (
-        Simple,
+        Faultless,
         {"device_map": [[0, 0]]},
         "must be lists of equal length with each rank, from 0 on, once",
     ),
-    (Simple, {"emulate_speed": [1.0]}, "emulate_speed must have one entry per rank (2), got 1"),
-    (Simple, {"plan": PipelinePlan(replicas=((0, 1),), split=(1, 1))}, "8 layers of 'net'"),
-    (Simple, {"plan": PipelinePlan(replicas=((0, 1, 2),), split=(2, 3, 3))}, "each of the 2 ranks"),
+    (Faultless, {"emulate_speed": [1.0]}, "emulate_speed must have one entry per rank (2), got 1"),
+    (Faultless, {"plan": PipelinePlan(replicas=((0, 1),), split=(1, 1))}, "8 layers of 'net'"),
+    (
+        Faultless,
+        {"plan": PipelinePlan(replicas=((0, 1, 2),), split=(2, 3, 3))},
+        "each of the 2 ranks",
+    ),
 ]
 
 
-def messages_of_early_failures(context: RankContext) -> list[str]:
+def setup_error_messages(context: RankContext) -> list[str]:
     """Return the message of each error that is raised before the first step."""
     messages = []
     for model, options, _ in SETUP_ERRORS:
@@ -235,8 +244,8 @@ def messages_of_early_failures(context: RankContext) -> list[str]:
     return messages
 
 
-class ReadsInEvaluation(Simple):
-    """Model that reads its batches itself in every loop but training."""
+class ReadsIteratorInEvaluation(Faultless):
+    """Module whose evaluation steps take `dataloader_iter`."""
 
     def validation_step(self, dataloader_iter: Any) -> None:
         next(dataloader_iter)
@@ -249,7 +258,7 @@ class ReadsInEvaluation(Simple):
 
 
 def evaluate_with_iterators(context: RankContext) -> list[str]:
-    """Return the errors of validation, test, predict and fit, all before their first batch."""
+    """Return the error messages of validate, test, predict and fit, raised before any batch."""
     trainer = Trainer(
         strategy=HeteroPipeStrategy(timeout=30),
         accelerator="cpu",
@@ -264,14 +273,14 @@ def evaluate_with_iterators(context: RankContext) -> list[str]:
     loader = DataLoader(Samples(False, 8), batch_size=8)
     for loop in (trainer.validate, trainer.test, trainer.predict):
         with pytest.raises(ConfigError) as error:
-            loop(ReadsInEvaluation(), loader)
+            loop(ReadsIteratorInEvaluation(), loader)
         messages.append(str(error.value))
     with pytest.raises(ConfigError) as error:
-        trainer.fit(ReadsInEvaluation(), loader, loader)
+        trainer.fit(ReadsIteratorInEvaluation(), loader, loader)
     return [*messages, str(error.value)]
 
 
-def test_an_iterator_in_evaluation_is_refused_by_the_step_s_name(pool: RankPool) -> None:
+def test_the_error_names_the_evaluation_step_that_takes_an_iterator(pool: RankPool) -> None:
     steps = ("validation_step", "test_step", "predict_step", "validation_step")
     for messages in pool.run(evaluate_with_iterators, 2):
         for message, step in zip(messages, steps, strict=True):
@@ -279,8 +288,8 @@ def test_an_iterator_in_evaluation_is_refused_by_the_step_s_name(pool: RankPool)
             assert f"Write {step}(self, batch, batch_idx)" in message
 
 
-def test_faults_are_named_before_the_first_step(pool: RankPool) -> None:
-    for messages in pool.run(messages_of_early_failures, 2):
+def test_setup_errors_name_the_fault(pool: RankPool) -> None:
+    for messages in pool.run(setup_error_messages, 2):
         for message, (_, _, expected) in zip(messages, SETUP_ERRORS, strict=True):
             assert expected in message
 
@@ -297,13 +306,16 @@ def test_faults_are_named_before_the_first_step(pool: RankPool) -> None:
         ({"plan": "nowhere.json"}, "must be the path of a plan.json, got 'nowhere.json'"),
     ],
 )
-def test_the_constructor_rejects_bad_values(options: dict[str, Any], expected: str) -> None:
+def test_the_constructor_refuses_invalid_arguments(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         HeteroPipeStrategy(**options)
     assert expected in str(error.value)
 
 
-def failures(pool: RankPool, *args: Any, ranks: int = 2, **options: Any) -> list[RankOutcome]:
+def failed_outcomes(
+    pool: RankPool, *args: Any, ranks: int = 2, **options: Any
+) -> list[RankOutcome]:
+    """Run `fit` on ranks that must all fail; return their outcomes."""
     outcomes = pool.run_expecting_errors(fit, ranks, *args, keep=True, **options)
     assert all(outcome.error_type for outcome in outcomes), "every rank must end with an error"
     return outcomes
@@ -312,7 +324,7 @@ def failures(pool: RankPool, *args: Any, ranks: int = 2, **options: Any) -> list
 def assert_raised_on_all_ranks(
     outcomes: list[RankOutcome], error: type[Exception], expected: str
 ) -> None:
-    """Check that one rank raises the error itself, and the others report it."""
+    """Check that a rank raises the error, and the other ranks raise it or report it."""
     assert any(outcome.error_type == error.__name__ for outcome in outcomes)
     for outcome in outcomes:
         assert expected in outcome.error_message
@@ -322,10 +334,15 @@ def assert_raised_on_all_ranks(
 @pytest.mark.parametrize(
     ("model", "data", "error", "expected"),
     [
-        (CallsTwice, Samples, UnsupportedStepError, "and calls it more than once"),
-        (Penalises, Samples, UnsupportedStepError, "a gradient through the pipelined module"),
+        (CallsNetTwice, Samples, UnsupportedStepError, "and calls it more than once"),
         (
-            NeverCalls,
+            PenalisesInputGradient,
+            Samples,
+            UnsupportedStepError,
+            "a gradient through the pipelined module",
+        ),
+        (
+            NeverCallsNet,
             Samples,
             UnsupportedStepError,
             "once in every step, and returned without calling it",
@@ -342,9 +359,9 @@ def assert_raised_on_all_ranks(
             BatchMismatchError,
             "sees another batch than stage 0 (rank 0)",
         ),
-        (Simple, FailingSamples, OSError, "the disk is gone"),
+        (Faultless, FailingSamples, OSError, "the disk is gone"),
         (
-            Simple,
+            Faultless,
             UnsendableSamples,
             ConfigError,
             "A builtins.object cannot be sent to another rank",
@@ -366,12 +383,12 @@ def test_an_error_in_a_step_is_raised_on_all_ranks(
     expected: str,
 ) -> None:
     plan = PipelinePlan(replicas=((0, 1),), split=(3, 5))
-    assert_raised_on_all_ranks(failures(pool, model, data, plan=plan), error, expected)
+    assert_raised_on_all_ranks(failed_outcomes(pool, model, data, plan=plan), error, expected)
 
 
-def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPool) -> None:
+def test_the_timeout_error_names_the_stage_and_the_micro_batch(pool: RankPool) -> None:
     plan = PipelinePlan(replicas=((0, 1),), split=(3, 6))
-    outcomes = failures(pool, WithHangingLayer, plan=plan, patience=3)
+    outcomes = failed_outcomes(pool, WithHangingLayer, plan=plan, peer_timeout=3)
     assert outcomes[0].error_type == PeerTimeoutError.__name__
     expected = (
         "stage 0 (rank 0) waited 3 s for the gradients of micro-batch 0 from stage 1 (rank 1)"
@@ -379,7 +396,7 @@ def test_a_rank_that_hangs_is_named_with_its_stage_and_micro_batch(pool: RankPoo
     assert expected in outcomes[0].error_message
 
 
-def test_gradients_that_do_not_pass_the_module_are_allowed_in_a_step() -> None:
+def test_autograd_grad_outside_of_the_pipelined_module_is_allowed() -> None:
     inputs, output, weight = (torch.ones(3, requires_grad=True) for _ in range(3))
     guard = PipelinedWeightGuard()
     guard.record_call([inputs * 2], [output])

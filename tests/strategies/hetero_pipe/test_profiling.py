@@ -1,5 +1,8 @@
-"""Profiling leaves the data of training as it was. If a rank lacks memory for it, training
-continues with a split by bytes; any other error ends the run."""
+"""Tests of profiling: it does not change the data of training.
+
+If a rank lacks memory for profiling, training continues with a split by parameter bytes. Any other
+error ends the run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,12 @@ from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Case, Classifier, batches, differences_in
 
 
-class Once(IterableDataset[Any]):
-    """Stream that can be read only once; as a generator, it cannot be copied either."""
+class ReadOnceStream(IterableDataset[Any]):
+    """Stream that can be read only once.
+
+    Args:
+        generator: True: the rows are a generator, which cannot be copied.
+    """
 
     def __init__(self, generator: bool) -> None:
         source = Samples(False, 40)
@@ -32,34 +39,34 @@ class Once(IterableDataset[Any]):
         return self.rows
 
 
-class OwnNoise(Samples):
-    """Samples with noise from a random generator of their own, and a count of reads."""
+class NoisySamples(Samples):
+    """Samples with noise that depends on a random generator and the number of reads."""
 
     def __init__(self) -> None:
         super().__init__(False, 32)
-        self.generator, self.visits = torch.Generator().manual_seed(11), 0
+        self.generator, self.num_reads = torch.Generator().manual_seed(11), 0
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x, y = super().__getitem__(index)
-        self.visits += 1
-        return x + torch.randn(16, generator=self.generator) / self.visits, y
+        self.num_reads += 1
+        return x + torch.randn(16, generator=self.generator) / self.num_reads, y
 
 
-def shuffled() -> DataLoader[Any]:
-    """Return a loader with a random generator of its own."""
+def shuffled_loader() -> DataLoader[Any]:
+    """Return a shuffled loader that has its own random generator."""
     generator = torch.Generator().manual_seed(5)
     return DataLoader(Samples(False, 32), batch_size=8, shuffle=True, generator=generator)
 
 
-class Observes(Classifier):
+class RecordsBatches(Classifier):
     """Model that records a checksum of every batch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.observed.append(float(batch[0].sum()))
 
 
-class Augments(Observes):
-    """Model that changes each batch in another way, in the transfer hooks."""
+class AugmentsBatches(RecordsBatches):
+    """Model whose transfer hooks change each batch differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +80,11 @@ class Augments(Observes):
         return [batch[0] + torch.randn(16, generator=self.generator), batch[1]]
 
 
-class Wide(Classifier):
-    """Model with two layers that do not fit on rank 0."""
+class ModelTooLargeForRank0(Classifier):
+    """Model with two layers that exceed the memory limit of rank 0.
+
+    It checks that the plan puts them on rank 1, although rank 0 could not measure them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +103,7 @@ class Wide(Classifier):
             assert strategy.plan.layers[2].output_bytes == 3 * 5000 * 4
 
 
-class ReadsTwo(Observes):
+class TwoLoadersModel(RecordsBatches):
     """Model that gets each batch from two loaders."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -107,104 +117,113 @@ class ReadsTwo(Observes):
 
 
 def two_loaders() -> list[DataLoader[Any]]:
-    return [shuffled(), DataLoader(Samples(False, 20), batch_size=4, shuffle=True)]
+    return [shuffled_loader(), DataLoader(Samples(False, 20), batch_size=4, shuffle=True)]
 
 
-def two_names() -> dict[str, DataLoader[Any]]:
+def named_loaders() -> dict[str, DataLoader[Any]]:
     return dict(zip("ab", two_loaders(), strict=True))
 
 
-MEASURED = {"plan": None}
+# Options of a strategy that profiles the layers before it plans.
+PROFILE_FIRST = {"plan": None}
 CASES = {
-    "list of loaders": Case(ReadsTwo, data=two_loaders, options=MEASURED),
-    "dict of loaders": Case(ReadsTwo, data=two_names, options=MEASURED),
+    "list of loaders": Case(TwoLoadersModel, data=two_loaders, options=PROFILE_FIRST),
+    "dict of loaders": Case(TwoLoadersModel, data=named_loaders, options=PROFILE_FIRST),
     "combined loader": Case(
-        ReadsTwo, data=lambda: CombinedLoader(two_names(), "min_size"), options=MEASURED
+        TwoLoadersModel,
+        data=lambda: CombinedLoader(named_loaders(), "min_size"),
+        options=PROFILE_FIRST,
     ),
     "stream": Case(
-        Observes,
-        data=lambda: DataLoader(Once(generator=False), batch_size=8),
-        options=MEASURED,
+        RecordsBatches,
+        data=lambda: DataLoader(ReadOnceStream(generator=False), batch_size=8),
+        options=PROFILE_FIRST,
         trainer={"max_epochs": 1},
     ),
     "own noise": Case(
-        Observes, data=lambda: DataLoader(OwnNoise(), batch_size=8), options=MEASURED
+        RecordsBatches, data=lambda: DataLoader(NoisySamples(), batch_size=8), options=PROFILE_FIRST
     ),
-    "transfer hooks": Case(Augments, options=MEASURED),
-    "own order": Case(Observes, data=shuffled, options=MEASURED),
+    "transfer hooks": Case(AugmentsBatches, options=PROFILE_FIRST),
+    "own order": Case(RecordsBatches, data=shuffled_loader, options=PROFILE_FIRST),
 }
-UNCOPIED = {
+UNCOPYABLE = {
     "generator": Case(
-        Observes,
-        data=lambda: DataLoader(Once(generator=True), batch_size=8),
-        options=MEASURED,
+        RecordsBatches,
+        data=lambda: DataLoader(ReadOnceStream(generator=True), batch_size=8),
+        options=PROFILE_FIRST,
         trainer={"max_epochs": 1},
     )
 }
 
 
-class FailsFirst(nn.Linear):
-    """Layer that fails on one rank while the layers are measured."""
+class FailsInProfiling(nn.Linear):
+    """Layer that fails on one rank until training starts.
+
+    Attributes:
+        on_rank: Rank on which it fails.
+        error: Class of the error.
+        is_profiled: True after training has started.
+    """
 
     on_rank = 1
     error: type[Exception] = MemoryError
-    measured = False
+    is_profiled = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if dist.is_initialized() and dist.get_rank() == self.on_rank and not type(self).measured:
+        if dist.is_initialized() and dist.get_rank() == self.on_rank and not type(self).is_profiled:
             raise self.error("no room on this rank")
         return super().forward(x)
 
 
-class FailsWhenMeasured(Classifier):
+class ModelThatFailsInProfiling(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.net[2] = FailsFirst(12, 12)
-        FailsFirst.measured = False
+        self.net[2] = FailsInProfiling(12, 12)
+        FailsInProfiling.is_profiled = False
 
     def on_train_start(self) -> None:
-        FailsFirst.measured = True
+        FailsInProfiling.is_profiled = True
 
 
-def compare_measured(context: RankContext) -> dict[str, list[str]]:
+def compare_copyable(context: RankContext) -> dict[str, list[str]]:
     return differences_in(context, CASES)
 
 
-def compare_wide(context: RankContext) -> dict[str, list[str]]:
-    limits = {**MEASURED, "memory_limit": ["200KiB", "64MiB"]}
-    return differences_in(context, {"wide": Case(Wide, options=limits)})
+def compare_too_large(context: RankContext) -> dict[str, list[str]]:
+    limits = {**PROFILE_FIRST, "memory_limit": ["200KiB", "64MiB"]}
+    return differences_in(context, {"wide": Case(ModelTooLargeForRank0, options=limits)})
 
 
-def compare_uncopied(context: RankContext) -> dict[str, list[str]]:
-    return differences_in(context, UNCOPIED)
+def compare_uncopyable(context: RankContext) -> dict[str, list[str]]:
+    return differences_in(context, UNCOPYABLE)
 
 
 def compare_failing(
     context: RankContext, rank: int, error: type[Exception] = MemoryError
 ) -> dict[str, list[str]]:
-    FailsFirst.on_rank, FailsFirst.error = rank, error
+    FailsInProfiling.on_rank, FailsInProfiling.error = rank, error
     return differences_in(
-        context, {"failing": Case(FailsWhenMeasured, data=batches, options=MEASURED)}
+        context, {"failing": Case(ModelThatFailsInProfiling, data=batches, options=PROFILE_FIRST)}
     )
 
 
-def test_training_sees_the_same_samples_after_profiling(pool: RankPool) -> None:
-    outcomes = pool.run_expecting_errors(compare_measured, 2)
+def test_training_gets_the_same_batches_with_and_without_profiling(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(compare_copyable, 2)
     for outcome in outcomes:
         assert outcome.value == {name: [] for name in CASES}, outcome.traceback
     assert outcomes[0].output.count("profiling 5 layers") == len(CASES)
     assert "could not be profiled" not in outcomes[0].output
 
 
-def test_layers_that_do_not_fit_on_a_device_are_not_run_there(pool: RankPool) -> None:
-    outcomes = pool.run_expecting_errors(compare_wide, 2)
+def test_layers_above_the_memory_limit_of_a_rank_are_not_profiled_there(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(compare_too_large, 2)
     for outcome in outcomes:
         assert outcome.value == {"wide": []}, outcome.traceback
     assert "could not be profiled" not in outcomes[0].output
 
 
-def test_a_loader_that_cannot_be_copied_is_not_read(pool: RankPool) -> None:
-    outcomes = pool.run_expecting_errors(compare_uncopied, 2)
+def test_a_loader_that_cannot_be_copied_is_not_read_for_profiling(pool: RankPool) -> None:
+    outcomes = pool.run_expecting_errors(compare_uncopyable, 2)
     for outcome in outcomes:
         assert outcome.value == {"generator": []}, outcome.traceback
     assert "the data cannot be copied" in outcomes[0].output
@@ -212,7 +231,9 @@ def test_a_loader_that_cannot_be_copied_is_not_read(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_lack_of_memory_on_one_rank_splits_by_bytes_on_all(pool: RankPool, rank: int) -> None:
+def test_lack_of_memory_on_one_rank_splits_by_parameter_bytes_on_all_ranks(
+    pool: RankPool, rank: int
+) -> None:
     outcomes = pool.run_expecting_errors(compare_failing, 2, rank)
     for outcome in outcomes:
         assert outcome.value == {"failing": []}, outcome.traceback
@@ -220,15 +241,15 @@ def test_lack_of_memory_on_one_rank_splits_by_bytes_on_all(pool: RankPool, rank:
     assert "splitting by parameter bytes" in outcomes[0].output
 
 
-def test_another_error_of_a_layer_ends_the_run(pool: RankPool) -> None:
-    ours, others = pool.run_expecting_errors(compare_failing, 2, 0, IndexError)
-    assert ours.error_type == "IndexError"
-    assert others.error_type == PeerLostError.__name__
-    assert "IndexError: no room on this rank" in others.error_message
+def test_another_error_in_profiling_ends_the_run(pool: RankPool) -> None:
+    failed, other = pool.run_expecting_errors(compare_failing, 2, 0, IndexError)
+    assert failed.error_type == "IndexError"
+    assert other.error_type == PeerLostError.__name__
+    assert "IndexError: no room on this rank" in other.error_message
 
 
-class Named(Dataset[Any]):
-    """Dataset whose samples have names instead of numbers, which its sampler knows."""
+class NamedSamples(Dataset[Any]):
+    """Data set with names as indices. Its sampler yields the names."""
 
     names = [f"sample {number}" for number in range(32)]
 
@@ -244,12 +265,14 @@ class Named(Dataset[Any]):
 
 def compare_named(context: RankContext) -> dict[str, list[str]]:
     def named() -> DataLoader[Any]:
-        return DataLoader(Named(), batch_size=8, sampler=Named.names)
+        return DataLoader(NamedSamples(), batch_size=8, sampler=NamedSamples.names)
 
-    return differences_in(context, {"named": Case(Observes, data=named, options=MEASURED)})
+    return differences_in(
+        context, {"named": Case(RecordsBatches, data=named, options=PROFILE_FIRST)}
+    )
 
 
-def test_samples_without_numbers_are_profiled(pool: RankPool) -> None:
+def test_a_data_set_with_names_as_indices_is_profiled(pool: RankPool) -> None:
     outcomes = pool.run_expecting_errors(compare_named, 2)
     for outcome in outcomes:
         assert outcome.value == {"named": []}, outcome.traceback
@@ -261,6 +284,6 @@ def test_copy_of_shares_large_tensors_of_several_loaders() -> None:
     source = {"a": [DataLoader(TensorDataset(large))]}
     for loaders in (source, CombinedLoader(source)):
         copied = copy_loader(loaders)
-        inside = copied["a"] if isinstance(copied, dict) else copied.iterables["a"]
-        assert inside[0] is not source["a"][0]
-        assert inside[0].dataset.tensors[0] is large
+        copied_loaders = copied["a"] if isinstance(copied, dict) else copied.iterables["a"]
+        assert copied_loaders[0] is not source["a"][0]
+        assert copied_loaders[0].dataset.tensors[0] is large
