@@ -64,7 +64,7 @@ def test_the_source_file_demo_trains_on_long_enough_files(tmp_path: Path) -> Non
     assert rows.shape == (2 * 27, 17)
     assert bytes(rows[0].tolist()).isascii()
     empty = SourceFilesDataModule(directory=str(tmp_path / "nothing"))
-    with pytest.raises(dlres.ConfigError, match="must have at least 10 .py files"):
+    with pytest.raises(dlres.ConfigError, match=r"must have at least 10 \.py files"):
         trainer.fit(ByteGPT(), datamodule=empty)
 
 
