@@ -279,7 +279,7 @@ def test_a_data_set_with_names_as_indices_is_profiled(pool: RankPool) -> None:
     assert "splitting by parameter bytes" not in outcomes[0].output
 
 
-def test_copy_of_shares_large_tensors_of_several_loaders() -> None:
+def test_a_copied_loader_shares_large_tensors_of_several_loaders() -> None:
     large = torch.zeros(1 << 19)
     source = {"a": [DataLoader(TensorDataset(large))]}
     for loaders in (source, CombinedLoader(source)):
