@@ -7,14 +7,14 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from benchmarks.support.rpc import Talk
+from benchmarks.support.rpc import RankRpc
 from lightning_dlres.pipeline.profile.layer_times import ComputeClock, measure_layers
 
 
-def main(talk: Talk) -> None:
+def main(rpc: RankRpc) -> None:
     torch.set_num_threads(1)
     layers, inputs = [nn.Linear(256, 256) for _ in range(4)], torch.randn(64, 256)
-    for _ in talk.orders():
+    for _ in rpc.orders():
         clock = ComputeClock(torch.device("cpu"))
         measure_layers(
             layers,
@@ -25,4 +25,4 @@ def main(talk: Talk) -> None:
             seconds=0.6,
             clock=clock,
         )
-        talk.say({"wall_per_cpu_second": clock.wall_per_cpu_second()})
+        rpc.reply({"wall_per_cpu_second": clock.wall_per_cpu_second()})
