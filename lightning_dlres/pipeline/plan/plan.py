@@ -71,18 +71,18 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ranks = sorted(rank for replica in self.replicas for rank in replica)
         if not self.split or min(self.split) < 1:
             raise ConfigError(
-                f"split must give every stage at least one layer, got {list(self.split)}. Use "
+                f"split must be at least one layer for every stage, got {list(self.split)}. Use "
                 "fewer stages."
             )
         if not self.replicas or any(len(replica) != len(self.split) for replica in self.replicas):
             raise ConfigError(
-                f"replicas must have one rank per stage of split, {list(self.split)}, in every "
+                f"replicas must be one rank per stage of split, {list(self.split)}, for every "
                 f"replica, got {[list(r) for r in self.replicas]}. Use replicas=((0, 1),) "
                 "for two stages."
             )
         if ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"replicas must hold each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
+                f"replicas must be each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
                 "Number the ranks from 0 on."
             )
         if self.layers and sum(self.split) != len(self.layers):
