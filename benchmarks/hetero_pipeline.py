@@ -1,4 +1,4 @@
-"""`dlres_hetero_pipe` beside torch.distributed.pipelining, on hosts of unlike speed.
+"""`dlres_hetero_pipe` beside torch.distributed.pipelining, on heterogeneous hosts.
 
     python -m benchmarks.hetero_pipeline            the comparison, about 30 minutes
     python -m benchmarks.hetero_pipeline --matrix   errors of predictions, about 12 minutes

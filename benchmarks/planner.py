@@ -1,6 +1,6 @@
 """How long the planner takes on large models, and what its plans are worth in the simulator.
 
-Two sizes: 48 layers on 4 unlike devices in whatever order is best, and 96 layers on 8 in E4's
+Two sizes: 48 layers on 4 heterogeneous devices in any order, and 96 layers on 8 in the ratio
 order. Memory limits bind: some layers must be recomputed, and the planner chooses which."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of
 from tests.support.pipeline_profiles import large_workload, limited
 
 TARGET_SECONDS = 20.0
-# Scarce memory: limits up to 1.15 times the smallest one that has a plan at all, so that E4's order
-# with a split in proportion to power does not fit. Else the latter just fits, where so much of it
+# Scarce memory: limits up to 1.15 times the smallest one that has a plan at all. The ratio order
+# with a split in proportion to power does not fit then. Otherwise it just fits, where so much of it
 # is recomputed: all that frees memory at 0, nothing at 1.
 SCARCE = 1.15
 ROOM = (None, None, 0.2, 0.4, 0.7)
@@ -38,7 +38,7 @@ ROOM = (None, None, 0.2, 0.4, 0.7)
 @dataclass(frozen=True)
 class Size:
     """Attributes:
-    any_order: whether every order of the devices is searched, or splits in E4's order only.
+    any_order: whether every order of the devices is searched, or splits in the ratio order only.
     """
 
     name: str
@@ -50,17 +50,17 @@ class Size:
 
 SIZES = (
     Size("planner: 48 layers, 4 stages, 24 orders", 48, 4, 16, True),
-    Size("planner: 96 layers, 8 stages, E4's order", 96, 8, 32, False),
+    Size("planner: 96 layers, 8 stages, the ratio order", 96, 8, 32, False),
 )
 QUICK = (
     Size("planner: 8 layers, 3 stages, 6 orders", 8, 3, 6, True),
-    Size("planner: 10 layers, 4 stages, E4's order", 10, 4, 8, False),
+    Size("planner: 10 layers, 4 stages, the ratio order", 10, 4, 8, False),
 )
 
 
 def profile(size: Size, seed: int, room: float | None) -> Workload:
-    """Return a random model, of unlike layers or of alike blocks by turns, on devices in E4's
-    order."""
+    """Return a random model, of different layers or of equal blocks by turns, on devices in
+    the ratio order."""
     random, gpt = Random(seed), seed % 2 == 1
     workload = large_workload(
         random, size.layers, size.stages, size.microbatches, gpt=gpt, slack=SCARCE
@@ -71,7 +71,7 @@ def profile(size: Size, seed: int, room: float | None) -> Workload:
 
 
 def room_for_start(workload: Workload, room: float) -> list[int]:
-    """Return limits, by rank, in which E4's order with a split in proportion to power fits."""
+    """Return limits, by rank, in which the ratio order with a split in proportion to power fits."""
     limits = {}
     for stage, layers in enumerate(layer_ranges(start_split(workload))):
         helps = [i for i in layers if workload.freed_by_recompute(stage, layers, i) > 0]
@@ -99,7 +99,7 @@ def measure(size: Size, seed: int, room: float | None) -> dict[str, Any]:
 
 
 def over_start(found: SearchResult) -> float | None:
-    """Return the step as a share of that of E4's order with a split in proportion to power; None
+    """Return the step over that of the ratio order with a split in proportion to power; None
     where memory does not hold that."""
     if math.isinf(found.start_seconds):
         return None
@@ -117,7 +117,7 @@ def run(size: Size, rooms: Sequence[float | None]) -> None:
         size.name,
         {
             "median seconds": at_most(median(row["seconds"] for row in rows), TARGET_SECONDS),
-            "step over E4 with a proportional split": at_most(max(ratios), 1.0),
+            "step over the ratio order with a proportional split": at_most(max(ratios), 1.0),
             "solver's gap": at_most(max(row["gap"] for row in rows), 1e-3),
         },
         {

@@ -3,9 +3,9 @@
     python -m benchmarks.recompute           about 25 minutes
     python -m benchmarks.recompute --quick   tiny sizes: the figures mean nothing
 
-Two hosts of unlike speed with as many layers each: the fast one waits for gradients, and recomputes
-all of its layers meanwhile. The same processes train both ways: the steps of two groups of
-processes with one and the same plan were seen to differ by 14 %. Needs root (see
+Two hosts of different speed with as many layers each: the fast one waits for gradients, and
+recomputes all of its layers while it waits. The same processes train both ways: the steps of two
+groups of processes with one and the same plan were seen to differ by 14 %. Needs root (see
 benchmarks/support/testbed.py).
 """
 

@@ -1,5 +1,5 @@
 """`python -m benchmarks.hetero_pipeline --matrix`: how well the planner knows how long a step will
-take, over unlike devices, numbers of micro-batches and links."""
+take, over heterogeneous devices, numbers of micro-batches and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Testbed of several hosts on one machine: slow links and unlike CPUs for distributed benchmarks.
+"""Testbed of several hosts on one machine, with slow links and CPUs of different speed.
 
 A host is a network namespace (its own interface, loopback and ports) and a cgroup (its CPU share).
 A bridge in one more namespace connects the hosts, so the machine's own network does not change, and

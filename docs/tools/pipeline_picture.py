@@ -2,7 +2,7 @@
 
     python -m docs.tools.pipeline_picture docs/images/hetero_pipe.png
 
-Times come from the simulator, for a model of 16 alike layers on two devices of unlike speed.
+Times come from the simulator, for a model of 16 equal layers on two devices of different speed.
 """
 
 from __future__ import annotations

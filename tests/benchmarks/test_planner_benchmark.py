@@ -20,7 +20,7 @@ def test_every_figure_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         assert line.keys() == {"bench", "hardware", "checks", "raw"}
         assert list(line["checks"]) == [
             "median seconds",
-            "step over E4 with a proportional split",
+            "step over the ratio order with a proportional split",
             "solver's gap",
         ]
         assert all(math.isfinite(check["value"]) for check in line["checks"].values())

@@ -1,4 +1,4 @@
-"""Number of random examples of a property test: fewer in `make test`, all in `make test-all`.
+"""Draws of property tests, and their number: fewer in `make test`, all in `make test-all`.
 
 `make test` runs often, and each run draws other examples.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+
+from hypothesis import strategies as st
 
 # Environment variable that `make test-all` sets.
 ALL = "DLRES_ALL_EXAMPLES"
@@ -16,3 +18,9 @@ _PART = 0.5
 def examples(count: int) -> int:
     """Return the number of examples for this run, of `count` in `make test-all`."""
     return count if os.environ.get(ALL) else max(1, round(_PART * count))
+
+
+# Seeded by hypothesis, so that it can shrink their draws.
+randoms = st.randoms(use_true_random=False)
+stage_counts = st.integers(1, 3)
+replica_counts = st.integers(1, 2)

@@ -19,6 +19,7 @@ from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 
 GPIPE, ONE_F_ONE_B = SCHEDULES = (schedule_named("gpipe"), schedule_named("1f1b"))
+NOTHING_ELSE = StepCosts()
 MIB = 1 << 20
 Replicas = tuple[tuple[int, ...], ...]
 

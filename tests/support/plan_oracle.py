@@ -28,7 +28,6 @@ from tests.support.pipeline_profiles import (
 
 # Relative gap that the search may leave to the optimum.
 OPTIMAL = 1e-3
-randoms = st.randoms(use_true_random=False)
 schedules = st.sampled_from(SCHEDULES)
 exhaustive = settings(
     derandomize=True,

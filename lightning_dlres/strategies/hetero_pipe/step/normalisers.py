@@ -125,7 +125,7 @@ def doubt_about_batch(
     for column in zip(*rows, strict=True):
         if not _fits_mean_over_samples(column, sizes):
             values = ", ".join(f"{value:g}" for value in column)
-            return f"the loss is normalised by unlike values in the micro-batches ({values})"
+            return f"the loss is normalised by different values in the micro-batches ({values})"
     return None
 
 

@@ -15,7 +15,7 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import (
 )
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.profile.run_profile import StepCosts
-from tests.support.examples import examples
+from tests.support.examples import examples, randoms, replica_counts, stage_counts
 from tests.support.pipeline_profiles import (
     GPIPE,
     SCHEDULES,
@@ -26,11 +26,6 @@ from tests.support.pipeline_profiles import (
     small_workload,
     stage_per_layer,
 )
-
-NOTHING_ELSE = StepCosts()
-randoms = st.randoms(use_true_random=False)
-stage_counts = st.integers(1, 3)
-replica_counts = st.integers(1, 2)
 
 
 class TestMemory:

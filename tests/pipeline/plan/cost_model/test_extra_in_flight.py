@@ -15,7 +15,7 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 from lightning_dlres.pipeline.plan.schedules.base import Schedule
 from lightning_dlres.pipeline.profile.cluster import Link
 from lightning_dlres.pipeline.profile.run_profile import StepCosts
-from tests.support.examples import examples
+from tests.support.examples import examples, randoms, replica_counts, stage_counts
 from tests.support.pipeline_profiles import (
     GPIPE,
     ONE_F_ONE_B,
@@ -64,7 +64,7 @@ def test_no_extra_microbatch_if_no_more_would_be_in_flight(workload: Workload) -
 
 
 @settings(max_examples=examples(150))
-@given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 2), st.integers(0, 6))
+@given(randoms, stage_counts, replica_counts, st.integers(0, 6))
 def test_an_extra_microbatch_neither_slows_the_step_nor_breaks_a_limit(
     random: Random, stages: int, replicas: int, free: int
 ) -> None:

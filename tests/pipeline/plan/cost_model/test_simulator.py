@@ -25,9 +25,10 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import (
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Op, Schedule
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
-from tests.support.examples import examples
+from tests.support.examples import examples, randoms, replica_counts, stage_counts
 from tests.support.pipeline_profiles import (
     GPIPE,
+    NOTHING_ELSE,
     ONE_F_ONE_B,
     SCHEDULES,
     plain_cluster,
@@ -37,11 +38,6 @@ from tests.support.pipeline_profiles import (
     small_workload,
     stage_per_layer,
 )
-
-NOTHING_ELSE = StepCosts()
-randoms = st.randoms(use_true_random=False)
-stage_counts = st.integers(1, 3)
-replica_counts = st.integers(1, 2)
 
 
 def times(timeline: Timeline, name: str, stage: int, replica: int = 0) -> list[tuple[float, float]]:

@@ -28,7 +28,7 @@ from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of, st
 from lightning_dlres.pipeline.plan.search.milp import SplitProgram
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
-from tests.support.examples import examples
+from tests.support.examples import examples, randoms
 from tests.support.pipeline_profiles import (
     GPIPE,
     ONE_F_ONE_B,
@@ -48,7 +48,6 @@ from tests.support.plan_oracle import (
     fastest_of_all,
     least_memory,
     randomly_limited,
-    randoms,
     schedules,
     splits,
 )

@@ -209,5 +209,5 @@ def test_what_scales_with_samples_or_not_at_all_is_no_sign() -> None:
 def test_values_that_differ_otherwise_are_named() -> None:
     rows = normalisers_of(lambda out, y: out.sum() / (y > 0).sum(), 3, 3, 2)
     reason = doubt_about_batch([record(rows)], [3, 3, 2], True)
-    assert reason == "the loss is normalised by unlike values in the micro-batches (2, 2, 1)"
+    assert reason == "the loss is normalised by different values in the micro-batches (2, 2, 1)"
     assert "not finite" in str(doubt_about_batch([record(rows, float("nan"))], [3, 3, 2], True))
