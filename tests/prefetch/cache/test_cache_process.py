@@ -649,9 +649,11 @@ def test_twenty_epochs_leak_no_threads_files_or_memory(stack: ExitStack, folder:
     for _ in range(20):
         list(batches)
     gc.collect()
-    # Counts may shrink, because threads and files of earlier tests may end during this test.
+    # A leak grows with the epochs. A difference of a few is none: threads and files of earlier tests
+    # may end during this test, and a pool of threads may start another one.
     after = count_resources()
-    assert all(now <= earlier for now, earlier in zip(after, before, strict=True)), (before, after)
+    grown = [now - earlier for now, earlier in zip(after, before, strict=True)]
+    assert max(grown) < 5, (before, after)
     for pid, kib_before in zip(pids, memory, strict=True):
         assert resident_kib(pid) - kib_before < 2048, "a process has grown by more than 2 MiB"
     assert batches.client._pending == {}
