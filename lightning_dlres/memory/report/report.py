@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from lightning_dlres.core.figures import draw_png
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.memory.profile.step_profile import StepProfile
@@ -36,18 +36,12 @@ def draw_memory(
         measured: Measured bytes of saved tensors on the device: (seconds since the start of the
             step, bytes).
     """
-    # Imported here: the import takes a good part of a second, and most runs draw nothing.
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # The user's own style (LaTeX, a dark theme) could make the picture unreadable.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        figure = Figure(figsize=(10, 4.8), layout="constrained", facecolor="white")
-        _draw(figure.subplots(), plan, profile, measured)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=130)
-    return picture.getvalue()
+    return draw_png(
+        lambda figure: _draw(figure.subplots(), plan, profile, measured),
+        figsize=(10, 4.8),
+        layout="constrained",
+        dpi=130,
+    )
 
 
 def _draw(

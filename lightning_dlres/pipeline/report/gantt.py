@@ -7,15 +7,16 @@ figure, and no effect on the user's own plots.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_dlres.core.figures import draw_png
 from lightning_dlres.pipeline.plan.cost_model.simulator import Activity, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Label of each row, by (replica, stage).
 RowLabels = Mapping[tuple[int, int], str]
@@ -60,20 +61,14 @@ def draw(panels: Sequence[Panel], row_labels: RowLabels) -> bytes:
         panels: Panels from top to bottom.
         row_labels: Label of each row of a panel, in the order of the rows.
     """
-    # The import takes most of a second, so it waits until there is something to draw.
-    import matplotlib
-    from matplotlib.figure import Figure
-
     lanes = [lane for lane in _LANES if lane in _names(panels)]
     rows = len(row_labels)
     row_inches = (0.46 if rows <= 4 else 0.36) + 0.07 * len(lanes)
     height = _TOP + _BOTTOM + len(panels) * rows * row_inches + (len(panels) - 1) * _BETWEEN
     left, width = _label_inches(list(row_labels.values())), _width(panels)
     horizon = max(_horizon(panel.timeline) for panel in panels)
-    # The user's own style, such as LaTeX or a dark theme, could make the chart unreadable.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
+
+    def draw_panels(figure: Figure) -> None:
         for index, panel in enumerate(panels):
             below, across, down = len(panels) - 1 - index, width - left - _RIGHT, rows * row_inches
             bottom = _BOTTOM + below * (down + _BETWEEN)
@@ -85,9 +80,8 @@ def draw(panels: Sequence[Panel], row_labels: RowLabels) -> bytes:
                 # The end of the planned step, for comparison.
                 axes.axvline(panels[0].timeline.step_seconds, color="#777777", lw=1, ls=(0, (4, 3)))
         _legend(figure, panels, (0.5, 1 - 0.05 / height))
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+
+    return draw_png(draw_panels, figsize=(width, height), dpi=_DPI)
 
 
 class _Drawing:

@@ -649,8 +649,8 @@ def test_twenty_epochs_leak_no_threads_files_or_memory(stack: ExitStack, folder:
     for _ in range(20):
         list(batches)
     gc.collect()
-    # A leak grows with the epochs. A difference of a few is none: threads and files of earlier tests
-    # may end during this test, and a pool of threads may start another one.
+    # A leak grows with the epochs. A difference of a few is none: threads and files of earlier
+    # tests may end during this test, and a pool of threads may start another one.
     after = count_resources()
     grown = [now - earlier for now, earlier in zip(after, before, strict=True)]
     assert max(grown) < 5, (before, after)
