@@ -50,7 +50,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         pair = self.ranks if isinstance(self.ranks, (list, tuple)) else ()
         if len(pair) != 2 or any(type(rank) is not int or rank < 0 for rank in pair):
-            raise ConfigError(got_expected("ranks", self.ranks, "two ranks", "ranks=(0, 1)"))
+            rule = "two ranks of at least 0"
+            raise ConfigError(got_expected("ranks", self.ranks, rule, "ranks=(0, 1)"))
         finite("latency", self.latency, "latency=0.0")
         if self.bytes_per_second != float("inf"):
             finite("bytes_per_second", self.bytes_per_second, "bytes_per_second=1e9", above=True)
@@ -89,8 +90,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def link(self, a: int, b: int) -> Link:
         """Return the link between two ranks.
 
-        It is the measured link of these ranks, else one of the same two hosts, else one of the same
-        nature (within a host or between hosts), else a perfect link.
+        It is the measured link of these ranks, else one of the same two hosts. Else it is any link
+        of the same nature (within a host or between hosts), else a perfect link.
         """
 
         def hosts(ranks: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Cluster file (`cluster.yaml`): a description by hand, to plan for a cluster elsewhere.
+"""Cluster file (`cluster.yaml`): a hand-written description, to plan for a cluster elsewhere.
 
     kinds:
       fast: {power: 1.0, memory: 24GiB}
@@ -29,7 +29,7 @@ class KindSpec(msgspec.Struct, forbid_unknown_fields=True):
     """A kind of device in a cluster file.
 
     Attributes:
-        power: Compute power relative to other kinds.
+        power: Compute power relative to the other kinds, in any unit.
         memory: Memory that the model may take, in bytes or as "24GiB"; None: no limit.
     """
 
@@ -38,14 +38,24 @@ class KindSpec(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HostSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """A host in a cluster file: the name of the kind of each of its devices."""
+    """A host in a cluster file.
+
+    Attributes:
+        devices: For each device, the name of its kind.
+        name: Name of the host; empty: "host" and the host's number in the file, from 0 on.
+    """
 
     devices: list[str]
     name: str = ""
 
 
 class LinkSpec(msgspec.Struct, forbid_unknown_fields=True):
-    """A link between two devices in a cluster file: bandwidth and latency, with units."""
+    """A link between two devices in a cluster file.
+
+    Attributes:
+        bandwidth: Bandwidth as "500Mbit/s", or in bytes per second.
+        latency: Latency as "200us", or in seconds.
+    """
 
     bandwidth: str | float
     latency: str | float = 0.0
@@ -65,8 +75,8 @@ class ClusterFile(msgspec.Struct, forbid_unknown_fields=True):
         kinds: Kinds of devices by name.
         hosts: Hosts in the order of ranks.
         links: Links between devices.
-        measured_on: Kind of the device on which the layers are measured, the local one; empty: a
-            device of power 1.
+        measured_on: Kind of the local device, on which the layers are measured; empty: a device of
+            power 1.
     """
 
     kinds: dict[str, KindSpec]
@@ -80,13 +90,14 @@ def load_cluster(path: str | Path) -> tuple[Cluster, list[float]]:
 
     Returns:
         The cluster, and for every kind the ratio of a layer's time there to its time on the local
-        device.
+        device, in the order of `Cluster.kinds`.
 
     Raises:
-        ConfigError: If the file cannot be read, names an unknown kind, or has no device.
+        ConfigError: If the file cannot be read, names an unknown kind, has no device, or has a
+            value out of range.
     """
     try:
-        given = msgspec.yaml.decode(Path(path).read_bytes(), type=ClusterFile)
+        file = msgspec.yaml.decode(Path(path).read_bytes(), type=ClusterFile)
     except OSError as error:
         raise ConfigError(
             f"cluster must be the path of a cluster file in YAML, got {str(path)!r} "
@@ -97,46 +108,44 @@ def load_cluster(path: str | Path) -> tuple[Cluster, list[float]]:
             f"cluster must be a file with kinds, hosts and links, got {str(path)!r}: {error}. See "
             "the example in docs/hetero_pipe.md."
         ) from None
-    names = list(given.kinds)
-    used = [kind for host in given.hosts for kind in host.devices]
-    referenced = [*used, given.measured_on] if given.measured_on else used
+    names = list(file.kinds)
+    used = [kind for host in file.hosts for kind in host.devices]
+    referenced = [*used, file.measured_on] if file.measured_on else used
     unknown = sorted(set(referenced) - set(names))
     if unknown or not used:
         raise ConfigError(
-            f"cluster must have at least one device and only devices of the kinds {names}, got "
-            f"devices of the kinds {used} with unknown kinds {unknown}. Add the kinds or devices."
+            f"cluster must have at least one device and name only the kinds {names}, got devices "
+            f"{used} and unknown kinds {unknown}. Add the devices to hosts, or the kinds to kinds."
         )
-    if any(not kind.power > 0 for kind in given.kinds.values()):
-        powers = {name: kind.power for name, kind in given.kinds.items()}
+    if any(not kind.power > 0 for kind in file.kinds.values()):
+        powers = {name: kind.power for name, kind in file.kinds.items()}
         raise ConfigError(f"cluster: power must be positive, got {powers}. Use power: 1.0.")
-    fastest = max(given.kinds[name].power for name in used)
-    local_power = given.kinds[given.measured_on].power if given.measured_on else 1.0
+    fastest = max(file.kinds[name].power for name in used)
+    local_power = file.kinds[file.measured_on].power if file.measured_on else 1.0
     devices = []
-    for number, host in enumerate(given.hosts):
+    for host_index, host in enumerate(file.hosts):
         for name in host.devices:
-            kind = given.kinds[name]
+            kind = file.kinds[name]
             devices.append(
                 Device(
                     kind=names.index(name),
                     power=kind.power / fastest,
-                    host=host.name or f"host {number}",
+                    host=host.name or f"host {host_index}",
                     memory_limit=_memory(kind),
                 )
             )
-    cluster = Cluster(
-        kinds=tuple(names), devices=tuple(devices), links=_links(given.links, devices)
-    )
-    return cluster, [local_power / kind.power for kind in given.kinds.values()]
+    cluster = Cluster(kinds=tuple(names), devices=tuple(devices), links=_links(file.links, devices))
+    return cluster, [local_power / kind.power for kind in file.kinds.values()]
 
 
 def _memory(kind: KindSpec) -> int | None:
     return parse_bytes(kind.memory, "cluster: memory") if kind.memory is not None else None
 
 
-def _links(links: LinksSpec, devices: list[Device]) -> tuple[Link, ...]:
+def _links(specs: LinksSpec, devices: list[Device]) -> tuple[Link, ...]:
     """Return one link within a host and one between hosts; `Cluster.link` derives the others."""
-    made = []
-    for spec, within_host in ((links.within_host, True), (links.between_hosts, False)):
+    links = []
+    for spec, within_host in ((specs.within_host, True), (specs.between_hosts, False)):
         pairs = [
             (a, b)
             for a in range(len(devices))
@@ -144,11 +153,11 @@ def _links(links: LinksSpec, devices: list[Device]) -> tuple[Link, ...]:
             if (devices[a].host == devices[b].host) == within_host
         ]
         if spec is not None and pairs:
-            made.append(
+            links.append(
                 Link(
                     ranks=pairs[0],
                     latency=parse_seconds(spec.latency, "cluster: latency"),
                     bytes_per_second=parse_rate(spec.bandwidth, "cluster: bandwidth"),
                 )
             )
-    return tuple(made)
+    return tuple(links)

@@ -1,4 +1,4 @@
-"""Options of a profile, and the samples that it runs."""
+"""Options of a profile, and the training samples that the layers run on."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ class ProfileConfig:
 
     Args:
         samples: Number of training samples to run; "auto": one micro-batch.
-        batch: Number of samples in a profiled batch; "auto": that of the loader.
-        microbatch: Number of samples that are run at once; "auto": as many as in training.
-        repeats: Minimum number of runs of every layer.
+        batch: Number of samples in a training batch, for the size of a micro-batch; "auto": the
+            loader's `batch_size`.
+        microbatch: Number of samples in a micro-batch; "auto": `batch` divided by the number of
+            micro-batches.
+        repeats: Minimum number of timed runs of every layer. Below 4, links are measured with fewer
+            messages, too.
         seconds: Minimum time, in seconds, over which the layers are measured on every rank. Over a
             shorter time, a throttled or shared processor does not show its sustained speed. Below
-            the default, links are measured with fewer and smaller messages, too.
+            the default, links are measured with smaller messages, too.
 
     Raises:
-        ConfigError: If a number is not positive.
+        ConfigError: If `seconds` is negative or not finite, or another number is below 1.
     """
 
     samples: int | Literal["auto"] = "auto"
@@ -50,10 +53,11 @@ class ProfileSamples:
     """Training samples for the profile, read on rank 0.
 
     Attributes:
-        inputs: Inputs of the first layer, one for each micro-batch.
+        inputs: Inputs of the first layer, one tree for each micro-batch.
         batches: Micro-batches, as the user's code receives them; same order as `inputs`.
         microbatches: Number of micro-batches in a training batch.
-        whole_batch: All samples as one batch; at least two samples, if the data has as many.
+        whole_batch: All read samples as one batch, for a trial of the step. It has at least two
+            samples, if the data has as many.
     """
 
     inputs: list[Tree]

@@ -1,21 +1,22 @@
-"""Flush of the CPU caches, for the timing of what a step does once per micro-batch or batch.
+"""Flush of the CPU caches, before timed work that a step does once per micro-batch or batch.
 
-In training, such work finds the caches full of layers. Repeated on its own it would look faster.
+In training, layers have filled the caches before such work. Repeated without a flush, the work
+would find its own data in the caches, and look faster.
 """
 
 from __future__ import annotations
 
 import torch
 
-# More bytes than one core's share of the caches.
-COLD_BYTES = 32 << 20
+# 32 MiB: more than one core's share of the caches.
+FLUSH_BYTES = 32 << 20
 
 
 class CpuCacheFlusher:
     """A buffer that is larger than the caches; writing to it evicts everything else."""
 
     def __init__(self) -> None:
-        self._buffer = torch.zeros(COLD_BYTES, dtype=torch.uint8)
+        self._buffer = torch.zeros(FLUSH_BYTES, dtype=torch.uint8)
 
     def overwrite(self) -> None:
         """Fill the caches with the buffer, as layers fill them in training."""

@@ -6,20 +6,21 @@ import math
 import statistics
 from collections.abc import Sequence
 
-# Factor up to which the layer times of two devices of one kind may differ: more than noise does.
+# Largest ratio of the total layer times of two devices of one kind. Noise alone stays below it.
 _SAME_KIND_FACTOR = 1.15
 
 
 def fill_missing_times(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return each rank's times of all layers, with estimates in the place of NaN.
+    """Return each rank's times of all layers, with an estimate in place of each NaN.
 
     A rank has no time (NaN) for a layer that does not fit into its memory; no plan puts the layer
-    there. The estimate is the median over other ranks of their time, scaled by the ratio of the
-    total times of the layers that both ranks have run. Without such layers the factor is 1. Where
-    no rank has a time for a layer, the estimate is the longest time of the rank's own layers.
+    there. The estimate is the median of the other ranks' times, each scaled by a factor: the ratio
+    of the total times of the layers that both ranks have run, or 1 without such layers. If no rank
+    has a time for a layer, the estimate is the longest time of the rank's own layers.
 
     Args:
-        seconds: One row per rank, one time per layer.
+        seconds: One row per rank, in the same columns: for example the time of forward and of
+            backward of every layer.
     """
     rows = []
     for row in seconds:

@@ -39,11 +39,10 @@ class DeviceMeasurement:
     Attributes:
         layers: Costs of each layer.
         loss: Seconds of the loss of one micro-batch, forward and backward.
-        loss_bytes: Temporary memory of the loss.
+        loss_bytes: Temporary memory of the loss of one micro-batch; see `StepCosts`.
         update: Seconds of the optimizer per byte of gradient.
-        run_overhead_seconds: Extra seconds, forward and backward, of a layer that is a run of its
-            own.
-        wall_per_cpu_second: Ratio of wall time to processor time.
+        run_overhead_seconds: Extra seconds of a layer that is a run of its own; see `StepCosts`.
+        wall_per_cpu_second: Ratio of wall time to processor time; all times above include it.
     """
 
     layers: list[LayerMeasurement]
@@ -73,8 +72,9 @@ def measure_device(
         config: Options of the profile.
         layer_context: Returns a context manager for every forward (mixed precision).
         optimizers: Optimizers of the run.
-        flusher: Makes the CPU caches cold where training finds them cold.
-        limit: Bytes that the device has; None: unknown.
+        flusher: Flushes the CPU caches before the loss and the optimizer's step, as layers do in
+            training.
+        limit: Bytes that the measurement may take on the device; None: unknown.
         slowdown: Factor of an emulated slower device; None where nothing is emulated. With emulated
             speeds only processor time counts, since ranks may share a core.
 
@@ -102,7 +102,7 @@ def measure_device(
     wall_per_cpu_second = clock.wall_per_cpu_second()
     weights = [p for module in model.modules for p in module.parameters()]
     update = max(
-        (update_seconds(each, weights, clock, config.repeats, flusher) for each in optimizers),
+        (update_seconds(x, weights, clock, config.repeats, flusher) for x in optimizers),
         default=0.0,
     )
     run_overheads = [
@@ -112,7 +112,7 @@ def measure_device(
         if layer.run_overhead_seconds is not None
     ]
     measurement = DeviceMeasurement(
-        [_mean(list(same)) for same in zip(*layer_runs, strict=True)],
+        [_mean(list(runs)) for runs in zip(*layer_runs, strict=True)],
         statistics.fmean(seconds for seconds, _ in losses) * wall_per_cpu_second * slowdown,
         max(nbytes for _, nbytes in losses),
         update * wall_per_cpu_second,
@@ -124,35 +124,41 @@ def measure_device(
 
 
 def median_measurement(rounds: Sequence[DeviceMeasurement]) -> DeviceMeasurement:
-    """Return the median of every time over several measurements of one device."""
+    """Return the median of every time over several measurements of one device.
+
+    The sizes of layers are those of the first measurement, and `loss_bytes` is the largest one.
+    """
     layers = [
         replace(
-            same[0],
-            forward=_median(layer.forward for layer in same),
-            backward=_median(layer.backward for layer in same),
+            layer_rounds[0],
+            forward=_median(layer.forward for layer in layer_rounds),
+            backward=_median(layer.backward for layer in layer_rounds),
         )
-        for same in zip(*(each.layers for each in rounds), strict=True)
+        for layer_rounds in zip(*(x.layers for x in rounds), strict=True)
     ]
     return DeviceMeasurement(
         layers,
-        statistics.median(each.loss for each in rounds),
-        max(each.loss_bytes for each in rounds),
-        statistics.median(each.update for each in rounds),
-        statistics.median(each.run_overhead_seconds for each in rounds),
-        statistics.median(each.wall_per_cpu_second for each in rounds),
+        statistics.median(x.loss for x in rounds),
+        max(x.loss_bytes for x in rounds),
+        statistics.median(x.update for x in rounds),
+        statistics.median(x.run_overhead_seconds for x in rounds),
+        statistics.median(x.wall_per_cpu_second for x in rounds),
     )
 
 
 def _measure_loss(
     model: ProfiledModel, batch: Any, output: Tree, repeats: int, flusher: CpuCacheFlusher
 ) -> tuple[float, int]:
-    """Return the clock's seconds and the temporary bytes of a step after the module's call, forward
-    and backward. Both are 0 if user code cannot run outside of training."""
+    """Return the seconds (of a `ComputeClock`) and the temporary bytes of the loss of one batch.
+
+    The loss is the part of the user's step after the pipelined module's call, with its backward.
+    Both are 0 if user code cannot run outside of training.
+    """
     clock, rewind_random_state = ComputeClock(model.device), rng.rewinder(model.device)
     leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
     differentiable = [t for t in tensors_of(leaves) if t.requires_grad]
     differentiable += [p for p in model.non_pipelined if p.device == model.device]
-    spent, live = [], LiveBytes()
+    loss_seconds, live = [], LiveBytes()
     try:
         with torch.enable_grad():
             for run in range(repeats + 1):
@@ -167,7 +173,7 @@ def _measure_loss(
                     if loss.requires_grad and differentiable:
                         torch.autograd.grad(loss, differentiable, allow_unused=True)
                 if run:
-                    spent.append(clock.now() - start)
+                    loss_seconds.append(clock.now() - start)
                 step.restore_metrics()
     except Exception as error:
         model.warn(
@@ -177,10 +183,11 @@ def _measure_loss(
         return 0.0, 0
     finally:
         rewind_random_state()
-    return statistics.fmean(spent), live.peak
+    return statistics.fmean(loss_seconds), live.peak
 
 
 def _mean(runs: list[LayerMeasurement]) -> LayerMeasurement:
+    """Return the mean times and the largest sizes of one layer over several micro-batches."""
     return LayerMeasurement(
         statistics.fmean(run.forward for run in runs),
         statistics.fmean(run.backward for run in runs),
@@ -189,6 +196,6 @@ def _mean(runs: list[LayerMeasurement]) -> LayerMeasurement:
 
 
 def _median(seconds: Iterable[float]) -> float:
-    """Return the median; NaN if any value is, since then the layer did not fit into memory once."""
+    """Return the median; NaN if any value is NaN: the layer did not fit into memory once."""
     values = list(seconds)
     return math.nan if any(map(math.isnan, values)) else statistics.median(values)

@@ -1,7 +1,7 @@
 """Sizes of a layer: bytes of inputs, outputs, saved tensors and temporary memory.
 
-The memory that a layer needs is found without running it, under FakeTensor. This follows shapes and
-dtypes through every operation, and allocates no storage.
+Sizes are taken from a run of the layer, or without running it, under FakeTensor. FakeTensor follows
+shapes and dtypes through every operation, and allocates no storage.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SavedTensorBytes:
         # Bytes of each storage by `storage_key`: tensors of one storage count once.
         self._bytes: dict[int, int] = {}
 
-    def recorded(self) -> AbstractContextManager[Any]:
+    def recording(self) -> AbstractContextManager[Any]:
         """Context manager that records the tensors saved by the forward inside."""
 
         def pack(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class SavedTensorBytes:
             weights: Parameters and buffers of the layer.
             inputs: Inputs of the layer.
             outputs: Outputs of the layer.
-            workspace_bytes: Temporary memory of its backward.
+            workspace_bytes: Temporary memory of forward or backward beyond saved tensors.
         """
         counted_elsewhere = {storage_key(t) for t in (*weights, *inputs, *outputs)}
         return Sizes(
@@ -100,18 +100,18 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
 
     Returns:
         A function that makes an output of zeros on the device; the sizes; and the bytes that a run
-        forward and backward takes, with the gradients of a previous run.
+        forward and backward needs, beside the gradients of a previous run.
 
     Raises:
         Exception: Of any kind, if the layer reads values of tensors, which FakeTensor lacks.
     """
     device, saved, live = call.device, SavedTensorBytes(), LiveBytes()
-    # `deepcopy` takes these in the place of the module's own tensors, by their id.
+    # Memo of `deepcopy`: it replaces the module's tensors, given by their id, with FakeTensors.
     fakes: dict[int, Any] = {}
     with without_storage() as mode:
         for tensor in (*call.module.parameters(), *call.module.buffers()):
             fakes[id(tensor)] = _as_parameter_like(tensor, _empty_like(tensor, device))
-    # Outside of the mode: plain tensors that a layer holds are copied with their values.
+    # Outside of the mode: tensors in plain attributes of a layer are copied with their values.
     module_copy = copy.deepcopy(call.module, fakes).train()
     weights = [*module_copy.parameters(), *module_copy.buffers()]
     with mode:
@@ -122,24 +122,24 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
         structure, inputs = flatten(fake_inputs)
         differentiable = [t for t in inputs if t.requires_grad]
         with live:
-            with saved.recorded(), call.context():
+            with saved.recording(), call.context():
                 safe = iter(inplace_safe_aliases(differentiable) if differentiable else ())
                 leaves = [next(safe) if t.requires_grad else t for t in inputs]
                 output = call.bind(call.index, module_copy)(unflatten(structure, leaves))
             live_after_forward, outputs = live.now, tensors_of(output)
-            starts = [(t, torch.ones_like(t)) for t in outputs if t.requires_grad]
+            output_gradients = [(t, torch.ones_like(t)) for t in outputs if t.requires_grad]
             gradients: tuple[Tensor | None, ...] = ()
-            if starts and (differentiable or trained):
+            if output_gradients and (differentiable or trained):
                 gradients = torch.autograd.grad(
-                    [t for t, _ in starts],
+                    [t for t, _ in output_gradients],
                     [*differentiable, *trained],
-                    [g for _, g in starts],
+                    [g for _, g in output_gradients],
                     allow_unused=True,
                 )
         gradient_bytes = bytes_of(g for g in gradients[len(differentiable) :] if g is not None)
         workspace_bytes = max(live.peak - live_after_forward, gradient_bytes)
         sizes = saved.sizes(weights, inputs, outputs, workspace_bytes)
-        need = bytes_of(weights) + sizes.input_bytes + live.peak + gradient_bytes
+        needed_bytes = bytes_of(weights) + sizes.input_bytes + live.peak + gradient_bytes
 
     def zeros() -> Tree:
         return map_tensors(
@@ -149,7 +149,7 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
             output,
         )
 
-    return zeros, sizes, need
+    return zeros, sizes, needed_bytes
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -167,14 +167,14 @@ def _storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if strided else bytes_of([tensor])
 
 
-def _as_parameter_like(tensor: Tensor, made: Tensor) -> Tensor:
+def _as_parameter_like(tensor: Tensor, fake: Tensor) -> Tensor:
     is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    # Made from the sizes alone: FakeTensor keeps a reference to every real tensor that it sees, and
-    # a tensor with such a reference cannot be swapped any more.
+    # Made from the sizes alone: FakeTensor keeps a weak reference to every real tensor that it
+    # sees, and `torch.utils.swap_tensors` refuses a tensor with such a reference.
     if tensor.layout is torch.strided:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device=device)

@@ -1,13 +1,13 @@
 """Times and sizes of a model's layers on this device: seconds forward and backward, and bytes.
 
-Layers run one by one on copies, with the code that runs them in training. Weights, buffers and
-random state stay as they were, and a device needs memory for one layer only. The sizes of a layer
-that does not fit even so are found without running it.
+Copies of the layers run one by one, with the code that runs layers in training. Weights, buffers
+and random state stay as they were, and a device needs memory for one layer only. The sizes of a
+layer that does not fit even so are found without running it.
 
 Equal layers are measured once. Small layers are measured on several copies: a single copy would
-find its weights in the cache, where those of a whole stage are not. If the output of a copy is a
-valid input of the next, the copies are timed twice: together as one run of a stage, and each as a
-run of its own. The difference is the overhead of a run.
+find its weights in the CPU cache, which cannot hold the weights of a whole stage. If the output of
+a copy is a valid input of the next, the copies are timed twice: together as one run (see
+`stage.stage`), and each as a run of its own. The difference is the overhead of a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_dlres.core._compat import LiveBytes
 from lightning_dlres.core.rng import forked
 from lightning_dlres.core.wire.tree import Tree, flatten, map_tensors, tensors_of
-from lightning_dlres.pipeline.profile.cpu_cache import COLD_BYTES
+from lightning_dlres.pipeline.profile.cpu_cache import FLUSH_BYTES
 from lightning_dlres.pipeline.profile.layer_sizes import (
     Bind,
     Context,
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 # Part of the message of the RuntimeError that torch raises when the CPU has no memory left; torch
 # has no exception class for it.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
-# A layer is assumed to take at most this many times the bytes of its weights and inputs. Only where
-# a device has less memory than this is the need of a layer found without running it.
+# A layer is assumed to need at most this many times the bytes of its weights and inputs. If the
+# device has less memory than that, the layer's need is computed before the layer is run.
 _AMPLE_MEMORY_FACTOR = 32
 
 
@@ -60,7 +60,7 @@ class LayerMeasurement:
         backward: Seconds of backward; NaN if the layer does not fit into memory.
         sizes: Bytes of the layer.
         run_overhead_seconds: Extra seconds, forward and backward, as a run of its own; None if the
-            layer was not measured in both ways.
+            layer was not timed both within a longer run and alone.
     """
 
     forward: float
@@ -94,9 +94,9 @@ def measure_layers(
         repeats: Minimum number of timed runs of a layer, after one run to warm up.
         seconds: Minimum time over which all layers together are measured. A throttled device shows
             its sustained speed only over a while.
-        clock: Clock that adds up the spent time; None makes one.
-        limit: Bytes that the device has; None: unknown. A layer that needs more is not run, where
-            this can be found without running it. It then has no times.
+        clock: Clock that measures, and adds up wall and processor time; None makes one.
+        limit: Bytes that the measurement may take on the device; None: unknown. A layer that is
+            known to need more is not run, and has no times.
 
     Returns:
         The measurements; the detached output of the last layer; and a function that runs the
@@ -117,10 +117,10 @@ def measure_layers(
             activation = kinds[key].output
         for kind in filter(lambda kind: kind.fits, kinds.values()):
             # As many copies as exceed a core's caches, or as many as there are such layers.
-            copies = max(min(order.count(kind), COLD_BYTES // max(kind.held_bytes, 1)), 1)
-            share = seconds * order.count(kind) / len(modules)
+            copies = max(min(order.count(kind), FLUSH_BYTES // max(kind.held_bytes, 1)), 1)
+            kind_seconds = seconds * order.count(kind) / len(modules)
             try:
-                _measure_times(kind, copies, clock, repeats, share)
+                _measure_times(kind, copies, clock, repeats, kind_seconds)
             except RuntimeError as error:
                 if not is_lack_of_memory(error):
                     raise
@@ -136,7 +136,7 @@ def measure_layers(
 
 @dataclass(eq=False)
 class _LayerKind:
-    """Equal layers: the call and the output of the first one, and their costs.
+    """Kind of equal layers: the call and the output of the first one, and their costs.
 
     Attributes:
         fits: Whether a copy fits into memory, so that it can be timed.
@@ -181,16 +181,16 @@ def _measure_sizes(call: LayerCall, limit: int | None) -> _LayerKind:
     tensors = {*call.module.parameters(), *call.module.buffers(), *tensors_of(call.inputs)}
     if limit is not None and _AMPLE_MEMORY_FACTOR * bytes_of(tensors) > limit:
         try:
-            zeros, sizes, need = sizes_without_storage(call)
+            zeros, sizes, needed_bytes = sizes_without_storage(call)
         except Exception as error:
-            # It reads values, or FakeTensor lacks an operation: only a run can tell.
+            # The layer reads values, or FakeTensor lacks an operation: its need stays unknown.
             _log.debug("layer %d is run without knowing its memory need: %s", call.index, error)
         else:
-            if need > limit:
+            if needed_bytes > limit:
                 return _LayerKind(call, zeros(), sizes, fits=False)
     try:
-        output, sizes, taken = _Runner(call).sizes()
-        return _LayerKind(call, output, sizes, fits=True, held_bytes=taken)
+        output, sizes, held_bytes = _Runner(call).sizes()
+        return _LayerKind(call, output, sizes, fits=True, held_bytes=held_bytes)
     except RuntimeError as error:
         if not is_lack_of_memory(error):
             raise
@@ -211,7 +211,7 @@ class ComputeClock:
     On such a CPU a short run may see no pause at all, and a long one several. So each layer is
     measured in processor time, and the result is stretched by the ratio of wall time to processor
     time of all runs together. Linux pauses a throttled process when it asks for its processor time,
-    that is, between measurements; the ratio therefore needs its own clock, see `pacing`.
+    that is, between measurements. So `pacing` takes the ratio over many measurements at once.
 
     Args:
         device: Device that computes.
@@ -285,21 +285,25 @@ class _Runner:
         saved, live = SavedTensorBytes(), LiveBytes()
         inputs = map_tensors(_copy, self._inputs)
         with live:
-            with saved.recorded():
+            with saved.recording():
                 output = self._stage.forward(0, inputs, 0)
             live_after_forward, buffer = live.now, GradientBuffer()
             gradients = _ones(output)
             self._stage.backward(0, gradients, buffer)
-        # The planner counts the gradients of parameters, which stay after backward, separately.
+        # The planner counts one copy of the gradients, which stays after backward. Every later
+        # backward makes a second one before it is added, so the workspace holds at least that.
         gradient_bytes = bytes_of(buffer.gradients.values())
         workspace_bytes = max(live.peak - live_after_forward, gradient_bytes)
         sizes = saved.sizes(self._weights, tensors_of(inputs), tensors_of(output), workspace_bytes)
-        held_bytes = bytes_of(self._weights) + gradient_bytes + sum(sizes[:4])
+        held_bytes = bytes_of(self._weights) + gradient_bytes + sum(sizes) - workspace_bytes
         return map_tensors(_detached, output), sizes, held_bytes
 
 
 class _Load:
-    """Runs a layer forward and backward when called; its copy is made at the first call."""
+    """Load that keeps a device busy: each call runs a layer forward and backward.
+
+    The first call makes a copy of the layer. Without a layer, calls do nothing.
+    """
 
     def __init__(self, call: LayerCall | None) -> None:
         self._call = call
@@ -324,21 +328,23 @@ def _measure_times(
     module_copies = [_module_copy(kind.call.module, kind.call.device) for _ in range(copies)]
     alone = [_Runner(kind.call, [module_copy]) for module_copy in module_copies]
     if copies == 1 or not kind.can_follow_itself:
-        kind.forward, kind.backward = _rounds(alone, clock, repeats, seconds)
+        kind.forward, kind.backward = _mean_seconds(alone, clock, repeats, seconds)
         return
-    run = [_Runner(kind.call, module_copies)]
-    forward, backward = _rounds(run, clock, repeats, seconds / 2)
+    one_run = [_Runner(kind.call, module_copies)]
+    forward, backward = _mean_seconds(one_run, clock, repeats, seconds / 2)
     kind.forward, kind.backward = forward / copies, backward / copies
     kind.run_overhead_seconds = (
-        sum(_rounds(alone, clock, repeats, seconds / 2)) - kind.forward - kind.backward
+        sum(_mean_seconds(alone, clock, repeats, seconds / 2)) - kind.forward - kind.backward
     )
 
 
-def _rounds(
+def _mean_seconds(
     runners: Sequence[_Runner], clock: ComputeClock, repeats: int, seconds: float
 ) -> tuple[float, float]:
-    """Return the mean seconds of a runner forward and backward. Each round runs all forwards, then
-    all backwards, as a stage runs its layers."""
+    """Return the mean seconds of a runner's forward and of its backward.
+
+    Each round runs all forwards, then all backwards, as a stage runs its layers.
+    """
 
     def one_round(clock: ComputeClock) -> tuple[list[float], list[float]]:
         forwards = [runner.forward(clock) for runner in runners]
@@ -351,13 +357,15 @@ def _rounds(
             forwards, backwards = one_round(clock)
             forward += forwards
             backward += backwards
-    # Means, not medians: the pauses of a throttled processor fall into the longest runs only.
+    # Means, not medians: a median would leave out the few runs that a throttled processor pauses.
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
 def _kind_key(module: nn.Module, inputs: Tree) -> Any:
-    """Return a key that is equal for layers of equal cost: classes and settings of their modules,
-    and the shapes of weights and inputs."""
+    """Return a key that is equal for layers of equal cost.
+
+    It has the classes and settings of their modules, and the shapes of weights and inputs.
+    """
     modules = tuple(
         (name, type(child).__qualname__, type(child).__module__, child.extra_repr())
         for name, child in module.named_modules()

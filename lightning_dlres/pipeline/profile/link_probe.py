@@ -19,8 +19,7 @@ from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 _MESSAGES_PER_ROUND_TRIP = 3
 # Bytes of the first and of the largest bandwidth probe.
 _FIRST_PROBE, _LARGEST_PROBE = 1 << 18, 1 << 24
-# Limits of a probe in a profile of any length: round trips of each kind, and the seconds of one
-# message after which its bandwidth is believed.
+# Limits of `rounds` and of `min_message_seconds` of a probe, for a profile of any length.
 MAX_ROUNDS, MAX_MESSAGE_SECONDS = 8, 0.05
 
 
@@ -50,7 +49,7 @@ class Probe:
 
     Attributes:
         link: The link, with its latency and bandwidth.
-        message_seconds: Seconds that sending or receiving one message takes from this process.
+        message_seconds: Processor seconds in this process for sending or receiving one message.
     """
 
     link: Link
@@ -67,17 +66,19 @@ def probe_link(
     rounds: int = MAX_ROUNDS,
     min_message_seconds: float = MAX_MESSAGE_SECONDS,
 ) -> Probe | None:
-    """Measure the link between two ranks; called by all ranks, None on all others.
+    """Return the measured link between two ranks; None on all other ranks.
+
+    All ranks may call this; only the two ranks exchange messages.
 
     Args:
-        mailbox: This rank's messages.
+        mailbox: This rank's mailbox.
         a: First rank; it starts each round trip.
         b: Second rank.
         message_bytes: Size of a typical message, for `Probe.message_seconds`.
-        flusher: Makes the caches cold before a message, as they are in training.
-        rounds: Number of timed messages of each kind.
-        min_message_seconds: Seconds that a message must take for its bandwidth to be believed;
-            larger messages are tried until one does.
+        flusher: Flushes the caches before each typical message, as layers do in training.
+        rounds: Number of round trips for the latency, and for `Probe.message_seconds`.
+        min_message_seconds: Bandwidth is measured with messages that take at least this time, since
+            shorter ones are inaccurate. The messages grow until then, or up to 16 MiB.
     """
     if mailbox.rank not in (a, b):
         return None
@@ -89,8 +90,8 @@ def probe_link(
         size *= 4
     seconds = statistics.median([seconds, pings.round_trip(size) / 2, pings.round_trip(size) / 2])
     bandwidth = size / max(seconds - latency, 1e-9)
-    # Other threads carry the messages. Where the process has a fraction of a core, these threads
-    # take it from the computation, so the time of the whole process counts.
+    # Other threads carry the messages. A process with one compute thread may have a single core, or
+    # a part of one. These threads then slow the computation, so the whole process's time counts.
     now = time.process_time if torch.get_num_threads() == 1 else time.thread_time
     spent = 0.0
     for _ in range(rounds):

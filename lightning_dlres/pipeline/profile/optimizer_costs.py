@@ -1,4 +1,4 @@
-"""Costs of an optimizer, found by trials: seconds, temporary bytes and state of one step."""
+"""Costs of an optimizer, measured in trials: seconds, temporary bytes and state of one step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from lightning_dlres.pipeline.profile.optimizer_trials import TRIAL_RATE, steppe
 
 # Bytes of parameters in a timed trial.
 _TRIAL_BYTES = 16 << 20
-# Side of the square float32 parameters in a memory trial; beside them scalar state is negligible.
+# Side of the square float32 parameters in a memory trial; large, to make scalar state negligible.
 _SIDE = 256
 _PARAMETER_BYTES = 4 * _SIDE**2
 
 
 def state_ratio(optimizer: Optimizer) -> float:
-    """Return the bytes of optimizer state per byte of parameter: 2 for Adam, 0 for plain SGD. It is
-    0 if a trial fails."""
+    """Return the bytes of optimizer state per byte of parameter: 2 for Adam, 0 for plain SGD.
+
+    The largest ratio over the parameter groups counts. It is 0 if a trial fails.
+    """
     ratios = [0.0]
     try:
         with forked(torch.device("cpu")):
@@ -39,7 +41,7 @@ def state_ratio(optimizer: Optimizer) -> float:
                 state_bytes = sum(t.numel() * t.element_size() for t in state if t.dim())
                 ratios.append(state_bytes / size)
     except Exception:
-        # `require_separable` reports the problem.
+        # `execute.optimizers.require_separable` reports the problem.
         return 0.0
     return max(ratios)
 
@@ -51,15 +53,17 @@ def update_seconds(
     repeats: int,
     flusher: CpuCacheFlusher,
 ) -> float:
-    """Return the clock's seconds of a step per byte of gradient; 0 if a trial fails.
+    """Return the seconds of a step per byte of gradient, by the given clock.
+
+    It is 0 if nothing is trained, or if a trial fails.
 
     Args:
-        optimizer: Its class and the options of its first group are tried.
-        parameters: The trial takes parameters of their shapes, on the clock's device, up to a
-            limit; a large one is cut down.
+        optimizer: Optimizer whose class and first group's options the trial uses.
+        parameters: Parameters of the model. The trial makes new ones of the same shapes, on the
+            clock's device, until these have `_TRIAL_BYTES`. A larger one is cut down.
         clock: Clock that measures.
         repeats: Number of timed steps.
-        flusher: Makes the caches cold before each step.
+        flusher: Flushes the caches before each step.
     """
     trial_parameters, size = list[nn.Parameter](), 0
     for parameter in parameters:
@@ -70,23 +74,23 @@ def update_seconds(
             size += values.numel() * values.element_size()
     if not size:
         return 0.0
-    spent = []
+    step_seconds = []
     try:
         options = trial_options(optimizer)[0]
-        kind: Any = type(optimizer)
-        trial = kind([{"params": trial_parameters, **options}], lr=TRIAL_RATE)
+        optimizer_class: Any = type(optimizer)
+        trial = optimizer_class([{"params": trial_parameters, **options}], lr=TRIAL_RATE)
         for parameter in trial_parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
-        trial.step()  # makes the state
+        trial.step()  # creates the optimizer state
         for _ in range(repeats):
             flusher.overwrite()
             start = clock.now()
             trial.step()
-            spent.append(clock.now() - start)
+            step_seconds.append(clock.now() - start)
     except Exception:
-        # The plan does without this time; `require_separable` reports the problem.
+        # The plan counts no time then; `execute.optimizers.require_separable` reports the problem.
         return 0.0
-    return statistics.fmean(spent) / size
+    return statistics.fmean(step_seconds) / size
 
 
 def _cut_shape(parameter: nn.Parameter, nbytes: int) -> list[int]:
@@ -117,15 +121,19 @@ class UpdateBytes:
     total: float = 0.0
 
     def of(self, sizes: Sequence[int]) -> int:
-        """Return the bytes for parameters of these sizes, stepped in this order, without those that
-        depend on all parameters."""
+        """Return the peak while parameters of these sizes are stepped in this order, in bytes.
+
+        It does not include `total`.
+        """
         pairs = zip(sizes, [0, *sizes], strict=False)
         return math.ceil(max((self.current * a + self.previous * b for a, b in pairs), default=0.0))
 
 
 def update_bytes(optimizer: Optimizer, device: torch.device) -> UpdateBytes:
-    """Return the temporary memory of a step; nothing if a trial fails. Sparse gradients count as
-    nothing, since only their rows take part."""
+    """Return the temporary memory of a step; 0 if a trial fails.
+
+    SparseAdam counts as 0, since only the rows with a gradient take part in its step.
+    """
     if isinstance(optimizer, SparseAdam):
         return UpdateBytes()
     trials = [(0.0, 0.0, 0.0)]
@@ -136,24 +144,26 @@ def update_bytes(optimizer: Optimizer, device: torch.device) -> UpdateBytes:
                     _step_bytes(type(optimizer), options, n, device) / _PARAMETER_BYTES
                     for n in (1, 2, 3)
                 )
-                # A third parameter adds only what depends on all; a second one also adds what
-                # depends on the previous parameter.
+                # one = current + total, two = current + previous + 2 total, three = two + total.
                 total = three - two
                 trials.append((one - total, two - one - total, total))
     except Exception:
-        # `require_separable` reports the problem.
+        # `execute.optimizers.require_separable` reports the problem.
         return UpdateBytes()
     return UpdateBytes(*(max(0.0, *column) for column in zip(*trials, strict=True)))
 
 
-def _step_bytes(kind: Any, options: dict[str, Any], count: int, device: torch.device) -> int:
+def _step_bytes(
+    optimizer_class: Any, options: dict[str, Any], count: int, device: torch.device
+) -> int:
     """Return the temporary memory of one step with this many parameters, in bytes."""
     # Square: an optimizer that makes a matrix per dimension would make a huge one for a vector.
     parameters = [nn.Parameter(torch.ones(_SIDE, _SIDE, device=device)) for _ in range(count)]
-    trial: Optimizer = kind([{"params": parameters, **copy.deepcopy(options)}], lr=TRIAL_RATE)
+    group = {"params": parameters, **copy.deepcopy(options)}
+    trial: Optimizer = optimizer_class([group], lr=TRIAL_RATE)
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
-    trial.step()  # makes the state
+    trial.step()  # creates the optimizer state
     with LiveBytes() as live:
         trial.step()
     peak: int = live.peak

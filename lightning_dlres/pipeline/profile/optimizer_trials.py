@@ -1,4 +1,4 @@
-"""Small trials of an optimizer: a few steps of its class and options, on made-up parameters."""
+"""Trials of an optimizer: a few steps with its class and options, on small made-up parameters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.optim import Optimizer, SparseAdam
 # Learning rate of trials: large enough to change parameters visibly.
 TRIAL_RATE = 0.1
 _STEPS = 3
-# Entries of a parameter group that are no arguments of the optimizer.
+# Entries of a parameter group that the optimizer does not accept as options.
 _NOT_OPTIONS = ("params", "initial_lr", "param_names")
 
 
 class NeedsClosure(Exception):
-    """Error of an optimizer that calls a closure in every step."""
+    """Error of an optimizer that needs a closure in every step, such as LBFGS."""
 
 
 def trial_options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -34,29 +34,30 @@ def trial_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def stepped(
-    kind: Any, options: dict[str, Any], which: list[int]
+    optimizer_class: Any, options: dict[str, Any], indices: list[int]
 ) -> tuple[list[nn.Parameter], Optimizer]:
     """Return trial parameters after a few steps, and the optimizer that stepped them.
 
     Args:
-        kind: Class of the optimizer.
+        optimizer_class: Class of the optimizer.
         options: Options of its parameter group.
-        which: Numbers of the two trial parameters to train, 0, 1 or both.
+        indices: Indices of the trial parameters to train: [0], [1] or [0, 1].
 
     Raises:
-        NeedsClosure: If the optimizer calls a closure in every step.
+        NeedsClosure: If the optimizer needs a closure in every step.
     """
     values = [
         torch.linspace(-1.0, 1.0, 12).view(3, 4),
         torch.linspace(5.0, 9.0, 12).view(3, 4),
     ]
-    parameters = [nn.Parameter(values[i].clone()) for i in which]
-    trial: Optimizer = kind([{"params": parameters, **copy.deepcopy(options)}], lr=TRIAL_RATE)
+    parameters = [nn.Parameter(values[i].clone()) for i in indices]
+    group = {"params": parameters, **copy.deepcopy(options)}
+    trial: Optimizer = optimizer_class([group], lr=TRIAL_RATE)
     with torch.enable_grad():
         for step in range(_STEPS):
-            for i, parameter in zip(which, parameters, strict=True):
+            for i, parameter in zip(indices, parameters, strict=True):
                 gradient = values[i] * (1.0 + i) * (0.5 + step)
-                takes_sparse = issubclass(kind, SparseAdam)
+                takes_sparse = issubclass(optimizer_class, SparseAdam)
                 parameter.grad = gradient.to_sparse(1) if takes_sparse else gradient
             try:
                 trial.step()

@@ -48,11 +48,11 @@ from lightning_dlres.pipeline.profile.optimizer_costs import UpdateBytes, state_
 from lightning_dlres.pipeline.profile.profiled_model import ProfiledModel
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, RunProfile, StepCosts
 
-_FREE_MEMORY_SHARE = 0.9
-# All ranks measure at once, as they will train: ranks of one host share its caches and memory. They
-# do so several times, so that other work of the host does not make a device look slow.
+_FREE_MEMORY_SHARE = 0.9  # the part of the free memory that the model may take
+# All ranks measure at once, as they will train: ranks of one host share its caches and memory. Over
+# several rounds the median ignores other work of the host, which makes a device look slow.
 _ROUNDS = 5
-# A message of a link probe takes at most this part of the profile's time.
+# A link probe's bandwidth comes from messages of at least `ProfileConfig.seconds` divided by this.
 _PROBE_TIME_DIVISOR = 60
 
 
@@ -68,7 +68,8 @@ class Profiler:
         ranks: The ranks of the run.
         log: Shows a line to the user, on rank 0.
         slowdown: Factor of an emulated slower device; None where nothing is emulated.
-        memory_limit: Bytes that the model may take on this rank's device; None finds the limit.
+        memory_limit: Bytes that the model may take on this rank's device; None: most of the free
+            memory on a GPU, no limit on the CPU.
         layer_context: Returns a context manager for every forward (mixed precision).
     """
 
@@ -92,12 +93,12 @@ class Profiler:
         optimizers: Sequence[Optimizer],
         gradient_copies: int,
     ) -> RunProfile:
-        """Measure; return this rank's sizes with the times of all ranks; called by all ranks.
+        """Return the profile: this rank's sizes, all ranks' times and links. All ranks call this.
 
         Args:
             samples: Samples to run, the same on all ranks.
             config: Options of the profile.
-            optimizers: Optimizers of the run, for the size of their state and their time.
+            optimizers: Optimizers of the run, for their times and the sizes of their states.
             gradient_copies: See `StepCosts`.
 
         Raises:
@@ -200,16 +201,16 @@ class Profiler:
     def _raise_failure(self, failure: Exception | None) -> NoReturn:
         """Raise the error that stopped the measurement; called by all ranks.
 
-        An error of any other kind counts before a lack of memory.
+        If one rank lacks memory and another one has a different error, the different error counts.
         """
-        is_memory_only = failure is None or is_lack_of_memory(failure)
-        all_memory_only = self._ranks.all_ranks(is_memory_only)
-        is_named = failure is not None and (all_memory_only or not is_memory_only)
-        text = f"{type(failure).__name__}: {failure}" if is_named else None
+        is_fatal = failure is not None and not is_lack_of_memory(failure)
+        all_lack_memory = self._ranks.all_ranks(not is_fatal)
+        is_reported = is_fatal or (all_lack_memory and failure is not None)
+        text = f"{type(failure).__name__}: {failure}" if is_reported else None
         first = next(filter(None, self._all_gather(text)))
-        if all_memory_only:
+        if all_lack_memory:
             raise ProfilingError(first)
-        if failure is not None and not is_memory_only:
+        if failure is not None and is_fatal:
             raise failure
         raise PeerLostError(f"Another rank raised while the layers were profiled: {first}")
 
@@ -234,16 +235,16 @@ class Profiler:
                 rounds=min(MAX_ROUNDS, 2 * config.repeats),
                 min_message_seconds=min(MAX_MESSAGE_SECONDS, config.seconds / _PROBE_TIME_DIVISOR),
             )
-            figures = None
+            own_link = None
             if probe is not None:
                 message = max(message, probe.message_seconds * measurement.wall_per_cpu_second)
-                figures = [probe.link.latency, probe.link.bytes_per_second]
-            latency, bandwidth = self._ranks.broadcast(figures, a)
+                own_link = [probe.link.latency, probe.link.bytes_per_second]
+            latency, bandwidth = self._ranks.broadcast(own_link, a)
             links.append(Link(ranks=(a, b), latency=latency, bytes_per_second=bandwidth))
         return tuple(links), message
 
     def _log_estimates(self, rows: Sequence[Sequence[float]]) -> None:
-        """Tell the user which layers a rank has not run; see `fill_missing_times`."""
+        """Log the layers that a rank has not run; see `fill_missing_times`."""
         for rank, row in enumerate(rows):
             pairs = zip(self._model.names, row[::2], strict=True)
             missing = [name for name, value in pairs if math.isnan(value)]
@@ -279,7 +280,7 @@ class _RankDevice(NamedTuple):
         host: Name of the host; see `_host`.
         name: Name of the device model.
         is_cuda: Whether the device is a GPU.
-        limit: Bytes that the model may take on the device; None: no limit of its own.
+        limit: Bytes that the model may take on the device; None: no limit, only on the CPU.
         free: Bytes that are free on the GPU or, for a rank on the CPU, on its host; None: unknown.
         held: Bytes of the model that the rank holds now on the CPU.
     """
@@ -310,7 +311,7 @@ def _host_memory(devices: Sequence[_RankDevice]) -> dict[str, int]:
     """Return the bytes that the ranks of each host may hold together; see `RunProfile`."""
     memory = {}
     for host in {device.host for device in devices}:
-        # A GPU has a limit in any case.
+        # Only ranks on the CPU may have no limit.
         sharing = [d for d in devices if d.host == host and d.free is not None and d.limit is None]
         if sharing:
             free = min(device.free for device in sharing if device.free is not None)
@@ -440,11 +441,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _host() -> str:
-    """Return the host's name. Network namespaces of one host count as hosts, since the planner asks
-    for the links between them."""
-    namespace = Path("/proc/self/ns/net")
-    return (
-        f"{socket.gethostname()} {os.readlink(namespace)}"
-        if namespace.exists()
-        else socket.gethostname()
-    )
+    """Return the host's name. Each network namespace of a host counts as a host of its own, since
+    the links between namespaces may differ from those within."""
+    name, namespace = socket.gethostname(), Path("/proc/self/ns/net")
+    return f"{name} {os.readlink(namespace)}" if namespace.exists() else name

@@ -1,4 +1,4 @@
-"""Profile of a run: the costs of layers and steps as plain data, from which a planner plans.
+"""Profile of a run: the costs of its layers and its step as plain data, input of the planner.
 
 All sizes are in bytes and all times in seconds, for one micro-batch unless stated otherwise.
 """
@@ -12,7 +12,8 @@ import msgspec
 from lightning_dlres.core.checks import instance, whole_number
 from lightning_dlres.pipeline.profile.cluster import Cluster
 
-_LAYER_SIZES = (
+# Fields of `LayerProfile` that must be whole numbers of bytes.
+_SIZE_FIELDS = (
     "parameter_bytes",
     "gradient_bytes",
     "input_bytes",
@@ -33,11 +34,11 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         gradient_bytes: Trainable part of `parameter_bytes`.
         shared: Bytes, by name, of parameters that other layers use too.
         input_bytes: Input tensors.
-        output_bytes: Output tensors, which cross a cut below this layer.
-        gradient_output_bytes: Gradients of the outputs, which come back over that cut.
+        output_bytes: Output tensors; sent if the next layer is on another stage.
+        gradient_output_bytes: Gradients of the outputs; received in that case.
         saved_bytes: Tensors saved for backward, except inputs and outputs.
         workspace_bytes: Temporary memory of forward or backward beyond saved tensors.
-        update_bytes: Temporary memory of an optimizer that steps one parameter after the other.
+        update_bytes: Temporary memory of the optimizer, if it steps one parameter after the other.
         forward: Seconds of forward on each kind of device; empty where not measured.
         backward: Seconds of backward on each kind of device; empty where not measured.
     """
@@ -57,7 +58,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         instance("name", self.name, (str,), "the name of a layer", "name='layer'")
-        for size in _LAYER_SIZES:
+        for size in _SIZE_FIELDS:
             whole_number(size, getattr(self, size), f"{size}=0", least=0)
 
     @property
@@ -67,17 +68,20 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Costs of a step besides its layers. A tuple has one entry per kind of device.
+    """Costs of a step besides its layers.
+
+    A tuple has one entry per kind of device, or none if it was not measured.
 
     Attributes:
         loss: Seconds of the loss of one micro-batch, forward and backward.
         loss_bytes: Temporary memory of the loss of one micro-batch, with a copy of the output.
-        message: Seconds that one message takes from a stage's computation.
-        run_overhead_seconds: Extra seconds, forward and backward, of a layer that is a run of its
-            own. The times in `LayerProfile` are those within a longer run.
+        message: Compute seconds that a stage loses by sending or receiving one message.
+        run_overhead_seconds: Extra seconds, forward and backward, of a layer that has an autograd
+            graph of its own (a run of one layer, see `stage.stage`). The times in `LayerProfile`
+            are those within a longer run.
         update: Seconds of the optimizer per byte of gradient.
         state_bytes_per_parameter_byte: Optimizer state per byte of parameter.
-        update_bytes_per_byte: Temporary memory, per byte of gradient, of an optimizer that steps
+        update_bytes_per_byte: Temporary memory of the optimizer, per byte of gradient, if it steps
             all parameters at once.
         gradient_copies: 2 if the previous step's gradients are still held while new ones are
             computed (accumulation over batches), else 1.
@@ -102,8 +106,8 @@ class RunProfile:
         step: Costs of a step besides the layers.
         cluster: The devices and their links.
         microbatches: Number of micro-batches of a batch.
-        host_memory: Bytes by host that its ranks may hold together, for ranks on the CPU that have
-            no memory limit of their own.
+        host_memory: For each host, the bytes that its ranks may hold together. Only ranks on the
+            CPU without a memory limit of their own count.
     """
 
     layers: tuple[LayerProfile, ...]

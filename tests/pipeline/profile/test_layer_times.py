@@ -164,7 +164,7 @@ def test_large_layers_have_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
     assert len(made) == 1 + 6, "one for its sizes, and as many as there are layers"
     made.clear()
-    monkeypatch.setattr(layers, "COLD_BYTES", 100_000)
+    monkeypatch.setattr(layers, "FLUSH_BYTES", 100_000)
     measure(chain, torch.randn(2, 64).requires_grad_(), repeats=1)
     # Weights, their gradients, input and output take about 34 KB.
     assert len(made) == 1 + 2
