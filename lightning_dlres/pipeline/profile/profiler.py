@@ -370,6 +370,7 @@ def profile_for_cluster(
     step = StepCosts(
         loss=tuple(measurement.loss * factor for factor in factors),
         loss_bytes=measurement.loss_bytes,
+        run_overhead_seconds=tuple(measurement.run_overhead_seconds * f for f in factors),
         update=tuple(measurement.update * factor for factor in factors),
         state_bytes_per_parameter_byte=max(map(state_ratio, optimizers), default=0.0),
         update_bytes_per_byte=update.total,
