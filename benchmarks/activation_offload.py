@@ -34,10 +34,10 @@ from lightning_dlres.memory.config import ACTIONS, MemoryConfig
 from lightning_dlres.memory.offloader import Offloader
 from lightning_dlres.memory.profile.meter import AllocatorMeter, ProfilerMeter
 
-# Parts of the bytes that plain training saves.
+# Budgets, as parts of the bytes that plain training saves for backward.
 BUDGETS = (0.75, 0.5, 0.3)
 PICTURE = Path("build/activation_offload.png")
-# Largest step time with half of the saved bytes, over plain training.
+# Largest step time with half of the saved bytes, over that of plain training.
 SLOWER_TARGET = 1.05
 # Relative difference in bytes or time up to which two trainings count as equal.
 _NOISE = 0.02
@@ -203,7 +203,7 @@ def measure(make: Any, settings: Settings, device: torch.device, directory: Path
         way.optimizer = torch.optim.SGD(way.network.parameters(), lr=1e-3)
     turn = counted = 0
     while counted < settings.rounds:
-        # The first steps are measured to make the plans, so their times do not count.
+        # In its first steps an offloader measures, to make its plan, so their times do not count.
         counts = all(way.is_planned for way in ways)
         if turn == _MAX_STEPS_WITHOUT_PLAN and not counts:
             raise RuntimeError(f"every offloader must have a plan after {turn} steps")
@@ -358,9 +358,9 @@ def draw(ways_by_network: dict[str, list[Way]]) -> None:
     panels = figure.subplots(1, len(ways_by_network), squeeze=False)[0]
     for axes, (name, ways) in zip(panels, ways_by_network.items(), strict=True):
         for way in ways:
-            place = median(way.seconds) * 1e3, way.peak / 2**20
-            axes.plot(*place, "o" if way.is_ours else "s", color="C0" if way.is_ours else "C1")
-            axes.annotate(way.name, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+            point = median(way.seconds) * 1e3, way.peak / 2**20
+            axes.plot(*point, "o" if way.is_ours else "s", color="C0" if way.is_ours else "C1")
+            axes.annotate(way.name, point, xytext=(4, 4), textcoords="offset points", fontsize=8)
         our_points = [(median(w.seconds) * 1e3, w.peak / 2**20) for w in ways if w.is_ours]
         axes.plot(*zip(*sorted(our_points), strict=True), color="C0", linewidth=1)
         axes.set(title=name, xlabel="step (ms)", ylabel="peak on the device (MiB)")

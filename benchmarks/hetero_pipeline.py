@@ -21,7 +21,7 @@ from itertools import chain
 from typing import TypeVar
 
 from benchmarks.support.command import Figures, conclude_on_testbed, flags
-from benchmarks.support.hetero_pipeline_contenders import (
+from benchmarks.support.hetero_pipeline.contenders import (
     OURS,
     PEER,
     QUICK,
@@ -35,7 +35,7 @@ from benchmarks.support.hetero_pipeline_contenders import (
     set_shares,
     shown,
 )
-from benchmarks.support.hetero_pipeline_matrix import matrix
+from benchmarks.support.hetero_pipeline.matrix import matrix
 from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.report import at_least, at_most, table
 from benchmarks.support.testbed import Host, Testbed
@@ -51,11 +51,11 @@ _HOPELESS_RATIO = 1.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
     others = {"matrix": "measure predictions instead"}
-    given = flags(NAME, __doc__, argv, others=others)
-    settings = QUICK if given.quick else Settings()
+    chosen = flags(NAME, __doc__, argv, others=others)
+    settings = QUICK if chosen.quick else Settings()
 
     def measure() -> Figures:
-        checks, raw = matrix(settings) if given.matrix else compare(settings)
+        checks, raw = matrix(settings) if chosen.matrix else compare(settings)
         return checks, {**raw, "settings": asdict(settings)}
 
     return conclude_on_testbed(NAME, measure)
@@ -153,7 +153,7 @@ def compare_on_equal_hosts(starters: Starters, settings: Settings) -> Figures:
 
 
 class Starters:
-    """Source of the process that forks the ranks.
+    """Source of the `RankStarter`, whose process forks the ranks.
 
     Args:
         bed: The testbed.
@@ -166,7 +166,10 @@ class Starters:
 
     @contextmanager
     def on(self, shares: Sequence[float]) -> Iterator[RankStarter]:
-        """Context manager that makes the starter at full speed, and then limits the hosts."""
+        """Context manager that yields a starter, on hosts with these CPU shares.
+
+        The starter's imports run before the shares are set, so at full speed.
+        """
         set_shares(self._bed, ())
         hosts = self._shared or self._make()
         set_shares(self._bed, shares)
@@ -179,7 +182,7 @@ class Starters:
 
 
 def planned(hosts: RankStarter, count: int, settings: Settings) -> tuple[Plan, float]:
-    """Plan, and run a few steps; return the plan, and the median step time right after planning."""
+    """Plan and run a few steps; return the plan, and the median step seconds after planning."""
     ours = Ours(hosts, 2, settings)
     plan = ours.start(count, [settings.warmup, 1 + settings.after_planning])
     ours.turn()
@@ -205,7 +208,7 @@ def in_turns(
     """Return the mean step seconds of every turn: ours, then the peer's under each setting.
 
     Args:
-        starters: Source of the processes.
+        starters: Source of the processes that fork the ranks.
         shares: CPU shares of the hosts.
         plan: Plan of our pipeline.
         peer_settings: Settings of the peer.
@@ -215,6 +218,9 @@ def in_turns(
 
     Returns:
         One list per start, with one list of seconds per turn.
+
+    Raises:
+        FairnessError: If the contenders' losses differ.
     """
     starts = []
     for number in range(count):
@@ -325,9 +331,9 @@ def even_split(plan: Plan) -> tuple[int, int]:
 def bound_on_ratio(shares: Sequence[float], microbatches: int) -> float:
     """Return the step time of the even split over that of the best split, in an ideal pipeline.
 
-    In it, work can be divided at any point and messages take no time. A step is the time of the
-    slowest stage for all micro-batches. While the pipeline fills and drains, each other stage adds
-    the time of one micro-batch.
+    An ideal pipeline can be split at any point, and its messages take no time. A step takes the
+    time of the slowest stage for all micro-batches. To that, each other stage adds the time of one
+    micro-batch, while the pipeline fills and drains.
     """
 
     def step(parts: Sequence[float]) -> float:

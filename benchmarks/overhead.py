@@ -1,18 +1,18 @@
-"""Costs where this package has nothing to gain: each feature beside plain Lightning, in turns.
+"""Overhead of each feature beside plain Lightning, in settings where the feature cannot help.
 
     python -m benchmarks.overhead             about ten minutes
     python -m benchmarks.overhead --quick     tiny sizes: the figures mean nothing
     python -m benchmarks.overhead --steps     training steps only
     python -m benchmarks.overhead --files     the local folder only
 
-Steps of about 10 ms and 100 ms of a transformer, in one process on the CPU: plain training,
-`ActivationOffload` with a budget that holds everything, and `dlres_hetero_pipe` on one device. All
-train at the same time and take turns of a few steps. A figure is a median over rounds in which each
-has had a turn, from several starts. `ActivationOffload` is also taken out and put back in one
-training, every few steps.
+Training steps: a transformer trains on the CPU, in one process, with steps of about 10 ms and
+100 ms. Plain training, `ActivationOffload` with a budget that holds everything, and
+`dlres_hetero_pipe` on one device take turns of a few steps. In a round each of them has one turn. A
+figure is the median over the rounds of several starts. One more training has the
+`ActivationOffload` callback in half of its turns only.
 
-A local folder of small files in the page cache: `PrefetchCacheDataModule` beside a DataLoader with
-0, 1 and 2 workers that stay alive. The figure of an epoch compares with the DataLoader that is the
+Local folder: small files in the page cache are read through `PrefetchCacheDataModule`, and through
+a DataLoader with 0, 1 and 2 persistent workers. Each epoch is compared with the DataLoader that is
 fastest in this epoch. An epoch lasts from the request for its iterator to its last batch.
 """
 
@@ -42,12 +42,17 @@ from benchmarks.zvc import versions
 from lightning_dlres import ActivationOffload, PrefetchCacheDataModule
 from lightning_dlres.prefetch.cache.samples import Sample
 
-OFFLOAD_TARGET, PIPELINE_TARGET, FILES_TARGET = 1.01, 1.03, 0.95
+# Largest step time over that of plain training.
+OFFLOAD_TARGET, PIPELINE_TARGET = 1.01, 1.03
+# Smallest rate of samples over that of the fastest DataLoader.
+FILES_TARGET = 0.95
 EPOCHS = 3
+# Numbers of DataLoader workers.
 WORKERS = (0, 1, 2)
+# Size of the transformer.
 _WIDTH, _LENGTH = 128, 64
-# Steps in which allocators, caches and plans settle; they do not count.
-_FIRST_STEPS = 12
+# Warm-up steps, in which allocators, caches and plans settle; they do not count.
+_WARMUP_STEPS = 12
 _QUIET: Mapping[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
@@ -58,7 +63,14 @@ _QUIET: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class StepSize:
-    """Length of a plain step, number of blocks, steps of a turn, and turns that count."""
+    """Size of the steps, and number of them.
+
+    Attributes:
+        seconds: Approximate time of a plain step.
+        blocks: Number of transformer blocks.
+        steps: Number of steps of a turn.
+        turns: Number of turns that count.
+    """
 
     seconds: float
     blocks: int
@@ -68,7 +80,13 @@ class StepSize:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of files of one size."""
+    """Folder of files of one size.
+
+    Attributes:
+        bytes: Size of each file.
+        files: Number of files.
+        batch: Number of files of a batch.
+    """
 
     bytes: int
     files: int
@@ -77,7 +95,14 @@ class Folder:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how often."""
+    """Sizes of a run.
+
+    Attributes:
+        sizes: Sizes of steps, by their name.
+        folders: Folders to read, by the name of their file size.
+        starts: Number of times that all trainings are started.
+        file_rounds: Number of times that each loader reads a folder.
+    """
 
     sizes: Mapping[str, StepSize]
     folders: Mapping[str, Folder]
@@ -95,7 +120,7 @@ QUICK = Settings({"10 ms": StepSize(0.0, 1, 2, 2)}, {"4 KB": Folder(4096, 16, 8)
 
 
 class Transformer(LightningModule):
-    """Blocks of a transformer under a loss."""
+    """Transformer with a loss that needs no labels."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -110,7 +135,7 @@ class Transformer(LightningModule):
 
 
 class Files(Dataset[Tensor]):
-    """A folder as an ordinary data set reads it."""
+    """Map-style dataset that reads each file of a folder when it is needed."""
 
     def __init__(self, folder: Path) -> None:
         self._paths = sorted(map(str, folder.iterdir()))
@@ -123,7 +148,7 @@ class Files(Dataset[Tensor]):
 
 
 def as_tensor(sample: Sample) -> Tensor:
-    """Return what `Files` makes of a file."""
+    """Return a sample's bytes as uint8, as `Files` does."""
     return sample.tensor()
 
 
@@ -137,16 +162,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     raw: dict[str, Any] = {"settings": asdict(settings), **versions()}
     for part, measure in (("steps", training), ("files", reading)):
         if getattr(chosen, part) or not (chosen.steps or chosen.files):
-            found, raw[part] = measure(settings)
-            checks |= found
+            part_checks, raw[part] = measure(settings)
+            checks |= part_checks
     conclude("overhead", checks, raw)
     return 0
 
 
 def training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
-    """Compare steps of all ways to train, computed by one thread."""
-    # Each training has a Python thread, and so a team of OpenMP threads, of its own. All teams
-    # together have more threads than there are processors, so OpenMP would sleep at every barrier.
+    """Compare the step times of all ways to train; each way computes with one thread."""
+    # Each training runs in its own Python thread, and so has its own team of OpenMP threads. All
+    # teams together have more threads than there are cores, so OpenMP would sleep at every barrier.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -170,8 +195,8 @@ def _training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
         batch = batch_for(size)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for start in range(settings.starts):
-            for way, found in in_turns(size, batch, ways, start).items():
-                seconds[way] += found
+            for way, seconds_of_turns in in_turns(size, batch, ways, start).items():
+                seconds[way] += seconds_of_turns
         raw[name] = {"batch": len(batch), "seconds": seconds}
         for way in ways:
             ratio = paired(seconds[way], seconds["plain"])
@@ -181,8 +206,8 @@ def _training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
         pairs = [with_and_without(size, batch) for _ in range(settings.starts)]
         raw[name]["in one training"] = pairs
         ratio = median(paired(with_it, without) for with_it, without in pairs)
-        seen = 1e3 * median(seconds for with_it, _ in pairs for seconds in with_it)
-        rows.append([name, "ActivationOffload, in one training", seen, ratio])
+        milliseconds = 1e3 * median(seconds for with_it, _ in pairs for seconds in with_it)
+        rows.append([name, "ActivationOffload, in one training", milliseconds, ratio])
         check = f"ActivationOffload over the same training without, step of {name}"
         checks[check] = at_most(ratio, OFFLOAD_TARGET)
     print(table(("step", "way", "ms", "over plain"), rows), flush=True)
@@ -190,10 +215,10 @@ def _training(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
 
 
 def with_and_without(size: StepSize, batch: Tensor) -> tuple[list[float], list[float]]:
-    """Train once; return the seconds of a step in turns with the callback and without."""
+    """Train once; return the median step seconds of the turns with the callback, and without."""
     offload = ActivationOffload(budget="1PiB")
-    toggle = CallbackToggle(offload, size.steps, _FIRST_STEPS)
-    steps = _FIRST_STEPS + 2 * size.turns * size.steps
+    toggle = CallbackToggle(offload, size.steps, _WARMUP_STEPS)
+    steps = _WARMUP_STEPS + 2 * size.turns * size.steps
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
@@ -204,7 +229,7 @@ def with_and_without(size: StepSize, batch: Tensor) -> tuple[list[float], list[f
 
 
 def batch_for(size: StepSize) -> Tensor:
-    """Return a batch with which a plain step takes about as long as it shall."""
+    """Return a batch with which a plain step takes about `size.seconds`."""
     samples = 1
     while True:
         batch = torch.randn(samples, _LENGTH, _WIDTH)
@@ -218,8 +243,15 @@ def batch_for(size: StepSize) -> Tensor:
 def in_turns(
     size: StepSize, batch: Tensor, ways: Mapping[str, Callable[[], dict[str, Any]]], start: int = 0
 ) -> dict[str, list[float]]:
-    """Train in all ways; return the seconds of a step in each of their turns."""
-    settling = -(-_FIRST_STEPS // size.steps)
+    """Train in all ways; return the median step seconds of each turn that counts, by way.
+
+    Args:
+        size: Size of the steps.
+        batch: Batch of every step.
+        ways: Functions that return the Trainer's arguments of a way, by its name.
+        start: Number of this start. It rotates the order of the first turns.
+    """
+    settling = -(-_WARMUP_STEPS // size.steps)
     steps = (settling + size.turns) * size.steps
 
     def training(options: Callable[[], dict[str, Any]]) -> Callable[[Callback], None]:
@@ -239,7 +271,7 @@ def in_turns(
 
 
 def reading(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
-    """Compare epochs over folders."""
+    """Compare the epochs of all loaders, in samples per second."""
     checks: dict[str, Check] = {}
     raw: dict[str, Any] = {}
     rows: list[list[object]] = []
@@ -256,11 +288,14 @@ def reading(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
                     rates.setdefault(way, []).append(ways[way]())
         raw[name] = rates
         for epoch in range(EPOCHS):
-            of_epoch = {way: [rate[epoch] for rate in found] for way, found in rates.items()}
-            mine = of_epoch.pop("ours")
+            of_epoch = {
+                way: [rates_of_round[epoch] for rates_of_round in rates_of_way]
+                for way, rates_of_way in rates.items()
+            }
+            our_rates = of_epoch.pop("ours")
             best = max(of_epoch, key=lambda way: median(of_epoch[way]))
-            ratio = paired(mine, of_epoch[best])
-            rows.append([name, epoch + 1, median(mine), best, median(of_epoch[best]), ratio])
+            ratio = paired(our_rates, of_epoch[best])
+            rows.append([name, epoch + 1, median(our_rates), best, median(of_epoch[best]), ratio])
             check = f"files of {name}, epoch {epoch + 1}, over the best DataLoader"
             checks[check] = at_least(ratio, FILES_TARGET)
     columns = ("files of", "epoch", "ours, samples/s", "best", "samples/s", "ours over it")
@@ -269,14 +304,14 @@ def reading(settings: Settings) -> tuple[dict[str, Check], dict[str, Any]]:
 
 
 def fill(path: Path, folder: Folder) -> None:
-    """Write the files; what was written is in the page cache."""
+    """Write the files, which puts them into the page cache."""
     random = np.random.default_rng(0)
     for number in range(folder.files):
         (path / f"{number:06}").write_bytes(random.bytes(folder.bytes))
 
 
 def ours(path: Path, folder: Folder) -> list[float]:
-    """Return the samples a second of each epoch through the cache."""
+    """Return the samples per second of each epoch through the cache."""
     data = PrefetchCacheDataModule(
         train=path, batch_size=folder.batch, decode=as_tensor, shuffle=True
     )
@@ -289,7 +324,7 @@ def ours(path: Path, folder: Folder) -> list[float]:
 
 
 def plain(path: Path, folder: Folder, workers: int) -> list[float]:
-    """Return the samples a second of each epoch through a DataLoader."""
+    """Return the samples per second of each epoch through a DataLoader."""
     loader = DataLoader(
         Files(path),
         batch_size=folder.batch,
@@ -301,10 +336,10 @@ def plain(path: Path, folder: Folder, workers: int) -> list[float]:
 
 
 def epochs(loader: Iterable[Tensor], folder: Folder) -> list[float]:
-    """Return the samples a second of some epochs.
+    """Return the samples per second of `EPOCHS` epochs.
 
     Raises:
-        RuntimeError: If an epoch does not have every file once.
+        RuntimeError: If the number of samples of an epoch is not the number of files.
     """
     rates = []
     for _ in range(EPOCHS):
@@ -313,20 +348,23 @@ def epochs(loader: Iterable[Tensor], folder: Folder) -> list[float]:
             samples += len(batch)
         rates.append(samples / (time.perf_counter() - start))
         if samples != folder.files:
-            raise RuntimeError(f"an epoch had {samples} samples of {folder.files}")
+            raise RuntimeError(f"an epoch must have {folder.files} samples, got {samples}")
     return rates
 
 
 def turned(ways: list[str], turn: int) -> list[str]:
-    """Return them in another order in every round: forwards, then backwards, each beginning
-    somewhere else."""
+    """Return the order of the ways in round number `turn`.
+
+    Odd rounds reverse the order of the round before. Each pair of rounds begins with another way,
+    so that a drift of the machine's speed affects all ways alike.
+    """
     start = turn // 2 % len(ways)
     order = ways[start:] + ways[:start]
     return order[::-1] if turn % 2 else order
 
 
 def paired(values: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median ratio of one round's values."""
+    """Return the median of value over other, of pairs from the same round."""
     return median(value / other for value, other in zip(values, others, strict=True))
 
 

@@ -1,7 +1,11 @@
-"""How long the planner takes on large models, and what its plans are worth in the simulator.
+"""Planning time on large models, and simulated step time of the plans.
 
-Two sizes: 48 layers on 4 heterogeneous devices in any order, and 96 layers on 8 in the ratio
-order. Memory limits bind: some layers must be recomputed, and the planner chooses which."""
+    python -m benchmarks.planner
+
+Two sizes: 48 layers on 4 heterogeneous devices in any order, and 96 layers on 8 devices in the
+ratio order (see `order_by_ratio`). Memory is scarce, so some layers must be recomputed, and the
+planner chooses them.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +32,24 @@ from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of
 from tests.support.pipeline_profiles import large_workload, limited
 
 TARGET_SECONDS = 20.0
-# Scarce memory: limits up to 1.15 times the smallest one that has a plan at all. The ratio order
-# with a split in proportion to power does not fit then. Otherwise it just fits, where so much of it
-# is recomputed: all that frees memory at 0, nothing at 1.
+# Random memory limits are up to this factor above the smallest limit that has a plan. Under them
+# the start, which is the ratio order with a split in proportion to power, does not fit.
 SCARCE = 1.15
-ROOM = (None, None, 0.2, 0.4, 0.7)
+# Memory of each profile. None: random limits. A number: the start just fits. At 0, it must
+# recompute every layer whose recomputation frees memory; at 1, none.
+MEMORY_PARTS = (None, None, 0.2, 0.4, 0.7)
 
 
 @dataclass(frozen=True)
 class Size:
-    """Attributes:
-    any_order: whether every order of the devices is searched, or splits in the ratio order only.
+    """Size of a planning problem.
+
+    Attributes:
+        name: Name in the report.
+        layers: Number of layers.
+        stages: Number of stages, each on one device.
+        microbatches: Number of micro-batches of a step.
+        any_order: True searches every order of the devices; False only the ratio order.
     """
 
     name: str
@@ -58,57 +69,68 @@ QUICK = (
 )
 
 
-def profile(size: Size, seed: int, room: float | None) -> Workload:
-    """Return a random model, of different layers or of equal blocks by turns, on devices in
-    the ratio order."""
+def profile(size: Size, seed: int, memory_part: float | None) -> Workload:
+    """Return a random model on devices in the ratio order.
+
+    Args:
+        size: Size of the problem.
+        seed: Seed of the model and the devices. Odd seeds give equal blocks, even ones different
+            layers.
+        memory_part: See `MEMORY_PARTS`.
+    """
     random, gpt = Random(seed), seed % 2 == 1
     workload = large_workload(
         random, size.layers, size.stages, size.microbatches, gpt=gpt, slack=SCARCE
     )
     order = replicas_of(start_order(workload, group(workload.cluster, size.stages)))
     workload = replace(workload, replicas=order)
-    return workload if room is None else limited(workload, room_for_start(workload, room))
+    if memory_part is None:
+        return workload
+    return limited(workload, limits_for_start(workload, memory_part))
 
 
-def room_for_start(workload: Workload, room: float) -> list[int]:
-    """Return limits, by rank, in which the ratio order with a split in proportion to power fits."""
+def limits_for_start(workload: Workload, memory_part: float) -> list[int]:
+    """Return memory limits, in bytes by rank, under which the start just fits.
+
+    Each limit lies between the stage's bytes with and without recomputation; `memory_part` is its
+    place between the two.
+    """
     limits = {}
     for stage, layers in enumerate(layer_ranges(start_split(workload))):
         helps = [i for i in layers if workload.freed_by_recompute(stage, layers, i) > 0]
-        least, most = (workload.bound_bytes(stage, layers, again) for again in (helps, ()))
-        limits[workload.replicas[0][stage]] = least + round(room * (most - least))
+        least, most = (workload.bound_bytes(stage, layers, recompute) for recompute in (helps, ()))
+        limits[workload.replicas[0][stage]] = least + round(memory_part * (most - least))
     return [limits[rank] for rank in sorted(limits)]
 
 
-def measure(size: Size, seed: int, room: float | None) -> dict[str, Any]:
-    """Plan for one profile."""
-    workload = profile(size, seed, room)
+def measure(size: Size, seed: int, memory_part: float | None) -> dict[str, Any]:
+    """Plan for one profile; return the row of the report."""
+    workload = profile(size, seed, memory_part)
     started = time.perf_counter()
-    found = search_plan(workload, size.stages, keep_order=not size.any_order)
+    result = search_plan(workload, size.stages, keep_order=not size.any_order)
     return {
         "seed": seed,
-        "room": room,
+        "room": memory_part,
         "seconds": round(time.perf_counter() - started, 3),
-        "step": found.seconds,
-        "over_start": over_start(found),
-        "gap": found.gap,
-        "split": found.split,
-        "order": found.workload.replicas[0],
-        "recomputed": len(found.recompute),
+        "step": result.seconds,
+        "over_start": over_start(result),
+        "gap": result.gap,
+        "split": result.split,
+        "order": result.workload.replicas[0],
+        "recomputed": len(result.recompute),
     }
 
 
-def over_start(found: SearchResult) -> float | None:
-    """Return the step over that of the ratio order with a split in proportion to power; None
-    where memory does not hold that."""
-    if math.isinf(found.start_seconds):
+def over_start(result: SearchResult) -> float | None:
+    """Return the step time over that of the start; None if the start does not fit into memory."""
+    if math.isinf(result.start_seconds):
         return None
-    return round(found.seconds / found.start_seconds, 4)
+    return round(result.seconds / result.start_seconds, 4)
 
 
-def run(size: Size, rooms: Sequence[float | None]) -> None:
+def run(size: Size, memory_parts: Sequence[float | None]) -> None:
     """Plan for some profiles of one size, and report."""
-    rows = [measure(size, seed, room) for seed, room in enumerate(rooms)]
+    rows = [measure(size, seed, part) for seed, part in enumerate(memory_parts)]
     print(f"\n{size.name}")
     shown = ("seed", "room", "seconds", "step", "over_start", "gap", "recomputed")
     print(table(shown, [[row[name] for name in shown] for row in rows]))
@@ -139,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
     quick = flags("planner", __doc__, argv, quick="small models, to see that it runs").quick
     for size in QUICK if quick else SIZES:
-        run(size, ROOM[1:3] if quick else ROOM)
+        run(size, MEMORY_PARTS[1:3] if quick else MEMORY_PARTS)
     return 0
 
 

@@ -41,7 +41,7 @@ STORES, TRAINER = 4, 4
 RATE_BITS = 200e6
 # `Host.burst`: several of the 64 KiB pieces that the kernel sends.
 BURST_BYTES = 256 << 10
-# Part of TCP's payload in a full Ethernet frame, as the kernel's shaper counts the frame.
+# TCP payload over size of a full Ethernet frame, as the kernel's traffic shaper counts it.
 PAYLOAD = 1448 / 1514
 
 
@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
     settings = QUICK if flags(NAME, __doc__, argv).quick else Settings()
     if not PEERS.exists():
-        print(f"cannot measure here: no {PEERS}. Try `make bench NAME={NAME}`.", file=sys.stderr)
+        reason = f"the peers' interpreter {PEERS} must exist. Run `make bench NAME={NAME}`."
+        print(f"cannot measure here: {reason}", file=sys.stderr)
         return 2
     return conclude_on_testbed(NAME, lambda: compare(settings))
 
@@ -171,7 +172,7 @@ def _measure(
 
 
 def _sweep(bed: Testbed, work: Path, settings: Settings, run: Any) -> dict[str, Any]:
-    """Measure LitData and Mosaic under all settings.
+    """Measure LitData and Mosaic under all settings; leave out settings that fail.
 
     Returns:
         By name of the setting: bytes per second, the folder of its shards, and the command.

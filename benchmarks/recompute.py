@@ -1,11 +1,11 @@
-"""What recomputation in idle time costs: the same plan with and without it, in turns.
+"""Cost of recomputation in idle time: the same plan with and without it, in turns.
 
     python -m benchmarks.recompute           about 25 minutes
     python -m benchmarks.recompute --quick   tiny sizes: the figures mean nothing
 
-Two hosts of different speed with as many layers each: the fast one waits for gradients, and
-recomputes all of its layers while it waits. The same processes train both ways: the steps of two
-groups of processes with one and the same plan were seen to differ by 14 %. Needs root (see
+Two hosts of different speed have the same number of layers. The fast host waits for gradients, and
+recomputes all of its layers while it waits. The same processes train both ways, because the step
+times of two groups of processes with the same plan differed by 14 %. Needs root (see
 benchmarks/support/testbed.py).
 """
 
@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.hetero_pipeline import noise_of
 from benchmarks.support.command import FairnessError, Figures, conclude_on_testbed, flags
-from benchmarks.support.hetero_pipeline_contenders import (
+from benchmarks.support.hetero_pipeline.contenders import (
     OURS,
     QUICK,
     Ours,
@@ -36,6 +36,7 @@ from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 from lightning_dlres.pipeline.plan.plan import even_split
 
 NAME = "recompute"
+# CPU shares of the hosts, in cores.
 SHARES = (0.8, 0.4)
 
 
@@ -51,13 +52,13 @@ def compare(settings: Settings) -> Figures:
     with Testbed([Host(cpus=core) for core in cores(2)]) as bed:
         ours = Ours(RankStarter(bed, [OURS]), 2, settings)
         set_shares(bed, SHARES)
-        kept, recomputed = plans(ours.start(count, [settings.warmup]).json)
+        without, recomputed = plans(ours.start(count, [settings.warmup]).json)
         ours.turn()
         ours.end()
-        simulated = _ratio(kept, recomputed)
+        simulated = _simulated_ratio(without, recomputed)
         print(f"CPU shares {shown(SHARES)}, {count} micro-batches\n{recomputed.table()}")
         print(f"simulated: {simulated:.4f} times the step without recomputation", flush=True)
-        rows = in_turns(ours, kept, recomputed, settings)
+        rows = in_turns(ours, without, recomputed, settings)
     ratios = [b / a for a, b in rows]
     noise = noise_of([[ratio] for ratio in ratios])
     print(f"measured: {statistics.median(ratios):.4f} +- {noise:.4f} times, {len(rows)} pairs")
@@ -73,45 +74,54 @@ def compare(settings: Settings) -> Figures:
 
 
 def plans(measured: str) -> tuple[PipelinePlan, PipelinePlan]:
-    """Return the even split with the faster device first, and the same where that recomputes all of
-    its layers."""
+    """Return two plans with an even split and the faster device first: one recomputes nothing, the
+    other all layers of the first stage.
+
+    Args:
+        measured: Plan as JSON, with the profile of this run.
+    """
     plan = PipelinePlan.from_json(measured)
     split = even_split(len(plan.layers), plan.stages)
-    kept = msgspec.structs.replace(plan, replicas=((0, 1),), split=split, recompute=())
-    return kept, msgspec.structs.replace(kept, recompute=tuple(range(split[0])))
+    without = msgspec.structs.replace(plan, replicas=((0, 1),), split=split, recompute=())
+    return without, msgspec.structs.replace(without, recompute=tuple(range(split[0])))
 
 
 def in_turns(
-    ours: Ours, kept: PipelinePlan, recomputed: PipelinePlan, settings: Settings
+    ours: Ours, without: PipelinePlan, recomputed: PipelinePlan, settings: Settings
 ) -> list[tuple[float, float]]:
-    """Return the median steps of every pair of training runs: without, with."""
+    """Return the median step seconds of every pair of training runs: without, with recomputation.
+
+    Raises:
+        FairnessError: If the losses of a pair differ.
+    """
     rows = []
     for number in range(settings.pairs):
-        # Who goes first changes, so that a drift of the machine favours nobody.
-        order = (kept, recomputed) if number % 2 == 0 else (recomputed, kept)
+        # The order alternates, so that a drift of the machine's speed affects both alike.
+        order = (without, recomputed) if number % 2 == 0 else (recomputed, without)
         steps, losses = zip(*(train(ours, plan, settings) for plan in order), strict=True)
         if losses[0] != losses[1]:
-            raise FairnessError("the losses differ: recomputation is not exact")
-        without, with_it = steps if number % 2 == 0 else reversed(steps)
-        rows.append((without, with_it))
+            raise FairnessError("both plans must give equal losses: recomputation is not exact")
+        first, second = steps
+        rows.append((first, second) if number % 2 == 0 else (second, first))
     return rows
 
 
 def train(ours: Ours, plan: PipelinePlan, settings: Settings) -> tuple[float, list[float]]:
-    """Return the median step of one training run after the first ones, and the losses of all."""
-    # Ratios of means of two steps went from 0.78 to 1.28: too noisy for a bar of 3 %.
+    """Run one training; return the median step seconds after the warm-up, and all losses."""
+    # Three times the usual steps: ratios of two counted steps ranged from 0.78 to 1.28, which is
+    # too noisy for a target of 3 %.
     steps = settings.warmup + 3 * settings.counted
     ours.start(settings.microbatches, [steps], plan.to_json())
     seconds = ours.turn()[settings.warmup :]
     ours.end()
-    # Not the mean: before step 8 the loss is checked.
+    # The median ignores step 8, before which the loss is checked.
     return statistics.median(seconds), ours.losses
 
 
-def _ratio(kept: PipelinePlan, recomputed: PipelinePlan) -> float:
-    workload = kept.workload()
+def _simulated_ratio(without: PipelinePlan, recomputed: PipelinePlan) -> float:
+    workload = without.workload()
     return step_seconds(workload, recomputed.split, recomputed.recompute) / step_seconds(
-        workload, kept.split
+        workload, without.split
     )
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.zvc
 
-It is measured on one core first, since a rank often has only one, then on all cores, and on a GPU
-if there is one. Memory bandwidth is the bound: a copy reads and writes every byte. Compression at
-density d reads every byte, and writes the part d of them and the mask.
+The codec runs on one core first, since a rank often has only one, then on all cores, and on a GPU
+if there is one. Memory bandwidth is the bound. A copy reads and writes every byte. If a part d of
+the elements is not zero, compression reads every byte, and writes the mask and a part d of the
+bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Settings:
     Attributes:
         nbytes: Bytes of a tensor.
         repeats: Number of timed runs.
-        large: Bytes of the large tensor.
+        large: Bytes of a larger tensor. Dense data is measured at both sizes.
     """
 
     nbytes: int = 64 << 20
@@ -93,7 +94,7 @@ def measure(tensor: Tensor, settings: Settings) -> dict[str, float]:
     target = torch.empty_like(tensor)
     encoded = codec.encode(tensor, buffer, DENSITY)
     if not torch.equal(codecs.decode(encoded), tensor):
-        raise RuntimeError("decode did not return the encoded tensor")
+        raise RuntimeError("decode must return the encoded tensor, got another one")
     nbytes = tensor.numel() * tensor.element_size()
     ways: dict[str, Callable[[], Any]] = {
         "copy": lambda: target.copy_(tensor),

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines have in common."""
+"""Command-line flags of the benchmarks, and the end of a benchmark on a testbed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from benchmarks.support.report import Check, conclude
 from benchmarks.support.testbed import HostError, UnavailableError, reason_unavailable
 
+# Checks, and raw figures for the line of JSON.
 Figures = tuple[dict[str, Check], dict[str, Any]]
 
 
 class FairnessError(RuntimeError):
-    """The two sides did not do the same work, so their times cannot be compared."""
+    """The contenders did not do the same work, so their times cannot be compared."""
 
 
 def flags(
@@ -25,7 +26,15 @@ def flags(
     quick: str = "tiny sizes: the figures mean nothing",
     others: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
-    """Return which flags are set: `--quick`, and others with their help."""
+    """Return the parsed flags, each of which is True or False.
+
+    Args:
+        name: Name of the benchmark's module.
+        doc: Description of the benchmark, for `--help`.
+        argv: Arguments; None for those of the process.
+        quick: Help of the flag `--quick`.
+        others: Further flags: name -> help.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=doc,
@@ -37,8 +46,11 @@ def flags(
 
 
 def conclude_on_testbed(name: str, measure: Callable[[], Figures]) -> int:
-    """Measure on hosts of a testbed, print, and return the exit status: 2 where there can be no
-    testbed, 1 where something failed."""
+    """Measure on hosts of a testbed, and print the result.
+
+    Returns:
+        Exit status: 2 if this machine cannot run a testbed, 1 if the measurement failed, else 0.
+    """
     if reason := reason_unavailable():
         print(f"cannot measure here: {reason}", file=sys.stderr)
         return 2

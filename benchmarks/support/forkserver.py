@@ -1,9 +1,10 @@
-"""Client of the fork server, which tests and benchmarks share.
+"""Fork server of the tests and benchmarks: its start, its client, and the forked processes.
 
-The fork server is a process that has imported torch, Lightning and this package. Importing them
-costs a process 5 seconds of processor time; a fork of the server takes milliseconds. Tests kill
-ranks and replace them, and benchmarks start groups of ranks again and again. `multiprocessing` has
-a fork server, too, but its children cannot get descriptors, variables or a namespace of their own.
+The fork server is a process that has imported torch, Lightning and this package. These imports cost
+a process 5 seconds of CPU time, but a fork of the server takes milliseconds. Tests kill ranks and
+replace them, and benchmarks start many groups of ranks. `multiprocessing` has a fork server, too,
+but its children cannot get file descriptors, environment variables or a network namespace of their
+own.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from pathlib import Path
 from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
+# Interval at which the end of a process is polled, in seconds.
 _POLL_SECONDS = 0.01
-# Imports take this long on a loaded machine; without a hang it is never reached.
+# Time limit of a start with its imports, in seconds. Only a hang reaches it, even on a loaded
+# machine.
 START_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """A host of a testbed, which a forked process enters before it calls its function.
+    """Host of a testbed, which a forked process enters before it calls its function.
 
     Attributes:
-        namespace: file of the network namespace.
-        cgroup: file that takes the process IDs of the control group's members.
-        cpus: processors to run on; None for all.
+        namespace: Path of the network namespace.
+        cgroup: Path of the cgroup's file `cgroup.procs`.
+        cpus: Cores to run on; None for all.
     """
 
     namespace: str
@@ -46,15 +49,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Program:
-    """A process to fork, as it travels to the fork server.
+    """Description of a process to fork, as it is sent to the fork server.
 
     Attributes:
         function: "package.module:function", called without arguments.
         argv: `sys.argv` of the process.
-        descriptors: numbers of the descriptors that travel with the request, in the process.
-        environ: environment variables; None for the server's.
-        directory: working directory; None for the server's.
-        place: host of a testbed; None stays on this machine.
+        descriptors: Numbers, in the new process, of the file descriptors that follow the request.
+        environ: Environment variables; None for the server's.
+        directory: Working directory; None for the server's.
+        place: Host of a testbed; None stays on this machine.
     """
 
     function: str
@@ -65,20 +68,25 @@ class Program:
     place: Place | None = None
 
 
+# ("start", the program) is answered with the pid; ("poll", pid) with the wait status, or -1 while
+# the process runs.
 Request: TypeAlias = tuple[str, int | Program]
 
 
 class ForkServerError(Exception):
-    """The fork server is dead or does not answer; the message has its output."""
+    """The fork server has ended or does not answer; the message has its output."""
 
 
 class ForkServerProcess:
-    """The server's process. It imports when the first client connects, and ends with its owner.
+    """Process of the fork server, which ends with this process.
+
+    It imports the modules when its first client connects.
 
     Args:
-        directory: for its socket and log; the path must be short.
-        modules: modules to import.
-        environ: its environment variables.
+        directory: Directory for its socket and its log. The path must be short, because the path of
+            a socket is limited to about 100 bytes.
+        modules: Modules to import.
+        environ: Environment variables of the server.
     """
 
     def __init__(self, directory: Path, modules: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -93,7 +101,8 @@ class ForkServerProcess:
             module = f"{__name__}_process"
             command = [sys.executable, "-m", module, *map(str, ends), *modules]
             if threading.current_thread() is threading.main_thread():
-                # Linux sends the death signal when the starting *thread* ends, so only for this.
+                # Only for the main thread: Linux sends the parent-death signal when the thread that
+                # started the process ends.
                 command += ["--parent", str(os.getpid())]
             self._process = subprocess.Popen(
                 command,
@@ -103,26 +112,26 @@ class ForkServerProcess:
                 cwd=ROOT,
                 env=dict(environ),
                 pass_fds=ends,
-                # Ctrl-C is for the owner alone.
+                # Ctrl-C must reach only this process, which then ends the server.
                 start_new_session=True,
             )
         theirs.close()
 
     def close(self) -> None:
-        """End the server; what it has forked ends, too."""
+        """Kill the server, which also ends all processes that it forked."""
         self._process.kill()
         self._process.wait()
         self._lifeline.close()
 
 
 class ForkServer:
-    """A client's connection to a fork server; what it has forked ends with the connection.
+    """Connection to a fork server. Processes that it forked end with the connection.
 
     Args:
-        address: of the server's socket.
+        address: Path of the server's socket.
 
     Raises:
-        ForkServerError: If there is no server.
+        ForkServerError: If the server cannot be reached.
     """
 
     def __init__(self, address: Path) -> None:
@@ -136,8 +145,8 @@ class ForkServer:
             ) from None
 
     def alive(self) -> bool:
-        """Return whether the server can be asked; if not, its forks have ended on Linux."""
-        # The server speaks only when asked: readable bytes mean its end.
+        """Return True if the server takes requests; if not, its forks have ended (on Linux)."""
+        # The server sends only answers, so a readable connection between requests is at its end.
         return not self._connection.closed and not self._connection.poll()
 
     def start(
@@ -151,17 +160,16 @@ class ForkServer:
         place: Place | None = None,
         timeout: float = START_SECONDS,
     ) -> ForkedProcess:
-        """Return a new process, the leader of its own session, that calls a function as a program
-        would: with arguments in `sys.argv[1:]`.
+        """Start a process that calls a function and leads its own session.
 
         Args:
             function: "package.module:function".
-            arguments: texts.
-            descriptors: number in the new process -> number in this one.
-            environ: all of its environment variables; None for those of the server.
-            directory: its working directory; None for that of the server.
-            place: host of a testbed.
-            timeout: seconds that the server may take; its imports count.
+            arguments: Arguments, as `sys.argv[1:]` of the process.
+            descriptors: Number in the new process -> number in this process.
+            environ: All environment variables of the process; None for those of the server.
+            directory: Working directory; None for that of the server.
+            place: Host of a testbed; None stays on this machine.
+            timeout: Time limit of the server's answer, in seconds. Its imports count.
 
         Raises:
             ForkServerError: If the server does not answer in time.
@@ -179,10 +187,10 @@ class ForkServer:
         )
 
     def ask(self, request: Request, timeout: float, descriptors: Sequence[int] = ()) -> int:
-        """Return the answer to a request.
+        """Send a request with file descriptors, and return the answer.
 
         Raises:
-            ForkServerError: If none comes within `timeout` seconds.
+            ForkServerError: If there is no answer within `timeout` seconds.
         """
         with self._lock:
             if not self.alive():
@@ -196,7 +204,7 @@ class ForkServer:
                     return answer
             except (EOFError, OSError):
                 pass
-            # A late answer must not be taken for that to another request.
+            # A late answer must not be taken for the answer to the next request.
             self.close()
             raise ForkServerError(
                 f"The fork server has not answered {request} within {timeout:g} s:\n"
@@ -204,7 +212,7 @@ class ForkServer:
             )
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection, which ends the processes that it forked."""
         self._connection.close()
 
     def _output(self) -> str:
@@ -212,8 +220,9 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A forked process, with the part of `subprocess.Popen` that its users need."""
+    """Forked process, with those methods of `subprocess.Popen` that its users need."""
 
+    # Time limit of an answer, and default of `wait`, in seconds.
     _TIMEOUT = 30.0
 
     def __init__(self, server: ForkServer, pid: int) -> None:
@@ -222,7 +231,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, negative for a signal; None as long as the process lives."""
+        """Return the exit status, negative for a signal; None while the process runs."""
         if self.returncode is None:
             try:
                 status = self._server.ask(("poll", self.pid), self._TIMEOUT)
@@ -232,10 +241,10 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float = _TIMEOUT) -> int:
-        """Return the exit status.
+        """Wait until the process ends, and return the exit status.
 
         Raises:
-            TimeoutExpired: If the process lives longer than `timeout` seconds.
+            TimeoutExpired: If the process still runs after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
@@ -250,8 +259,8 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill_group(self) -> None:
-        """Kill the process with its process group, and wait for its end."""
-        # Its children may live on when it has died itself.
+        """Kill the process and its process group, and wait until the process has ended."""
+        # Kill the group even if the process has ended: its children may still run.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()

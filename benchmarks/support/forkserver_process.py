@@ -1,4 +1,4 @@
-"""The fork server's process; see `benchmarks.support.forkserver`."""
+"""Process of the fork server; see `benchmarks.support.forkserver`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from typing import NoReturn
 
 from benchmarks.support.forkserver import Place, Program
 
-# Python's own, whatever a sitecustomize has set for quick imports.
+# Python's default thresholds of the garbage collector. The tests' sitecustomize sets higher ones.
 _USUAL_THRESHOLDS = 700, 10, 10
-# Above all descriptors that a process has open.
+# Smallest number of a file descriptor that no process here uses.
 _FREE_DESCRIPTORS = 200
+# Operation of prctl(2): the signal that the process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
-# Linux's number of network namespaces in setns(2).
+# CLONE_NEWNET of setns(2): a network namespace.
 _NETWORK_NAMESPACE = 0x40000000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("listener", type=int, help="a socket that listens")
-    parser.add_argument("lifeline", type=int, help="a pipe that lasts as long as the owner")
-    parser.add_argument("modules", nargs="*", help="what to import")
-    parser.add_argument("--parent", type=int, help="die with this process, where the OS can do so")
+    parser.add_argument("listener", type=int, help="descriptor of the listening socket")
+    parser.add_argument("lifeline", type=int, help="descriptor of a pipe that the owner holds open")
+    parser.add_argument("modules", nargs="*", help="modules to import")
+    parser.add_argument("--parent", type=int, help="process to die with, where the OS supports it")
     options = parser.parse_args()
     if options.parent is not None:
         die_with(options.parent)
@@ -63,29 +64,35 @@ def main() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Die with the parent: where a function holds the interpreter lock, no thread sees its end."""
+    """Let the kernel kill this process when its parent ends (Linux only).
+
+    A thread that waits for the end of the parent would not run while a function holds the
+    interpreter lock.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The parent may have ended before the call.
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _answer(client: Connection, pids: set[int], ends: Sequence[socket.socket | Connection]) -> None:
-    kind, what = client.recv()
+    kind, content = client.recv()
     if kind == "poll":
-        pid, status = os.waitpid(what, os.WNOHANG)
+        pid, status = os.waitpid(content, os.WNOHANG)
         pids.discard(pid)
         client.send(status if pid else -1)
         return
-    received = [reduction.recv_handle(client) for _ in what.descriptors]
-    leads, has_led = os.pipe()
+    received = [reduction.recv_handle(client) for _ in content.descriptors]
+    session_read, session_write = os.pipe()
     server, pid = os.getpid(), os.fork()
     if not pid:
-        _run(what, received, ends, server, has_led)
-    os.close(has_led)
-    # The process leads a group before its client hears of it, so that the group can be killed.
-    os.read(leads, 1)
-    for descriptor in (leads, *received):
+        _run(content, received, ends, server, session_write)
+    os.close(session_write)
+    # The process closes its end once it leads its session. Wait for this before the answer, because
+    # the client may kill the process group at once.
+    os.read(session_read, 1)
+    for descriptor in (session_read, *received):
         os.close(descriptor)
     pids.add(pid)
     client.send(pid)
@@ -96,13 +103,21 @@ def _run(
     received: Sequence[int],
     ends: Sequence[socket.socket | Connection],
     server: int,
-    has_led: int,
+    session_write: int,
 ) -> NoReturn:
-    """Be the forked process, and end as one."""
+    """Run the program in the forked process, and end the process.
+
+    Args:
+        program: The program.
+        received: Descriptors that came with the request.
+        ends: Connections of the server, which the process closes.
+        server: Process id of the server.
+        session_write: Descriptor that the process closes once it leads its session.
+    """
     status = 1
     try:
         os.setsid()
-        os.close(has_led)
+        os.close(session_write)
         for other in ends:
             other.close()
         die_with(server)
@@ -121,7 +136,7 @@ def _run(
 
 
 def _end(pids: set[int]) -> None:
-    """End the processes of a client that has gone."""
+    """Kill the process groups of a client whose connection has ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -129,13 +144,16 @@ def _end(pids: set[int]) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    # Imports make much and free little: the collector would take a fifth of their time.
+    # Imports create many objects and free few; collections would take a fifth of their time.
     gc.disable()
     for module in modules:
         importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
-    assert threads == 1, f"imports have started {threads - 1} threads, and forks have none of them"
-    # The collector never looks at these objects again, so that their pages stay shared.
+    assert threads == 1, (
+        f"imports must start no thread, because forks lack all threads but one; got {threads - 1}"
+    )
+    # Exclude these objects from later collections, which write to the objects that they visit and
+    # so would unshare their pages in the forks.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_USUAL_THRESHOLDS)
@@ -143,8 +161,8 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _become(program: Program, received: Sequence[int]) -> None:
-    """Call the program's function."""
-    # Out of the way first: one may have the number that another is to get.
+    """Set up the process as the program says, and call its function."""
+    # Move the descriptors to free numbers first: one may have the number that another is to get.
     free = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FREE_DESCRIPTORS) for descriptor in received]
     for descriptor in received:
         os.close(descriptor)
@@ -158,7 +176,7 @@ def _become(program: Program, received: Sequence[int]) -> None:
     if program.environ is not None:
         os.environ.clear()
         os.environ.update(program.environ)
-    # The server may have looked for it, with other variables.
+    # Forget the directory that the server determined from its own environment variables.
     tempfile.tempdir = None
     sys.argv[:] = program.argv
     module, name = program.function.split(":")
@@ -171,7 +189,7 @@ def _enter(place: Place) -> None:
         members.write(str(os.getpid()))
     namespace = os.open(place.namespace, os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(namespace, _NETWORK_NAMESPACE):
-        raise OSError(ctypes.get_errno(), f"this process cannot enter {place.namespace}")
+        raise OSError(ctypes.get_errno(), "cannot enter the network namespace", place.namespace)
     os.close(namespace)
     if place.cpus is not None:
         os.sched_setaffinity(0, place.cpus)

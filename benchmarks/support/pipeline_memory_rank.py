@@ -1,8 +1,8 @@
-"""The ranks of benchmarks/pipeline_memory.py: each trains a few steps, and writes what its stage
-was planned to hold beside what the C library's allocator gave out.
+"""Program that forks the ranks of benchmarks/pipeline_memory.py.
 
-Run as a script of its own, since the allocator must be set up before torch holds anything; ranks
-are forked of it.
+Each rank trains a few steps. It writes the planned bytes of its stage, and the bytes that the C
+library's allocator gave out. This is a separate program, because the allocator must be configured
+before torch allocates.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# glibc: every tensor from this size on is a mapping of its own, which is gone when it is freed.
-_MMAP_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = 1 << 16, -3, -8
+# Size from which glibc gives each block a memory mapping of its own, in bytes. Such a block returns
+# to the system when it is freed, so its bytes can be counted.
+_MMAP_THRESHOLD = 1 << 16
+# Parameters of mallopt(3).
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _libc = ctypes.CDLL(None)
 _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
 _libc.mallopt(_M_ARENA_MAX, 1)
@@ -47,12 +50,13 @@ from lightning_dlres import HeteroPipeStrategy, PipelinePlan, ProfileConfig  # n
 
 RANKS, WORDS, WIDTH, BLOCKS = 3, 60_000, 64, 8
 MICROBATCHES, SAMPLES, LENGTH = 6, 96, 256
-# The optimizer's state exists after the first step; the loss is checked up to the third.
+# The optimizer's state exists from the second step on, and the first three steps check the loss.
+# The later ones are ordinary steps.
 STEPS = 6
 
 
 class Block(nn.Module):
-    """What keeps a few tensors of the size of its input, some of them without parameters."""
+    """Block that saves some tensors of its input's size, also in layers without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,33 +82,35 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters(), foreach=False)
 
 
-class Peaks:
-    """Bytes of every step. The strategy does not follow slots: it would refuse a list that grows
-    while 1F1B runs a step."""
+class StepPeaks:
+    """Peak bytes of every step.
 
-    __slots__ = ("found",)
+    The list is in a slot, because the strategy does not inspect slots. In an ordinary attribute the
+    strategy would refuse a list that grows while 1F1B runs a step.
+    """
+
+    __slots__ = ("nbytes",)
 
     def __init__(self) -> None:
-        self.found: list[int] = []
+        self.nbytes: list[int] = []
 
 
-class Peak(Callback, TorchDispatchMode):
-    """The most bytes that large blocks of the C library's allocator took within a step, looked at
-    after every operation of torch."""
+class PeakMeter(Callback, TorchDispatchMode):
+    """Callback that measures the peak of `allocated` in every step, after every torch operation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = Peaks()
+        self.peaks = StepPeaks()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.steps.found[-1] = max(self.steps.found[-1], allocated())
+        self.peaks.nbytes[-1] = max(self.peaks.nbytes[-1], allocated())
         return result
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.steps.found.append(0)
+        self.peaks.nbytes.append(0)
         self.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -112,12 +118,12 @@ class Peak(Callback, TorchDispatchMode):
 
 
 def allocated() -> int:
-    """Return the bytes of the blocks that are mappings of their own."""
+    """Return the bytes of all blocks that have a memory mapping of their own."""
     return int(_libc.mallinfo2().hblkhd)
 
 
 def warm_up() -> None:
-    """Let torch and its libraries take what they take once."""
+    """Run a small model, so that torch and its libraries allocate what they allocate only once."""
     layer = nn.Sequential(nn.Embedding(10, WIDTH), Block(), nn.Linear(WIDTH, 64))
     optimizer = torch.optim.AdamW(layer.parameters(), foreach=False)
     target = torch.zeros(64, dtype=torch.long)
@@ -126,7 +132,13 @@ def warm_up() -> None:
 
 
 def train(out: Path, case: Mapping[str, Any]) -> None:
-    """Train in the way of a case, and write `rank.json` for this rank into `out`."""
+    """Train one case on this rank, and write `<rank>.json`; rank 0 also writes `plan.json`.
+
+    Args:
+        out: Directory of the files.
+        case: Options of the strategy, and `steps`. With a `split`, `plan.json` must exist: the rank
+            follows this plan with the given split.
+    """
     torch.set_num_threads(1)
     warm_up()
     options = dict(case)
@@ -134,11 +146,11 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
         before = PipelinePlan.load(out / "plan.json")
         options["plan"] = msgspec.structs.replace(before, split=tuple(split))
     steps = options.pop("steps", STEPS)
-    at_start, peak = allocated(), Peak()
+    at_start, meter = allocated(), PeakMeter()
     net = Net()
     tokens = torch.randint(WORDS, (SAMPLES, LENGTH))
     data = DataLoader(TensorDataset(tokens, tokens % 64), batch_size=SAMPLES)
-    # Bytes count here, not seconds.
+    # The shortest profile, because only bytes matter here.
     profile = ProfileConfig(repeats=1, seconds=0.0)
     strategy = HeteroPipeStrategy(
         stages=RANKS, microbatches=MICROBATCHES, profile=profile, **options
@@ -148,7 +160,7 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
         accelerator="cpu",
         devices=RANKS,
         max_epochs=steps,
-        callbacks=[peak],
+        callbacks=[meter],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -159,15 +171,16 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
     assert plan is not None
     _, stage = plan.position(trainer.global_rank)
     planned = plan.workload().peak_bytes(stage, plan.layers_of(stage), plan.recompute)
-    # Every rank holds the data set; the plan counts the batch on its own.
-    held = sum(t.numel() * t.element_size() for t in data.dataset.tensors)  # type: ignore[attr-defined]
+    # Every rank holds the whole dataset, which the plan does not count. It counts the batch.
+    unplanned = at_start + sum(t.numel() * t.element_size() for t in data.dataset.tensors)  # type: ignore[attr-defined]
+    peaks = [peak - unplanned for peak in meter.peaks.nbytes]
     row = {
         "stage": stage,
         "layers": plan.split[stage],
         "recomputed": sum(index in plan.recompute for index in plan.layers_of(stage)),
         "planned": planned,
-        "measured": sorted(peak.steps.found)[len(peak.steps.found) // 2] - at_start - held,
-        "all": [found - at_start - held for found in peak.steps.found],
+        "measured": sorted(peaks)[len(peaks) // 2],
+        "all": peaks,
     }
     if trainer.is_global_zero:
         (out / "plan.json").write_text(plan.to_json())
@@ -175,7 +188,11 @@ def train(out: Path, case: Mapping[str, Any]) -> None:
 
 
 def fork(out: Path, case: Mapping[str, Any]) -> None:
-    """Train on ranks of which each is told what torchrun would tell it."""
+    """Fork the ranks with the environment variables that torchrun would set, and train one case.
+
+    Raises:
+        SystemExit: If a rank fails.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = []
@@ -186,10 +203,17 @@ def fork(out: Path, case: Mapping[str, Any]) -> None:
             continue
         status = 1
         try:
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0}
-            numbers = {"RANK": rank, "LOCAL_RANK": rank}
-            sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "TORCHELASTIC_RUN_ID": 0}
-            os.environ.update({k: str(v) for k, v in {**meeting, **numbers, **sizes}.items()})
+            variables = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "GROUP_RANK": 0,
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": RANKS,
+                "LOCAL_WORLD_SIZE": RANKS,
+                "TORCHELASTIC_RUN_ID": 0,
+            }
+            os.environ.update({name: str(value) for name, value in variables.items()})
             train(out, case)
             status = 0
         except BaseException:
@@ -202,7 +226,7 @@ def fork(out: Path, case: Mapping[str, Any]) -> None:
 
 
 def main(out: Path, cases: list[dict[str, Any]]) -> None:
-    """Train in the way of every case, one after the other, into directories of their own."""
+    """Train all cases in order; case number n writes to the directory `out`/n."""
     for number, case in enumerate(cases):
         directory = out / str(number)
         directory.mkdir()

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.nodes import Batcher, Loader, ParallelMapper, SamplerWrapper
 
-from benchmarks.support.unbatched_client import OneByOne
+from benchmarks.support.unbatched_client import UnbatchedClient
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
 from lightning_dlres.prefetch.cache.index import CacheIndex
 from lightning_dlres.prefetch.cache.options import host_config
@@ -31,7 +31,7 @@ from lightning_dlres.prefetch.order.sequence import shuffled
 
 # Number of samples of the large index.
 _INDEX_SAMPLES = 10_000_000
-# Batches in which the cache fills; waits and bytes before their end do not count for the stall.
+# Number of batches in which the cache fills. Stalls before their end do not count.
 _WARMUP_BATCHES = 100
 
 
@@ -39,7 +39,7 @@ class RemoteFiles(Dataset[bytes]):
     """Dataset over remote files that sends one request for each sample."""
 
     def __init__(self, endpoints: str, samples: int) -> None:
-        self.samples, self._client = samples, OneByOne(endpoints)
+        self.samples, self._client = samples, UnbatchedClient(endpoints)
 
     def __len__(self) -> int:
         return self.samples
@@ -49,7 +49,7 @@ class RemoteFiles(Dataset[bytes]):
 
 
 def size_of(sample: Sample) -> int:
-    """Touch a sample as a decoder would, and return its size."""
+    """Copy a sample's bytes, as a decoder would read them, and return its size in bytes."""
     return len(bytes(sample.data))
 
 
@@ -77,7 +77,7 @@ def count(batches: Iterator[Any], seconds: float, sizes: Any) -> dict[str, float
 def ours(options: argparse.Namespace) -> dict[str, Any]:
     """Iterate this package's loader for `options.seconds`.
 
-    With `options.pace`, batches are taken at that rate, as by a training with this demand.
+    With `options.pace`, batches are requested at this rate, as by a training with this demand.
     """
     config = host_config(
         options.endpoints,
@@ -94,7 +94,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         tail="drop",
         num_workers=options.workers,
     )
-    # The cache's process has started; the measurement begins with the first request, as for peers.
+    # The cache's process runs already, so the clock starts at the first request, as for the peers.
     before, stalled, start = loader.metrics(), loader.stalled_seconds, time.monotonic()
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
     samples = total = 0
@@ -103,7 +103,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         samples, total = samples + len(batch), total + sum(batch)
         now = time.monotonic()
         if number == _WARMUP_BATCHES:
-            # Until now the cache was filling at the rate that the demand leaves over.
+            # Only now: the cache fills with the part of the link rate that the demand leaves free.
             stalled, warm_start, warm_bytes = loader.stalled_seconds, now, total
         if options.pace:
             # Sleep until a training with this demand would request the next batch.
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--capacity", default="64MiB")
     parser.add_argument("--prefetch", type=int, default=32)
     parser.add_argument("--max-inflight-requests", type=int, default=4)
-    parser.add_argument("--pace", type=float, default=0.0, help="demand, in bytes a second")
+    parser.add_argument("--pace", type=float, default=0.0, help="demand, in bytes per second")
     options = parser.parse_args()
     torch.set_num_threads(1)
     measurements = {"ours": ours, "plain": plain, "mapper": mapper, "index": index}

@@ -1,5 +1,7 @@
-"""The peers' side of benchmarks.prefetch, run by the interpreter of their own environment: LitData
-and MosaicML streaming, which fetch shards of samples, here from the storage nodes that all use.
+"""LitData and MosaicML streaming, as benchmarks.prefetch measures them.
+
+Both load shards of samples, here from the storage nodes that all contenders use. The interpreter of
+the peers' environment runs this program.
 
     prefetch_peers.py write DIRECTORY SOURCE COPIES   shards of several sizes, in both formats
     prefetch_peers.py read ...                        one line of JSON
@@ -22,19 +24,24 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The storage client without the rest of the package, which this environment does not have.
+# An empty package, whose modules can be imported alone. The storage client needs few of them, and
+# the peers' environment lacks the dependencies of the others.
 _package = types.ModuleType("lightning_dlres")
 _package.__path__ = [str(ROOT / "lightning_dlres")]
 sys.modules["lightning_dlres"] = _package
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.support.unbatched_client import OneByOne  # noqa: E402
+from benchmarks.support.unbatched_client import UnbatchedClient  # noqa: E402
 
 LITDATA, MOSAIC = "litdata", "mosaic"
 
 
 def without_torchvision() -> None:
-    """torchvision's wheels load beside the CUDA build of torch only; nothing here uses it."""
+    """Replace torchvision with an empty module if its import fails.
+
+    Its wheels load only with the CUDA build of torch. The peers import it, but nothing here uses
+    it.
+    """
     try:
         import torchvision  # noqa: F401
     except Exception:
@@ -55,22 +62,27 @@ def _anything(name: str) -> type:
 
 
 class Shards:
-    """Files by name out of storage nodes: one request for each, from a thread that asks for it."""
+    """Client that fetches shards by name from storage nodes, with one request per shard.
+
+    Args:
+        endpoints: Addresses of the storage nodes, separated by commas.
+        first: File that gets the time of the first request of all workers.
+    """
 
     def __init__(self, endpoints: str, first: Path) -> None:
-        self._client, self._first = OneByOne(endpoints), first
+        self._client, self._first = UnbatchedClient(endpoints), first
 
     def fetch(self, name: str) -> bytes:
-        """Return a file."""
+        """Return the bytes of a shard."""
         number = self._client.number(name)
         with contextlib.suppress(FileExistsError), self._first.open("x") as file:
-            # Of all workers, the first request: what counts begins here.
+            # Only the first request of all workers creates the file. The measurement starts here.
             file.write(repr(time.monotonic()))
         return self._client.fetch(number)
 
 
 def write(options: argparse.Namespace) -> None:
-    """Write every sample into shards of both formats."""
+    """Write every sample into shards of both formats, in each size of `options.sizes`."""
     without_torchvision()
     from litdata.streaming.writer import BinaryWriter
     from streaming import MDSWriter
@@ -96,8 +108,11 @@ def write(options: argparse.Namespace) -> None:
 
 
 def read(options: argparse.Namespace) -> dict[str, float]:
-    """Read an epoch in shuffled order, past a cache that is empty at the start; the time from the
-    first request to the last batch."""
+    """Read an epoch in shuffled order; return its samples, bytes and seconds.
+
+    The peer's cache is empty at the start. The seconds are from the first request to the last
+    batch.
+    """
     without_torchvision()
     cache = tempfile.mkdtemp(prefix="dlres-bench-")
     first = Path(f"{cache}.first")
@@ -140,7 +155,7 @@ def _litdata(options: argparse.Namespace, cache: str, first: Path) -> Any:
 
 
 def _copied(items: list[Any]) -> list[Any]:
-    """LitData's samples are views, which its workers cannot send."""
+    """Copy the samples: LitData's are views, which its workers cannot send to the main process."""
     return [{"data": bytes(item["data"])} for item in items]
 
 

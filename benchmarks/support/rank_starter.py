@@ -1,7 +1,7 @@
-"""Ranks on the hosts of a testbed, forked of one process that has imported what they need.
+"""Starter of ranks on the hosts of a testbed. A fork server has imported the ranks' modules.
 
-Forks of one process lay out their memory alike: where processes are compared, the fork server is
-made anew, too.
+All forks of one server have the same memory layout, which affects their speed. A benchmark that
+samples the differences between processes therefore makes a new server for each sample.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from benchmarks.support.forkserver import (
 from benchmarks.support.rpc import RankRpc
 from benchmarks.support.testbed import HostError, Testbed
 
-# Where `ip netns` keeps the namespaces.
+# Directory in which `ip netns` keeps the namespaces.
 _NAMESPACES = Path("/run/netns")
-# The hosts' namespaces have no other user.
+# Ports of MASTER_PORT. They are free, because only ranks run in the hosts' network namespaces.
 _ports = itertools.count(29500)
 
 
 class RankStarter:
-    """Starts ranks on the hosts of a testbed; they end with it.
+    """Starter of ranks on the hosts of a testbed. The ranks end with it.
 
     Args:
-        bed: the testbed, open.
-        modules: modules to import; each has a function `main` that takes a `RankRpc`.
+        bed: The open testbed.
+        modules: Modules to import; each has a function `main` that takes a `RankRpc`.
 
     Raises:
-        HostError: If one of them cannot be imported.
+        HostError: If a module cannot be imported.
     """
 
     def __init__(self, bed: Testbed, modules: Sequence[str]) -> None:
         self._bed = bed
-        # A socket's path must be short.
+        # Not in a deeper directory: the path of a socket is limited to about 100 bytes.
         directory = tempfile.TemporaryDirectory(prefix="dlres-bench-")
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = ForkServerProcess(Path(directory.name), [__name__, *modules], environ)
         self._finish = weakref.finalize(self, _end, process, directory)
         with _as_host_error():
             self._server = ForkServer(process.address)
-            # The first request waits for the imports.
+            # The answer to the first request comes after the imports.
             self._server.start("os:getpid", [], {}, timeout=START_SECONDS).wait()
 
-    def meeting(self) -> dict[str, str]:
-        """Return the variables that tell a new group of ranks where to meet."""
+    def rendezvous(self) -> dict[str, str]:
+        """Return the environment variables for the process group of new ranks."""
         return {
             "MASTER_ADDR": self._bed.hosts[0].address,
             "MASTER_PORT": str(next(_ports)),
@@ -67,7 +67,13 @@ class RankStarter:
     def start(
         self, host: int, module: str, variables: Mapping[str, str], stderr: IO[bytes]
     ) -> RankProcess:
-        """Run a module's `main` in a new process on a host, with more environment variables.
+        """Run a module's `main` in a new process on a host.
+
+        Args:
+            host: Index of the host.
+            module: One of the imported modules.
+            variables: Environment variables, in addition to those of this process.
+            stderr: File for the stderr of the process.
 
         Raises:
             HostError: If the fork server has ended or does not answer in time.
@@ -95,18 +101,23 @@ class RankStarter:
         return RankProcess(process, stdin, stdout)
 
     def close(self) -> None:
-        """End the fork server, and the ranks with it."""
+        """End the fork server and all ranks."""
         self._finish()
 
 
 class RankProcess:
-    """A rank's process, with this side's ends of its stdin and stdout."""
+    """Process of a rank.
+
+    Attributes:
+        stdin: Descriptor to write to the process's stdin; -1 after `kill`.
+        stdout: Descriptor to read from the process's stdout; -1 after `kill`.
+    """
 
     def __init__(self, process: ForkedProcess, stdin: int, stdout: int) -> None:
         self._process, self.stdin, self.stdout = process, stdin, stdout
 
     def kill(self) -> None:
-        """Kill it, and wait for its end; may be called again."""
+        """Kill the process and wait for its end; a second call does nothing."""
         self._process.kill_group()
         if self.stdin >= 0:
             os.close(self.stdin)
@@ -115,13 +126,13 @@ class RankProcess:
 
 
 def run_rank() -> None:
-    """Run the `main` of the module that is the process's argument."""
+    """Run the `main` of the module that `sys.argv` names."""
     sys.modules[sys.argv[1]].main(RankRpc())
 
 
 @contextlib.contextmanager
 def _as_host_error() -> Iterator[None]:
-    """Context manager that turns errors of the fork server into those of a testbed."""
+    """Context manager that raises a `ForkServerError` as a `HostError`."""
     try:
         yield
     except ForkServerError as error:

@@ -1,7 +1,7 @@
-"""Ranks on the hosts of a testbed that do one thing at a time, as they are told.
+"""Group of ranks on the hosts of a testbed, which follow orders one at a time.
 
-Two groups of ranks can so be alive on the same hosts and take turns: a group that is not told to go
-on waits in a read. Orders and answers are lines of JSON over a rank's stdin and stdout.
+Two groups on the same hosts can take turns, because a group without an order waits in a read.
+Orders and answers are lines of JSON over a rank's stdin and stdout.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.rpc import Message
 from benchmarks.support.testbed import MIN_QUOTA_US, PERIOD_US, HostError, HostTimeoutError, Machine
 
+# Number of lines of each rank's stderr in an error.
 _STDERR_LINES = 20
 
 
 class Ranks:
-    """One process on each of the first hosts; `hosts[0]` is rank 0's.
+    """Group of ranks; rank n runs on host n.
 
     Args:
-        hosts: what forks them.
-        module: its function `main` takes a `RankRpc`, and is what every rank runs.
-        world_size: number of ranks.
-        timeout: seconds that an answer may take.
+        starter: Starter that forks the ranks.
+        module: Module whose function `main` every rank runs, with a `RankRpc` as argument.
+        world_size: Number of ranks.
+        timeout: Time limit of an answer, in seconds.
     """
 
-    def __init__(self, hosts: RankStarter, module: str, world_size: int, timeout: float) -> None:
-        # The ranks end with what has started them.
-        self._hosts, self._module, self._timeout = hosts, module, timeout
+    def __init__(self, starter: RankStarter, module: str, world_size: int, timeout: float) -> None:
+        # The starter is held because the ranks end with it.
+        self._starter, self._module, self._timeout = starter, module, timeout
         self._errors = [TemporaryFile() for _ in range(world_size)]  # noqa: SIM115
         self._lines = [b""] * world_size
-        meeting = {**hosts.meeting(), "WORLD_SIZE": str(world_size)}
+        common = {**starter.rendezvous(), "WORLD_SIZE": str(world_size)}
         self._processes = [
-            hosts.start(rank, module, {**meeting, **_torchrun(rank)}, errors)
+            starter.start(rank, module, {**common, **_torchrun_variables(rank)}, errors)
             for rank, errors in enumerate(self._errors)
         ]
 
     def close(self) -> None:
-        """Kill them."""
+        """Kill the ranks."""
         for process in self._processes:
             process.kill()
 
     def ask(self, order: Message, *, only: int | None = None) -> list[Message]:
-        """Give all ranks an order, and return their answers.
+        """Send an order to all ranks, and return their answers in the order of the ranks.
 
         Args:
-            order: what to do.
-            only: the one rank that is asked.
+            order: Message for the function `main` of the ranks.
+            only: Rank that alone gets the order; None for all ranks.
 
         Raises:
-            HostError: a rank has failed; the message has the end of every rank's stderr.
-            HostTimeoutError: a rank has not answered in time.
+            HostError: If a rank has ended. The message has the last lines of every rank's stderr.
+            HostTimeoutError: If a rank does not answer in time.
         """
         ranks = range(len(self._processes)) if only is None else [only]
         for rank in ranks:
@@ -63,17 +64,17 @@ class Ranks:
                 os.write(self._processes[rank].stdin, json.dumps(order).encode() + b"\n")
             except BrokenPipeError:
                 raise HostError(self._report(f"rank {rank} has ended")) from None
-        return self._hear(ranks)
+        return self._collect(ranks)
 
-    def _hear(self, ranks: Sequence[int]) -> list[Message]:
+    def _collect(self, ranks: Sequence[int]) -> list[Message]:
         deadline = time.monotonic() + self._timeout
         missing = {self._processes[rank].stdout: rank for rank in ranks}
         answers: dict[int, Message] = {}
         while missing:
             ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
             if not ready:
-                what = f"ranks {sorted(missing.values())} were silent for {self._timeout:g} s"
-                raise HostTimeoutError(self._report(what))
+                late = f"ranks {sorted(missing.values())} did not answer in {self._timeout:g} s"
+                raise HostTimeoutError(self._report(late))
             for descriptor in set(missing).intersection(ready):
                 rank = missing[descriptor]
                 data = os.read(descriptor, 1 << 16)
@@ -86,13 +87,13 @@ class Ranks:
                     del missing[descriptor]
         return [answers[rank] for rank in ranks]
 
-    def _report(self, what: str) -> str:
-        text = f"{self._module}: {what}."
+    def _report(self, failure: str) -> str:
+        text = f"{self._module}: {failure}."
         for rank, file in enumerate(self._errors):
-            said = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(
+            stderr = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(
                 errors="replace"
             )
-            tail = "\n".join(said.splitlines()[-_STDERR_LINES:]) or "(nothing)"
+            tail = "\n".join(stderr.splitlines()[-_STDERR_LINES:]) or "(nothing)"
             text += f"\nlast lines of the stderr of rank {rank}:\n{tail}"
         return text
 
@@ -110,8 +111,8 @@ def limit(machine: Machine, share: float | None) -> None:
         (machine.cgroup / "cpu.cfs_quota_us").write_text(str(-1 if quota is None else quota))
 
 
-def _torchrun(rank: int) -> dict[str, str]:
-    """Return what torchrun would tell this rank alone, with one rank on every host."""
+def _torchrun_variables(rank: int) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for a rank, with one rank per host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": "0",

@@ -1,6 +1,6 @@
-"""How every benchmark ends: its checks as lines to read, then as one line of JSON.
+"""Report of a benchmark: its checks as text, and all figures as one line of JSON.
 
-Imports no torch, so that a benchmark can report before it has loaded anything.
+The module imports no torch, so that a benchmark can report before it has loaded torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Check:
-    """One figure that was asked for, beside the target that it is held to."""
+    """Figure of a benchmark with its target; `ok` is True if the figure meets it."""
 
     value: float
     target: float
@@ -24,17 +24,17 @@ class Check:
 
 
 def at_least(value: float, target: float, *, noise: float = 0.0) -> Check:
-    """Check that a figure reaches its target, give or take the noise."""
+    """Return the check that a figure plus its noise reaches the target."""
     return Check(round(value, 4), target, value + noise >= target)
 
 
 def at_most(value: float, target: float) -> Check:
-    """Check that a figure does not exceed its target."""
+    """Return the check that a figure does not exceed its target."""
     return Check(round(value, 4), target, value <= target)
 
 
 def conclude(bench: str, checks: Mapping[str, Check], raw: Mapping[str, Any]) -> None:
-    """Print the checks, and last of all the line of JSON."""
+    """Print the checks, and then the line of JSON as the last line."""
     print()
     for name, check in checks.items():
         print(f"{'ok  ' if check.ok else 'MISS'} {name}: {check.value:g} (target {check.target:g})")
@@ -48,7 +48,7 @@ def conclude(bench: str, checks: Mapping[str, Check], raw: Mapping[str, Any]) ->
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return rows under their columns; floats with four significant digits."""
+    """Return a text table of the rows; floats have four significant digits."""
     cells = [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     rule = ["-" * width for width in widths]
@@ -59,7 +59,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def hardware() -> str:
-    """Describe this machine: cores that we may use, and their make."""
+    """Return a description of this machine: usable cores, processor model and kernel."""
     cores = len(os.sched_getaffinity(0))
     return f"{cores} x {_processor()}, {platform.system()} {platform.release()}"
 

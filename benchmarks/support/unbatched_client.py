@@ -1,5 +1,7 @@
-"""A client of storage nodes as most loaders have it: one request for one sample, and the caller
-waits for it. For benchmarks.prefetch, where the peers' environment runs it, too.
+"""Client of storage nodes that requests one sample at a time and waits for it, as most loaders do.
+
+benchmarks.prefetch uses it for the peers. It also runs in the peers' environment, which lacks
+Lightning.
 """
 
 from __future__ import annotations
@@ -13,27 +15,35 @@ import numpy as np
 from lightning_dlres.prefetch.storage.nodes.node_storage import NodeStorage
 
 
-class OneByOne:
-    """Samples by number or key; every thread and process has connections of its own."""
+class UnbatchedClient:
+    """Client that fetches samples by number. Each thread and process has its own connections.
+
+    Args:
+        endpoints: Addresses of the storage nodes, separated by commas.
+    """
 
     def __init__(self, endpoints: str) -> None:
         self._endpoints = endpoints.split(",")
         self._own = threading.local()
 
     def fetch(self, number: int) -> bytes:
-        """Return a sample."""
+        """Return the bytes of a sample.
+
+        Raises:
+            Exception: The error of the storage, if it could not read the sample.
+        """
         own = self._connected()
         own.storage.submit(number, number % own.storage.nodes, np.array([number], np.uint32))
         while True:
-            own.came.wait()
-            own.came.clear()
+            own.has_reply.wait()
+            own.has_reply.clear()
             for reply in own.storage.replies():
                 if isinstance(reply.data, Exception):
                     raise reply.data
                 return bytes(reply.data)
 
     def number(self, key: str) -> int:
-        """Return which sample a key names."""
+        """Return the number of the sample with a key."""
         own = self._connected()
         if not hasattr(own, "numbers"):
             table = own.storage.table
@@ -42,11 +52,12 @@ class OneByOne:
 
     def _connected(self) -> Any:
         own = self._own
+        # After a fork the connections belong to the parent process.
         if getattr(own, "pid", None) != os.getpid():
             own.__dict__.clear()
-            own.pid, own.came = os.getpid(), threading.Event()
+            own.pid, own.has_reply = os.getpid(), threading.Event()
             own.storage = NodeStorage(self._endpoints)
-            own.storage.on_reply = own.came.set
+            own.storage.on_reply = own.has_reply.set
         return own
 
     def __getstate__(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def test_every_figure_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
             assert row["step"] > 0
 
 
-def test_in_e4_s_order_nothing_is_exchanged() -> None:
+def test_without_order_search_the_ratio_order_stays() -> None:
     size = planner.QUICK[1]
     row = planner.measure(size, 3, 0.4)
     assert row["order"] == planner.profile(size, 3, 0.4).replicas[0]

@@ -1,5 +1,7 @@
-"""`python -m benchmarks.hetero_pipeline --matrix`: how well the planner knows how long a step will
-take, over heterogeneous devices, numbers of micro-batches and links."""
+"""Errors of the planner's predicted step time, over CPU shares, links and micro-batches.
+
+`python -m benchmarks.hetero_pipeline --matrix` runs this.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import statistics
 from typing import Any
 
 from benchmarks.support.command import Figures
-from benchmarks.support.hetero_pipeline_contenders import (
+from benchmarks.support.hetero_pipeline.contenders import (
     OURS,
     Ours,
     Settings,
@@ -19,13 +21,14 @@ from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.report import at_most, table
 from benchmarks.support.testbed import Host, Testbed
 
+# CPU shares of the hosts, in cores, and rates of their links; None does not limit them.
 SHARES = ((1.0, 0.5), (1.0, 0.25), (1.0, 0.5, 0.25))
 RATES = (None, "500mbit")
 _COLUMNS = ("shares", "link", "micro-batches", "split", "predicted s", "measured s", "error")
 
 
 def matrix(settings: Settings) -> Figures:
-    """Measure all cells; return checks and raw figures."""
+    """Measure each combination of shares, link and micro-batches; return checks and figures."""
     cells: list[dict[str, Any]] = []
     sizes = sorted({len(shares) for shares in SHARES})
     for rate in RATES:
@@ -46,7 +49,7 @@ def matrix(settings: Settings) -> Figures:
 
 
 def _measure(ours: Ours, count: int, settings: Settings) -> dict[str, Any]:
-    """Train for a few steps; return the step as predicted and as measured."""
+    """Train for a few steps; return the plan, and the predicted and measured step seconds."""
     plan = ours.start(count, [settings.warmup + settings.after_planning])
     measured = statistics.median(ours.turn()[settings.warmup :])
     ours.end()

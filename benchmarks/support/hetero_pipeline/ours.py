@@ -1,5 +1,4 @@
-"""One rank of ours: a `HeteroPipeStrategy` in a Lightning Trainer, which stops between steps until
-it is told to go on."""
+"""Rank of our pipeline: a Trainer with `HeteroPipeStrategy` that waits between its turns."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.support.hetero_pipeline_model import (
+from benchmarks.support.hetero_pipeline.model import (
     Task,
     loss_of,
     make_loader,
@@ -39,9 +38,14 @@ class Net(LightningModule):
 
 
 class Turns(Callback):
-    """Runs so many steps, tells their times and losses, and waits for the order to go on.
+    """Callback that replies with the times and losses of each turn, and waits for the next order.
 
-    A step is timed from its start to the next one's.
+    The time of a step is from its start to the start of the next step.
+
+    Args:
+        rpc: Connection to the benchmark.
+        turns: Number of steps of each turn.
+        strategy: Strategy of the Trainer. The first reply contains its plan.
     """
 
     def __init__(self, rpc: RankRpc, turns: list[int], strategy: HeteroPipeStrategy) -> None:
@@ -66,21 +70,20 @@ class Turns(Callback):
         if not self.steps:
             plan = self.strategy.plan
             assert plan is not None
-            held = self.strategy.resident_parameter_bytes
             return {
                 "split": plan.split,
                 "ranks": plan.replicas[0],
                 "predicted_seconds": plan.predicted_seconds,
                 "text": f"{plan.table()}\n{plan.prediction()}",
                 "json": plan.to_json(),
-                "bytes": held,
+                "bytes": self.strategy.resident_parameter_bytes,
             }
         seconds = [end - start for start, end in pairwise(self.starts)]
         return {"seconds": seconds, "losses": self.losses}
 
 
 def main(rpc: RankRpc) -> None:
-    """Train as often as ordered."""
+    """Run one training for each order."""
     torch.set_num_threads(1)
     for order in rpc.orders():
         train(rpc, order)
@@ -99,13 +102,13 @@ def train(rpc: RankRpc, order: Message) -> None:
     )
     turns = Turns(rpc, order["turns"], strategy)
     net = Net(task)
-    whole = parameter_bytes(net)
+    whole_bytes = parameter_bytes(net)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         num_nodes=world_size,
         strategy=strategy,
-        # One more: the last turn ends where the next step starts.
+        # One more step, because the last turn ends when the next step starts.
         max_steps=sum(order["turns"]) + 1,
         callbacks=[turns],
         logger=False,
@@ -114,4 +117,4 @@ def train(rpc: RankRpc, order: Message) -> None:
         enable_model_summary=False,
     )
     trainer.fit(net, make_loader(task))
-    rpc.reply({"whole_bytes": whole})
+    rpc.reply({"whole_bytes": whole_bytes})

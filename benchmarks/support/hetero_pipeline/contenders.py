@@ -11,10 +11,10 @@ from benchmarks.support.rank_starter import RankStarter
 from benchmarks.support.ranks import Ranks, limit
 from benchmarks.support.testbed import Testbed
 
-OURS, PEER = "benchmarks.support.hetero_pipeline_ours", "benchmarks.support.hetero_pipeline_peer"
+OURS, PEER = "benchmarks.support.hetero_pipeline.ours", "benchmarks.support.hetero_pipeline.peer"
 # Additional time for our planning, in seconds, on top of the time limit of an answer.
 _PLAN_SECONDS = 60.0
-# Relative difference of losses after some steps that float32 sums in another order may cause.
+# Largest relative difference of losses after some steps that another order of float32 sums causes.
 _LOSS_TOLERANCE = 1e-3
 
 
@@ -113,7 +113,13 @@ class Ours:
         self._bytes = 0
 
     def start(self, microbatches: int, turns: Sequence[int], plan: str | None = None) -> Plan:
-        """Profile and plan, or take a plan as JSON, and stop before the first step."""
+        """Start a training run, and stop before the first step.
+
+        Args:
+            microbatches: Number of micro-batches.
+            turns: Number of steps of each turn.
+            plan: Plan to follow, as JSON; None profiles and plans.
+        """
         order = {
             "task": self._settings.task,
             "microbatches": microbatches,
@@ -129,7 +135,11 @@ class Ours:
         return Plan(split, ranks, **answers[0])
 
     def turn(self) -> list[float]:
-        """Run the next turn; return the seconds of its steps."""
+        """Run the next turn; return the seconds of its steps on rank 0.
+
+        Raises:
+            FairnessError: If the ranks' losses differ.
+        """
         answers = self.ranks.ask({})
         if any(answer["losses"] != answers[0]["losses"] for answer in answers):
             raise FairnessError("all our ranks must log the same losses, got different ones")
@@ -137,7 +147,11 @@ class Ours:
         return list(answers[0]["seconds"])
 
     def end(self) -> None:
-        """Let the training run end, and check that the ranks held the whole model once."""
+        """Let the training run end, and check that the ranks held the whole model once.
+
+        Raises:
+            FairnessError: If the bytes of all ranks are not those of the model.
+        """
         whole = self.ranks.ask({})[0]["whole_bytes"]
         if self._bytes != whole:
             raise FairnessError(
@@ -191,11 +205,17 @@ def set_shares(bed: Testbed, shares: Sequence[float]) -> None:
 
 
 def require_same_losses(ours: Sequence[float], *peers: Sequence[float]) -> None:
-    """Raise unless both sides have trained the same model on the same data."""
+    """Raise unless the losses show the same model and data on both sides.
+
+    Raises:
+        FairnessError: If two losses differ.
+    """
     for peer in peers:
         for step, (a, b) in enumerate(zip(ours, peer, strict=False)):
             if abs(a - b) > _LOSS_TOLERANCE * abs(b):
-                raise FairnessError(f"losses of step {step} must be equal, got {a} and {b} (peer)")
+                raise FairnessError(
+                    f"losses of step {step} must be equal, got {a} (ours) and {b} (peer)"
+                )
 
 
 def shown(numbers: Iterable[float]) -> str:

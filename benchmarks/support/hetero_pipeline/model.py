@@ -1,6 +1,6 @@
-"""What both sides of benchmarks/hetero_pipeline.py train: the same model, data and loss.
+"""Model, data and loss that both contenders of benchmarks/hetero_pipeline.py train.
 
-Without Lightning, which the peer does not need.
+The module imports no Lightning, because the peer does not need it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 SEED = 0
 VOCABULARY = 64
 LEARNING_RATE = 1e-3
+# Number of tokens of the random text.
 _TEXT = 100_000
-_STRIDE = 37  # windows overlap in changing ways, so that the loss differs from step to step
+# Tokens between the starts of neighbouring windows. It does not divide the number of possible
+# starts, so each step has other windows and another loss.
+_STRIDE = 37
+# Number of windows: more than any run needs.
 _MANY = 1 << 20
 
 
@@ -25,7 +29,7 @@ _MANY = 1 << 20
 class Task:
     """Sizes of the model and of a batch.
 
-    Blocks are small against a stage, so that layers can be shared out in proportion to speed.
+    A stage has many small blocks, so that a split can follow the ratio of the devices' speeds.
     """
 
     blocks: int = 30
@@ -73,7 +77,7 @@ class Block(nn.Module):
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a random text, and the same one token later."""
+    """Windows of a random text. The target is the window one token later."""
 
     def __init__(self, context: int) -> None:
         generator = torch.Generator().manual_seed(SEED)
@@ -90,7 +94,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def make_net(task: Task) -> nn.Sequential:
-    """Return the model, the same on every rank and either side."""
+    """Return the model, with the same weights on every rank of both contenders."""
     torch.manual_seed(SEED)
     blocks = [Block(task) for _ in range(task.blocks)]
     head = nn.Linear(task.width, VOCABULARY, bias=False)
@@ -108,7 +112,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_optimizer(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of some of the parameters."""
+    """Return the optimizer of the parameters of one rank."""
     return torch.optim.AdamW(parameters, LEARNING_RATE)
 
 
@@ -118,5 +122,5 @@ def parameter_bytes(net: nn.Module) -> int:
 
 
 def task_of(order: dict[str, Any]) -> Task:
-    """Return the task that an order names."""
+    """Return the task of an order to a rank."""
     return Task(**order["task"])

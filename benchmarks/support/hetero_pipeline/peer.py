@@ -1,6 +1,6 @@
-"""One rank of the peer: `torch.distributed.pipelining` with Schedule1F1B in a plain loop.
+"""Rank of the peer: `torch.distributed.pipelining` with Schedule1F1B in a plain loop.
 
-Holds any number of settings at a time, and runs steps of the one that it is told.
+It holds a model for each setting, and runs steps of the setting that an order names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.support.hetero_pipeline_model import (
+from benchmarks.support.hetero_pipeline.model import (
     loss_of,
     make_loader,
     make_net,
@@ -24,8 +24,13 @@ from benchmarks.support.hetero_pipeline_model import (
 from benchmarks.support.rpc import Message, RankRpc
 
 
-class Setting:
-    """One way to train the model: a split, which rank is which stage, micro-batches, threads."""
+class SettingRun:
+    """Stage of this rank under one setting of the peer, with its optimizer and batches.
+
+    Args:
+        order: Order with the fields of `contenders.Setting`, and the task.
+        rank: This rank.
+    """
 
     def __init__(self, order: Message, rank: int) -> None:
         task, split, ranks = task_of(order), order["split"], order["ranks"]
@@ -43,6 +48,7 @@ class Setting:
         self.layers: nn.Module = layers
 
     def run(self, steps: int) -> Message:
+        """Run steps; return their seconds, and on the last stage their losses."""
         torch.set_num_threads(self.threads)
         starts, losses = [time.perf_counter()], []
         for _ in range(steps):
@@ -61,14 +67,14 @@ class Setting:
 
 
 def main(rpc: RankRpc) -> None:
-    """Do as ordered: make a setting, or run steps of one."""
-    settings: dict[str, Setting] = {}
+    """Follow the orders: prepare a setting, or run steps of a prepared one."""
+    settings: dict[str, SettingRun] = {}
     for order in rpc.orders():
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         name = order["name"]
         if "split" in order:
-            settings[name] = Setting(order, rpc.rank)
+            settings[name] = SettingRun(order, rpc.rank)
             rpc.reply({})
         else:
             rpc.reply(settings[name].run(order["steps"]))
