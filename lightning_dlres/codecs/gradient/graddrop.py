@@ -1,0 +1,60 @@
+"""Gradient dropping: only the largest elements are sent, the rest stays in the residual.
+
+Aji and Heafield, "Sparse communication for distributed gradient descent", 2017. Each gradient has a
+threshold of its own, estimated from a sample.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dlres.codecs.base import register
+from lightning_dlres.codecs.gradient import sparse
+from lightning_dlres.codecs.gradient.base import RESIDUAL, GradientCodec, State
+
+
+@register
+class GradDrop(GradientCodec):
+    """Codec with 8 bytes for each element that is sent.
+
+    Args:
+        ratio: Share of the elements that are sent.
+
+    Raises:
+        ConfigError: If the ratio is not in (0, 1].
+    """
+
+    name = "graddrop"
+    # The largest elements of a gradient are not the largest ones of its partitions.
+    is_divisible = False
+
+    def __init__(self, *, ratio: float = 0.01) -> None:
+        self.ratio = sparse.check_ratio(ratio)
+
+    @override
+    def payload_bytes(self, count: int) -> int:
+        return sparse.payload_bytes(count, self.ratio)
+
+    @override
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        if not values.numel():
+            return
+        residual = state[RESIDUAL]
+        exact = torch.add(residual, values, alpha=scale)
+        if not exact.isfinite().all():
+            sparse.write_not_finite(payload)
+            return
+        indices = sparse.largest(exact, sparse.entries(values.numel(), self.ratio))
+        sparse.write(payload, exact[indices], indices)
+        residual.copy_(exact)
+        residual[indices] = 0
+
+    @override
+    def expand(
+        self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        sparse.expand(payload, out, scale, accumulate)

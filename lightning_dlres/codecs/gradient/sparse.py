@@ -1,0 +1,93 @@
+"""Sparse payloads: the values and the indices of a gradient's largest elements.
+
+A payload has `k` values as float32, then `k` indices as int32. Unused entries have the value 0. The
+first index of a gradient that is not finite is -1, and all its elements are decoded as NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+
+_NOT_FINITE = -1
+# Elements above which the threshold is estimated from a sample, the number of elements in the
+# sample, and the most elements beyond `k` that pass the threshold, as a share of `k`. Sorting all
+# elements takes longer than everything else.
+_SAMPLED_ABOVE, _SAMPLE = 1 << 16, 1 << 14
+
+
+def check_ratio(ratio: float) -> float:
+    """Return a share of elements.
+
+    Raises:
+        ConfigError: If it is not in (0, 1].
+    """
+    if not isinstance(ratio, (int, float)) or isinstance(ratio, bool) or not 0 < ratio <= 1:
+        raise ConfigError(got_expected("ratio", ratio, "in (0, 1]", "ratio=0.01"))
+    return ratio
+
+
+def entries(count: int, ratio: float) -> int:
+    """Return the number of elements that are sent of `count`: a share, and at least one."""
+    return min(count, max(1, math.ceil(count * ratio)))
+
+
+def payload_bytes(count: int, ratio: float) -> int:
+    """Return the bytes of a payload of `count` elements."""
+    return 8 * entries(count, ratio)
+
+
+def largest(values: Tensor, number: int) -> Tensor:
+    """Return the indices of at most `number` of the elements with the largest magnitudes.
+
+    They are exactly the largest ones of a small tensor. Of a large one, a regular sample gives the
+    threshold (Lin et al., 2018), and fewer elements than `number` may pass it.
+    """
+    magnitudes = values.abs()
+    if values.numel() <= _SAMPLED_ABOVE:
+        return magnitudes.topk(number, sorted=False).indices
+    sample = magnitudes[:: values.numel() // _SAMPLE]
+    expected = max(1, round(sample.numel() * number / values.numel()))
+    threshold = sample.topk(expected, sorted=False).values.min()
+    candidates = (magnitudes >= threshold).nonzero().view(-1)
+    if candidates.numel() <= number:
+        return candidates
+    return candidates[magnitudes[candidates].topk(number, sorted=False).indices]
+
+
+def write(payload: Tensor, values: Tensor, indices: Tensor) -> None:
+    """Write a payload of at most as many entries as it holds."""
+    sent, positions = _parts(payload)
+    sent.zero_()
+    positions.zero_()
+    sent[: indices.numel()] = values
+    positions[: indices.numel()] = indices.to(torch.int32)
+
+
+def write_not_finite(payload: Tensor) -> None:
+    """Write the payload of a gradient that is not finite."""
+    values, indices = _parts(payload)
+    values.fill_(math.nan)
+    indices.fill_(_NOT_FINITE)
+
+
+def expand(payload: Tensor, out: Tensor, scale: float, accumulate: bool) -> None:
+    """Write or add the decoded values; see `GradientCodec.expand`."""
+    if not out.numel():
+        return
+    values, indices = _parts(payload)
+    if not accumulate:
+        out.zero_()
+    if indices[0] == _NOT_FINITE:
+        out.fill_(math.nan)
+        return
+    out.index_add_(0, indices, values * scale)
+
+
+def _parts(payload: Tensor) -> tuple[Tensor, Tensor]:
+    size = payload.numel() // 2
+    return payload[:size].view(torch.float32), payload[size:].view(torch.int32)

@@ -1,0 +1,62 @@
+"""TernGrad: unbiased codes -1, 0 and 1 (Wen, Xu, Yan, Wu, Wang, Chen and Li, 2017).
+
+A gradient is first clipped at 2.5 standard deviations. The scale is its largest magnitude after
+that; each element is sent as its sign with a probability of its magnitude divided by the scale. The
+codes are unbiased for the clipped gradient.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dlres.codecs.base import register
+from lightning_dlres.codecs.gradient.base import GradientCodec, State
+from lightning_dlres.core.checks import finite
+from lightning_dlres.kernels.gradients import levels
+
+_BITS = 2
+
+
+@register
+class TernGrad(GradientCodec):
+    """Codec with codes of 2 bits, and one scale per gradient; it has no state.
+
+    Args:
+        clip: Standard deviations at which a gradient is clipped.
+
+    Raises:
+        ConfigError: If `clip` is not positive.
+    """
+
+    name = "terngrad"
+    is_unbiased = True
+    suits_adam = False
+
+    def __init__(self, *, clip: float = 2.5) -> None:
+        self.clip = finite("clip", clip, "clip=2.5", above=True)
+
+    @override
+    def payload_bytes(self, count: int) -> int:
+        return levels.payload_bytes(count, _BITS, per_block=False)
+
+    @override
+    def compress(
+        self, values: Tensor, state: State, payload: Tensor, *, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        # Without elements there is no largest one; without two there is no deviation.
+        limit = values.new_zeros(1)
+        if values.numel():
+            limit[0] = values.abs().max()
+        if values.numel() > 1:
+            deviation = values.std(correction=0)
+            limit[0] = limit[0].minimum(self.clip * deviation) if deviation > 0 else limit[0]
+        if not values.isfinite().all():
+            limit[0] = float("nan")
+        levels.encode_stochastic(values, limit * scale, payload, scale, _BITS, seed)
+
+    @override
+    def expand(
+        self, payload: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        levels.decode(payload, out, scale, accumulate, bits=_BITS, per_block=False)

@@ -1,0 +1,62 @@
+"""Layout of packed codes: blocks of elements, each stored as planes of 32-bit words.
+
+A block of `BLOCK` elements with codes of `bits` bits fills `BLOCK * bits / 32` words. Word i holds
+the codes of the elements i, i + words, i + 2 * words, ...: one of each plane, from the lowest bits
+up. Neighbouring elements thus lie in neighbouring words, so that a CPU packs with vector
+instructions, and the threads of a GPU read neighbouring addresses. A last, shorter block has as few
+words as hold its elements, and the planes of these words are shorter, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_dlres.core.arrays import array_of
+from lightning_dlres.kernels import workers
+
+# Elements of a block: 16 KiB of float32, so that a block and its residual stay in the L1 cache.
+BLOCK = 4096
+# Smallest piece of a thread, in elements. A smaller one costs more time to submit than it saves.
+_PIECE = 1 << 17
+
+
+def blocks(count: int) -> int:
+    """Return the number of blocks of `count` elements."""
+    return -(-count // BLOCK)
+
+
+def words(count: int, bits: int) -> int:
+    """Return the number of 32-bit words of `count` codes of `bits` bits (1, 2, 4, 8 or 16)."""
+    whole, rest = divmod(count, BLOCK)
+    planes = 32 // bits
+    return whole * (BLOCK // planes) + -(-rest // planes)
+
+
+def run(count: int, loop: Callable[[int, int], None]) -> None:
+    """Call `loop(first, stop)` for pieces of the elements, in as many threads as torch uses.
+
+    Pieces begin at whole blocks, and blocks are independent. The result therefore does not depend
+    on the number of threads.
+    """
+    pieces = min(workers.count(), max(count // _PIECE, 1))
+    bounds = [min(blocks(count) * i // pieces * BLOCK, count) for i in range(pieces + 1)]
+    workers.run([partial(loop, first, stop) for first, stop in pairwise(bounds)])
+
+
+def word_array(memory: Tensor) -> NDArray[np.uint32]:
+    """Return uint8[4 * n] on the CPU, aligned to 4 bytes, as an array of words."""
+    return array_of(memory).view(np.uint32)
+
+
+def float_array(tensor: Tensor) -> NDArray[np.float32]:
+    """Return contiguous float32[n] on the CPU as an array."""
+    array: Any = array_of(tensor.view(torch.uint8) if tensor.numel() else tensor)
+    return array.view(np.float32)  # type: ignore[no-any-return]
