@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from lightning_dlres import _compat
 from lightning_dlres.core.checks import instance, one_of
+from lightning_dlres.core.comm.collectives import any_rank
+from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.pipeline.comm.collectives import any_rank
-from lightning_dlres.pipeline.comm.mailbox import Mailbox
 from lightning_dlres.strategies.connection import Connection, join_process_group, require_script
 from lightning_dlres.strategies.signals import DeferredSignals
 

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_dlres.core.errors import ConfigError, PeerLostError
-from lightning_dlres.core.trace import Tracer
-from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm.collectives import (
+from lightning_dlres.core.comm.collectives import (
     all_ranks,
     any_rank,
     broadcast_tree,
     gather_numbers,
 )
-from lightning_dlres.pipeline.comm.liveness import Watch
-from lightning_dlres.pipeline.comm.mailbox import Mailbox
+from lightning_dlres.core.comm.liveness import Watch
+from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.errors import ConfigError, PeerLostError
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.wire.tree import Tree
 
 # Timeout of the gloo group itself. `Connection` enforces its own, shorter timeout, and names the
 # rank that did not answer; gloo's error would name none.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dlres.pipeline.comm.collectives import wait_for_collective
+from lightning_dlres.core.comm.collectives import wait_for_collective
 
 
 class BufferSync:

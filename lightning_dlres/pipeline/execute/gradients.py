@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dlres.core.comm.collectives import wait_for_collective
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.pipeline.comm.collectives import wait_for_collective
 from lightning_dlres.pipeline.execute.partition import Owners
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.stage import GradientBuffer

@@ -22,10 +22,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
+from lightning_dlres.core.comm.mailbox import Channel, Key, Mailbox
 from lightning_dlres.core.errors import BatchMismatchError, UnsupportedStepError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import Tree, map_tensors
-from lightning_dlres.pipeline.comm.mailbox import Channel, Key, Mailbox
 from lightning_dlres.pipeline.execute.buffers import BufferSync
 from lightning_dlres.pipeline.execute.gradients import GradientSync
 from lightning_dlres.pipeline.plan.plan import PipelinePlan

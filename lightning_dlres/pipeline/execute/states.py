@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import recurrent_weights_released
+from lightning_dlres.core.comm.mailbox import Channel, Mailbox
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
 from lightning_dlres.pipeline.execute.partition import ModelLayers, Owners, held_tensors
 from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.stage.initialise import replace_storage

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dlres.core._compat import hooks_suspended
+from lightning_dlres.core.comm.mailbox import Channel
 from lightning_dlres.core.errors import UnsupportedStepError
 from lightning_dlres.core.wire.tree import Tree, map_tensors, tensors_of
-from lightning_dlres.pipeline.comm.mailbox import Channel
 from lightning_dlres.pipeline.execute.runtime import Runtime
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 from lightning_dlres.pipeline.profile.layer_times import is_lack_of_memory

@@ -10,8 +10,8 @@ from itertools import combinations_with_replacement
 
 import torch
 
+from lightning_dlres.core.comm.mailbox import Channel, Mailbox
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
 from lightning_dlres.pipeline.profile.cluster import Link
 from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_dlres.core.comm.rank_group import RankGroup
 from lightning_dlres.core.errors import ConfigError, DlresError, PeerLostError
 from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm.rank_group import RankGroup
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.config import ProfileConfig, ProfileSamples
 from lightning_dlres.pipeline.profile.cpu_cache import CpuCacheFlusher

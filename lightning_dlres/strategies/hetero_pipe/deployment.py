@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.pipeline.comm.mailbox import Mailbox
 from lightning_dlres.pipeline.execute.optimizers import (
     require_dense,
     require_owned,

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import zmq
 
+from lightning_dlres.core.comm import heartbeat
+from lightning_dlres.core.comm.liveness import Watch
 from lightning_dlres.core.wire.endpoint import Client
-from lightning_dlres.pipeline.comm import heartbeat
-from lightning_dlres.pipeline.comm.liveness import Watch
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.options import host_config
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader

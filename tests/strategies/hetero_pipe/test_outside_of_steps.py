@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dlres import ConfigError, HeteroPipeStrategy, UnsupportedStepError
-from lightning_dlres.pipeline.comm import mailbox
+from lightning_dlres.core.comm import mailbox
 from tests.support.models import Samples
 from tests.support.rank_pool import RankContext, RankPool
 from tests.support.training_cases import Classifier, batches, trainer_for

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dlres import _compat
 from lightning_dlres.core import rng
-from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
+from lightning_dlres.core.comm.mailbox import Channel, Mailbox
 from lightning_dlres.strategies.connection import Connection
 from lightning_dlres.strategies.hetero_pipe.data.sharding import describe, refuse_shards
 from lightning_dlres.strategies.hetero_pipe.step.one_device import single_device_view

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm.mailbox import Mailbox
 
 
 class RankGroup(Protocol):

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError, PeerTimeoutError
-from lightning_dlres.pipeline.comm.collectives import (
+from lightning_dlres.core.comm.collectives import (
     all_ranks,
     any_rank,
     broadcast_tree,
     gather_numbers,
     wait_for_collective,
 )
+from lightning_dlres.core.errors import ConfigError, PeerError, PeerLostError, PeerTimeoutError
 from tests.support.rank_pool import RankContext, RankPool
 
 SECONDS = 20.0

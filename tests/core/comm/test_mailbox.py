@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dlres.core.comm.mailbox import Channel, Mailbox
 from lightning_dlres.core.errors import PeerError, PeerLostError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire.tree import flatten
-from lightning_dlres.pipeline.comm.mailbox import Channel, Mailbox
 from tests.support.rank_pool import RankContext, RankPool
 
 SECONDS = 20.0

@@ -19,11 +19,11 @@ import msgspec
 import pytest
 
 import lightning_dlres.core as core
+from lightning_dlres.core.comm import heartbeat, liveness
+from lightning_dlres.core.comm.liveness import RankFailure, Watch
 from lightning_dlres.core.errors import ConfigError, PeerLostError, ProtocolError
 from lightning_dlres.core.wire.endpoint import Client, ConnectionEvent, Message
 from lightning_dlres.core.wire.server import Server
-from lightning_dlres.pipeline.comm import heartbeat, liveness
-from lightning_dlres.pipeline.comm.liveness import RankFailure, Watch
 from tests.support.scripts import ScriptHandle, StartScript
 from tests.support.waiting import wait_until
 
@@ -39,7 +39,7 @@ RANK = f"""
         module = types.ModuleType("lightning_dlres" + name)
         module.__path__ = [{PACKAGE!r} + folder]
         sys.modules["lightning_dlres" + name] = module
-    from lightning_dlres.pipeline.comm.liveness import Watch
+    from lightning_dlres.core.comm.liveness import Watch
 
     role, names, invitation, deadline, grace = sys.argv[1:]
     options = dict(deadline=float(deadline), grace=float(grace))

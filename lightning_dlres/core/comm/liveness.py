@@ -32,6 +32,17 @@ from types import TracebackType
 
 import msgspec
 
+from lightning_dlres.core.comm.heartbeat import (
+    ABORT,
+    GOODBYE,
+    HeartbeatTimeouts,
+    Hub,
+    Invitation,
+    Member,
+    RankFailure,
+    WatchEndpoint,
+    identity,
+)
 from lightning_dlres.core.errors import (
     ConfigError,
     PeerLostError,
@@ -44,17 +55,6 @@ from lightning_dlres.core.wire.decoding import from_msgpack
 from lightning_dlres.core.wire.endpoint import Client, Message
 from lightning_dlres.core.wire.keys import CurveKeys
 from lightning_dlres.core.wire.server import Server, SocketLimits, is_loopback
-from lightning_dlres.pipeline.comm.heartbeat import (
-    ABORT,
-    GOODBYE,
-    HeartbeatTimeouts,
-    Hub,
-    Invitation,
-    Member,
-    RankFailure,
-    WatchEndpoint,
-    identity,
-)
 
 __all__ = ["RankFailure", "Watch"]
 

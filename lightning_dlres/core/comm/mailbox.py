@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dlres.core.comm.abandoned_threads import abandon
 from lightning_dlres.core.errors import PeerError, PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.wire import payload
 from lightning_dlres.core.wire.tree import Tree
-from lightning_dlres.pipeline.comm.abandoned_threads import abandon
 
 # Identifies a message on its channel. The key of a micro-batch is (micro-batch, number of the
 # pass).
