@@ -1,4 +1,4 @@
-"""Lightning strategies: thin classes whose hooks call the engines of the rooms below."""
+"""Lightning strategies: thin classes whose hooks call the engine in `pipeline`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Optional capabilities of strategies, which callbacks, data modules and commands ask for by
-attribute.
+"""Optional capabilities of strategies, read as attributes by callbacks, data modules and commands.
 
-They ask the strategy and not its class, so that a new strategy needs no change in any of them. All
-attributes are optional: a strategy of Lightning has none of them.
+Their code never tests for a strategy's class, so a new strategy needs no change in it. Every
+attribute is optional: Lightning's own strategies have none.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from lightning_dlres.pipeline.plan.plan import PipelinePlan
 from lightning_dlres.pipeline.plan.planner import PlanConstraints
 from lightning_dlres.pipeline.profile.config import ProfileConfig
 
-# Name of the picture that `ResourceReport` removes if a later report in the directory has none.
+# File name of the timeline picture. `ResourceReport` removes an old file of this name from the
+# directory if the new report has no such picture.
 TIMELINE_PICTURE = "timeline.png"
 
 
@@ -30,9 +30,10 @@ class MeasuredRun:
         spans: Spans of the last steps, by rank, on rank 0's clock; empty if none were recorded.
         clock_error: Seconds by which spans of different hosts may be shifted against each other.
         steps: Number of training steps of the `fit`; the spans may hold fewer.
-        plan_at_start: Pipeline plan when training began; the strategy may have planned again.
+        plan_at_start: Pipeline plan when training began, None without one; the plan's schedule may
+            have changed since.
         trace_file: Name of the trace file beside the report; None if none is written.
-        draws: True if the report's files are written, so that pictures are worth drawing.
+        draws: True if the strategy should draw pictures. False if no files are written.
     """
 
     spans: Mapping[int, Sequence[Span]]
@@ -64,10 +65,10 @@ class PlanningOptions(Protocol):
     """Options that constrain a pipeline plan.
 
     Attributes:
-        module: Name of the module to pipeline; None finds it.
-        split_batch: The user's way to cut a batch into parts of given sizes; None for the built-in
-            one.
-        profile: How the model is profiled.
+        module: Name of the module to pipeline; None chooses the only candidate.
+        split_batch: The user's function that cuts a batch into parts of given sizes; None cuts
+            along the first dimension.
+        profile: Options of the profile.
         plan_constraints: Parts of the plan that the user fixed.
     """
 

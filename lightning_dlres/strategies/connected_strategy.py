@@ -1,4 +1,8 @@
-"""Base of strategies whose ranks are joined by a process group, a mailbox and a watch."""
+"""Base class of strategies whose ranks are joined by a `Connection`.
+
+A connection is a process group, a mailbox for messages between ranks, and a watch that notices
+dead ranks.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class ConnectedStrategy(ParallelStrategy):
         timeout: Seconds that a rank waits for another.
 
     Attributes:
-        tracer: Spans of what this rank has done.
+        tracer: Recorder of this rank's computations and transfers as spans.
     """
 
     def __init__(
@@ -64,16 +68,12 @@ class ConnectedStrategy(ParallelStrategy):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
         if process_group_backend is not None:
-            instance(
-                "process_group_backend",
-                process_group_backend,
-                (str,),
-                "the name of a backend of torch.distributed",
-                "process_group_backend=None",
-            )
+            name, fix = "process_group_backend", "process_group_backend='gloo'"
+            rule = "the name of a backend of torch.distributed"
+            instance(name, process_group_backend, (str,), rule, fix)
             backends = set(dist.Backend.backend_list)
             for part in process_group_backend.lower().split(","):
-                one_of("process_group_backend", part.split(":")[-1], backends, "'gloo'")
+                one_of(name, part.split(":")[-1], backends, fix)
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._num_nodes = 1
@@ -216,10 +216,10 @@ class ConnectedStrategy(ParallelStrategy):
 
     @contextmanager
     def _mailbox_in_or_after_run(self) -> Iterator[Mailbox]:
-        """Context manager that yields the run's mailbox; after the run, one of a temporary
+        """Context manager that yields the run's mailbox, or after the run that of a temporary
         connection.
 
-        A script may save a checkpoint after the run.
+        The latter serves a script that saves a checkpoint after the run.
         """
         if self._connection is not None:
             yield self._connection.mailbox
@@ -237,8 +237,8 @@ class ConnectedStrategy(ParallelStrategy):
     def _short_timeout_after_failure(self) -> Iterator[None]:
         """Context manager that shortens the timeout of collective calls if this rank has raised.
 
-        A callback may save a checkpoint after an exception on this rank alone. The other ranks then
-        do not answer, because they do not know of it.
+        A callback may save a checkpoint after an exception on this rank alone. The other ranks do
+        not know of the checkpoint, and so do not take part.
         """
         interrupted = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
         if self._connection is None or not interrupted:
@@ -258,7 +258,8 @@ class ConnectedStrategy(ParallelStrategy):
     def _announcing_failures(self) -> Iterator[None]:
         """Context manager that tells the other ranks of a failure at once.
 
-        Lightning calls hooks before `on_exception`, and these may wait for the other ranks.
+        `on_exception` would be too late. Lightning calls the user's hooks before it, and such a
+        hook may wait for ranks that do not know of the failure.
         """
         try:
             yield

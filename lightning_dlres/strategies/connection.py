@@ -92,6 +92,12 @@ class Connection:
         nodes: Number of hosts.
         timeout: Seconds that a rank waits for another.
         tracer: Gets a span for every transfer.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout: Seconds that a rank waits for another; shorter after this rank has raised.
+        mailbox: Mailbox for messages between the ranks.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class Connection:
     ) -> None:
         self.rank, self.world_size, self.timeout = dist.get_rank(), len(names), timeout
         self._failure: str | None = None
-        # Number of times that each signal came; used by a run of one rank, which has no watch.
+        # Count of each signal, by signal number. Used by a run of one rank, which has no watch.
         self._signals: dict[int, int] = {}
         self._group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
         self._watch = self._start_watch(names, environment, nodes) if len(names) > 1 else None
@@ -160,7 +166,7 @@ class Connection:
             self._signals = {**self._signals, number: self._signals.get(number, 0) + 1}
 
     def signal_counts(self) -> dict[int, int]:
-        """Return, by signal number, the largest count of any rank as far as this rank knows.
+        """Return the highest known count of each signal on any rank, by signal number.
 
         Rank 0 knows the counts of all ranks; another rank may know only its own.
         """
@@ -179,7 +185,7 @@ class Connection:
 
         Args:
             flag: This rank's flag.
-            while_waiting: Called again and again until all ranks have called this method.
+            while_waiting: Called repeatedly until all ranks have called this method.
         """
         return any_rank(flag, self.timeout, self.check, while_waiting)
 
@@ -206,6 +212,8 @@ class Connection:
             broadcast_tree(watch.invitation, 0, self.timeout, _no_check)
             return watch
         invitation = broadcast_tree(None, 0, self.timeout, _no_check)
+        # A process that Lightning's launcher started is a child of the rank that launched it. The
+        # end of the parent shows a killed rank before the watch's deadline.
         launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
         return Watch.join(
             self.rank,

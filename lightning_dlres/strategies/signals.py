@@ -1,9 +1,9 @@
 """Deferral of signals, so that all ranks run their handlers at the same place in the program.
 
 Lightning answers SIGTERM, and the signal before the end of a requeued SLURM job, with collective
-work such as a checkpoint. A signal interrupts a rank anywhere, and often only one rank. If it
-ran Lightning's handler at once, it would wait for the other ranks there, and these for it
-elsewhere.
+work such as a checkpoint. A signal may interrupt one rank alone, at any place. If that rank ran
+Lightning's handler at once, the run would deadlock: the rank would wait for the others in the
+handler, and they would wait for it elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeferredSignals:
         self._handlers_before = {number: signal.getsignal(number) for number in numbers}
         # Lightning's handlers, by signal number.
         self._handlers: dict[int, Callable[..., Any]] = {}
-        # Value in `signal_counts` of each signal when it was last handled, by signal number.
+        # Each signal's count in `signal_counts` when it was last handled, by signal number.
         self._handled_counts: dict[int, int] = {}
 
     def install(self) -> None:
@@ -73,7 +73,7 @@ class DeferredSignals:
                 self._handlers[number](number, inspect.currentframe())
 
     def ends_run(self) -> bool:
-        """Return True if all ranks have handled SIGTERM, and so end together."""
+        """Return True if all ranks have handled SIGTERM, and so end the run together."""
         return signal.SIGTERM in self._handled_counts
 
     def _count(self, number: int, frame: Any) -> None:

@@ -40,19 +40,19 @@ from lightning_dlres.strategies.hetero_pipe.run_planner import PlannedRun, RunPl
 from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 
 # Models made on the meta device that an earlier run has partitioned. Their parameters stay on the
-# ranks that trained them, since no rank may have memory for the whole model.
+# ranks that trained them, since the whole model may be too large for the memory of one rank.
 _LEFT_PARTITIONED: WeakSet[nn.Module] = WeakSet()
 
 
 class Deployment:
-    """One run's model on this rank. `deployed` makes it.
+    """One run's model on this rank; made by `Deployment.deploy`.
 
     The strategy keeps it after the run's end, for a checkpoint that is saved later.
 
     Args:
         context: Context of the user's steps.
         connection: Connection to the other ranks.
-        planned: The plan, and parameters that the layers write to.
+        planned: The plan, and the parameters that a layer's forward writes to.
         owners: Stages that hold each parameter.
         seed: Base seed of the layers' random numbers, the same on all ranks.
         optimizers: Optimizers of the run; empty outside of `fit`.
@@ -62,6 +62,8 @@ class Deployment:
     Attributes:
         plan: Plan of the run; its schedule may change during the run.
         stage: Stage of this rank.
+        layers: All layers of the model; only those of this stage hold values.
+        written_in_forward: Parameters that a layer's forward writes to.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Deployment:
         self.optimizers, self.is_whole = optimizers, is_whole
 
     @classmethod
-    def deployed(
+    def deploy(
         cls,
         *,
         context: StepContext,
@@ -94,7 +96,7 @@ class Deployment:
         optimizers: Sequence[Optimizer],
         is_whole: bool,
     ) -> Deployment:
-        """Plan the run, and leave on this rank the parameters of its stage; called by all ranks.
+        """Plan the run, and keep only this stage's parameters on this rank; called by all ranks.
 
         Args:
             context: Context of the user's steps.
@@ -106,8 +108,9 @@ class Deployment:
             is_whole: True if every rank has the whole model.
 
         Raises:
-            ConfigError: If no plan fits, or an earlier run left the model partitioned otherwise.
-            UnsupportedStepError: If the step takes tensors from layers that a stage cannot have.
+            ConfigError: If no plan fits, or an earlier run left the model with another split.
+            UnsupportedStepError: If the step uses a tensor that a layer made, other than the
+                module's output.
         """
         module, layers, device = context.module, context.pipelined.layers, context.device
         was_partitioned = module in _LEFT_PARTITIONED
@@ -154,13 +157,13 @@ class Deployment:
         return self.context.module
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer], precision: Precision) -> None:
-        """Move the optimizers' state to this rank's device; raise if a stage's own parameters do
-        not suffice for them.
+        """Check that the optimizers work with one stage's parameters, and move their state to this
+        rank's device.
 
         Raises:
             ConfigError: If an optimizer computes something over all parameters, has parameters that
-                are not the model's, or takes sparse gradients where gradients are summed over
-                ranks. Also if a gradient scaler is used and this stage has nothing to train.
+                are not the model's, or gets sparse gradients that must be summed over ranks. Also
+                if a gradient scaler is used and this stage has no trainable parameter.
         """
         replicas = len(self.plan.replicas)
         summed = {p for p, stages in self.owners.items() if replicas * len(stages) > 1}
@@ -168,7 +171,8 @@ class Deployment:
             require_owned(optimizer, self.owners, type(self.module).__name__)
             require_dense(optimizer, summed)
             require_separable(optimizer)
-            # Adagrad creates state for all parameters at once. Remote parameters must have none.
+            # Adagrad creates state for all parameters when it is made. Remote parameters must have
+            # none on this rank.
             for parameter in [p for p in optimizer.state if p.is_meta]:
                 del optimizer.state[parameter]
             set_state_device(optimizer, self.context.device)
@@ -183,15 +187,15 @@ class Deployment:
             )
 
     def follow_schedule(self, schedule: str) -> None:
-        """Update the plan after the run has changed to another schedule."""
+        """Put the schedule to which the run has changed into the plan."""
         self.plan = with_schedule(self.plan, schedule)
 
     def end(self, orderly: bool) -> None:
         """End the run.
 
         Args:
-            orderly: True if no rank has failed. All ranks then call this, and a model that was
-                whole is whole again.
+            orderly: True if no rank has failed. All ranks then call this, and every rank gets the
+                whole model back if it had it before the run.
         """
         if orderly and self.is_whole:
             restore_whole_model(self.layers, self.owners, self.plan, self.connection.mailbox)
@@ -219,7 +223,7 @@ class Deployment:
         """Load this stage's part of a whole model's state dict.
 
         Raises:
-            ConfigError: If `strict` is set and the state is that of another model.
+            ConfigError: If `strict` is set and keys or shapes are not the model's.
         """
         own = self.module.state_dict()
         common = own.keys() & state.keys()
@@ -232,7 +236,7 @@ class Deployment:
             raise ConfigError(
                 f"The checkpoint does not fit {type(self.module).__name__}: missing keys "
                 f"{sorted(own.keys() - common)}, unexpected keys {sorted(state.keys() - common)}, "
-                f"keys of another shape {misshaped}. Load it into the model that wrote it, or set "
+                f"keys of another shape {misshaped}. Load it into the model that was saved, or set "
                 "strict_loading=False."
             )
         remote = {k for k, value in own.items() if isinstance(value, Tensor) and value.is_meta}

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 def zeroes_every_step(trainer: Trainer, module: LightningModule) -> bool:
     """Return True if old gradients may be dropped when a step begins.
 
-    This holds if Lightning zeroes gradients in every step, without accumulation. No hook of the
-    user may run around the zeroing, since it could read the old gradients.
+    This holds if Lightning zeroes gradients in every step, without accumulation, and no user hook
+    runs around the zeroing: such a hook could read the old gradients.
     """
     return (
         trainer.accumulate_grad_batches == 1

@@ -25,8 +25,8 @@ Replicas = tuple[tuple[int, ...], ...]
 Recompute = Literal["auto", "never", "always"]
 MemoryLimit = int | str | Sequence[int | str] | None
 RECOMPUTE = ("auto", "never", "always")
-# In seconds. torch counts timeouts in nanoseconds in 64 bits, and longer ones would overflow.
-_LONGEST_TIMEOUT = 100 * 86400.0
+# Longest timeout. torch counts timeouts in nanoseconds in 64 bits, and much longer ones overflow.
+_MAX_TIMEOUT_SECONDS = 100 * 86400.0
 _DEFAULT_MICROBATCHES_PER_DEVICE = 4
 
 
@@ -38,12 +38,13 @@ class PipeOptions:
         stages: Number of stages of a replica, or "auto".
         microbatches: Number of micro-batches of a batch, or "auto".
         schedule: Name of a registered schedule, or "auto".
-        module: Name of the module to cut into stages; None finds it.
+        module: Name of the module to cut into stages; None chooses the only candidate.
         device_map: Ranks of every replica in stage order; None for the planner's choice.
-        plan: Plan to use, or the path of its JSON file; None plans.
+        plan: Plan to use, or the path of its JSON file; None makes a plan before training.
         split_batch: Function that cuts a batch; None cuts along the first dimension.
         emulate_speed: Relative speed of every rank, above 0 and up to 1; None for real devices.
-        memory_limit: Bytes for the model on a device, one size or one per rank; None finds out.
+        memory_limit: Bytes for the model on a device, one size or one per rank; None derives the
+            limit from the free memory.
         recompute: "auto", "never" or "always".
         profile: Options of the profile.
         timeout: Time that a rank waits for another: seconds, text such as "10min", or a timedelta.
@@ -89,8 +90,10 @@ class PipeOptions:
         if self.recompute not in RECOMPUTE:
             rule = f"one of {', '.join(map(repr, RECOMPUTE))}"
             raise ConfigError(got_expected("recompute", self.recompute, rule, "recompute='auto'"))
-        instance("profile", self.profile, (ProfileConfig,), "a ProfileConfig", "ProfileConfig()")
-        if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
+        instance(
+            "profile", self.profile, (ProfileConfig,), "a ProfileConfig", "profile=ProfileConfig()"
+        )
+        if not 0 < self.timeout_seconds <= _MAX_TIMEOUT_SECONDS:
             rule = "a time above 0 and up to 100 days"
             raise ConfigError(got_expected("timeout", self.timeout, rule, "timeout='10min'"))
 
@@ -114,13 +117,13 @@ class PipeOptions:
 
         Args:
             devices: Number of devices, on which the default depends.
-            planned: Number in the plan; None or 0 if there is none. The option comes first.
+            planned: Number in the plan; None or 0 if there is none. The option overrides it.
         """
         return self.fixed_microbatches or planned or _DEFAULT_MICROBATCHES_PER_DEVICE * devices
 
     def is_plain_training(self, world_size: int) -> bool:
-        """Return True if steps are those of plain training: one device, and no option that needs a
-        pipeline on it."""
+        """Return True if steps need no pipeline: one device, and no option that asks for a pipeline
+        on it."""
         needs_pipeline = (
             self.fixed_microbatches,
             self.given_plan,
@@ -138,13 +141,13 @@ class PipeOptions:
         """Return the ranks of every replica, in stage order.
 
         Raises:
-            ConfigError: If they do not fit the number of ranks.
+            ConfigError: If the plan, `device_map` or `stages` does not fit the number of ranks.
         """
         replicas = self._replicas(world_size)
         if sum(len(replica) for replica in replicas) != world_size:
             raise ConfigError(
                 f"plan must place each of the {world_size} ranks, got replicas "
-                f"{[list(replica) for replica in replicas]}. Plan again, or change devices."
+                f"{[list(replica) for replica in replicas]}. Use plan=None to plan again."
             )
         return replicas
 
@@ -219,19 +222,23 @@ class PipeOptions:
 
 
 def _replicas(device_map: object) -> Replicas | None:
+    """Return the checked option `device_map` as tuples; None for None."""
     if device_map is None:
         return None
     rows = device_map if isinstance(device_map, (list, tuple)) else ()
     replicas = tuple(tuple(row) if isinstance(row, (list, tuple)) else () for row in rows)
     ranks = [rank for replica in replicas for rank in replica]
-    whole = all(type(rank) is int for rank in ranks) and sorted(ranks) == list(range(len(ranks)))
-    if not ranks or not whole or len({len(replica) for replica in replicas}) != 1:
+    are_ranks = all(type(r) is int for r in ranks) and sorted(ranks) == list(range(len(ranks)))
+    if not ranks or not are_ranks or len({len(replica) for replica in replicas}) != 1:
         rule = "lists of equal length with each rank, from 0 on, once"
-        raise ConfigError(got_expected("device_map", device_map, rule, "[[0, 1]] for two devices"))
+        raise ConfigError(
+            got_expected("device_map", device_map, rule, "device_map=[[0, 1]] for two devices")
+        )
     return replicas
 
 
 def _count(name: str, value: object) -> int | None:
+    """Return the checked number; None for "auto"."""
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -241,6 +248,7 @@ def _count(name: str, value: object) -> int | None:
 
 
 def _limits(memory_limit: MemoryLimit) -> int | tuple[int, ...] | None:
+    """Return the checked limit in bytes: one, or one per rank; None for None."""
     if memory_limit is None:
         return None
     if not isinstance(memory_limit, (list, tuple)):
@@ -258,6 +266,7 @@ def _limit(limit: object) -> int:
 
 
 def _speeds(speeds: Sequence[float] | None) -> tuple[float, ...] | None:
+    """Return the checked option `emulate_speed` as a tuple; None for None."""
     if speeds is None:
         return None
     numbers = speeds if isinstance(speeds, (list, tuple)) else ()
@@ -266,5 +275,7 @@ def _speeds(speeds: Sequence[float] | None) -> tuple[float, ...] | None:
         for speed in numbers
     ):
         expected = "numbers above 0 and up to 1, one per rank"
-        raise ConfigError(got_expected("emulate_speed", speeds, expected, "[1.0, 0.5]"))
+        raise ConfigError(
+            got_expected("emulate_speed", speeds, expected, "emulate_speed=[1.0, 0.5]")
+        )
     return tuple(float(speed) for speed in speeds)

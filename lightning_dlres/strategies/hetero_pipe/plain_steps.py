@@ -1,4 +1,4 @@
-"""Runner of steps on one device without micro-batches: the user's code as in plain training."""
+"""Runner of steps on one device without micro-batches, as in plain Lightning training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 class PlainSteps:
     """Runner of training and evaluation steps for one rank and one micro-batch.
 
-    It needs no schedule, random states of layers or replayed logs: these would not change the
-    result, and take time in every step.
+    It has no schedule, no seeding of layers and no replay of logs. These would take time in every
+    step and change no result.
 
     Args:
         module: The LightningModule.
@@ -45,13 +45,13 @@ class PlainSteps:
             batch: Index of the batch since the start of training.
         """
         self._batch, self._start_ns = batch, time.perf_counter_ns()
-        with self._computing("forward"), self._precision():
+        with self._compute_span("forward"), self._precision():
             return self._module.training_step(*args)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Context manager that traces a backward pass. The step's span ends with it."""
-        with self._computing("backward"):
+        with self._compute_span("backward"):
             yield
         end_ns = time.perf_counter_ns()
         self._tracer.add("step", "step", self._start_ns, end_ns, batch=self._batch)
@@ -61,5 +61,5 @@ class PlainSteps:
         with self._precision():
             return hook(*args)
 
-    def _computing(self, name: str) -> AbstractContextManager[None]:
+    def _compute_span(self, name: str) -> AbstractContextManager[None]:
         return self._tracer.span(name, "compute", stage=0, microbatch=0)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_dlres.pipeline.execute.partition import Owners
 
+# Function that returns True on all ranks if its argument is True on any.
 AnyRank = Callable[[bool], bool]
 
 
@@ -29,10 +30,10 @@ def clipping_over_stages(
 
     Args:
         precision: Precision plugin of the Trainer.
-        owners: Stages that hold each parameter. Only the first adds it to the norm.
+        owners: Stages that hold each parameter. Only the first stage counts its gradient.
         stage: Stage of this rank.
         sum_over_stages: Returns the sum of its argument over the stages of a replica. The result
-            must be bitwise equal on all ranks, or replicas would diverge.
+            must be bitwise equal on all ranks; otherwise replicas diverge.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
@@ -65,8 +66,8 @@ def overflow_shared(
 ) -> Callable[[], Any]:
     """Return a closure that spreads an overflow on one rank to all ranks.
 
-    After an overflow on any rank, every rank has a gradient that is infinite or NaN. Each rank's
-    scaler then detects the overflow, and all ranks skip the same step.
+    After an overflow on any rank, the closure puts an infinite value into a gradient of each other
+    rank. Every rank's scaler then detects an overflow, and all ranks skip the same step.
 
     Args:
         closure: Closure of the optimizer step, which computes the gradients.

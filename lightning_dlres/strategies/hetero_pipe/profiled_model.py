@@ -49,8 +49,8 @@ def profiled_model(context: StepContext) -> ProfiledModel:
 def gradient_copies(trainer: Trainer, module: LightningModule) -> int:
     """Return the number of gradients that a parameter has at once.
 
-    It is 2 if the schedule computes new gradients while the old ones exist, since Lightning zeroes
-    them later. It is 1 if the old gradients are dropped when a step begins.
+    It is 2 if the old gradients still exist while the schedule computes new ones, because Lightning
+    zeroes them later. It is 1 if the old gradients are dropped when a step begins.
     """
     return 1 if zeroes_every_step(trainer, module) else 2
 
@@ -71,12 +71,13 @@ def profile_single_process(
     Args:
         trainer: Trainer that is about to train `module` on a single device.
         module: The LightningModule.
-        path: Name of the module to pipeline; None finds it.
+        path: Name of the module to pipeline; None chooses the only candidate.
         split_batch: The user's function that cuts a batch; None cuts along the first dimension.
         config: Options of the profile.
         microbatches: Number of micro-batches of a batch.
         cluster: Devices and links of the cluster file.
-        factors: For each kind of device, the time of a layer on it divided by the time here.
+        factors: For each kind of device, the time of a layer on it divided by the time on this
+            device.
 
     Raises:
         ConfigError: If a layer does not fit into the memory of this host.

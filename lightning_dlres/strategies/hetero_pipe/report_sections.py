@@ -23,7 +23,7 @@ def pipeline_sections(plan: PipelinePlan, schedule: str, run: MeasuredRun) -> Re
         schedule: Schedule that was run.
         run: Measurements of the run.
     """
-    # The tracer holds the last steps only: the warm-up steps may have left it already.
+    # The tracer holds the last steps only, so it may hold fewer warm-up steps, or none.
     traced_steps = sum(span.category == "step" for span in run.spans.get(0, ()))
     warm_up = max(WARM_UP_STEPS - (run.steps - traced_steps), 0)
     report = run_report(
@@ -50,8 +50,10 @@ def _pictures(report: RunReport) -> dict[str, bytes]:
     try:
         return {TIMELINE_PICTURE: draw(panels, report.row_labels())}
     except Exception as error:
-        # The figures are worth a report without a picture.
-        rank_zero_warn(f"ResourceReport: no picture was drawn: {type(error).__name__}: {error}")
+        # Do not lose the report because its picture fails.
+        rank_zero_warn(
+            f"ResourceReport: the timeline could not be drawn: {type(error).__name__}: {error}"
+        )
         return {}
 
 

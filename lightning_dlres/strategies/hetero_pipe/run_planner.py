@@ -1,4 +1,4 @@
-"""Planner of one run: reads samples, measures the layers, makes the plan, and tries the step."""
+"""Planner of one run: it reads samples, measures layers, makes the plan and runs a trial step."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Result of planning. The plan is the same on all ranks; the parameters are those of the rank.
+    """Result of planning. The plan is the same on all ranks; the parameters are of this rank.
 
     Attributes:
         plan: Plan of the run.
-        written_in_forward: Parameters of the layers that their forward writes to, as the trial of
-            the step showed; empty if the step was not tried.
+        written_in_forward: Parameters that a layer's forward writes to, as found by the trial step;
+            empty if no trial step ran.
     """
 
     plan: PipelinePlan
@@ -59,7 +59,7 @@ class RunPlanner:
         connection: Connection to the other ranks.
         optimizers: Optimizers of the run; empty outside of `fit`.
         model_is_whole: True if every rank has the whole model. Otherwise the model was made on the
-            meta device, and layers can neither be tried nor measured as they are.
+            meta device. Layers are then measured on copies with values, and no trial step runs.
         keeps_placement: True if an earlier run has left each rank with its own stage's parameters
             only. This run then needs the same plan.
     """
@@ -89,12 +89,13 @@ class RunPlanner:
 
         Args:
             trainer: Trainer of the run.
-            previous: Plan of the strategy's previous run; used again if it has the same layers,
-                and is measured or must be kept.
+            previous: Plan of the strategy's previous run. It is used again for the same layers if
+                it was measured, if this run is not `fit`, or if `keeps_placement` is set.
 
         Raises:
             ConfigError: If no plan fits the model, the ranks or their memory.
-            UnsupportedStepError: If the step takes tensors from layers that a stage cannot have.
+            UnsupportedStepError: If the step uses a tensor that a layer made, other than the
+                module's output.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         world_size = self._connection.world_size
@@ -105,8 +106,8 @@ class RunPlanner:
         plan = self._make_plan(trainer, previous, samples)
         if samples is None or not self._model_is_whole:
             return PlannedRun(plan=plan)
-        # Try the step last. The user's hooks may have saved tensors while layers were measured. The
-        # trial replaces these by tensors whose later use can be refused.
+        # The trial step comes last. The user's hooks may have saved tensors while layers were
+        # measured. The trial makes the hooks save new tensors, whose later use is detected.
         return PlannedRun(plan=plan, written_in_forward=self._try_step(samples))
 
     def _make_plan(
@@ -151,10 +152,11 @@ class RunPlanner:
         return PipelinePlan.from_json(text)
 
     def _try_step(self, samples: ProfileSamples) -> set[nn.Parameter]:
-        """Run a trial step on samples; return the parameters that the layers' forward writes to.
+        """Run a trial step on samples; return the parameters that a layer's forward writes to.
 
         Raises:
-            UnsupportedStepError: If the step takes tensors from layers that a stage cannot have.
+            UnsupportedStepError: If the step uses a tensor that a layer made, other than the
+                module's output, on any rank.
         """
         connection, state_before = self._connection, self._context.untracked_state()
         inspection = inspect_step(self._context, samples.whole_batch)
@@ -176,7 +178,7 @@ class RunPlanner:
         return inspection.written_parameters
 
     def _profile(self, trainer: Trainer, samples: ProfileSamples) -> RunProfile | None:
-        """Measure the layers, the loss and the links; None if a rank lacks the memory for it."""
+        """Measure the layers, the loss and the links; return None if a rank lacks memory for it."""
         options, connection = self._options, self._connection
         rank, world_size = connection.rank, connection.world_size
         count = len(self._layers.modules)
@@ -213,8 +215,10 @@ class RunPlanner:
                     None,
                 ]
             except Exception as error:
-                expected = is_lack_of_memory(error) or isinstance(error, NoCopyError)
-                if will_measure and not expected:
+                # A plan without measurements may serve after these errors. Any other error comes
+                # from user code, and must be shown unless samples serve only the optional trial.
+                is_expected = is_lack_of_memory(error) or isinstance(error, NoCopyError)
+                if will_measure and not is_expected:
                     raise
                 samples_or_error = [None, None, None, None, f"{type(error).__name__}: {error}"]
         *samples, reason = self._connection.broadcast(samples_or_error, 0)
@@ -229,8 +233,8 @@ class RunPlanner:
 
 def _log_untried_step(reason: str) -> None:
     rank_zero_info(
-        f"dlres: training_step could not be tried before training ({reason}): dlres does not "
-        "check for tensors that the step takes from layers by hooks or attributes."
+        f"dlres: training_step could not be run on a trial batch before training ({reason}), so "
+        "dlres cannot check if it uses tensors of layers through hooks or attributes."
     )
 
 

@@ -25,6 +25,8 @@ from lightning_dlres.strategies.hetero_pipe.precision import clipping_over_stage
 from lightning_dlres.strategies.hetero_pipe.step.gradient_reads import gradient_read_warning
 from lightning_dlres.strategies.hetero_pipe.step_runner import StepRunner
 
+# Function that makes the gradient synchronisation from the trainable parameters of each layer of
+# the stage, and the non-pipelined parameters.
 SyncFactory = Callable[[list[list[nn.Parameter]], list[nn.Parameter]], GradientSync]
 
 
@@ -141,8 +143,7 @@ class _TrainableUpdater:
     Args:
         deployment: The model on this rank.
         runtime: The runtime to update.
-        make_sync: Makes the gradient synchronisation from the trainable parameters of each layer
-            and the non-pipelined parameters.
+        make_sync: Makes the gradient synchronisation for new trainable parameters.
     """
 
     def __init__(self, deployment: Deployment, runtime: Runtime, make_sync: SyncFactory) -> None:
@@ -153,7 +154,7 @@ class _TrainableUpdater:
         """Set the runtime's trainable parameters if any `requires_grad` has changed.
 
         Raises:
-            ConfigError: If an optimizer has a new parameter that is not the model's.
+            ConfigError: If an optimizer has got a parameter that is not the model's.
         """
         deployment = self._deployment
         for optimizer in deployment.optimizers:

@@ -38,19 +38,20 @@ from lightning_dlres.strategies.hetero_pipe.step.normalisers import doubt_about_
 from lightning_dlres.strategies.hetero_pipe.step.parameter_guard import PipelinedWeightGuard
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep, StepContext
 
-# Part of the seed of forward calls outside of training steps. It keeps their random numbers apart
-# from those of training steps.
-_EVALUATION = 1
-# Number of unneeded checks after which the run changes to a loss over the whole batch: that costs
-# less than checking each batch.
+# Part of the seed of forward calls outside of training steps. Without it, such a call would draw
+# the same random numbers as a training step.
+_FORWARD_SEED_PART = 1
+# A false alarm is a check that finds the loss exact, after a doubt. After this number of false
+# alarms the run changes to a loss over the whole batch, which costs less than checking each batch.
 _MAX_FALSE_ALARMS = 3
 
 
 class StepRunner:
     """Runner of training and evaluation steps on one rank.
 
-    All ranks call its methods in the same order. They decide from the same records, so that all
-    change the schedule, or raise, in the same step.
+    All ranks call its methods in the same order. Each last stage sends a record of its step (side
+    effects, losses) to all ranks. All ranks decide from the same records, so that they change the
+    schedule, or raise, in the same step.
 
     Args:
         context: Context of the user's steps.
@@ -109,7 +110,7 @@ class StepRunner:
         Args:
             args: Arguments of `training_step`; the first is the batch.
             batch: Index of the batch since the start of training; part of the random seed.
-            scale: Factor of the loss in mixed precision.
+            scale: Factor by which the gradient scaler multiplies the loss; 1.0 without a scaler.
         """
         self._update_trainable()
         with self.runtime.tracer.span("step", "step", batch=batch):
@@ -173,7 +174,7 @@ class StepRunner:
             fingerprint: Digest of the batch, compared between ranks; None takes that of the inputs.
         """
         self._num_forwards += 1
-        seed = derive_seed(self.seed, self._num_forwards, _EVALUATION)
+        seed = derive_seed(self.seed, self._num_forwards, _FORWARD_SEED_PART)
         place = "outside of a step" if fingerprint is None else "in an evaluation step"
         fingerprint = digest(inputs) if fingerprint is None else fingerprint
         reason = (
@@ -188,7 +189,7 @@ class StepRunner:
         if not requires_gradients:
             return output
         input_tensors = tensors_of(inputs)
-        return map_tensors(lambda t: _without_gradients(t, input_tensors), output)
+        return map_tensors(lambda t: _raising_in_backward(t, input_tensors), output)
 
     def _run(
         self, args: tuple[Any, ...], seed: int, scale: float, fingerprint: int
@@ -212,15 +213,16 @@ class StepRunner:
     ) -> None:
         """Check the loss, or fall back to GPipe, if the records suggest an inexact loss.
 
-        For a check, the state from before the step is restored. After a fallback it stays restored,
-        since the step runs again. All ranks have the same records, and so decide the same.
+        A reason in the records proves that the step must run once per batch, so the run falls back
+        at once. A doubt calls for a check. Both need the state from before the step. After a
+        fallback it stays restored, since the step runs again.
 
         Args:
             before: State before the step.
             step: The user's step.
             result: Result of the step, with the records of all replicas.
             seed: Seed of the step.
-            scale: Factor of the loss in mixed precision.
+            scale: Factor by which the gradient scaler multiplies the loss; 1.0 without a scaler.
             fingerprint: Digest of the batch.
             checked: True if the loss was already checked on this batch.
         """
@@ -232,7 +234,7 @@ class StepRunner:
         doubt = reason or doubt_about_batch(
             result.records, result.sizes, checks_gradients=scale == 1.0
         )
-        # An operation that no check has seen yet may make the loss inexact, so it needs a check.
+        # An operation that no checked step has used may make the loss inexact.
         operations = {kind for record in result.records for kind in record["operations"]}
         has_unchecked_operations = not checked and not operations <= self._checked_operations
         self._checked_operations |= operations
@@ -250,7 +252,7 @@ class StepRunner:
                 and self.may_change_schedule
                 and self._false_alarms >= _MAX_FALSE_ALARMS
             ):
-                self._fall_back(f"{doubt}, so that every batch would have to be checked")
+                self._fall_back(f"{doubt}, and this would need a check of every batch")
 
     def _check_is_due(self) -> bool:
         # Due before steps 0, 1, 2, 4, 8, ... One check is not enough: a first batch without padding
@@ -258,10 +260,10 @@ class StepRunner:
         return self._num_steps & (self._num_steps - 1) == 0
 
     def _check(self, args: tuple[Any, ...], seed: int, fingerprint: int) -> None:
-        """Compute the loss of a batch both ways, and fall back to GPipe if they differ.
+        """Compute the loss of the batch both whole and per micro-batch; fall back if they differ.
 
-        Buffers and the random state are restored. All ranks get the result of the first replica's
-        last stage, so that all decide the same.
+        Buffers and the random state are restored. The first replica's last stage compares, and
+        sends the result to all ranks, so that all decide the same.
         """
         runtime, context = self.runtime, self.context
         rewind_random_state = rng.rewinder(context.device)
@@ -308,6 +310,11 @@ class StepRunner:
             )
 
     def _fall_back(self, reason: str) -> None:
+        """Change the schedule to GPipe.
+
+        Raises:
+            UnsupportedStepError: If the user chose the schedule, so that it must not change.
+        """
         if not self.may_change_schedule:
             # Wait until all ranks know the reason. Otherwise the first rank that raises would be
             # reported as a lost peer by the others.
@@ -342,8 +349,8 @@ class StepRunner:
 class _StateBeforeStep:
     """State from before a step with a loss per micro-batch, for a check or a rerun of the step.
 
-    It covers what the step changes before its records are known: the batch, buffers of the layers,
-    and random state.
+    It holds the batch, the layers' buffers and the random state. The step changes these before its
+    records are known.
 
     Args:
         runner: Runner of the step.
@@ -367,8 +374,8 @@ class _StateBeforeStep:
     def restored(self) -> Iterator[None]:
         """Context manager that restores the state from before the step.
 
-        At its end the state from after the step comes back, unless the schedule has changed to a
-        loss over the whole batch: the step is then run again.
+        At its end the state from after the step is set again. If the schedule has changed to a loss
+        over the whole batch, it is not, because the step runs again.
         """
         device = self._runner.context.device
         buffers_after_step = [buffer.clone() for buffer in self._changing_buffers()]
@@ -392,7 +399,7 @@ class _StateBeforeStep:
         return [tensors[index] for index in self._runner.changing_buffers]
 
 
-class _NoGradients(torch.autograd.Function):
+class _RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor, *inputs: Tensor) -> Tensor:
         return output.clone()
@@ -406,7 +413,7 @@ class _NoGradients(torch.autograd.Function):
         )
 
 
-def _without_gradients(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+def _raising_in_backward(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """Return a module output that requires gradients, as in plain training, but whose backward
     raises.
 
@@ -416,5 +423,6 @@ def _without_gradients(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """
     if not (output.is_floating_point() or output.is_complex()):
         return output
+    # The anchor makes the output require gradients even if no input does.
     anchor = torch.zeros((), requires_grad=True)
-    return _NoGradients.apply(output, anchor, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+    return _RaiseInBackward.apply(output, anchor, *inputs)  # type: ignore[no-untyped-call, no-any-return]

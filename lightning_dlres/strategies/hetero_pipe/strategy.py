@@ -64,20 +64,21 @@ class HeteroPipeStrategy(ConnectedStrategy):
     Args:
         stages: Number of stages of a replica; must divide the number of devices. "auto" takes the
             number that is fastest in the simulator, and at least two on several devices. If nothing
-            is measured, all devices form one replica. 1 is data parallel training.
+            is measured, all devices form one replica. 1 means data parallel training only.
         microbatches: Number of micro-batches of a batch. A smaller batch is cut into single
             samples. "auto": four per device, or an uncut batch on one device. Random numbers in
             the layers (dropout) depend on this number, and on nothing else of the plan.
         schedule: "gpipe" computes the loss once over the whole batch, which is exact for any loss.
-            "1f1b" holds fewer activations and computes the loss per micro-batch; real batches show
-            if that is exact, and it is refused otherwise. "auto": 1f1b if it is exact, else gpipe.
-            Any other name is that of a schedule registered with `register_schedule`.
+            "1f1b" holds fewer activations and computes the loss per micro-batch. Checks on real
+            batches show if that is exact; if not, the run ends with an error. "auto" takes 1f1b
+            and falls back to gpipe if it is not exact. Any other name is that of a schedule
+            registered with `register_schedule`.
         module: Name of the module to cut into stages: an `nn.Sequential`, or an `nn.ModuleList`
-            whose members are called one after the other. None finds it.
+            whose members are called one after the other. None chooses the only candidate.
         device_map: Ranks of every replica in stage order, such as [[0, 2], [1, 3]]. None lets the
             planner choose, and takes consecutive ranks if nothing is measured.
-        plan: A `PipelinePlan`, or the path of its JSON file, as it was written or edited. Nothing
-            is measured then.
+        plan: A `PipelinePlan`, or the path of its JSON file, which you may edit. Layers and links
+            are then not measured.
         split_batch: Function that gets (batch, sizes) and returns the batch in parts of these
             sizes. Needed under 1f1b for batches that are more than tensors with samples along the
             first dimension.
@@ -270,7 +271,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
             # valid, because partitioning keeps the identity of parameters.
             self.setup_optimizers(trainer)
         self._precision_context = self.precision_plugin.train_step_context
-        deployment = Deployment.deployed(
+        deployment = Deployment.deploy(
             context=context,
             options=self._options,
             connection=self._connected,
@@ -360,7 +361,7 @@ class HeteroPipeStrategy(ConnectedStrategy):
             return self._runner_in(context).evaluate(getattr(self._module, hook), args)
 
     def _runner_in(self, context: PrecisionContext) -> StepRunner | PlainSteps:
-        """Return the runner; from now on its steps run in this context of the precision plugin."""
+        """Return the runner, and set the precision context in which its next steps run."""
         assert self._runner is not None
         self._precision_context = context
         return self._runner
@@ -423,7 +424,8 @@ class HeteroPipeStrategy(ConnectedStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         with ExitStack() as closing:
-            # Runs in reverse order. These two also run after a failed setup or run.
+            # The stack closes in reverse order: first the changes of the run are undone, then the
+            # connection closes. Both happen even if `setup`, the run or `end` below has failed.
             if self._connection is not None:
                 closing.callback(self._connection.close)
             closing.push(self._until_teardown.pop_all())
