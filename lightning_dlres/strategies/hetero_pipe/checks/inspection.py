@@ -27,7 +27,7 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep,
 # Relative difference of two outputs that counts as rounding.
 _TOLERANCE = 1e-3
 _COMPARISON_DTYPE = torch.float64
-# Largest number of layers in the line for the user.
+# Largest number of layers that the warning names.
 _MAX_NAMES = 8
 _SCALARS = (bool, int, float, str, type(None))
 # Attributes of every module that torch manages.
@@ -40,9 +40,8 @@ class StepInspection:
 
     Attributes:
         refusal: Reason why the step cannot be trained over stages; None if it can.
-        failure: Error of a trial that could not run to its end, so that nothing is known; None
-            without one.
-        layers: For every layer whose result depends on the cut into micro-batches, the reasons.
+        failure: Error that ended the trial, so that nothing is known of the step; None without one.
+        layers: Names of the layers whose result depends on the micro-batches, with the reasons.
         written_parameters: Parameters that a layer's forward writes to.
     """
 
@@ -66,8 +65,8 @@ class StepInspection:
 def inspect_step(context: StepContext, batch: Any) -> StepInspection:
     """Run one trial step on a batch; parameters, buffers, metrics and random state are restored.
 
-    Tensors that the user's hooks took from the layers stay with the hooks. Afterwards
-    `context.layer_tensors` knows them, so that a later step that uses one is refused.
+    User hooks may have saved tensors of the layers, which cannot be taken back. These are recorded
+    in `context.layer_tensors`, so that a later step that uses one is refused.
     """
     takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
     args = (batch, 0) if takes_index else (batch,)
@@ -78,9 +77,9 @@ def inspect_step(context: StepContext, batch: Any) -> StepInspection:
     trainable = context.settings.trainable()
     try:
         with torch.enable_grad(), layers.attributes_restored():
-            loss, records = step.run_whole(guard, layers.run)
+            loss, logs = step.run_whole(guard, layers.run)
             guard.refuse([loss], "as the loss")
-            for record in records:
+            for record in logs:
                 guard.refuse([record.value], f"logged as {record.name!r}")
     except Exception as error:
         # User code may have replaced the guard's error by one of its own.
@@ -91,8 +90,8 @@ def inspect_step(context: StepContext, batch: Any) -> StepInspection:
     finally:
         step.restore_metrics()
         rewind_random_state()
-        change = context.settings.restore_trainable(trainable)
-        inspection.refusal = change or inspection.refusal
+        settings_refusal = context.settings.restore_trainable(trainable)
+        inspection.refusal = settings_refusal or inspection.refusal
     guard.layer_tensors.detach_all()
     context.layer_tensors = guard.layer_tensors
     return inspection
@@ -104,7 +103,7 @@ class _LocalLayers:
     Args:
         context: Objects that all steps share.
         guard: Guard that records the tensors that the layers make.
-        inspection: Gets the layers that depend on micro-batches, and the parameters they write to.
+        inspection: Result to fill in.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class _LocalLayers:
         try:
             yield
         finally:
-            # A module in two layers was saved twice. Its first values count, so they come last.
+            # A module in two layers was saved twice. Reverse order restores its first values last.
             for module, before in reversed(self._saved_attributes):
                 vars(module).clear()
                 vars(module).update(before)
@@ -150,15 +149,15 @@ class _LocalLayers:
         """
         self._saved_attributes += [(m, dict(vars(m))) for m in module.modules()]
         samples, rewind_random_state = samples_in(inputs), rng.rewinder(self._context.device)
-        # This run comes first: it also makes what a layer makes once, such as a table of positions.
-        # Such an attribute is then no change of the second run.
+        # This run comes first, so that a layer creates attributes that it creates only once, such
+        # as a table of positions. The second run then does not show them as changes.
         first_sample_output = None
         with suppress(Exception), _copied_tensors(module, self._context.device):
             first_sample_output = layer(map_tensors(lambda t: _repeat_first(t, samples), inputs))
         rewind_random_state()
         attributes = [(name, m, _comparable_attributes(m)) for name, m in module.named_modules()]
         with _copied_tensors(module, self._context.device) as changed:
-            # A layer may change its input in place, which a leaf does not allow.
+            # A layer may change its input in place, which autograd forbids for a leaf.
             output = layer(map_tensors(Tensor.clone, inputs))
         reasons = [f"changes its {name}" for name in changed]
         parameters = (t for t in changed.values() if type(t) is nn.Parameter)
@@ -173,7 +172,7 @@ class _LocalLayers:
         ):
             reasons.append("its output for a sample depends on other samples")
         rewind_random_state()
-        # The cache holds casts of the copies.
+        # The autocast cache holds casts of the copied parameters.
         torch.clear_autocast_cache()
         return output, reasons
 
@@ -185,13 +184,13 @@ class _LocalLayers:
 def _copied_tensors(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Context manager in which a module has copies of its parameters and buffers, on a device.
 
-    A graph that a hook keeps would otherwise hold the parameters themselves. They could not be
-    moved to their stage then.
+    An autograd graph that a hook saves then holds copies. If it held the parameters themselves,
+    they could not be moved to their stage.
 
     Yields:
-        A dict that is empty inside. At the end it gets the original tensors whose copies have other
-        values, and the parameters that were written to at all: those may change another time (an
-        embedding with `max_norm`). The keys are texts such as "buffer 'mean'".
+        A dict that is filled at the end, from descriptions such as "buffer 'mean'" to original
+        tensors. It has the tensors whose copies have changed, and each parameter that was written
+        to, even without a change: another batch may change it (an embedding with `max_norm`).
     """
     changed: dict[str, Tensor] = {}
     originals: list[tuple[nn.Module, str, str, Tensor]] = []
@@ -230,7 +229,7 @@ def _repeat_first(tensor: Tensor, samples: int | None) -> Tensor:
 
 
 def _first_samples_alike(a: Tree, b: Tree, samples: int | None) -> bool:
-    """Return whether the first samples of two outputs are equal up to rounding."""
+    """Return True if the first samples of two outputs are equal up to rounding."""
     for x, y in zip(tensors_of(a), tensors_of(b), strict=False):
         if x.shape != y.shape or not x.dim() or x.shape[0] != samples:
             continue
@@ -244,15 +243,15 @@ def _first_samples_alike(a: Tree, b: Tree, samples: int | None) -> bool:
 
 
 def _has_same_values(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors are equal; NaN counts as equal to NaN."""
     a, b = a.detach(), b.detach().to(a.device)
-    # A NaN equals a NaN here.
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class _ObjectVersion:
-    """A tensor or container with a number that tells its states apart: a version, or a length.
+    """An object and its version: the version counter of a tensor, or the length of a container.
 
-    Two of them are equal if it is the same object in the same state.
+    Two are equal if they hold the same object at the same version.
     """
 
     def __init__(self, value: Any, version: int) -> None:
@@ -269,9 +268,9 @@ class _ObjectVersion:
 
 
 def _comparable_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return those of the user's attributes that can be compared.
+    """Return the module's attributes that user code has set and that can be compared, by name.
 
-    A tensor with a graph is no state: every forward computes it anew.
+    A tensor with an autograd graph is left out: it is a result that every forward computes anew.
     """
     attributes: dict[str, Any] = {}
     for name, value in vars(module).items():

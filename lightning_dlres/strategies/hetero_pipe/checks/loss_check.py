@@ -2,8 +2,8 @@
 
 Schedules such as 1F1B compute the loss per micro-batch, and weight the results by samples. This is
 exact only for a mean over samples: not for padded-token means, sums or contrastive losses.
-Therefore the loss of a real batch, its gradient, and the step's side effects are computed both ways
-and compared. A difference is named in the reason that the functions here return.
+Therefore the step runs on a real batch both whole and per micro-batch. The loss, its gradient and
+the step's side effects are compared. The functions return the first difference as text, the reason.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from lightning_dlres.strategies.hetero_pipe.replay.logs import LogRecord, merge_
 from lightning_dlres.strategies.hetero_pipe.replay.printing import PRINTED
 from lightning_dlres.strategies.hetero_pipe.step.user_step import LightningStep
 
-# Relative difference of two losses that counts as rounding, by dtype; of other dtypes the coarse
-# one.
+# Relative difference of two losses that counts as rounding, by dtype. Other dtypes have the coarse
+# tolerance.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 2e-2
 
@@ -53,14 +53,14 @@ def reason_against_microbatches(
         make_step: Returns a new step over the batch.
         output: The module's output for the whole batch.
         sizes: Samples of every micro-batch.
-        compares_values: Whether a run that leaves other values on the module than another one is a
-            reason.
+        compares_values: True if it also is a reason that the runs leave different values on the
+            module.
     """
     whole = make_step()
     metrics, device = whole.context.metrics, whole.context.device
     name = metrics.first_unmergeable()
     if name is not None:
-        return f"the metric {name!r} cannot be put together from parts of a batch"
+        return f"the state of the metric {name!r} cannot be merged from parts of a batch"
     rewind_random_state = rng.rewinder(device)
     try:
         loss, gradients, logs = _run_on_batch(whole, output, sizes)
@@ -90,22 +90,23 @@ def reason_against_microbatches(
     reason = reason or _log_difference(logs, part_logs)
     if reason is None and unlike_metric is not None:
         return (
-            f"the metric {unlike_metric!r} has another state after the batch than after all of its "
-            "micro-batches"
+            f"the metric {unlike_metric!r} has different states after the whole batch and after "
+            "its micro-batches"
         )
     generators = changed_generators(whole.effects.changed_attributes)
     generators |= changed_generators(parts.effects.changed_attributes)
     draws = [{path: run.get(path) for path in generators} for run in runs]
     draws_differ = any(run != draws[0] for run in draws)
     if reason is None and (part_random_state != whole_random_state or draws_differ):
-        return "training_step draws other random numbers for a batch than for a micro-batch"
+        return "training_step draws different random numbers for a batch and for a micro-batch"
     return reason
 
 
 def reason_in_records(records: Sequence[Tree], logs: Sequence[Sequence[LogRecord]]) -> str | None:
-    """Return something that a step did per micro-batch and must do once per batch; None if nothing.
+    """Return the first effect that a step had per micro-batch and must have once per batch; None if
+    there is none.
 
-    A step may do so in a few batches only, which no check has met.
+    Checks run on few batches, and the step may have such an effect on other batches only.
 
     Args:
         records: Records of the last stages.
@@ -130,7 +131,7 @@ def reason_in_records(records: Sequence[Tree], logs: Sequence[Sequence[LogRecord
 
 
 def reason_in_fingerprints(runs: Sequence[Mapping[str, int]]) -> str | None:
-    """Return the first change that differs between runs of the step; None without one.
+    """Return the first change that differs between runs of the step, as text; None without one.
 
     Args:
         runs: For every run a hash of each change; see `StepEffects.fingerprints`.
@@ -140,9 +141,9 @@ def reason_in_fingerprints(runs: Sequence[Mapping[str, int]]) -> str | None:
             if runs[0].get(path) == other.get(path):
                 continue
             if path == PRINTED:
-                return "training_step prints other text for every micro-batch"
+                return "training_step prints different text for different micro-batches"
             where = f"self.{path}" if path else "an attribute"
-            return f"training_step leaves other values in {where} for every micro-batch"
+            return f"training_step leaves different values in {where} for different micro-batches"
     return None
 
 
@@ -156,7 +157,7 @@ def inexact_schedule_error(reason: str, schedule: str) -> UnsupportedStepError:
 
 
 def _reason_in_whole_run(step: LightningStep) -> str | None:
-    """Return something that a run on the whole batch did and must do once per batch."""
+    """Return the first effect of a run on the whole batch that it must have only once per batch."""
     effects = step.effects
     return _reason_in_effects(
         sequences=changed_sequences(effects.changed_attributes),
@@ -176,15 +177,16 @@ def _reason_in_effects(
     unsendable: Sequence[str],
 ) -> str | None:
     if sequences:
-        return f"training_step adds to the list self.{sequences[0]}, once per batch"
+        return f"training_step adds to self.{sequences[0]}, which must happen once per batch"
     if buffers:
-        return f"training_step changes the buffer {buffers[0]!r}, once per batch"
+        return f"training_step changes the buffer {buffers[0]!r}, which must happen once per batch"
     if extra:
-        return f"training_step returns {extra[0]!r} beside the loss, for the whole batch"
+        return f"training_step returns {extra[0]!r} beside the loss, which is for the whole batch"
     if unsendable:
-        return f"training_step makes a new object for self.{unsendable[0]}, once per batch"
+        name = unsendable[0]
+        return f"training_step makes a new object for self.{name}, which must happen once per batch"
     if logger_calls:
-        return "training_step calls a logger directly, once per batch"
+        return "training_step calls a logger directly, which must happen once per batch"
     return None
 
 
@@ -200,7 +202,7 @@ def _run_on_batch(
 def _run_on_parts(
     step: LightningStep, output: Tree, sizes: Sequence[int], gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, str | None, list[LogRecord]]:
-    """Return the weighted loss of the micro-batches, the difference of its gradient, and the logs.
+    """Return the weighted loss of the micro-batches, the reason of its gradients, and the logs.
 
     Gradients are compared micro-batch by micro-batch, so that no second gradient of the whole batch
     takes memory.
@@ -241,10 +243,15 @@ class _GradientComparison:
                 self._reaches_same_outputs = False
 
     def difference(self, loss: Tensor) -> str | None:
-        """Return the difference in words; None if the gradients are equal up to rounding."""
+        """Return the difference as text; None if the gradients are equal up to rounding.
+
+        Args:
+            loss: Weighted loss of the micro-batches; its dtype sets the tolerance.
+        """
         if not self._reaches_same_outputs:
             return (
-                "its gradient reaches other outputs for the whole batch than for its micro-batches"
+                "the gradient of the loss reaches different outputs of the module for the whole "
+                "batch and for its micro-batches"
             )
         tolerance = _TOLERANCE.get(loss.dtype, _COARSE_TOLERANCE)
         for gradient, squared_error in zip(self._whole, self._squared_errors, strict=True):
@@ -253,11 +260,10 @@ class _GradientComparison:
             # Rounding adds up in backward: ten times the tolerance of the loss.
             limit = 10 * max(tolerance, _TOLERANCE.get(gradient.dtype, _COARSE_TOLERANCE))
             norm = float(torch.linalg.vector_norm(gradient))
-            # A gradient of the batch that is not finite, as of a loss scaled too far, proves
-            # nothing. A part that is not finite differs from a finite gradient: `not <=` is true
-            # for NaN.
+            # A batch gradient that has overflowed, as under a large loss scale, proves nothing. A
+            # part that is not finite differs from a finite gradient: `not <=` is true for NaN.
             if math.isfinite(norm) and not float(squared_error) ** 0.5 <= limit * norm:
-                return "its gradient for the whole batch is not that of its micro-batches"
+                return "the loss has different gradients for the whole batch and its micro-batches"
         return None
 
 
@@ -268,7 +274,7 @@ def _leaves(output: Tree) -> Tree:
 
 
 def _changeable(leaves: Tree) -> Tree:
-    # User code may change the output in place, which a leaf does not allow.
+    # User code may change the output in place, which autograd forbids for a leaf.
     return map_tensors(lambda t: t.clone(), leaves)
 
 
@@ -290,7 +296,7 @@ def _loss_difference(loss: Tensor, part_loss: Tensor) -> str | None:
 
 def _log_difference(logs: Sequence[LogRecord], part_logs: Sequence[LogRecord]) -> str | None:
     if [r.name for r in logs] != [r.name for r in part_logs]:
-        return "training_step logs other names for the whole batch than for a micro-batch"
+        return "training_step logs different names for the whole batch and for a micro-batch"
     for record, part in zip(logs, part_logs, strict=True):
         if isinstance(record.value, Metric):
             continue

@@ -27,7 +27,7 @@ _MAX_CHILDREN = 100
 
 
 class NoCopyError(DlresError):
-    """The loader cannot be copied, because it holds an object such as an open file."""
+    """Error of a loader that cannot be copied, because it holds an object such as an open file."""
 
 
 def copy_loader(loader: Any) -> Any:
@@ -47,8 +47,8 @@ def copy_loader(loader: Any) -> Any:
 def _large_arrays(root: Any) -> dict[int, Any]:
     """Return the large arrays and tensors in a loader, or in a list or dict of loaders, by `id`.
 
-    `deepcopy` takes this dict as its memo: it regards each array in it as copied already, and so
-    shares it.
+    `deepcopy` takes this dict as its memo. It regards each array in it as copied already, so that
+    the copy shares the array.
     """
     large: dict[int, Any] = {}
     queue, seen = [(root, 0)], {id(root)}

@@ -26,7 +26,7 @@ from lightning_dlres.strategies.signals import DeferredSignals
 
 # Hooks of a LightningModule or data module that make loaders.
 _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-# Name of the user code in errors.
+# Name of the user code that an error of `single_device_view` gives.
 _USER_CODE = "The loader's code"
 
 
@@ -34,9 +34,9 @@ class SharedLoader:
     """Loader that yields the reader's batches on every rank. Its other attributes are those of the
     user's loader.
 
-    A message of the reader is a list of four items: signals to handle, a list with the batch (empty
-    at the end of an epoch or with signals), the state of the reader's random generators, and
-    indices of the samples in the batch.
+    The reader sends messages of four items: signals to handle; a list with the batch, empty at the
+    end of an epoch or beside signals; the state of the reader's random generators; and the indices
+    of the batch's samples.
 
     Args:
         loader: The user's loader; iterated on rank 0 only.
@@ -133,7 +133,7 @@ class _SampleIndices:
     """Sample indices of each batch, sent from the reader to the other ranks for callbacks that
     write predictions.
 
-    In prediction, Lightning's own batch sampler records these indices. It runs on the reader only.
+    In prediction, Lightning's batch sampler records these indices. It runs on the reader only.
 
     Args:
         loader: The user's loader.
@@ -238,7 +238,7 @@ def unsharded_loaders(*owners: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # Only a hook that was set on the instance is put back; else the class's hook shows again.
+        # Put back a hook that was set on the instance. Without one, the class's hook applies again.
         for attributes, name, instance_hook in saved:
             attributes.pop(name, None)
             if instance_hook is not None:
@@ -246,7 +246,7 @@ def unsharded_loaders(*owners: Any) -> Iterator[None]:
 
 
 def _on_single_device(hook: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the hook, run in a view of a single device, so that it adds no distributed sampler."""
+    """Return a hook that sees a single device, so that it adds no distributed sampler."""
 
     @wraps(hook)
     def make() -> Any:

@@ -1,7 +1,7 @@
 """Training samples on which the layers of a run are profiled.
 
-They come from a copy of the loader or straight from the dataset, and the random state is restored.
-Training sees the same batches as without profiling.
+They come from a copy of the loader, and the random state is restored afterwards. So training sees
+the same batches as without profiling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_samples(
 ) -> ProfileSamples:
     """Return a few training samples, read without an effect on the loader.
 
-    Only rank 0 may call this: the other ranks then receive the samples.
+    Only rank 0 may call this. Its caller sends the samples to the other ranks.
 
     Args:
         trainer: Trainer of the run.
@@ -49,18 +49,19 @@ def read_samples(
         )
         num_profiled = _resolved(config.samples, microbatch_size)
         with single_device_view("The loader's code"):
-            # At least two: one sample cannot show if a layer's output for it depends on others.
+            # Read at least two samples. One alone cannot show if a layer's output for a sample
+            # depends on other samples.
             data, num_read = _few_samples(loader, max(num_profiled, 2) if num_profiled else None)
         data = trainer.precision_plugin.convert_input(data)
-        # The user's transfer hooks may count calls or draw random numbers. These effects are
-        # undone: the other ranks do not run the hooks, so the ranks' states would differ.
+        # The user's transfer hooks may count calls or draw random numbers. Undo these effects: the
+        # other ranks do not run the hooks here, so the ranks' states would differ.
         with LightningStep(context, (data,), is_trial=True).undone():
             data = trainer.strategy.batch_to_device(data, torch.device("cpu"))
         takes_index = len(inspect.signature(context.module.training_step).parameters) > 1
         whole_batch, num_samples = data, num_read or samples_in(data) or 1
         split = context.split_batch or cut_batch
         # The user's split_batch need not count samples along the first dimension. The number of
-        # samples in the loader's own batch is then unknown, and the batch is not cut.
+        # samples in a batch that the loader made is then unknown, and the batch is not cut.
         uncut = context.split_batch is not None and num_read is None
         if num_profiled == 1 and num_samples > 1 and not uncut:
             data, num_samples = split(data, [1, num_samples - 1])[0], 1
@@ -96,17 +97,17 @@ def _few_samples(loader: Any, samples: int | None) -> tuple[Any, int | None]:
 
     Args:
         loader: Loader of the training data; a copy of it is read.
-        samples: Number of samples in the batch; None for a batch of the loader.
+        samples: Number of samples in the batch; None for a batch that the loader makes.
 
     Returns:
-        The batch, and its number of samples or None if the loader made the batch.
+        The batch and its number of samples; None for the number if the loader made the batch.
     """
     loader = copy_loader(loader)
     undo_sharding(loader)
     dataset: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
-    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if indexed and callable(collate) and samples is not None:
+    is_indexable = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if is_indexable and callable(collate) and samples is not None:
         # The dataset may not accept integer indices. Then the loader's own batch is taken below.
         with suppress(Exception):
             count = min(samples, len(dataset))

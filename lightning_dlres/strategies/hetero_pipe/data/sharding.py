@@ -1,8 +1,8 @@
-"""Loaders that would read only one rank's part of the data.
+"""Detection and reversal of sharding in the user's loaders.
 
 Rank 0 reads the data for all ranks, so it must read all of it. A sampler that divides samples among
-ranks is changed to one rank. Data that was divided before the run cannot be restored. It is
-detected by values that differ between the ranks.
+ranks is changed to one rank. A dataset that was divided before the run cannot be made whole. It is
+detected by attributes that differ between the ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from lightning_dlres.core.errors import ConfigError
 
-# Levels of references that are searched from a loader.
+# Levels of references that are searched from a loader; bounds the search.
 _MAX_DEPTH = 6
-# Number of elements of a list, tuple or dict that are searched.
+# Most elements of a list, tuple or dict that are searched; bounds the search.
 _MAX_CHILDREN = 32
-# Number of first elements of a sequence that are hashed. Parts of data differ in these already.
+# Number of first elements of a sequence that are hashed. Shards already differ in these.
 _MAX_HASHED = 8192
-# Number of smallest hashes in the sketch of a sequence. Sketches of overlapping data overlap.
+# Number of smallest hashes in the sketch of a sequence. Sequences with common elements have common
+# smallest hashes, unless the overlap is small.
 _SKETCH_SIZE = 64
 # Attributes by which a `DistributedSampler` is recognised.
 _SAMPLER_ATTRIBUTES = ("num_replicas", "rank")
@@ -34,46 +35,52 @@ _SAMPLER_ATTRIBUTES = ("num_replicas", "rank")
 def undo_sharding(loader: Any) -> Callable[[], None]:
     """Make every sampler of a loader yield all samples; return a function that undoes this.
 
-    Changes samplers with the attributes of `DistributedSampler`, also inside a batch sampler.
+    It changes samplers with the attributes of `DistributedSampler`, also inside a batch sampler.
 
     Raises:
-        ConfigError: If a sampler counts its samples in another way.
+        ConfigError: If the sizes of a sampler are not those that a `DistributedSampler` would have.
     """
     saved: list[tuple[Any, dict[str, Any]]] = []
     for path, value in _objects(loader):
-        own = vars(value)
+        attributes = vars(value)
         if (
-            not all(_is_count(own.get(name)) for name in _SAMPLER_ATTRIBUTES)
-            or own["num_replicas"] == 1
+            not all(_is_count(attributes.get(name)) for name in _SAMPLER_ATTRIBUTES)
+            or attributes["num_replicas"] == 1
         ):
             continue
-        replacements = _one_rank_attributes(path, own)
-        saved.append((value, {name: own[name] for name in replacements}))
-        own.update(replacements)
+        replacements = _one_rank_attributes(path, attributes)
+        saved.append((value, {name: attributes[name] for name in replacements}))
+        attributes.update(replacements)
 
     def undo() -> None:
-        for value, attributes in saved:
-            vars(value).update(attributes)
+        for value, old_attributes in saved:
+            vars(value).update(old_attributes)
 
     return undo
 
 
-def _one_rank_attributes(path: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes with which a sampler yields all samples."""
+def _one_rank_attributes(path: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return new values of the attributes with which the sampler yields all samples.
+
+    Args:
+        path: Path of the sampler, for the error.
+        attributes: Its attributes now.
+    """
     one_rank = {"num_replicas": 1, "rank": 0}
-    if "num_samples" not in own and "total_size" not in own:
+    if "num_samples" not in attributes and "total_size" not in attributes:
         return one_rank
-    source: Any = next((own[n] for n in ("dataset", "data_source") if n in own), None)
-    drop_last = bool(own.get("drop_last", False))
+    source_names = [name for name in ("dataset", "data_source") if name in attributes]
+    source: Any = attributes[source_names[0]] if source_names else None
+    drop_last = bool(attributes.get("drop_last", False))
     if hasattr(source, "__len__"):
         length = len(source)
-        expected = _sizes(length, own["num_replicas"], drop_last)
-        if all(own.get(name, size) == size for name, size in expected.items()):
+        expected = _sizes(length, attributes["num_replicas"], drop_last)
+        if all(attributes.get(name, size) == size for name, size in expected.items()):
             sizes = _sizes(length, 1, drop_last)
-            return {**one_rank, **{name: size for name, size in sizes.items() if name in own}}
+            return one_rank | {name: n for name, n in sizes.items() if name in attributes}
     raise ConfigError(
-        f"{path} must yield all samples, since one rank reads for all, got one that yields a part "
-        f"of {own['num_replicas']}. Make it with num_replicas=1, rank=0."
+        f"{path} must yield all samples, since rank 0 reads for all, got num_replicas="
+        f"{attributes['num_replicas']}. Make the sampler with num_replicas=1, rank=0."
     )
 
 
@@ -112,14 +119,14 @@ def describe(loader: Any) -> list[list[Any]]:
 
 
 def refuse_shards(kind: str, descriptions: Sequence[list[list[Any]]]) -> str | None:
-    """Return a warning if the ranks' loaders differ as parts of the data do; None if they do not.
+    """Return a warning if the ranks' loaders seem to hold different shards of the data; else None.
 
     Args:
         kind: Name of the loader in messages.
         descriptions: Result of `describe` on every rank, by rank.
 
     Raises:
-        ConfigError: If an object has its rank and the number of ranks as attributes.
+        ConfigError: If an object of a loader has its rank and the number of ranks as attributes.
     """
     ranks = len(descriptions)
     values = [{(path, name): value for path, name, value in rows} for rows in descriptions]
@@ -130,24 +137,25 @@ def refuse_shards(kind: str, descriptions: Sequence[list[list[Any]]]) -> str | N
             sizes = [n for p, n in common if p == path and all(v[p, n] == ranks for v in values)]
             if sizes:
                 raise ConfigError(
-                    f"{kind}{path} must hold all of the data, since one rank reads for all, got "
+                    f"{kind}{path} must hold all of the data, since rank 0 reads for all, got "
                     f"{name}={by_rank[0]}, {sizes[0]}={ranks}. Make it with one rank: "
                     f"{name}=0, {sizes[0]}=1."
                 )
-            if any(_was_made_alone(values, key, ranks) for key in common if key[0] == path):
+            # On rank 0 this object was made in a view of a single device, so it holds all data.
+            if any(_made_for_reader(values, key, ranks) for key in common if key[0] == path):
                 continue
         elif not _is_divided(by_rank):
             continue
         return (
-            f"{kind}{path}.{name} differs between the ranks, and rank 0 alone reads. If each rank "
-            "was given a part of the data, the other parts are never read: give all of it to every "
-            "rank."
+            f"{kind}{path}.{name} differs between the ranks, and only rank 0 reads data. If each "
+            "rank has a part of the data, the parts of the other ranks are never read. Give all of "
+            "the data to every rank."
         )
     return None
 
 
 def _objects(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects of which a loader consists, each once, with its path."""
+    """Yield the objects that are reachable from a loader, each once, with its path."""
     queue, seen = [("", loader, 0)], {id(loader)}
     while queue:
         path, value, depth = queue.pop(0)
@@ -183,14 +191,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _was_made_alone(values: Sequence[Mapping[Any, Any]], key: Any, ranks: int) -> bool:
-    """Return True if the object on rank 0, the reader, was made for one rank, and the others for
-    all ranks."""
+def _made_for_reader(values: Sequence[Mapping[Any, Any]], key: Any, ranks: int) -> bool:
+    """Return True if an attribute is 1 on rank 0, the reader, and the number of ranks elsewhere."""
     return [other[key] for other in values] == [1] + [ranks] * (ranks - 1)
 
 
 def _is_divided(sketches: Sequence[Any]) -> bool:
-    """Return True if no two ranks have an element in common."""
+    """Return True if the values are sketches, and no two ranks' sketches have a hash in common."""
     if not all(isinstance(sketch, list) and sketch for sketch in sketches):
         return False
     return len(set().union(*sketches)) == sum(len(set(sketch)) for sketch in sketches)

@@ -160,10 +160,10 @@ REFUSALS = {
     "sum": "not a mean over samples",
     "contrastive": "not a mean over samples",
     "noise": "not a mean over samples",
-    "own draws": "draws other random numbers for a batch than for a micro-batch",
+    "own draws": "draws different random numbers for a batch and for a micro-batch",
     "perplexity": "'perplexity'",
     "unmergeable": "'largest'",
-    "root": "its gradient for the whole batch is not that of its micro-batches",
+    "root": "the loss has different gradients for the whole batch and its micro-batches",
 }
 
 

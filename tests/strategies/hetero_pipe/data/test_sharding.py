@@ -204,7 +204,7 @@ def divided_before(context: RankContext) -> list[str]:
     messages.append(str(error.value))
     part = Numbered(range(context.rank, 30, context.world_size))
     with (
-        pytest.warns(UserWarning, match="rank 0 alone reads") if context.rank == 0 else _NoContext()
+        pytest.warns(UserWarning, match="only rank 0 reads") if context.rank == 0 else _NoContext()
     ):
         trainer_for(context, max_epochs=1).fit(model, DataLoader(part, batch_size=8))
     return messages
