@@ -62,7 +62,7 @@ def join_process_group(
 
 
 def require_script(environment: ClusterEnvironment, processes: int) -> None:
-    """Raise if Lightning must start the user's script for other devices and has no file to start.
+    """Raise if Lightning must start the user's script for other devices, but it is not in a file.
 
     Args:
         environment: Lightning's cluster environment.
@@ -78,8 +78,8 @@ def require_script(environment: ClusterEnvironment, processes: int) -> None:
     if script in ("", "-", "-c") and not is_module and not Path(script).is_file():
         got = {"-": "standard input", "-c": "python -c"}.get(script, "no script")
         raise ConfigError(
-            f"devices={processes} needs a script in a file, which is started once per device, "
-            f"got {got}. Save the script as train.py and run `python train.py`."
+            f"devices={processes} needs a script in a file, since Lightning starts it once per "
+            f"device, got {got}. Save the script as train.py and run `python train.py`."
         )
 
 
@@ -120,7 +120,7 @@ class Connection:
         )
 
     def rename(self, names: list[str]) -> None:
-        """Change the ranks' names in messages; a rank's stage is known only after planning."""
+        """Change the ranks' names in messages; called after planning, which gives each a stage."""
         self.mailbox.names[:] = names
         if self._watch is not None:
             self._watch.rename(names)

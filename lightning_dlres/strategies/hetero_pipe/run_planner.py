@@ -38,7 +38,7 @@ from lightning_dlres.strategies.hetero_pipe.step.user_step import StepContext
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Result of planning. The plan is the same on all ranks; the parameters are of this rank.
+    """Result of planning. The plan is the same on all ranks; the parameters are this rank's.
 
     Attributes:
         plan: Plan of the run.
@@ -59,7 +59,7 @@ class RunPlanner:
         connection: Connection to the other ranks.
         optimizers: Optimizers of the run; empty outside of `fit`.
         model_is_whole: True if every rank has the whole model. Otherwise the model was made on the
-            meta device. Layers are then measured on copies with values, and no trial step runs.
+            meta device. Layers are then measured on initialised copies, and no trial step runs.
         keeps_placement: True if an earlier run has left each rank with its own stage's parameters
             only. This run then needs the same plan.
     """

@@ -321,8 +321,8 @@ class StepRunner:
             self._barrier()
             raise inexact_schedule_error(reason, self.schedule)
         self._log_rank_zero(
-            f"dlres: schedule {GPipe.name}, which computes the loss once over the whole batch: "
-            f"{reason}."
+            f"dlres: schedule {GPipe.name} replaces {self.schedule}, so that the loss is computed "
+            f"once over the whole batch: {reason}."
         )
         self._on_schedule_change(GPipe.name)
         self.schedule = GPipe.name

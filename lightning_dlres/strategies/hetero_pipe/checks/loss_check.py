@@ -53,8 +53,7 @@ def reason_against_microbatches(
         make_step: Returns a new step over the batch.
         output: The module's output for the whole batch.
         sizes: Samples of every micro-batch.
-        compares_values: True if it also is a reason that the runs leave different values on the
-            module.
+        compares_values: True to also compare the attribute values that the runs leave behind.
     """
     whole = make_step()
     metrics, device = whole.context.metrics, whole.context.device
@@ -202,7 +201,7 @@ def _run_on_batch(
 def _run_on_parts(
     step: LightningStep, output: Tree, sizes: Sequence[int], gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, str | None, list[LogRecord]]:
-    """Return the weighted loss of the micro-batches, the reason of its gradients, and the logs.
+    """Return the micro-batches' weighted loss, its gradient's difference as text, and the logs.
 
     Gradients are compared micro-batch by micro-batch, so that no second gradient of the whole batch
     takes memory.
