@@ -212,15 +212,25 @@ class Connection:
             broadcast_tree(watch.invitation, 0, self.timeout, _no_check)
             return watch
         invitation = broadcast_tree(None, 0, self.timeout, _no_check)
-        # A process that Lightning's launcher started is a child of the rank that launched it. The
-        # end of the parent shows a killed rank before the watch's deadline.
-        launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
+        # The end of the parent shows a killed rank 0 before the watch's deadline.
         return Watch.join(
             self.rank,
             invitation,
             deadline=deadline,
-            watch_parent=os.getppid() if launched else None,
+            watch_parent=os.getppid() if is_child_of_rank_0(environment) else None,
         )
+
+
+def is_child_of_rank_0(environment: ClusterEnvironment) -> bool:
+    """Return True if rank 0 has started this process.
+
+    Lightning's launcher starts the processes of a host as children of that host's first rank.
+    """
+    return (
+        isinstance(environment, LightningEnvironment)
+        and environment.node_rank() == 0
+        and environment.local_rank() > 0
+    )
 
 
 def _no_check() -> None:
