@@ -1,7 +1,7 @@
 """Base class of pipeline schedules: the order of each stage's actions within one training step.
 
 A schedule states its actions and the granularity of its loss. The simulator, the planner and the
-runtime derive everything else from these two, so all three speak of the same step.
+runtime derive everything else from these two, so all three agree on the order of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_dlres.core.errors import ConfigError
 
 
 class Op(str, Enum):
-    """Kind of an action of a stage."""
+    """Kind of a stage's action."""
 
     RECEIVE_ACTIVATION = "receive activation"
     FORWARD = "forward"
@@ -49,11 +49,12 @@ class Action:
 class Schedule(ABC):
     """Order of each stage's actions within one training step.
 
-    A subclass defines `name`, `whole_batch_loss` and `build_actions`. It is stateless, flushes at
-    the end of the step, and is found by its name once `register_schedule` has checked it.
+    A subclass defines `name`, `whole_batch_loss` and `build_actions`. It is stateless, and no
+    micro-batch is in flight at the end of a step. `register_schedule` checks it and makes it
+    available by its name.
 
     Attributes:
-        name: Name in options, plan.json and messages.
+        name: Name in options, plan.json and error messages.
         whole_batch_loss: Whether the last stage computes the loss once, over the whole batch, which
             is exact for any loss. Otherwise the loss is computed per micro-batch, which is exact
             only for a mean over samples. No backward can start before a loss over the whole batch,
@@ -72,8 +73,8 @@ class Schedule(ABC):
     ) -> list[Action]:
         """Return the actions of one stage for one step; see `actions` for the arguments.
 
-        `forward_actions` and `backward_actions` give the actions of one micro-batch together with
-        their messages. `check_schedule` lists the rules for their order.
+        Build them from `forward_actions` and `backward_actions`, which add the receives and sends
+        of a micro-batch. `check_schedule` lists the rules for the order.
         """
 
     @final
@@ -95,21 +96,31 @@ class Schedule(ABC):
                 smaller than `stages`.
             recompute: Whether the stage recomputes layers before a micro-batch's backward.
             extra_in_flight: Number of micro-batches by which stages before the last one run ahead,
-                beyond those that fill the pipeline. A schedule that cannot use them ignores it.
+                beyond those that fill the pipeline. A schedule that cannot use them ignores this.
 
         Raises:
             ConfigError: If `stage` or `microbatches` is out of range.
         """
-        if not 0 <= stage < stages or microbatches < 0:
-            raise ConfigError(f"No stage {stage} of {stages} with {microbatches} micro-batches.")
+        if not 0 <= stage < stages:
+            raise ConfigError(
+                f"stage must be at least 0 and less than the number of stages ({stages}), got "
+                f"{stage}. Number the stages from 0."
+            )
+        if microbatches < 0:
+            raise ConfigError(
+                f"microbatches must be at least 0, got {microbatches}. Use microbatches=0 for a "
+                "replica without micro-batches."
+            )
         return self.build_actions(stages, stage, microbatches, recompute, extra_in_flight)
 
     @final
     def max_in_flight(
         self, stages: int, stage: int, microbatches: int, extra_in_flight: int = 0
     ) -> int:
-        """Return the largest number of micro-batches between their forward and their backward on a
-        stage."""
+        """Return the largest number of micro-batches in flight on a stage.
+
+        A micro-batch is in flight from the start of its forward to the end of its backward.
+        """
         return _counts(self, stages, stage, microbatches, extra_in_flight).max_in_flight
 
     @final
@@ -118,29 +129,30 @@ class Schedule(ABC):
     ) -> int:
         """Return the number of forwards of a stage that cannot overlap with the first round trip.
 
-        This round trip takes the micro-batch whose backward comes first through the stages below.
-        Forwards up to that of this micro-batch come before it, forwards after the first backward
-        come after it. A loss over the whole batch waits for all forwards.
+        The round trip takes the micro-batch whose backward comes first through all later stages and
+        back. The forwards up to that micro-batch's own come before the round trip. The forwards
+        after the first backward come after it. With a loss over the whole batch all forwards come
+        before it, since the loss waits for them.
         """
         return _counts(self, stages, stage, microbatches, extra_in_flight).serial_forwards
 
     @final
     def losses(self, microbatches: int) -> int:
-        """Return how often the last stage of a replica computes the loss in one step."""
+        """Return the number of losses that a replica's last stage computes in one step."""
         return 1 if self.whole_batch_loss else microbatches
 
 
 def forward_actions(stages: int, stage: int, microbatch: int) -> list[Action]:
-    """Return the forward of one micro-batch on one stage, with its messages."""
+    """Return the forward of one micro-batch on one stage, with its receive and its send."""
     receive = [Action(Op.RECEIVE_ACTIVATION, microbatch)] if stage > 0 else []
     send = [Action(Op.SEND_ACTIVATION, microbatch)] if stage < stages - 1 else []
     return [*receive, Action(Op.FORWARD, microbatch), *send]
 
 
 def backward_actions(stages: int, stage: int, microbatch: int, recompute: bool) -> list[Action]:
-    """Return the backward of one micro-batch on one stage, with its messages.
+    """Return the backward of one micro-batch on one stage, with its receive and its send.
 
-    The stage recomputes before it waits for the gradient, in time that would be idle otherwise.
+    The stage recomputes before it waits for the gradient, in time that would otherwise be idle.
     """
     recomputation = [Action(Op.RECOMPUTE, microbatch)] if recompute else []
     receive = [Action(Op.RECEIVE_GRADIENT, microbatch)] if stage < stages - 1 else []
@@ -150,6 +162,8 @@ def backward_actions(stages: int, stage: int, microbatch: int, recompute: bool) 
 
 @dataclass(frozen=True)
 class _Counts:
+    """Results of `Schedule.max_in_flight` and `Schedule.serial_forwards` for one stage."""
+
     max_in_flight: int
     serial_forwards: int
 
@@ -158,23 +172,23 @@ class _Counts:
 def _counts(
     schedule: Schedule, stages: int, stage: int, microbatches: int, extra_in_flight: int
 ) -> _Counts:
-    """Return the figures of one stage's actions; the planner asks for the same ones many times."""
+    """Return the counts of one stage; cached, since the planner asks for the same ones often."""
     actions = schedule.actions(stages, stage, microbatches, extra_in_flight=extra_in_flight)
-    held = most = 0
+    in_flight = max_in_flight = 0
     forwards: list[int] = []
     before_first_backward = after_first_backward = 0
     first_backward: int | None = None
     for action in actions:
         if action.op is Op.FORWARD:
-            held += 1
-            most = max(most, held)
+            in_flight += 1
+            max_in_flight = max(max_in_flight, in_flight)
             forwards.append(action.microbatch)
             after_first_backward += first_backward is not None
         elif action.op is Op.BACKWARD:
-            held -= 1
+            in_flight -= 1
             if first_backward is None:
                 first_backward = action.microbatch
                 before_first_backward = forwards.index(first_backward) + 1
     if schedule.whole_batch_loss:
-        return _Counts(most, microbatches)
-    return _Counts(most, before_first_backward + after_first_backward)
+        return _Counts(max_in_flight, microbatches)
+    return _Counts(max_in_flight, before_first_backward + after_first_backward)

@@ -1,4 +1,4 @@
-"""Check of a schedule: its stages run as processes that pass messages, without a device."""
+"""Check of a schedule: a dry run of its stages, which pass messages but compute nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from itertools import product
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.plan.schedules.base import ALL_MICROBATCHES, Action, Op, Schedule
 
+# Sizes of the pipelines that a schedule is checked on. They are small, since each import of the
+# package runs the check.
 _STAGES = (1, 2, 3)
 _MICROBATCHES = (0, 1, 4)
 _EXTRA_IN_FLIGHT = (0, 1)
@@ -18,18 +20,18 @@ _RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
 def check_schedule(schedule: Schedule) -> None:
     """Run a schedule on small pipelines, and check the rules that runtime and planner rely on.
 
-      - Every stage runs the forward and the backward of every micro-batch once, and the stages
-      together reach the end.
-    - Messages arrive in the order in which they are sent: a channel is a queue, and the mailbox
-      refuses any message but the next one.
-    - A stage recomputes a micro-batch right before its backward; only the wait for the gradient may
-      come between. The planner's memory bound counts one recomputed micro-batch at a time.
+    - Every stage runs the forward and the backward of every micro-batch once. No stage waits for a
+      message forever.
+    - A stage receives messages in the order in which its neighbour sends them. The runtime's
+      mailbox refuses any message but the next one.
+    - A stage recomputes a micro-batch right before its backward; only the receive of the gradient
+      may come between. The planner's memory bound counts one recomputed micro-batch at a time.
     - The last stage computes one loss over the whole batch, or one for every micro-batch, as
       `whole_batch_loss` says. Losses per micro-batch come in the order of the micro-batches: user
       code sees the batch in its order, and the logs of its parts are merged in this order.
 
     Raises:
-          ConfigError: If the schedule breaks a rule; the message names the stage and the action.
+        ConfigError: If the schedule breaks a rule; the message names the stage and the action.
     """
     for stages, microbatches, extra, recompute in product(
         _STAGES, _MICROBATCHES, _EXTRA_IN_FLIGHT, (False, True)
@@ -40,11 +42,11 @@ def check_schedule(schedule: Schedule) -> None:
             )
             for stage in range(stages)
         ]
-        _Walk(schedule, actions, microbatches, recompute).run()
+        _DryRun(schedule, actions, microbatches, recompute).run()
 
 
-class _Walk:
-    """One step of a pipeline in which every stage goes as far as its messages allow."""
+class _DryRun:
+    """Dry run of one step: every stage does its actions until it must wait for a message."""
 
     def __init__(
         self,
@@ -54,35 +56,41 @@ class _Walk:
         recompute: bool,
     ) -> None:
         self._schedule, self._actions, self._recompute = schedule, actions, recompute
-        self._everything = set(range(microbatches))
+        self._microbatches = set(range(microbatches))
+        # Index of the next action of every stage.
         self._position = [0] * len(actions)
-        # (receiving stage, kind of the receive) -> micro-batches on their way, oldest first.
-        self._links: dict[tuple[int, Op], deque[int]] = {
+        # (receiving stage, kind of receive) -> micro-batches sent but not received, oldest first.
+        self._queues: dict[tuple[int, Op], deque[int]] = {
             (stage, op): deque() for stage in range(len(actions)) for op in _RECEIVES
         }
-        # (stage, kind) -> micro-batches for which the action is done.
+        # (stage, kind of action) -> micro-batches for which the stage has done this action.
         self._done: dict[tuple[int, Op], set[int]] = {
             (stage, op): set() for stage in range(len(actions)) for op in Op
         }
 
     def run(self) -> None:
-        moves = True
-        while moves:
-            moves = False
+        """Run all stages to the end of their actions.
+
+        Raises:
+            ConfigError: If the schedule breaks a rule of `check_schedule`.
+        """
+        has_progressed = True
+        while has_progressed:
+            has_progressed = False
             for stage in range(len(self._actions)):
-                moves |= self._advance(stage)
+                has_progressed |= self._advance(stage)
         for stage, actions in enumerate(self._actions):
             if self._position[stage] < len(actions):
-                self._refuse(stage, actions[self._position[stage]], "waits for ever")
+                self._refuse(stage, actions[self._position[stage]], "waits forever")
             for op in (Op.FORWARD, Op.BACKWARD):
-                for microbatch in self._everything - self._done[stage, op]:
-                    self._refuse(stage, Action(op, microbatch), "is missing")
-        for (stage, op), messages in self._links.items():
-            for microbatch in messages:
-                self._refuse(stage, Action(op, microbatch), "is missing")
+                for microbatch in self._microbatches - self._done[stage, op]:
+                    self._refuse_missing(stage, Action(op, microbatch))
+        for (stage, op), microbatches in self._queues.items():
+            for microbatch in microbatches:
+                self._refuse_missing(stage, Action(op, microbatch))
 
     def _advance(self, stage: int) -> bool:
-        """Run a stage until it waits; return whether it did anything."""
+        """Run a stage until it waits or ends; return whether it did any action."""
         actions, start = self._actions[stage], self._position[stage]
         while self._position[stage] < len(actions) and self._perform(stage):
             self._position[stage] += 1
@@ -93,23 +101,25 @@ class _Walk:
         action = self._actions[stage][self._position[stage]]
         op, microbatch = action.op, action.microbatch
         if op in _RECEIVES:
-            if not self._links[stage, op]:
+            if not self._queues[stage, op]:
                 return False
-            if self._links[stage, op].popleft() != microbatch:
-                self._refuse(stage, action, "is out of the order of sending")
+            if self._queues[stage, op].popleft() != microbatch:
+                self._refuse(stage, action, "is not in the order of sending")
         if microbatch in self._done[stage, op]:
             self._refuse(stage, action, "comes twice")
         if not self._is_ready(stage, action):
-            self._refuse(stage, action, "comes too early or on the wrong stage")
+            self._refuse(
+                stage, action, "comes too early, on the wrong stage or for the wrong micro-batch"
+            )
         if op is Op.SEND_ACTIVATION:
-            self._links[stage + 1, Op.RECEIVE_ACTIVATION].append(microbatch)
+            self._queues[stage + 1, Op.RECEIVE_ACTIVATION].append(microbatch)
         if op is Op.SEND_GRADIENT:
-            self._links[stage - 1, Op.RECEIVE_GRADIENT].append(microbatch)
+            self._queues[stage - 1, Op.RECEIVE_GRADIENT].append(microbatch)
         self._done[stage, op].add(microbatch)
         return True
 
     def _is_ready(self, stage: int, action: Action) -> bool:
-        """Return whether a stage has everything that an action takes."""
+        """Return whether an action is allowed now: on this stage, and after all that it needs."""
         op, microbatch = action.op, action.microbatch
         is_first, is_last = stage == 0, stage == len(self._actions) - 1
 
@@ -119,10 +129,10 @@ class _Walk:
         if op is Op.LOSS:
             if self._schedule.whole_batch_loss:
                 forwards = self._done[stage, Op.FORWARD]
-                return is_last and microbatch == ALL_MICROBATCHES and forwards == self._everything
+                return is_last and microbatch == ALL_MICROBATCHES and forwards == self._microbatches
             is_next = microbatch == len(self._done[stage, Op.LOSS])
             return is_last and is_next and done(Op.FORWARD)
-        if microbatch not in self._everything:
+        if microbatch not in self._microbatches:
             return False
         if op is Op.FORWARD:
             return is_first or done(Op.RECEIVE_ACTIVATION)
@@ -140,14 +150,27 @@ class _Walk:
         return True
 
     def _backward_follows(self, stage: int) -> bool:
+        """Return whether the backward follows the recomputation that the stage is at."""
         recompute, *following = self._actions[stage][self._position[stage] :]
         others = [a for a in following if a.op is not Op.RECEIVE_GRADIENT]
         return others[:1] == [Action(Op.BACKWARD, recompute.microbatch)]
 
     def _refuse(self, stage: int, action: Action, problem: str) -> None:
+        self._raise(f"a {_description(action)} on stage {stage} that {problem}")
+
+    def _refuse_missing(self, stage: int, action: Action) -> None:
+        self._raise(f"no {_description(action)} on stage {stage}")
+
+    def _raise(self, got: str) -> None:
         raise ConfigError(
             f"schedule {self._schedule.name!r} must be valid on {len(self._actions)} stages with "
-            f"{len(self._everything)} micro-batches, got a {action.op.value} of micro-batch "
-            f"{action.microbatch} on stage {stage} that {problem}. Correct "
+            f"{len(self._microbatches)} micro-batches, got {got}. Correct "
             f"{type(self._schedule).__name__}.build_actions."
         )
+
+
+def _description(action: Action) -> str:
+    """Return an action in words, for an error message."""
+    if action.microbatch == ALL_MICROBATCHES:
+        return f"{action.op.value} of the whole batch"
+    return f"{action.op.value} of micro-batch {action.microbatch}"

@@ -16,10 +16,10 @@ from lightning_dlres.pipeline.plan.schedules.base import (
 class OneForwardOneBackward(Schedule):
     """Synchronous 1F1B (PipeDream-flush, Narayanan et al., 2021).
 
-    A stage starts each backward as soon as it can, so stage s of n holds at most n - s
-    micro-batches. Stages before the last one hold `extra_in_flight` more. Without these, two stages
-    of equal speed wait for each other's every message. With one, a message may be late without an
-    idle stage.
+    A stage starts each backward as soon as it can. So stage s of n, counted from 0, has at most
+    n - s micro-batches in flight. Stages before the last one have `extra_in_flight` more. Without
+    these, two stages of equal speed wait for every message of each other. With one, a message may
+    be late and no stage is idle.
     """
 
     name: ClassVar[str] = "1f1b"
@@ -29,7 +29,7 @@ class OneForwardOneBackward(Schedule):
         self, stages: int, stage: int, microbatches: int, recompute: bool, extra_in_flight: int
     ) -> list[Action]:
         is_last = stage == stages - 1
-        # Forwards before the first pair of a forward and a backward.
+        # Number of forwards before the stage alternates one forward and one backward.
         warmup = min(0 if is_last else stages - 1 - stage + extra_in_flight, microbatches)
         actions = [a for m in range(warmup) for a in forward_actions(stages, stage, m)]
         for m in range(warmup, microbatches):

@@ -11,16 +11,16 @@ from lightning_dlres.pipeline.plan.schedules.gpipe import GPipe
 from lightning_dlres.pipeline.plan.schedules.one_f_one_b import OneForwardOneBackward
 
 AUTO = "auto"
-"""Option that starts with 1F1B, and falls back to GPipe where 1F1B is not exact."""
+"""Value of the `schedule` option: start with 1F1B, and fall back to GPipe where it is not exact."""
 
 _schedules: dict[str, Schedule] = {}
 ScheduleClass = TypeVar("ScheduleClass", bound=type[Schedule])
 
 
 def register_schedule(cls: ScheduleClass) -> ScheduleClass:
-    """Register a schedule under its name; used as a decorator of its class.
+    """Register a schedule under its name; a class decorator.
 
-    Every process of a run must register it, so do it where the module is imported.
+    Every rank must register the schedule, so use it in a module that every rank imports.
 
     Raises:
         ConfigError: If the name is taken, or the schedule breaks a rule of `check_schedule`.
@@ -57,7 +57,11 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def initial_schedule(option: str) -> Schedule:
-    """Return the schedule that a run starts with: for "auto" 1F1B, else the one of this name."""
+    """Return the schedule that a run starts with: 1F1B for "auto", else the one of this name.
+
+    Raises:
+        ConfigError: If no schedule has this name.
+    """
     return schedule_named(OneForwardOneBackward.name if option == AUTO else option)
 
 

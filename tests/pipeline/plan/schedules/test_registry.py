@@ -241,11 +241,11 @@ def test_losses_out_of_the_order_of_micro_batches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_last_backward, "a backward of micro-batch 0 on stage 0 that is missing"),
-        (turn_backwards_of_first_stage, "a receive gradient .* is out of the order of sending"),
+        (drop_last_backward, "got no backward of micro-batch 0 on stage 0"),
+        (turn_backwards_of_first_stage, "a receive gradient .* is not in the order of sending"),
         (backward_before_gradient, "a backward .* comes too early"),
         (forward_twice, "a forward of micro-batch 0 on stage 0 that comes twice"),
-        (no_activation, "a receive gradient .* that waits for ever"),
+        (no_activation, "a receive gradient .* that waits forever"),
         (loss_per_part, "a loss of micro-batch 0 .* on the wrong stage"),
         (recompute_early, "a recompute of micro-batch 3 .* comes too early"),
     ],
