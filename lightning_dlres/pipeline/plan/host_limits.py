@@ -1,4 +1,4 @@
-"""Memory limits of hosts: ranks on the CPU of one host share its memory."""
+"""Memory limits of hosts: the CPU ranks of one host share its memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ def plan_within_hosts(
 
     Args:
         make_plan: Makes the plan for a cluster.
-        cluster: The devices. Devices with a memory limit of their own do not count.
-        host_memory: Bytes available for the ranks of each host; hosts of unknown size are missing.
+        cluster: The devices. Devices with a memory limit of their own are left out of the sums.
+        host_memory: Bytes available for the ranks of each host, by name. Hosts of unknown size have
+            no entry.
         warn: Shows a warning to the user.
+
+    Raises:
+        ConfigError: If `make_plan` finds no plan even without the limits of hosts.
     """
     plan = make_plan(cluster)
     peaks_by_host = _host_peaks(plan, cluster)
@@ -59,7 +63,8 @@ def plan_within_hosts(
 
 
 def _host_peaks(plan: PipelinePlan, cluster: Cluster) -> Counter[str]:
-    """Return the sum of planned peak bytes, by host, of ranks without a limit of their own."""
+    """Return the summed peak bytes of each host's ranks, without ranks that have a limit of their
+    own."""
     workload, peaks = plan.workload(), Counter[str]()
     for replica in plan.replicas:
         for stage, rank in enumerate(replica):

@@ -28,18 +28,21 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         replicas: One tuple of ranks per replica, in stage order.
         split: Number of consecutive layers of each stage.
-        recompute: Indices of the layers that are recomputed: they keep only their inputs, and run
-            again before their backward.
+        recompute: Indices of the layers that are recomputed. Such a layer saves only its inputs,
+            and runs its forward again before its backward.
         schedule: Name of the schedule that the plan was made for.
-        microbatches: Number of micro-batches of a batch; 0 if not planned.
-        extra_in_flight: Number of extra micro-batches in flight on stages before the last one,
-            besides those that fill the pipeline; see `Schedule.actions`.
+        microbatches: Number of micro-batches of a batch; 0 if nothing was measured.
+        extra_in_flight: Number of micro-batches by which stages before the last one run ahead,
+            beyond those that fill the pipeline; see `Schedule.actions`.
         layers: Profile of every layer, in order.
         step: Costs of a step besides the layers.
         cluster: The devices; None if they were not measured.
-        predicted_seconds: Seconds of a step in the simulator; None if not measured.
-        even_seconds: Seconds of a step of the even split in the simulator, with ranks in order
-            and without recomputation; None if not measured.
+        predicted_seconds: Simulated seconds of a step with this plan; None if nothing was measured.
+        even_seconds: Simulated seconds of a step with an even split, the ranks in order and no
+            recomputation; None if nothing was measured.
+
+    Raises:
+        ConfigError: If a field is of the wrong type, or the fields contradict each other.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -71,19 +74,19 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ranks = sorted(rank for replica in self.replicas for rank in replica)
         if not self.split or min(self.split) < 1:
             raise ConfigError(
-                f"split must be at least one layer for every stage, got {list(self.split)}. Use "
+                f"split must have at least one layer for every stage, got {list(self.split)}. Use "
                 "fewer stages."
             )
         if not self.replicas or any(len(replica) != len(self.split) for replica in self.replicas):
             raise ConfigError(
-                f"replicas must be one rank per stage of split, {list(self.split)}, for every "
-                f"replica, got {[list(r) for r in self.replicas]}. Use replicas=((0, 1),) "
-                "for two stages."
+                f"replicas must have one rank per stage in every replica ({len(self.split)} stages "
+                f"in split), got {[list(r) for r in self.replicas]}. Use replicas=((0, 1),) for "
+                "two stages."
             )
         if ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"replicas must be each of the ranks 0 to {len(ranks) - 1} once, got {ranks}. "
-                "Number the ranks from 0 on."
+                f"replicas must contain each rank from 0 to {len(ranks) - 1} exactly once, got "
+                f"{ranks}. Number the ranks from 0."
             )
         if self.layers and sum(self.split) != len(self.layers):
             raise ConfigError(
@@ -93,7 +96,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         recomputed = sorted(set(self.recompute))
         if recomputed and not 0 <= recomputed[0] <= recomputed[-1] < sum(self.split):
             raise ConfigError(
-                f"recompute must be indices of layers from 0 to {sum(self.split) - 1}, got "
+                f"recompute must contain indices of layers from 0 to {sum(self.split) - 1}, got "
                 f"{list(self.recompute)}. Use recompute: []."
             )
         if self.cluster is not None and len(self.cluster.devices) != len(ranks):
@@ -113,13 +116,17 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return len(self.replicas) * len(self.split)
 
     def position(self, rank: int) -> tuple[int, int]:
-        """Return (replica, stage) of a rank."""
+        """Return (replica, stage) of a rank.
+
+        Raises:
+            ConfigError: If the plan has no such rank.
+        """
         for replica, ranks in enumerate(self.replicas):
             if rank in ranks:
                 return replica, ranks.index(rank)
         raise ConfigError(
             f"rank must be in one of the replicas {[list(r) for r in self.replicas]}, got {rank}. "
-            f"Start the {self.world_size} ranks of the plan."
+            f"Start {self.world_size} ranks, as the plan requires."
         )
 
     def layers_of(self, stage: int) -> range:
@@ -138,7 +145,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def is_measured(self) -> bool:
-        """True if the plan has measured layer times and can be simulated."""
+        """True if the plan has measured layer times, so that the simulator can run it."""
         return self.cluster is not None and self.microbatches > 0 and bool(self.layers)
 
     def workload(self) -> Workload:
@@ -163,7 +170,11 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def rank_name(self, rank: int) -> str:
-        """Return the name of a rank in messages."""
+        """Return the name of a rank in messages.
+
+        Raises:
+            ConfigError: If the plan has no such rank.
+        """
         replica, stage = self.position(rank)
         return (
             f"stage {stage} of replica {replica} (rank {rank})"
@@ -180,7 +191,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             profiles = self.layers[layers.start : layers.stop]
             ranks = [replica[stage] for replica in self.replicas]
             power = ", ".join(f"{self.powers[rank]:.2f}" for rank in ranks) if self.powers else "-"
-            # First and last layer; a dict drops the second name if both are the same layer.
+            # Names of the first and the last layer. The dict keeps one if both are the same layer.
             end_names = dict.fromkeys(profile.name for profile in (*profiles[:1], *profiles[-1:]))
             recomputed = sum(index in layers for index in set(self.recompute))
             # A parameter that several layers of the stage share counts once.
@@ -224,24 +235,24 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return render("Pipeline plan", columns, rows)
 
     def busy_seconds(self, stage: int) -> float:
-        """Return the compute seconds of a stage per step, on its slowest device.
+        """Return the compute seconds of a stage per step, in the replica where it takes longest.
 
         Raises:
             ConfigError: If nothing was measured.
         """
         workload = self.workload()
-        seconds_of_replicas = []
+        seconds_by_replica = []
         for replica, num_microbatches in enumerate(workload.shares):
             cost = workload.stage_cost(replica, stage, self.layers_of(stage), self.recompute)
             losses = workload.schedule.losses(num_microbatches)
-            seconds_of_replicas.append(
+            seconds_by_replica.append(
                 sum(
                     seconds * (losses if work is Work.LOSS else num_microbatches)
                     for work, seconds in cost.seconds.items()
                     if work in COMPUTING
                 )
             )
-        return max(seconds_of_replicas)
+        return max(seconds_by_replica)
 
     def prediction(self) -> str:
         """Return one line with the predicted step time, or with the reason why there is none."""
@@ -268,8 +279,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return from_json(text, PipelinePlan)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"plan must be JSON as PipelinePlan.to_json writes it, got unreadable text: "
-                f"{error}. Plan again."
+                f"plan must be JSON that PipelinePlan.to_json wrote, got invalid text: {error}. "
+                "Plan again."
             ) from None
 
     @staticmethod
@@ -304,5 +315,5 @@ def consecutive_replicas(world_size: int, stages: int) -> tuple[tuple[int, ...],
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the split by number of layers: stages differ by at most one layer."""
+    """Return the split with equal numbers of layers; stages differ by at most one layer."""
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))

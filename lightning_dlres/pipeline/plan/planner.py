@@ -1,6 +1,6 @@
-"""Planner: the plan for a profile, for a given plan, or for parameter sizes alone.
+"""Planner: it makes a plan from a profile, from the user's plan, or from parameter sizes alone.
 
-`search.device_orders` finds the fastest plan of a profile. Rank 0 plans for all ranks.
+`search.device_orders` finds the fastest plan for a profile. Rank 0 plans for all ranks.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class PlanConstraints:
 def adopt_plan(
     given: PipelinePlan, layers: tuple[LayerProfile, ...], path: str, world_size: int
 ) -> PipelinePlan:
-    """Return a plan given by the user, completed with the model's layers.
+    """Return the user's plan, completed with the model's layers.
 
     Args:
-        given: The plan.
-        layers: Profiles of the model's layers, measured or not.
-        path: Name of the pipelined module.
+        given: The user's plan.
+        layers: Profiles of the model's layers; they are used if the plan has none.
+        path: Name of the pipelined module, for error messages.
         world_size: Number of ranks.
 
     Raises:
@@ -88,8 +88,8 @@ def with_prediction(plan: PipelinePlan) -> PipelinePlan:
         limit = workload.memory_limit(stage)
         if limit is not None and peak > limit:
             raise ConfigError(
-                f"plan must keep stage {stage} within its memory limit of {limit} bytes, got "
-                f"{peak}. Give it fewer layers, recompute more of them, or plan again."
+                f"plan must keep stage {stage} within its memory limit of {limit} bytes, got a "
+                f"peak of {peak} bytes. Plan again, or give the stage fewer layers."
             )
     return msgspec.structs.replace(
         plan,
@@ -99,7 +99,7 @@ def with_prediction(plan: PipelinePlan) -> PipelinePlan:
 
 
 def with_schedule(plan: PipelinePlan, schedule: str) -> PipelinePlan:
-    """Return the plan under another schedule: the same layers on the same devices.
+    """Return the plan with another schedule, and the same layers on the same devices.
 
     Args:
         plan: The plan.
@@ -115,15 +115,15 @@ def with_schedule(plan: PipelinePlan, schedule: str) -> PipelinePlan:
         return with_prediction(changed)
     except ConfigError as error:
         raise ConfigError(
-            f"The loss requires schedule {schedule!r}, and the plan was made for "
-            f"{plan.schedule!r}: {error} Use HeteroPipeStrategy(schedule={schedule!r}) to plan for "
-            "it."
+            f"plan must fit into memory with schedule {schedule!r}, which the loss requires, got "
+            f"one made for {plan.schedule!r}. {error} Use "
+            f"HeteroPipeStrategy(schedule={schedule!r}) to plan for that schedule."
         ) from None
 
 
 def even_step_seconds(workload: Workload) -> float:
-    """Return the step time of the plan that one would write without a profile: equal numbers of
-    layers, devices in the order of ranks, and no recomputation."""
+    """Return the simulated seconds of a step with an even split, the ranks in order and no
+    recomputation: the plan that users write without a profile."""
     replicas = consecutive_replicas(len(workload.cluster.devices), workload.stages)
     even = even_split(len(workload.layers), workload.stages)
     return step_seconds(replace(workload, replicas=replicas), even)
@@ -160,11 +160,13 @@ def _fastest_plan(
     constraints: PlanConstraints,
     log: Callable[[str], None],
 ) -> PipelinePlan:
+    """Return the fastest plan on a cluster, which may have other limits than the profile's."""
     world = len(cluster.devices)
     workload = Workload(
         profile.layers,
         profile.step,
         cluster,
+        # If the user fixed no replicas, the search replaces these.
         constraints.replicas
         or consecutive_replicas(world, world if world <= len(profile.layers) else 1),
         constraints.schedule,
@@ -191,7 +193,7 @@ def _fastest_plan(
 
 
 def unmeasured_layers(names: Sequence[str], sizes: Sequence[int]) -> tuple[LayerProfile, ...]:
-    """Return profiles of layers that were not run: only names and parameter bytes."""
+    """Return profiles of layers that were not measured: only names and parameter bytes."""
     return tuple(
         LayerProfile(name=name, parameter_bytes=size)
         for name, size in zip(names, sizes, strict=True)
@@ -199,8 +201,8 @@ def unmeasured_layers(names: Sequence[str], sizes: Sequence[int]) -> tuple[Layer
 
 
 def unmeasured_plan(layers: tuple[LayerProfile, ...], replicas: Replicas) -> PipelinePlan:
-    """Return a plan that splits by parameter bytes, as if all devices were equal; for a run that
-    has nothing to measure with."""
+    """Return a plan for a run without a profile: it splits by parameter bytes, as if all devices
+    were equal."""
     sizes = [float(layer.parameter_bytes) for layer in layers]
     split = proportional_split(sizes, [1.0] * len(replicas[0]))
     return PipelinePlan(replicas=replicas, split=split, layers=layers)
