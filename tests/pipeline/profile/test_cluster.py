@@ -73,7 +73,7 @@ def test_bad_links_are_refused(
 def test_a_layer_without_times_for_a_kind_is_refused() -> None:
     layers = (*plain_layers([1.0]), LayerProfile(name="new", forward=(1.0,)))
     with pytest.raises(
-        ConfigError, match=r"'new' must have times for 1 kinds .* got 1 forward and 0 backward"
+        ConfigError, match=r"layer 'new' for each of 1 kinds .* got 1 forward and 0 backward times"
     ):
         Workload(layers, StepCosts(), plain_cluster(1), ((0,),), ONE_F_ONE_B, 1)
 

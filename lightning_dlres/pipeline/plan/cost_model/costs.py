@@ -16,7 +16,7 @@ from lightning_dlres.pipeline.profile.cluster import Cluster
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
 from lightning_dlres.pipeline.stage.microbatch import share
 
-# Bytes of gradients that are synchronised at once.
+# Size of a bucket: the bytes of gradients that one all-reduce synchronises.
 BUCKET_BYTES = 4 << 20
 
 
@@ -48,12 +48,15 @@ class Workload:
     Attributes:
         layers: Profiles of the model's layers.
         step: Costs of a step besides the layers.
-        cluster: The devices.
+        cluster: The devices and the links between them.
         replicas: Ranks of every replica, in stage order.
         schedule: Order of each stage's actions.
         microbatches: Number of micro-batches of a batch.
         recompute: "auto" (where the memory limit requires it), "never" or "always".
         extra_in_flight: See `Schedule.actions`.
+
+    Raises:
+        ConfigError: If a layer does not have one time per kind of device.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -70,10 +73,10 @@ class Workload:
         for layer in self.layers:
             if len(layer.forward) != kinds or len(layer.backward) != kinds:
                 raise ConfigError(
-                    f"profile: layer {layer.name!r} must have times for {kinds} kinds of device "
-                    f"({', '.join(self.cluster.kinds)}), got "
-                    f"{len(layer.forward)} forward and {len(layer.backward)} backward. Profile "
-                    "again."
+                    f"profile must have one forward and one backward time of layer {layer.name!r} "
+                    f"for each of {kinds} kinds of device ({', '.join(self.cluster.kinds)}), got "
+                    f"{len(layer.forward)} forward and {len(layer.backward)} backward times. "
+                    "Profile again."
                 )
 
     @property
@@ -85,65 +88,71 @@ class Workload:
     def shares(self) -> tuple[int, ...]:
         """Number of micro-batches of every replica."""
         count = len(self.replicas)
-        return tuple(len(share(self.microbatches, count, m)) for m in range(count))
+        return tuple(len(share(self.microbatches, count, replica)) for replica in range(count))
 
     def memory_limit(self, stage: int) -> int | None:
-        """Return the bytes that a stage may take on each of its devices; None: no limit."""
+        """Return the smallest memory limit of a stage's devices, in bytes; None: no limit."""
         limits = [self.cluster.devices[replica[stage]].memory_limit for replica in self.replicas]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def kind(self, replica: int, stage: int) -> int:
-        """Return the kind of a stage's device."""
+        """Return the kind of a stage's device, as an index into `Cluster.kinds`."""
         return self.cluster.devices[self.replicas[replica][stage]].kind
 
     def forward_seconds(self, index: int, kind: int) -> float:
-        """Return the seconds of a layer's forward.
+        """Return the seconds of a layer's forward for one micro-batch.
 
-        With several replicas every layer is a run of its own, so that its gradients are sent early.
+        With several replicas every layer has an autograd graph of its own (a run of one layer), so
+        that its gradients are sent early. Forward and backward take half of this overhead each.
         """
         return self.layers[index].forward[kind] + self._run_overhead_seconds(kind) / 2
 
     def backward_seconds(self, index: int, kind: int) -> float:
-        """Return the seconds of a layer's backward."""
+        """Return the seconds of a layer's backward for one micro-batch; see `forward_seconds`."""
         return self.layers[index].backward[kind] + self._run_overhead_seconds(kind) / 2
 
     def recompute_seconds(self, index: int, kind: int) -> float:
-        """Return the seconds of a layer's recomputation, which makes the layer a run of its own."""
-        return self.layers[index].forward[kind] + _of(self.step.run_overhead_seconds, kind)
+        """Return the seconds of a layer's recomputation for one micro-batch.
+
+        A recomputed layer always has an autograd graph of its own.
+        """
+        return self.layers[index].forward[kind] + _for_kind(self.step.run_overhead_seconds, kind)
 
     def _run_overhead_seconds(self, kind: int) -> float:
-        return _of(self.step.run_overhead_seconds, kind) if len(self.replicas) > 1 else 0.0
+        """Return the overhead of a layer that is not recomputed; see `forward_seconds`."""
+        return _for_kind(self.step.run_overhead_seconds, kind) if len(self.replicas) > 1 else 0.0
 
     def stage_cost(
         self, replica: int, stage: int, layers: range, recomputed: Collection[int]
     ) -> StageCost:
         """Return the costs of a stage that holds these layers and recomputes some of them."""
         kind = self.kind(replica, stage)
-        messages = (stage > 0) + (stage < self.stages - 1)
-        message = messages * _of(self.step.message, kind)
+        # Forward and backward each exchange one message with every neighbour.
+        neighbours = (stage > 0) + (stage < self.stages - 1)
+        messages = neighbours * _for_kind(self.step.message, kind)
         is_last = stage == self.stages - 1
         loss_microbatches = self.microbatches if self.schedule.whole_batch_loss else 1
         return StageCost(
             seconds={
-                Work.FORWARD: message + math.fsum(self.forward_seconds(i, kind) for i in layers),
-                Work.LOSS: _of(self.step.loss, kind) * loss_microbatches if is_last else 0.0,
+                Work.FORWARD: messages + math.fsum(self.forward_seconds(i, kind) for i in layers),
+                Work.LOSS: _for_kind(self.step.loss, kind) * loss_microbatches if is_last else 0.0,
                 Work.RECOMPUTE: math.fsum(
                     self.recompute_seconds(i, kind) for i in layers if i in recomputed
                 ),
-                Work.BACKWARD: message + math.fsum(self.backward_seconds(i, kind) for i in layers),
-                Work.ACTIVATION: self._transfer(
-                    replica, stage, 1, self.layers[layers[-1]].output_bytes
+                Work.BACKWARD: messages + math.fsum(self.backward_seconds(i, kind) for i in layers),
+                Work.ACTIVATION: self._transfer_seconds(
+                    replica, stage, stage + 1, self.layers[layers[-1]].output_bytes
                 ),
-                Work.GRADIENT: self._gradient_transfer(replica, stage, layers.start),
+                Work.GRADIENT: self._gradient_seconds(replica, stage, layers.start),
             },
             tail=self.tail(replica, stage, layers),
             peak_bytes=self.peak_bytes(stage, layers, recomputed),
         )
 
     def tail(self, replica: int, stage: int, layers: range) -> float:
-        """Return the seconds of a stage after its last backward; see `StageCost`."""
+        """Return `StageCost.tail` of a stage that holds these layers, in seconds."""
         kind = self.kind(replica, stage)
-        update = _of(self.step.update, kind) * self.trained_bytes(layers)
+        update = _for_kind(self.step.update, kind) * self.trained_bytes(layers)
         return self.sync_tail(replica, stage, layers) + update
 
     def sync_tail(self, replica: int, stage: int, layers: range) -> float:
@@ -153,17 +162,19 @@ class Workload:
         """
         if len(self.replicas) == 1:
             return 0.0
-        kind, end, pending = self.kind(replica, stage), -math.inf, 0
-        # Seconds from now to the end of the last backward; `end` counts from that end.
-        before_end = math.fsum(self.backward_seconds(index, kind) for index in layers)
+        kind, pending_bytes = self.kind(replica, stage), 0
+        # End of the latest bucket, in seconds after the end of the last backward.
+        bucket_end = -math.inf
+        # Seconds that the backward still takes.
+        seconds_left = math.fsum(self.backward_seconds(index, kind) for index in layers)
         for index in reversed(layers):
-            layer = self.layers[index]
-            before_end -= self.backward_seconds(index, kind)
-            pending += layer.gradient_bytes
-            if pending >= BUCKET_BYTES or (index == layers.start and pending):
-                end = max(end, -before_end) + self.sync_seconds(stage, pending)
-                pending = 0
-        return max(end, 0.0)
+            seconds_left -= self.backward_seconds(index, kind)
+            pending_bytes += self.layers[index].gradient_bytes
+            if pending_bytes >= BUCKET_BYTES or (index == layers.start and pending_bytes):
+                bucket_start = max(bucket_end, -seconds_left)
+                bucket_end = bucket_start + self.sync_seconds(stage, pending_bytes)
+                pending_bytes = 0
+        return max(bucket_end, 0.0)
 
     def sync_seconds(self, stage: int, nbytes: int) -> float:
         """Return the seconds of a ring all-reduce of this many bytes over the replicas."""
@@ -174,6 +185,7 @@ class Workload:
         links = [
             self.cluster.link(a, b) for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
         ]
+        # The ring needs count - 1 rounds to sum a bucket, and as many to distribute the sum.
         rounds = 2 * (count - 1) * math.ceil(nbytes / BUCKET_BYTES)
         latency = max(link.latency for link in links) * rounds
         traffic = 2 * (count - 1) / count * nbytes
@@ -186,8 +198,8 @@ class Workload:
         in flight, and the temporary memory of backward.
 
         With a loss over the whole batch, the first backward runs while all micro-batches are in
-        flight; the gradients of the layers below do not exist yet. Later backwards hold two
-        gradients of a layer, but fewer micro-batches are in flight.
+        flight, but the gradients of earlier layers do not exist yet. In later backwards a layer has
+        its new gradient beside the accumulated one, but fewer micro-batches are in flight.
         """
         bound, idle = self._busy_bytes(stage, layers, recomputed), self.idle_bytes(stage, layers)
         count = self.in_flight(stage)
@@ -195,36 +207,42 @@ class Workload:
             return max(bound, idle)
         is_last, loss = stage == self.stages - 1, self.microbatches * self.step.loss_bytes
         saved, recomputation = self.saved_bytes(stage, layers, recomputed)
+        # The part of the bound that is the same in the loss and in every backward.
         fixed = (
             bound
-            - self._workspace(layers)
+            - self._workspace_bytes(layers)
             - count * saved
             - recomputation
             - (loss if is_last else 0)
         )
         # The loss makes the gradients of all outputs at once.
         output = self.layers[layers[-1]].gradient_output_bytes if is_last else 0
-        first = count * (saved + output) + recomputation + self._workspace(layers, first=True)
-        later = (count - 1) * (saved + output) + recomputation + self._workspace(layers)
-        busy = fixed + max(first, later, count * saved + loss if is_last else 0)
+        in_loss = count * saved + loss if is_last else 0
+        in_first_backward = (
+            count * (saved + output) + recomputation + self._workspace_bytes(layers, first=True)
+        )
+        in_later_backward = (
+            (count - 1) * (saved + output) + recomputation + self._workspace_bytes(layers)
+        )
+        busy = fixed + max(in_loss, in_first_backward, in_later_backward)
         return max(min(bound, busy), idle)
 
     def bound_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
         """Return an upper bound of `peak_bytes`, which the planner keeps within the limit.
 
-        It is linear in the recomputed layers: each adds or frees a number of bytes of its own.
+        While micro-batches are in flight, the bound is linear in the recomputed layers: each of
+        them frees or adds a number of bytes that does not depend on the others.
         """
         busy = self._busy_bytes(stage, layers, recomputed)
         return max(busy, self.idle_bytes(stage, layers))
 
     def _busy_bytes(self, stage: int, layers: range, recomputed: Collection[int]) -> int:
-        """Return a bound of the bytes that a stage holds while micro-batches are in flight."""
-        held = [self.layers[index] for index in layers]
+        """Return an upper bound of the bytes of a stage while micro-batches are in flight."""
         static = self.static_bytes(layers)
         if stage > 0:
-            static += held[0].input_bytes
+            static += self.layers[layers[0]].input_bytes
         if stage < self.stages - 1:
-            static += held[-1].gradient_output_bytes
+            static += self.layers[layers[-1]].gradient_output_bytes
         elif self.schedule.whole_batch_loss:
             static += self.microbatches * self.step.loss_bytes
         count = self.in_flight(stage)
@@ -234,8 +252,8 @@ class Workload:
     def saved_bytes(
         self, stage: int, layers: range, recomputed: Collection[int]
     ) -> tuple[int, int]:
-        """Return the bytes that each micro-batch in flight saves, and those that recomputation adds
-        to one micro-batch at a time."""
+        """Return the bytes that every micro-batch in flight saves, and the bytes that recomputation
+        adds for one micro-batch at a time."""
         saved = 0 if stage == 0 else self.layers[layers[0]].input_bytes
         recomputation = 0
         for index in layers:
@@ -261,10 +279,10 @@ class Workload:
         return self.resident_bytes(layers) - extra_copies + temporary
 
     def loss_check_bytes(self, stage: int, layers: range) -> int:
-        """Return the bytes of a last stage during the check of a loss per micro-batch.
+        """Return the bytes that a stage holds during the loss check; 0 if it has no such check.
 
-        The check compares the loss of the whole batch with the mean of the micro-batches' losses.
-        No micro-batch is in flight then.
+        If the loss is computed per micro-batch, the last stage checks that their mean equals the
+        loss of the whole batch. No micro-batch is in flight then.
         """
         if stage < self.stages - 1 or self.schedule.whole_batch_loss or self.microbatches == 1:
             return 0
@@ -272,23 +290,28 @@ class Workload:
         return self.resident_bytes(layers) + self.microbatches * loss
 
     def freed_by_recompute(self, stage: int, layers: range, index: int) -> int:
-        """Return the bytes by which `bound_bytes` falls if the stage recomputes this layer."""
+        """Return the bytes by which the bound for micro-batches in flight falls if the stage
+        recomputes this layer; negative if it rises."""
         layer, count = self.layers[index], self.in_flight(stage)
         saved = layer.saved_bytes + (layer.output_bytes if index == layers[-1] else 0)
         return count * saved - layer.saved_bytes - layer.output_bytes
 
     def static_bytes(self, layers: range) -> int:
         """Return the bytes that do not depend on the number of micro-batches in flight."""
-        return self.resident_bytes(layers) + self._workspace(layers)
+        return self.resident_bytes(layers) + self._workspace_bytes(layers)
 
-    def _workspace(self, layers: range, first: bool = False) -> int:
-        """Return the temporary bytes of backward, or of the loss, beyond all gradients.
+    def _workspace_bytes(self, layers: range, first: bool = False) -> int:
+        """Return the bytes that backward or the loss adds to the resident and saved bytes.
 
-        In the first backward of a step (`first`), the gradients that it makes are those that stay,
-        and the gradients of the layers below do not exist yet.
+        Args:
+            layers: Layers of the stage.
+            first: True for the first backward of a step. The gradients of earlier layers do not
+                exist yet then. A layer's new gradient becomes the accumulated one, so there is no
+                second copy. The result is negative if this outweighs the temporary memory.
         """
-        # While a layer runs backward, the saved tensors of the layers above it are freed.
+        # Saved bytes of later layers, which are free when backward reaches a layer.
         freed = 0
+        # Gradient bytes that `resident_bytes` counts but that do not exist yet.
         missing = sum(self.layers[index].gradient_bytes for index in layers) if first else 0
         workspace = -missing
         for index in reversed(layers):
@@ -301,11 +324,12 @@ class Workload:
         return workspace
 
     def resident_bytes(self, layers: range) -> int:
-        """Return the bytes that a stage holds all the time: weights, gradients, optimizer state and
-        the batch."""
-        held = [self.layers[index] for index in layers]
-        shared = {name: size for layer in held for name, size in layer.shared.items()}
-        weights = sum(layer.parameter_bytes for layer in held) + sum(shared.values())
+        """Return the bytes that a stage holds throughout a step: weights, gradients, optimizer
+        state and the batch."""
+        profiles = [self.layers[index] for index in layers]
+        # Each shared parameter counts once.
+        shared = {name: size for layer in profiles for name, size in layer.shared.items()}
+        weights = sum(layer.parameter_bytes for layer in profiles) + sum(shared.values())
         trained = self.trained_bytes(layers)
         state = math.ceil(trained * self.step.state_bytes_per_parameter_byte)
         batch = self.microbatches * self.layers[0].input_bytes
@@ -313,9 +337,9 @@ class Workload:
 
     def trained_bytes(self, layers: range) -> int:
         """Return the bytes of one copy of the gradients of some layers."""
-        held = [self.layers[index] for index in layers]
-        shared = {name: size for layer in held for name, size in layer.shared.items()}
-        return sum(layer.gradient_bytes for layer in held) + sum(shared.values())
+        profiles = [self.layers[index] for index in layers]
+        shared = {name: size for layer in profiles for name, size in layer.shared.items()}
+        return sum(layer.gradient_bytes for layer in profiles) + sum(shared.values())
 
     def in_flight(self, stage: int) -> int:
         """Return the largest number of micro-batches in flight on a stage, over all replicas."""
@@ -324,17 +348,20 @@ class Workload:
             for count in self.shares
         )
 
-    def _transfer(self, replica: int, stage: int, step: int, nbytes: int) -> float:
-        if not 0 <= stage + step < self.stages:
+    def _transfer_seconds(self, replica: int, stage: int, receiver: int, nbytes: int) -> float:
+        """Return the seconds of a message to the stage `receiver`; 0 if there is no such stage."""
+        if not 0 <= receiver < self.stages:
             return 0.0
         ranks = self.replicas[replica]
-        return self.cluster.transfer_seconds(ranks[stage], ranks[stage + step], nbytes)
+        return self.cluster.transfer_seconds(ranks[stage], ranks[receiver], nbytes)
 
-    def _gradient_transfer(self, replica: int, stage: int, first: int) -> float:
-        nbytes = self.layers[first - 1].gradient_output_bytes if first else 0
-        return self._transfer(replica, stage, -1, nbytes)
+    def _gradient_seconds(self, replica: int, stage: int, first_layer: int) -> float:
+        """Return the seconds in which a stage sends the gradient of its input to the stage before
+        it."""
+        nbytes = self.layers[first_layer - 1].gradient_output_bytes if first_layer else 0
+        return self._transfer_seconds(replica, stage, stage - 1, nbytes)
 
 
-def _of(seconds: Sequence[float], kind: int) -> float:
-    """Return the seconds of a kind of device; 0 where nothing was measured."""
+def _for_kind(seconds: Sequence[float], kind: int) -> float:
+    """Return the seconds on a kind of device; 0 if they were not measured."""
     return seconds[kind] if seconds else 0.0

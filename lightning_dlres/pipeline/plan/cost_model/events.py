@@ -24,7 +24,9 @@ class Work(IntEnum):
     GRADIENT = 5
 
 
+# Kinds of events that occupy the stage's device; the others are transfers.
 COMPUTING = (Work.FORWARD, Work.LOSS, Work.RECOMPUTE, Work.BACKWARD)
+# A receive has no event of its own: the next computation waits for the sender's transfer.
 _WORK_OF = {
     Op.FORWARD: Work.FORWARD,
     Op.LOSS: Work.LOSS,
@@ -68,7 +70,9 @@ def event_graph(
 
     A stage computes one thing at a time, in the order of its actions. Messages of one kind between
     two stages travel one after the other, while the stages compute. For a loss over the whole
-    batch the last stages of all replicas exchange their outputs, so it waits for all forwards.
+    batch the last stages of all replicas exchange their outputs. So the loss waits for the forwards
+    of all last stages. Every stage has events of recomputation, which take no time where nothing is
+    recomputed.
 
     Args:
         schedule: Order of each stage's actions.
@@ -89,8 +93,8 @@ def event_graph(
 class _Builder:
     """Builder of an event graph.
 
-    It takes the stages in turn, and adds a stage's events until the next one has a predecessor that
-    does not exist yet.
+    It takes the stages in turn. It adds a stage's events until it meets one whose predecessor has
+    not been added yet.
 
     Attributes:
         actions: Actions by (replica, stage).
@@ -98,7 +102,7 @@ class _Builder:
         index: Index of an event by (work, replica, stage, micro-batch).
         latest: Index of a stage's latest event, by (work, replica, stage). Each kind of transfer
             has an entry of its own; all computations share the entry with work None.
-        arrived: Indices of the transfers that the next computation of a stage waits for, by
+        arrived: Indices of the transfers to a stage that its next computation waits for, by
             (replica, stage).
     """
 
@@ -114,21 +118,22 @@ class _Builder:
         self.actions[replica, stage] = actions
 
     def build(self) -> tuple[ScheduleEvent, ...]:
-        """Return the events of all actions."""
+        """Return the events of all actions, predecessors first."""
+        # Index of the next action, by (replica, stage).
         next_action = dict.fromkeys(self.actions, 0)
-        while any(next_action[place] < len(self.actions[place]) for place in next_action):
-            before = dict(next_action)
-            for place, actions in self.actions.items():
-                while next_action[place] < len(actions) and self.do(
-                    *place, actions[next_action[place]]
+        while any(next_action[key] < len(self.actions[key]) for key in next_action):
+            previous = dict(next_action)
+            for key, actions in self.actions.items():
+                while next_action[key] < len(actions) and self.add_event(
+                    *key, actions[next_action[key]]
                 ):
-                    next_action[place] += 1
-            if next_action == before:
+                    next_action[key] += 1
+            if next_action == previous:
                 raise AssertionError(f"The schedule deadlocks at {next_action}.")
         return tuple(self.events)
 
-    def do(self, replica: int, stage: int, action: Action) -> bool:
-        """Add an action's event; return False if an event that it waits for does not exist yet."""
+    def add_event(self, replica: int, stage: int, action: Action) -> bool:
+        """Add an action's event; return False if its predecessor has not been added yet."""
         op, microbatch = action.op, action.microbatch
         if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
             transfer = (
@@ -142,33 +147,33 @@ class _Builder:
             return True
         work, after = _WORK_OF[op], list[int]()
         if work is Work.LOSS and microbatch == ALL_MICROBATCHES:
-            ends = [
+            last_forwards = [
                 self._last_forward(other_replica, other_stage)
                 for other_replica, other_stage in self.actions
                 if other_stage == stage
             ]
-            if None in ends:
+            if None in last_forwards:
                 return False
-            after += [end for end in ends if end is not None]
-        computing = work in COMPUTING
+            after += [index for index in last_forwards if index is not None]
+        is_computation = work in COMPUTING
         # A transfer starts when the computation before it and the transfer before it have ended.
-        latest_keys: list[Work | None] = [None] if computing else [None, work]
+        latest_keys: list[Work | None] = [None] if is_computation else [None, work]
         after += [
             self.latest[key, replica, stage]
             for key in latest_keys
             if (key, replica, stage) in self.latest
         ]
-        if computing:
+        if is_computation:
             after += self.arrived.pop((replica, stage), [])
         index = len(self.events)
         self.events.append(
             ScheduleEvent(work, replica, stage, microbatch, tuple(sorted(set(after))))
         )
         self.index[work, replica, stage, microbatch] = index
-        self.latest[None if computing else work, replica, stage] = index
+        self.latest[None if is_computation else work, replica, stage] = index
         return True
 
     def _last_forward(self, replica: int, stage: int) -> int | None:
-        """Return the index of a stage's last forward; None if that event does not exist yet."""
+        """Return the index of a stage's last forward; None if it has not been added yet."""
         last = [a.microbatch for a in self.actions[replica, stage] if a.op is Op.FORWARD][-1]
         return self.index.get((Work.FORWARD, replica, stage, last))

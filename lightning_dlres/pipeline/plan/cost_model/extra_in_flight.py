@@ -1,9 +1,9 @@
 """Decision on one extra micro-batch in flight, besides those that fill the pipeline.
 
 Plain 1F1B keeps just enough micro-batches in flight to fill the pipeline. Two neighbouring stages
-of equal speed then have no work in reserve: a late message or a pause of one device idles the
-other. The simulator models the latency of links, but no late messages and no pauses. So the extra
-micro-batch is added wherever it fits into memory and does not make the simulated step longer.
+of equal speed then have no work in reserve: a late message or a pause of one device leaves the
+other idle. The simulator models the latency of links, but no late messages and no pauses. So the
+extra micro-batch is added wherever it fits into memory and does not make the simulated step longer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from lightning_dlres.pipeline.plan.cost_model.costs import Workload, layer_ranges
 from lightning_dlres.pipeline.plan.cost_model.simulator import step_seconds
 
-# Relative rounding error of simulated times; a smaller increase is no slowdown.
+# Relative rounding error of simulated times; a smaller increase does not count as a slowdown.
 _ROUNDING = 1e-9
 
 
@@ -23,8 +23,8 @@ def with_extra_in_flight(
 ) -> Workload:
     """Return the workload with one extra micro-batch in flight, or unchanged.
 
-    It is unchanged if the schedule has no use for the micro-batch, if it does not fit into memory,
-    or if the simulated step becomes longer.
+    It is unchanged if the schedule ignores the extra micro-batch, if the micro-batch does not fit
+    into memory, or if the simulated step becomes longer.
     """
     extended = replace(workload, extra_in_flight=workload.extra_in_flight + 1)
     if not any(extended.in_flight(s) > workload.in_flight(s) for s in range(workload.stages)):

@@ -1,5 +1,5 @@
-"""Simulator of a plan's step: the times of each stage's computations and transfers, and its peak
-memory.
+"""Simulator of a plan's step: the times of each stage's computations and transfers, and the stage's
+peak memory.
 
 The simulator is a pure function of the plan's profile. It follows the runtime's action lists.
 """
@@ -41,9 +41,10 @@ class Timeline:
 
     Attributes:
         activities: All activities, in the order of their starts.
-        step_seconds: Seconds from the first start to the last end.
-        busy_seconds: Seconds that each stage computes, for every replica.
-        peak_bytes: Largest number of bytes that each stage holds.
+        step_seconds: Seconds from the start of the step to the end of its last stage, with the
+            gradient synchronisation and the optimizer's step.
+        busy_seconds: Seconds that each stage computes, one tuple per replica.
+        peak_bytes: Largest number of bytes that each stage holds at a time.
     """
 
     activities: tuple[Activity, ...]
@@ -53,7 +54,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a stage does not compute, as a mean over stages."""
+        """Share of the step in which a stage does not compute: the mean over all stages."""
         stages = [busy for replica in self.busy_seconds for busy in replica]
         return 1.0 - sum(stages) / (len(stages) * self.step_seconds) if self.step_seconds else 0.0
 
@@ -61,7 +62,7 @@ class Timeline:
         """Return the number of micro-batches in flight on a stage over time.
 
         Returns:
-            One (seconds, number) per change: the number from this time on.
+            One (seconds, number) for each change: the time, and the number from then on.
         """
         changes = {"forward": 1, "backward": -1}
         times = sorted(
@@ -94,23 +95,25 @@ def simulate(workload: Workload, split: Sequence[int], recompute: Collection[int
         for e, start, end in zip(events, starts, ends, strict=True)
         if end > start
     ]
-    last_computed: dict[tuple[int, int], float] = {}
+    # End of the last computation of a stage, in seconds, by (replica, stage).
+    last_end: dict[tuple[int, int], float] = {}
     busy = dict.fromkeys(costs, 0.0)
     for event, start, end in zip(events, starts, ends, strict=True):
-        place = event.replica, event.stage
+        key = event.replica, event.stage
         if event.work in COMPUTING:
-            last_computed[place] = max(last_computed.get(place, 0.0), end)
-            busy[place] += end - start
-    for place, end in last_computed.items():
-        # The rest of the gradient synchronisation, after the last backward.
-        tail = workload.sync_tail(*place, layer_ranges(split)[place[1]])
+            last_end[key] = max(last_end.get(key, 0.0), end)
+            busy[key] += end - start
+    for (replica, stage), end in last_end.items():
+        # The part of the gradient synchronisation that comes after the last backward.
+        tail = workload.sync_tail(replica, stage, layer_ranges(split)[stage])
         if tail:
-            activities.append(Activity("sync", *place, ALL_MICROBATCHES, end, end + tail))
+            activities.append(Activity("sync", replica, stage, ALL_MICROBATCHES, end, end + tail))
     return Timeline(
         activities=tuple(sorted(activities, key=lambda a: a.start)),
-        step_seconds=max(end + costs[place].tail for place, end in last_computed.items()),
+        step_seconds=max(end + costs[key].tail for key, end in last_end.items()),
         busy_seconds=tuple(
-            tuple(busy[m, s] for s in range(workload.stages)) for m in range(len(workload.replicas))
+            tuple(busy[replica, stage] for stage in range(workload.stages))
+            for replica in range(len(workload.replicas))
         ),
         peak_bytes=tuple(costs[0, stage].peak_bytes for stage in range(workload.stages)),
     )
@@ -137,7 +140,10 @@ def stage_costs(
 def run_events(
     events: Sequence[ScheduleEvent], costs: Mapping[tuple[int, int], StageCost]
 ) -> tuple[list[float], list[float]]:
-    """Return the starts and the ends of all events. An event starts when its predecessors end."""
+    """Return the starts and the ends of all events, in seconds since the start of the step.
+
+    An event starts when its last predecessor ends.
+    """
     starts: list[float] = []
     ends: list[float] = []
     for event in events:

@@ -21,7 +21,7 @@ def feasible_order(workload: Workload, slots: Slots) -> Slots | None:
     are few sets.
     """
     limits, count = [_limit(workload, slot) for slot in slots], len(workload.layers)
-    least = [Footprint(workload).least(stage) for stage in range(len(slots))]
+    least = [Footprint(workload).least_bytes(stage) for stage in range(len(slots))]
     exists = ~np.tri(count + 1, dtype=bool)
 
     def fits(stage: int, slot: int) -> NDArray[np.bool_]:

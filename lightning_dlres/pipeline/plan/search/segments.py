@@ -78,7 +78,7 @@ class Segments:
                 if share:
                     matrix = np.maximum(matrix, self._bound(replica, stage, share))
             if (limit := self.workload.memory_limit(stage)) is not None:
-                matrix[self._footprint.least(stage) > limit] = np.inf
+                matrix[self._footprint.least_bytes(stage) > limit] = np.inf
             bounds.append(matrix)
         return bounds
 
@@ -250,7 +250,7 @@ class Segments:
         """
         schedule, stages = self.workload.schedule, self.workload.stages
         forward, backward, loss, tail = self._stage_seconds(replica, stage)
-        recomputation = self._footprint.seconds(replica, stage)
+        recomputation = self._footprint.recompute_seconds(replica, stage)
         before = self._round_before[replica][stage]
         before_forward = self._forward_before[replica][stage]
         after = self._round_after[replica][stage]
@@ -299,7 +299,7 @@ class Segments:
             loss_microbatches = workload.microbatches if workload.schedule.whole_batch_loss else 1
             loss = workload.step.loss[kind] * loss_microbatches
         update = workload.step.update[kind] if workload.step.update else 0.0
-        return sums[0], sums[1], loss, self._footprint.trained.astype(np.float64) * update
+        return sums[0], sums[1], loss, self._footprint.trained_bytes.astype(np.float64) * update
 
     @cached_property
     def _crossing(self) -> list[list[tuple[Matrix, Matrix]]]:

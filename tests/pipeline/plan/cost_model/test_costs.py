@@ -97,7 +97,7 @@ class TestMemory:
             workload.peak_bytes(1, range(2, 4), ()),
         )
 
-    def test_saved_tensors_of_layers_above_are_freed_during_backward(self) -> None:
+    def test_saved_tensors_of_later_layers_are_freed_during_backward(self) -> None:
         bottom, top = plain_layers([1.0] * 2, saved_bytes=30, output_bytes=7)
         bottom = msgspec.structs.replace(bottom, workspace_bytes=50)
         workload = stage_per_layer([bottom, top], 1)
