@@ -28,7 +28,7 @@ from lightning_dlres.pipeline.plan.search.device_orders import (
     start_order,
     start_split,
 )
-from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of
+from lightning_dlres.pipeline.plan.search.grouping import group_into_slots, replicas_of
 from tests.support.pipeline_profiles import large_workload, limited
 
 TARGET_SECONDS = 20.0
@@ -82,7 +82,7 @@ def profile(size: Size, seed: int, memory_part: float | None) -> Workload:
     workload = large_workload(
         random, size.layers, size.stages, size.microbatches, gpt=gpt, slack=SCARCE
     )
-    order = replicas_of(start_order(workload, group(workload.cluster, size.stages)))
+    order = replicas_of(start_order(workload, group_into_slots(workload.cluster, size.stages)))
     workload = replace(workload, replicas=order)
     if memory_part is None:
         return workload

@@ -1,9 +1,9 @@
 """Search over the number of stages and the orders of devices, for the fastest split of each.
 
-A pure function of the profile. Every order that differs in its devices is searched by an integer
-program (see `milp`), which looks only for plans faster than the best known one. The search starts
-from the ratio order (see `order_by_ratio`) with a split in proportion to power. So the result is
-never slower than that start in the simulator.
+The search is a pure function of the profile. It solves an integer program (see `milp`) for every
+distinct order of the devices, and each program looks only for plans faster than the best known one.
+The search starts from the ratio order (see `order_by_ratio`) with a split in proportion to power.
+So the result is never slower than this start in the simulator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_dlres.pipeline.plan.search.feasible_order import feasible_order
 from lightning_dlres.pipeline.plan.search.grouping import (
     Slots,
     distinct_orders,
-    group,
+    group_into_slots,
     order_by_ratio,
     replicas_of,
     slot_power,
@@ -30,8 +30,8 @@ from lightning_dlres.pipeline.plan.search.grouping import (
 from lightning_dlres.pipeline.plan.search.milp import GAP, SplitChoice, SplitProgram
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 
-# Largest number of orders that are searched one by one. With more orders, the search exchanges two
-# stages of the ratio order as long as this helps.
+# Largest number of orders that are all searched. With more orders, the search begins with the ratio
+# order, and exchanges two stages as long as this makes the step shorter.
 _MAX_ORDERS = 200
 
 
@@ -45,8 +45,9 @@ class SearchResult:
         recompute: Indices of the recomputed layers.
         seconds: Seconds of the simulated step.
         start_seconds: Seconds of the simulated step of the start: the ratio order with a split in
-            proportion to power. Infinite if it does not fit into memory.
-        gap: Bound on the relative gain: no plan of the searched orders is faster by more than this.
+            proportion to power. Infinite if the start does not fit into memory.
+        gap: Relative optimality gap: no plan of the searched orders is faster by more than this
+            part of `seconds`.
     """
 
     workload: Workload
@@ -66,9 +67,9 @@ def search_plan(
     """Return the fastest plan.
 
     Args:
-        workload: The model and the devices. Its replicas count only with `keep_order`.
+        workload: The model and the devices. Its replicas are used only with `keep_order`.
         stages: Number of stages of a replica; None: the fastest of `stage_counts`.
-        keep_order: Whether to keep the workload's replicas, and search only splits.
+        keep_order: Whether to keep the workload's replicas, and search only the split.
         log: Takes a line about the progress of the search.
 
     Raises:
@@ -92,18 +93,20 @@ def search_plan(
     best: SearchResult | None = None
     tried = []
     for count in counts:
-        slots = group(workload.cluster, count)
-        first = start_order(workload, slots)
-        variant = replace(workload, replicas=replicas_of(first))
+        slots = group_into_slots(workload.cluster, count)
+        ratio_order = start_order(workload, slots)
+        variant = replace(workload, replicas=replicas_of(ratio_order))
         tried.append(variant)
-        orders = list(islice(distinct_orders(workload.cluster, first), _MAX_ORDERS + 1))
-        arranged = [replicas_of(order) for order in orders]
+        # One more than the maximum shows that there are too many.
+        slot_orders = islice(distinct_orders(workload.cluster, ratio_order), _MAX_ORDERS + 1)
+        orders = [replicas_of(order) for order in slot_orders]
         if len(orders) <= _MAX_ORDERS:
-            result = _search(variant, arranged, best)
+            result = _search(variant, orders, best)
         else:
-            # Where memory limits differ, another order may fit where the ratio order does not.
-            result = _search(variant, arranged[:1])
-            if result is None and (order := feasible_order(variant, first)) is not None:
+            # Where memory limits differ, another order may fit if the ratio order does not. The
+            # start in the ratio order then does not fit, so its time is infinite.
+            result = _search(variant, orders[:1])
+            if result is None and (order := feasible_order(variant, ratio_order)) is not None:
                 result = _search(variant, [replicas_of(order)])
                 result = replace(result, start_seconds=inf) if result is not None else None
             result = _exchange(result) if result is not None else None
@@ -114,7 +117,7 @@ def search_plan(
 
 
 def start_order(workload: Workload, slots: Slots) -> Slots:
-    """Return the ratio order of the stages; see `order_by_ratio`."""
+    """Return the slots in the ratio order for this workload; see `order_by_ratio`."""
     fastest = max(workload.cluster.devices, key=lambda device: device.power).kind
     work = sum(layer.forward[fastest] + layer.backward[fastest] for layer in workload.layers)
     gradients = sum(layer.gradient_bytes + sum(layer.shared.values()) for layer in workload.layers)
@@ -136,7 +139,10 @@ def _search(
 ) -> SearchResult | None:
     """Return the fastest plan over some orders; None if none is faster than `known`.
 
-    The first order is that of the start.
+    Args:
+        workload: The model and the devices.
+        orders: Replicas in each order. The first one is the order of the start.
+        known: Best known plan; None if there is none.
     """
     programs = [SplitProgram(replace(workload, replicas=replicas)) for replicas in orders]
     start_seconds, best = inf, None
@@ -147,7 +153,7 @@ def _search(
         start_seconds = start.seconds
         choice = programs[0].improve(_stops(start.split), start)
         best = programs[0]
-    # The most promising order comes first: its result bounds the search of the others.
+    # The order with the smallest bound comes first: its result limits the search of the others.
     for program in sorted(programs, key=lambda p: p.segments.root_bound):
         target = min(limit, choice.seconds if choice is not None else inf) * (1 - GAP)
         if program.segments.root_bound >= target:
@@ -158,6 +164,7 @@ def _search(
     if choice is None or best is None or choice.seconds >= limit:
         return None
     gap = GAP
+    # After a time limit, only the lower bounds prove how much faster another plan could be.
     if not all(program.in_time for program in programs):
         least = min(program.segments.root_bound for program in programs)
         gap = max(GAP, 1 - least / choice.seconds)
@@ -167,9 +174,14 @@ def _search(
 
 
 def _solve(program: SplitProgram, target: float) -> SplitChoice | None:
-    """Return the fastest plan below the target, to within the gap; None if there is none.
+    """Return the fastest plan with a step below the target, to within the gap; None if there is
+    none.
 
-    A quick first plan lowers the target, which leaves fewer segments to the integer program.
+    A quick first plan lowers the target, so the integer program has fewer segments.
+
+    Args:
+        program: The program of one order.
+        target: Seconds of a step.
     """
     best = None
     start = program.evaluate(program.segments.root_stops)
@@ -182,16 +194,16 @@ def _solve(program: SplitProgram, target: float) -> SplitChoice | None:
 
 
 def _exchange(start: SearchResult) -> SearchResult:
-    """Return the plan after exchanging two stages as long as the step gets shorter."""
+    """Return the plan after exchanging pairs of stages as long as the step gets shorter."""
     best = start
     improved = True
     while improved:
         improved = False
         slots = tuple(zip(*best.workload.replicas, strict=True))
         for one, other in combinations(range(len(slots)), 2):
-            moved = [*slots]
-            moved[one], moved[other] = moved[other], moved[one]
-            better = _search(best.workload, [replicas_of(tuple(moved))], best)
+            exchanged = [*slots]
+            exchanged[one], exchanged[other] = exchanged[other], exchanged[one]
+            better = _search(best.workload, [replicas_of(tuple(exchanged))], best)
             if better is not None:
                 best, improved = replace(better, start_seconds=start.start_seconds), True
                 break
@@ -199,7 +211,11 @@ def _exchange(start: SearchResult) -> SearchResult:
 
 
 def _require(result: SearchResult | None, tried: Sequence[Workload]) -> SearchResult:
-    """Return the result, or raise an error with the smallest memory limit that works."""
+    """Return the result.
+
+    Raises:
+        ConfigError: If there is none; the message names the smallest memory limit that works.
+    """
     if result is not None:
         return result
     least = min(smallest_limit(workload) for workload in tried)
@@ -216,7 +232,7 @@ def _require(result: SearchResult | None, tried: Sequence[Workload]) -> SearchRe
 
 
 def _stops(split: Sequence[int]) -> list[int]:
-    """Return for every stage the layer that it stops before."""
+    """Return `Segment.stop` of every stage."""
     stops = [0]
     for count in split:
         stops.append(stops[-1] + count)

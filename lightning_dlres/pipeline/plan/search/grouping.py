@@ -1,6 +1,7 @@
 """Grouping of devices of several kinds into replicas, and the orders of their stages.
 
-A slot is one stage of all replicas before the stages are ordered: one rank of each replica.
+A slot is a stage before the stages are ordered: one rank of each replica, which will hold the same
+layers.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from itertools import pairwise
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.pipeline.profile.cluster import Cluster
 
+# One tuple of ranks per slot, in the order of replicas.
 Slots = tuple[tuple[int, ...], ...]
 
 
-def group(cluster: Cluster, stages: int) -> Slots:
+def group_into_slots(cluster: Cluster, stages: int) -> Slots:
     """Return the slots of a cluster for this many stages.
 
-    Devices of similar power share a slot, since a stage has the same layers on all replicas. Among
-    these, each replica takes devices of one host where possible.
+    Devices of similar power share a slot, since they get the same layers. Where possible, a replica
+    gets devices of the same host.
 
     Raises:
         ConfigError: If the ranks do not divide into replicas of this many stages.
@@ -31,35 +33,38 @@ def group(cluster: Cluster, stages: int) -> Slots:
             f"stages must divide the number of ranks ({world}), got {stages}. Use one of "
             f"{divisors}."
         )
-    count = world // stages
-    ranked = sorted(range(world), key=lambda rank: (-cluster.devices[rank].power, rank))
-    replicas: list[list[int]] = [[] for _ in range(count)]
-    for first in range(0, world, count):
-        free = ranked[first : first + count]
+    num_replicas = world // stages
+    by_power = sorted(range(world), key=lambda rank: (-cluster.devices[rank].power, rank))
+    replicas: list[list[int]] = [[] for _ in range(num_replicas)]
+    for first in range(0, world, num_replicas):
+        free = by_power[first : first + num_replicas]
         for replica in replicas:
+            # Prefer the host that most of the replica's ranks are on, then the smallest rank.
             hosts = [cluster.devices[rank].host for rank in replica]
             rank = max(free, key=lambda r: (hosts.count(cluster.devices[r].host), -r))
             free.remove(rank)
             replica.append(rank)
     slots = tuple(zip(*replicas, strict=True))
-    # With equal devices, the stages follow the order of ranks.
+    # On equal devices, the stages are then in the order of ranks.
     return tuple(sorted(slots, key=min))
 
 
 def stage_counts(world: int) -> list[int]:
     """Return the numbers of stages to choose from, smallest first.
 
-    Several devices make at least two stages: a user asks for a pipeline so that each device holds a
-    part of the model only. One stage on all devices must be requested with `stages=1`.
+    With several devices there are at least two stages, since users want a pipeline so that each
+    device holds only a part of the model. They must request a single stage with `stages=1`.
     """
     return [n for n in range(min(2, world), world + 1) if world % n == 0]
 
 
 def communication_costs(cluster: Cluster, slots: Slots, gradient_bytes: int) -> list[float]:
-    """Return the seconds in which each slot's gradients are synchronised over the replicas.
+    """Return the cost of synchronising each slot's gradients over the replicas.
 
-    Stages of equal compute time have sizes in proportion to their power, so the gradients are
-    divided in this proportion. The cost is 0 with a single replica.
+    The cost is the seconds in which the slowest link of the slot carries these gradients once. It
+    leaves out the factor of a ring all-reduce, which is the same for all slots. Stages of equal
+    compute time have sizes in proportion to their power, so the gradients are divided in this
+    proportion. The cost is 0 with a single replica.
     """
     powers = [slot_power(cluster, slot) for slot in slots]
     costs = []
@@ -75,13 +80,13 @@ def order_by_ratio(cluster: Cluster, slots: Slots, work: float, gradient_bytes: 
     """Return the slots in the ratio order: largest ratio of compute time to communication cost
     first.
 
-    The first stage ends its backward last, so it has the least time left to hide its gradient
-    synchronisation.
+    The first stage ends its backward last. So it has the least time to hide its gradient
+    synchronisation, which should be cheap there.
 
     Args:
         cluster: The devices.
         slots: The slots in any order.
-        work: Seconds of the whole model on a device of power 1.
+        work: Compute seconds of the whole model, for one batch on a device of power 1.
         gradient_bytes: Bytes of the whole model's gradients.
     """
     costs = communication_costs(cluster, slots, gradient_bytes)
@@ -97,10 +102,12 @@ def slot_power(cluster: Cluster, slot: Sequence[int]) -> float:
 
 
 def distinct_orders(cluster: Cluster, slots: Slots) -> Iterator[Slots]:
-    """Yield every order of the slots, the given one first. Orders that differ only in equal devices
-    count once."""
+    """Yield every order of the slots, the given one first.
+
+    Of several orders that differ only in equal devices, it yields one.
+    """
     seen = set()
-    for order in _arrangements(_kinds_of_slots(cluster, slots)):
+    for order in _arrangements(_exchange_classes(cluster, slots)):
         arranged = tuple(slots[index] for index in order)
         signature = _signature(cluster, arranged)
         if signature not in seen:
@@ -108,31 +115,39 @@ def distinct_orders(cluster: Cluster, slots: Slots) -> Iterator[Slots]:
             yield arranged
 
 
-def _arrangements(kinds: Sequence[int], chosen: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of indices in which those of one kind keep their order: a dozen equal slots
-    have one order, not half a billion."""
-    if len(chosen) == len(kinds):
+def _arrangements(
+    classes: Sequence[int], chosen: tuple[int, ...] = ()
+) -> Iterator[tuple[int, ...]]:
+    """Yield the orders of slot indices in which the slots of one class keep their order.
+
+    So a dozen equal slots have one order, not half a billion.
+
+    Args:
+        classes: Class of every slot; see `_exchange_classes`.
+        chosen: Indices at the beginning of the order.
+    """
+    if len(chosen) == len(classes):
         yield chosen
     tried = set()
-    for index, kind in enumerate(kinds):
-        if index not in chosen and kind not in tried:
-            tried.add(kind)
-            yield from _arrangements(kinds, (*chosen, index))
+    for index, slot_class in enumerate(classes):
+        if index not in chosen and slot_class not in tried:
+            tried.add(slot_class)
+            yield from _arrangements(classes, (*chosen, index))
 
 
-def _kinds_of_slots(cluster: Cluster, slots: Slots) -> list[int]:
-    """Return for every slot the index of the first slot that it can be exchanged with."""
-    kinds: list[int] = []
+def _exchange_classes(cluster: Cluster, slots: Slots) -> list[int]:
+    """Return the class of every slot: the index of the first slot that it is exchangeable with."""
+    classes: list[int] = []
     for index, slot in enumerate(slots):
-        same = (k for k in kinds if _exchangeable(cluster, slots, slots[k], slot))
-        kinds.append(next(same, index))
-    return kinds
+        exchangeable = (c for c in classes if _are_exchangeable(cluster, slots, slots[c], slot))
+        classes.append(next(exchangeable, index))
+    return classes
 
 
-def _exchangeable(
+def _are_exchangeable(
     cluster: Cluster, slots: Slots, one: tuple[int, ...], other: tuple[int, ...]
 ) -> bool:
-    """Return whether two slots have equal devices and equal links to all other slots."""
+    """Return whether two slots have equal devices, equal rings and equal links to other slots."""
     others = [slot for slot in slots if slot not in (one, other)]
 
     def properties(slot: tuple[int, ...]) -> object:
@@ -159,12 +174,13 @@ def _devices(cluster: Cluster, slot: Sequence[int]) -> tuple[tuple[int, int | No
 
 
 def _ring(cluster: Cluster, slot: Sequence[int]) -> tuple[tuple[float, float], ...]:
-    """Return the links of the ring in which a slot's gradients are summed."""
+    """Return the links of the ring over which a slot's gradients are all-reduced."""
     ring = pairwise([*slot, slot[0]]) if len(slot) > 1 else ()
     return tuple(_link(cluster, a, b) for a, b in ring)
 
 
 def _link(cluster: Cluster, a: int, b: int) -> tuple[float, float]:
+    """Return (latency in seconds, bytes per second) of the link between two ranks."""
     link = cluster.link(a, b)
     return link.latency, link.bytes_per_second
 

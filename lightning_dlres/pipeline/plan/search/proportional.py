@@ -1,8 +1,8 @@
-"""Split in proportion to power: all stages compute for an equal time.
+"""Split in proportion to power: all stages compute for about the same time.
 
-A pure function of the profile. Layers cannot be divided, so "equal" means that the slowest stage is
-as fast as possible, found by an exact dynamic programme over contiguous splits. Among such splits
-the one with the most equal stages is taken.
+It is a pure function of the profile. Layers cannot be divided, so stages rarely take exactly equal
+times. An exact dynamic program finds the contiguous splits whose slowest stage is fastest. Among
+these, it takes the one with the most equal stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
     """Split layers into contiguous stages of equal time.
 
     Args:
-        work: Seconds of each layer on a device of power 1. If all are 0, all count as equal.
+        work: Seconds of each layer on a device of power 1, or any numbers in proportion to them,
+            such as parameter bytes. If all are 0, all count as equal.
         powers: Power of each stage's device, in stage order.
 
     Returns:
@@ -26,8 +27,8 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
         equal ones, the sum of squared stage times is minimal.
 
     Raises:
-        ConfigError: If there are fewer layers than stages, or a power or time is not a positive,
-            finite number.
+        ConfigError: If there are fewer layers than stages, a power is not positive, a time is
+            negative, or one of these numbers is not finite or too large.
     """
     layers, stages = len(work), len(powers)
     if not 1 <= stages <= layers:
@@ -37,14 +38,15 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
         )
     if not all(p > 0 for p in powers) or not all(w >= 0 for w in work):
         raise ConfigError(
-            f"powers must be positive and work at least 0, got powers {list(powers)}, work "
+            f"powers must be positive and work at least 0, got powers {list(powers)} and work "
             f"{list(work)}. Profile again."
         )
+    # Largest possible time of a stage. `most_equal` sums the squares, which must not overflow.
     worst = sum(work) / min(powers)
     if not math.isfinite(worst * worst * stages):
         raise ConfigError(
-            f"powers and work must be finite, got powers {list(powers)}, work {list(work)}. "
-            "Profile again."
+            f"powers and work must be finite, with finite squares of work / power, got powers "
+            f"{list(powers)} and work {list(work)}. Profile again."
         )
     costs = list(work) if any(work) else [1.0] * layers
     prefix = [0.0]
@@ -52,9 +54,11 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
         prefix.append(prefix[-1] + cost)
 
     def time(stage: int, first: int, stop: int) -> float:
+        """Return the seconds of layers [first, stop) on a stage."""
         return (prefix[stop] - prefix[first]) / powers[stage]
 
     def stops(stage: int, first: int) -> range:
+        """Return the layers that a stage may stop before; each later stage gets a layer."""
         return (
             range(first + 1, layers - (stages - 1 - stage) + 1)
             if stage < stages - 1
@@ -63,6 +67,7 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
 
     @cache
     def bottleneck(stage: int, first: int) -> float:
+        """Return the smallest time of the slowest of the stages from `stage` on."""
         if stage == stages:
             return 0.0
         return min(
@@ -70,10 +75,13 @@ def proportional_split(work: Sequence[float], powers: Sequence[float]) -> tuple[
             for stop in stops(stage, first)
         )
 
+    # The tolerance keeps rounding from excluding the best split.
     limit = bottleneck(0, 0) * (1 + 1e-9)
 
     @cache
     def most_equal(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
+        """Return the smallest sum of squared times of the stages from `stage` on, and their layer
+        counts, with no stage slower than `limit`."""
         if stage == stages:
             return 0.0, ()
         options: list[tuple[float, tuple[int, ...]]] = [(float("inf"), ())]

@@ -24,7 +24,11 @@ from lightning_dlres.pipeline.plan.search.device_orders import (
     start_order,
     start_split,
 )
-from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of, stage_counts
+from lightning_dlres.pipeline.plan.search.grouping import (
+    group_into_slots,
+    replicas_of,
+    stage_counts,
+)
 from lightning_dlres.pipeline.plan.search.milp import SplitProgram
 from lightning_dlres.pipeline.profile.cluster import Cluster, Device, Link
 from lightning_dlres.pipeline.profile.run_profile import LayerProfile, StepCosts
@@ -190,7 +194,7 @@ class TestStart:
 
     def test_the_order_and_the_split_by_hand(self) -> None:
         workload = self.two_replicas()
-        slots = group(workload.cluster, 2)
+        slots = group_into_slots(workload.cluster, 2)
         assert slots == ((0, 2), (1, 3))
         assert start_order(workload, slots) == ((0, 2), (1, 3))
         reversed_slots = slots[::-1]
@@ -213,7 +217,7 @@ class TestStart:
         links += [Link(ranks=x.ranks, latency=0.0, bytes_per_second=60.0) for x in old.links[1:2]]
         cluster = Cluster(kinds=old.kinds, devices=old.devices, links=(*links, *old.links[2:]))
         # 120 / 60 = 2 s for a, 60 / 18 = 3.3 s for b.
-        slots = group(cluster, 2)
+        slots = group_into_slots(cluster, 2)
         assert start_order(replace(workload, cluster=cluster), slots) == ((1, 3), (0, 2))
 
     def test_the_slowest_device_of_a_stage_sets_its_share(self) -> None:
@@ -229,7 +233,7 @@ class TestStart:
         self, random: Random, gpt: bool, microbatches: int
     ) -> None:
         workload = large_workload(random, 14, 4, microbatches, gpt=gpt)
-        slots = start_order(workload, group(workload.cluster, 4))
+        slots = start_order(workload, group_into_slots(workload.cluster, 4))
         start = replace(workload, replicas=replicas_of(slots))
         split = start_split(start)
         if random.random() < 0.8:

@@ -17,7 +17,7 @@ from lightning_dlres.pipeline.plan.search.grouping import (
     Slots,
     communication_costs,
     distinct_orders,
-    group,
+    group_into_slots,
     order_by_ratio,
     replicas_of,
     slot_power,
@@ -40,31 +40,35 @@ def link(a: int, b: int, bytes_per_second: float, latency: float = 0.0) -> Link:
 class TestGroup:
     def test_devices_of_similar_power_share_a_stage(self) -> None:
         cluster = plain_cluster(6, powers=[0.5, 1.0, 0.2, 0.2, 1.0, 0.5])
-        assert group(cluster, 3) == ((0, 5), (1, 4), (2, 3))
-        assert [slot_power(cluster, slot) for slot in group(cluster, 3)] == [0.5, 1.0, 0.2]
+        assert group_into_slots(cluster, 3) == ((0, 5), (1, 4), (2, 3))
+        assert [slot_power(cluster, slot) for slot in group_into_slots(cluster, 3)] == [
+            0.5,
+            1.0,
+            0.2,
+        ]
 
     def test_a_replica_stays_on_one_host(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 0.5, 0.5, 1.0], hosts=["a", "b", "a", "b"])
-        assert group(cluster, 2) == ((0, 3), (2, 1))
-        assert replicas_of(group(cluster, 2)) == ((0, 2), (3, 1))
+        assert group_into_slots(cluster, 2) == ((0, 3), (2, 1))
+        assert replicas_of(group_into_slots(cluster, 2)) == ((0, 2), (3, 1))
 
     def test_power_counts_before_hosts(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 1.0, 0.5, 0.5], hosts=["a", "a", "b", "b"])
-        assert group(cluster, 2) == ((0, 1), (2, 3))
+        assert group_into_slots(cluster, 2) == ((0, 1), (2, 3))
 
     def test_equal_devices_keep_the_order_of_their_ranks(self) -> None:
-        assert group(plain_cluster(4), 4) == ((0,), (1,), (2,), (3,))
-        assert replicas_of(group(plain_cluster(4), 2)) == ((0, 2), (1, 3))
-        assert group(plain_cluster(3), 1) == ((0, 1, 2),)
+        assert group_into_slots(plain_cluster(4), 4) == ((0,), (1,), (2,), (3,))
+        assert replicas_of(group_into_slots(plain_cluster(4), 2)) == ((0, 2), (1, 3))
+        assert group_into_slots(plain_cluster(3), 1) == ((0, 1, 2),)
 
     def test_the_slowest_device_sets_a_stage_s_power(self) -> None:
         cluster = plain_cluster(4, powers=[1.0, 0.9, 0.3, 0.4])
-        assert [slot_power(cluster, slot) for slot in group(cluster, 2)] == [0.9, 0.3]
+        assert [slot_power(cluster, slot) for slot in group_into_slots(cluster, 2)] == [0.9, 0.3]
 
     @pytest.mark.parametrize("stages", [0, -1, 4, 12])
     def test_ranks_that_do_not_divide_are_refused(self, stages: int) -> None:
         with pytest.raises(ConfigError, match=rf"ranks \(6\), got {stages}\..*\[1, 2, 3, 6\]"):
-            group(plain_cluster(6), stages)
+            group_into_slots(plain_cluster(6), stages)
 
 
 class TestOrder:
@@ -98,7 +102,7 @@ class TestOrder:
 
     def test_slots_without_communication_come_first_in_their_order(self) -> None:
         cluster = plain_cluster(3, powers=[0.2, 1.0, 0.5])
-        slots = group(cluster, 3)
+        slots = group_into_slots(cluster, 3)
         assert communication_costs(cluster, slots, 400) == [0.0, 0.0, 0.0]
         assert order_by_ratio(cluster, slots, 8.0, 400) == slots == ((0,), (1,), (2,))
         perfect = plain_cluster(4, links=[link(0, 2, 5.0), link(1, 3, math.inf)])
@@ -108,7 +112,7 @@ class TestOrder:
 class TestDistinctOrders:
     @staticmethod
     def count(cluster: Cluster, stages: int) -> int:
-        slots = group(cluster, stages)
+        slots = group_into_slots(cluster, stages)
         orders = list(distinct_orders(cluster, slots))
         assert orders[0] == slots
         assert len(set(orders)) == len(orders)
