@@ -20,7 +20,7 @@ from lightning_dlres.pipeline.plan.search.device_orders import (
     SearchResult,
     search_plan,
 )
-from lightning_dlres.pipeline.plan.search.grouping import group, replicas_of
+from lightning_dlres.pipeline.plan.search.grouping import group_into_slots, replicas_of
 from tests.support.pipeline_profiles import (
     SCHEDULES,
     limited,
@@ -38,7 +38,7 @@ exhaustive = settings(
 
 def orders(workload: Workload, stages: int) -> Iterator[Workload]:
     """Yield the workload in every order of its stages."""
-    for slots in permutations(group(workload.cluster, stages)):
+    for slots in permutations(group_into_slots(workload.cluster, stages)):
         yield replace(workload, replicas=replicas_of(slots))
 
 

@@ -27,7 +27,8 @@ from lightning_dlres.pipeline.plan.search.grouping import (
     slot_power,
     stage_counts,
 )
-from lightning_dlres.pipeline.plan.search.milp import GAP, SplitChoice, SplitProgram
+from lightning_dlres.pipeline.plan.search.master_problem import GAP
+from lightning_dlres.pipeline.plan.search.milp import SplitChoice, SplitProgram
 from lightning_dlres.pipeline.plan.search.proportional import proportional_split
 
 # Largest number of orders that are all searched. With more orders, the search begins with the ratio

@@ -1,10 +1,10 @@
 """Segments: consecutive layers that one stage can hold in a plan, for a fixed order of devices.
 
-The integer program chooses one segment for each stage. Only segments whose lower bound on the step
-time is below a target are offered to it, which leaves few. Each has the cheapest recomputation that
-meets the stage's memory limit. No other recomputation can be faster, since a step never gets
-shorter when some of its work takes longer. Devices of different kinds in one stage may have
-different cheapest recomputations. Then there are several segments with the same layers.
+The integer program chooses one segment for each stage. It gets only the segments whose lower bound
+of the step time is below a target, which are few. Each has the cheapest recomputation that meets
+the stage's memory limit. No other recomputation can be faster, since a step never gets shorter when
+some of its work takes longer. If a stage has devices of several kinds, each kind may have another
+cheapest recomputation. Then there are several segments with the same layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers from `first` up to, not including, `stop` on a stage.
+    """Consecutive layers on a stage: from `first` up to, not including, `stop`.
 
     Attributes:
         stage: Index of the stage.
@@ -36,8 +36,8 @@ class Segment:
         stop: Index of the layer after the last one.
         recomputed: Indices of the recomputed layers.
         bound: Lower bound, in seconds, of a step with this segment.
-        seconds: Seconds of each kind of work, for every replica.
-        tails: `StageCost.tail` for every replica.
+        seconds: Seconds of each kind of work for one micro-batch, for every replica.
+        tails: `StageCost.tail`, in seconds, for every replica.
     """
 
     stage: int
@@ -52,7 +52,8 @@ class Segment:
 class Segments:
     """The segments of one workload.
 
-    Bounds are computed for all segments at once; exact costs are computed on request.
+    Bounds are computed for all segments at once, exact costs only for the segments asked for.
+    Matrices are over (first, stop) of a segment.
 
     Args:
         workload: The model on its devices.
@@ -62,7 +63,7 @@ class Segments:
         self.workload = workload
         self.num_layers = len(workload.layers)
         self._footprint = Footprint(workload)
-        # Segments by (stage, first, stop); None where memory cannot hold one.
+        # Results of `segment`, by (stage, first, stop).
         self._cache: dict[tuple[int, int, int], Segment | None] = {}
 
     @cached_property
@@ -84,20 +85,20 @@ class Segments:
 
     @property
     def root_bound(self) -> float:
-        """Lower bound of a step of any split; infinite if no split fits into memory."""
+        """Lower bound, in seconds, of the step of any split; infinite if none fits into memory."""
         return self._root[0]
 
     @property
     def root_stops(self) -> tuple[int, ...]:
-        """`Segment.stop` of every stage, in a split whose largest bound is `root_bound`."""
+        """`Segment.stop` of every stage, in a split in which the largest bound of a segment is
+        `root_bound`."""
         return self._root[1]
 
     @cached_property
     def _root(self) -> tuple[float, tuple[int, ...]]:
-        """The root bound and its stops, from a dynamic program over the stages.
-
-        `best` is the smallest largest bound of the stages so far, by the layer where they stop.
-        """
+        """The root bound and its stops, from a dynamic program over the stages."""
+        # For the stages so far, by the layer where they stop: the smallest possible value of the
+        # largest bound among their segments.
         best = np.full(self.num_layers + 1, np.inf)
         best[0] = 0.0
         firsts = []
@@ -110,7 +111,7 @@ class Segments:
             stops.append(int(first[stops[-1]]))
         return float(best[self.num_layers]), tuple(reversed(stops))
 
-    def below(self, target: float) -> list[list[Segment]]:
+    def faster_than(self, target: float) -> list[list[Segment]]:
         """Return for every stage the segments that may be part of a plan faster than the target.
 
         All segments meet the memory limits. The lists are empty if there is no such plan.
@@ -125,19 +126,19 @@ class Segments:
         segments = [
             [
                 segment
-                for first, stop in np.argwhere(matrix)
+                for first, stop in np.argwhere(mask)
                 for segment in self._alternatives(stage, int(first), int(stop))
                 if segment.bound <= limit
             ]
-            for stage, matrix in enumerate(candidates)
+            for stage, mask in enumerate(candidates)
         ]
+        # The exact bounds may have removed segments, and with them the only neighbours of others.
         masks = []
         for of_stage in segments:
             mask = np.zeros_like(candidates[0])
             for segment in of_stage:
                 mask[segment.first, segment.stop] = True
             masks.append(mask)
-        # The exact bounds may have removed the only neighbours of some segments.
         connected = self._connected(masks)
         return [
             [segment for segment in of_stage if mask[segment.first, segment.stop]]
@@ -145,43 +146,46 @@ class Segments:
         ]
 
     def segment(self, stage: int, first: int, stop: int) -> Segment | None:
-        """Return a segment with its cheapest recomputation, or None if it does not fit into memory.
+        """Return a segment with its cheapest recomputation; None if it does not fit into memory.
 
-        The cost of recomputing a layer is its time on the slowest device of the stage.
+        The cost of recomputing a layer is its time on the stage's slowest kind of device.
         """
         key = stage, first, stop
         if key not in self._cache:
-            recomputed = self._recomputed(stage, range(first, stop))
+            recomputed = self._cheapest_recomputation(stage, range(first, stop))
             self._cache[key] = (
                 self._exact_segment(*key, recomputed) if recomputed is not None else None
             )
         return self._cache[key]
 
     def _alternatives(self, stage: int, first: int, stop: int) -> list[Segment]:
-        """Return one segment for each choice of recomputed layers that may be the fastest."""
+        """Return one segment for each set of recomputed layers that may be the fastest."""
         default = self.segment(stage, first, stop)
-        if default is None or len(self._kinds(stage)) == 1:
+        if default is None or len(self._stage_kinds(stage)) == 1:
             return [] if default is None else [default]
         if not default.recomputed or self.workload.recompute == "always":
             return [default]
         layers = range(first, stop)
         freed, need = self._freed(stage, layers)
         seconds = [
-            [self.workload.recompute_seconds(i, k) for i in layers] for k in self._kinds(stage)
+            [self.workload.recompute_seconds(i, k) for i in layers]
+            for k in self._stage_kinds(stage)
         ]
-        covers = [tuple(first + i for i in x) for x in cheapest_covers(seconds, freed, need)]
+        covers = cheapest_covers(seconds, freed, need)
+        layer_sets = [tuple(first + position for position in cover) for cover in covers]
         return [
-            self._exact_segment(stage, first, stop, x)
-            for x in dict.fromkeys([default.recomputed, *covers])
+            self._exact_segment(stage, first, stop, recomputed)
+            for recomputed in dict.fromkeys([default.recomputed, *layer_sets])
         ]
 
-    def _kinds(self, stage: int) -> list[int]:
-        """Return the kinds of the stage's devices."""
+    def _stage_kinds(self, stage: int) -> list[int]:
+        """Return the kinds of the stage's devices, as ascending indices."""
         workload = self.workload
         return sorted({workload.kind(replica, stage) for replica in range(len(workload.replicas))})
 
     def _freed(self, stage: int, layers: range) -> tuple[list[int], int]:
-        """Return the bytes that recomputing each layer frees, and the bytes that must be freed."""
+        """Return the bytes that the recomputation of each layer frees, and the bytes that must be
+        freed."""
         workload = self.workload
         freed = [workload.freed_by_recompute(stage, layers, index) for index in layers]
         return freed, workload.bound_bytes(stage, layers, ()) - (workload.memory_limit(stage) or 0)
@@ -189,7 +193,7 @@ class Segments:
     def _exact_segment(
         self, stage: int, first: int, stop: int, recomputed: tuple[int, ...]
     ) -> Segment:
-        """Return a segment with its exact costs, and with a bound that counts recomputation."""
+        """Return a segment with its exact costs, and a bound with its exact recomputation."""
         layers, workload = range(first, stop), self.workload
         costs = [
             workload.stage_cost(replica, stage, layers, recomputed)
@@ -198,8 +202,8 @@ class Segments:
         bound = float(self.bounds[stage][first, stop])
         for replica, (cost, share) in enumerate(zip(costs, workload.shares, strict=True)):
             if recomputed and share:
-                before = float(self._round_before[replica][stage][first])
-                bound = max(bound, before + self._busy(cost.seconds, share))
+                before = float(self._round_trip_before[replica][stage][first])
+                bound = max(bound, before + self._busy_seconds(cost.seconds, share))
         return Segment(
             stage,
             first,
@@ -210,23 +214,29 @@ class Segments:
             tuple(cost.tail for cost in costs),
         )
 
-    def _busy(self, seconds: dict[Work, float], share: int) -> float:
-        """Return the seconds that a stage computes in a step with this many micro-batches."""
+    def _busy_seconds(self, seconds: dict[Work, float], share: int) -> float:
+        """Return the seconds that a stage computes in a step.
+
+        Args:
+            seconds: `Segment.seconds` of one replica.
+            share: Number of micro-batches of the replica.
+        """
         work = seconds[Work.FORWARD] + seconds[Work.BACKWARD] + seconds[Work.RECOMPUTE]
         return share * work + seconds[Work.LOSS] * self.workload.schedule.losses(share)
 
-    def _recomputed(self, stage: int, layers: range) -> tuple[int, ...] | None:
-        """Return the cheapest recomputation within the memory limit; None if there is none."""
+    def _cheapest_recomputation(self, stage: int, layers: range) -> tuple[int, ...] | None:
+        """Return the layers of the cheapest recomputation within the memory limit; None if there is
+        none."""
         workload = self.workload
         limit = workload.memory_limit(stage)
-        everything = tuple(layers) if workload.recompute == "always" else ()
-        if limit is None or workload.bound_bytes(stage, layers, everything) <= limit:
-            return everything
+        default = tuple(layers) if workload.recompute == "always" else ()
+        if limit is None or workload.bound_bytes(stage, layers, default) <= limit:
+            return default
         # Recomputation frees only memory of micro-batches in flight.
         if workload.recompute != "auto" or workload.idle_bytes(stage, layers) > limit:
             return None
         freed, need = self._freed(stage, layers)
-        kinds = self._kinds(stage)
+        kinds = self._stage_kinds(stage)
         seconds = [max(workload.recompute_seconds(i, kind) for kind in kinds) for i in layers]
         chosen = cheapest_cover(seconds, freed, need)
         return tuple(layers.start + position for position in chosen) if chosen is not None else None
@@ -236,9 +246,9 @@ class Segments:
 
         It is the larger one of two bounds:
 
-        1. The stage computes all its work, one thing at a time. Before its work, the first
-           micro-batch passes the earlier stages forward. After its work, the last micro-batch
-           passes them backward.
+        1. The stage does all its work, one thing at a time. Before this, the first micro-batch
+           passes forward through the earlier stages. After this, the last micro-batch passes
+           backward through them, and the stage's own tail follows; the longer of the two counts.
         2. The micro-batch whose backward comes first makes the whole round trip through all stages.
            The round trip overlaps neither with `Schedule.serial_forwards` of the stage, nor with
            any of its backwards.
@@ -251,49 +261,54 @@ class Segments:
         schedule, stages = self.workload.schedule, self.workload.stages
         forward, backward, loss, tail = self._stage_seconds(replica, stage)
         recomputation = self._footprint.recompute_seconds(replica, stage)
-        before = self._round_before[replica][stage]
+        before = self._round_trip_before[replica][stage]
         before_forward = self._forward_before[replica][stage]
-        after = self._round_after[replica][stage]
+        after = self._round_trip_after[replica][stage]
         _, _, last_loss, _ = self._stage_seconds(replica, stages - 1)
         own_loss = loss * schedule.losses(share)
         busy = share * (forward + backward + recomputation) + own_loss
         bound = np.maximum(before[:, None] + busy, before_forward[:, None] + busy + tail)
         extra = self.workload.extra_in_flight
-        forwards = schedule.serial_forwards(stages, stage, share, extra)
-        work = share * backward + forwards * forward
+        serial_forwards = schedule.serial_forwards(stages, stage, share, extra)
+        work = share * backward + serial_forwards * forward
         # The first recomputation may overlap with the wait for the gradient.
         work = work + (share - 1) * recomputation
         bound = np.maximum(bound, before[:, None] + work + last_loss + after[None, :])
         return np.where(self._exists(stage), bound, np.inf)
 
     def _exists(self, stage: int) -> NDArray[np.bool_]:
-        """Return a mask of the segments that leave at least one layer for each other stage."""
+        """Return a mask of the segments that leave at least one layer for each other stage.
+
+        The first stage starts with the first layer; the last stage ends with the last layer.
+        """
         first = np.arange(self.num_layers + 1)[:, None]
         stop = np.arange(self.num_layers + 1)[None, :]
-        left, right = stage, self.workload.stages - 1 - stage
-        exists = (stop > first) & (first >= left) & (stop <= self.num_layers - right)
+        stages_after = self.workload.stages - 1 - stage
+        exists = (stop > first) & (first >= stage) & (stop <= self.num_layers - stages_after)
         if stage == 0:
             exists &= first == 0
-        if right == 0:
+        if stages_after == 0:
             exists &= stop == self.num_layers
         return exists
 
     def _stage_seconds(self, replica: int, stage: int) -> tuple[Matrix, Matrix, float, Matrix]:
-        """Return the seconds of forward, backward, loss and of the shortest tail.
+        """Return the seconds of forward, backward, loss and the shortest possible tail.
 
-        All but the loss are matrices over (first, stop).
+        Forward, backward and loss are for one micro-batch, except a loss over the whole batch. All
+        but the loss are matrices. The shortest tail is the optimizer's step alone, without gradient
+        synchronisation.
         """
         workload = self.workload
         kind = workload.kind(replica, stage)
-        sums = []  # of forward, then of backward
-        messages = (stage > 0) + (stage < workload.stages - 1)
-        message = messages * workload.step.message[kind] if workload.step.message else 0.0
+        sums = []  # Matrix of forward, then of backward.
+        neighbours = (stage > 0) + (stage < workload.stages - 1)
+        messages = neighbours * workload.step.message[kind] if workload.step.message else 0.0
         for times in (
             [workload.forward_seconds(index, kind) for index in range(self.num_layers)],
             [workload.backward_seconds(index, kind) for index in range(self.num_layers)],
         ):
             prefix = np.concatenate([[0.0], np.cumsum(times)])
-            sums.append(prefix[None, :] - prefix[:, None] + message)
+            sums.append(prefix[None, :] - prefix[:, None] + messages)
         loss = 0.0
         if stage == workload.stages - 1 and workload.step.loss:
             loss_microbatches = workload.microbatches if workload.schedule.whole_batch_loss else 1
@@ -302,52 +317,53 @@ class Segments:
         return sums[0], sums[1], loss, self._footprint.trained_bytes.astype(np.float64) * update
 
     @cached_property
-    def _crossing(self) -> list[list[tuple[Matrix, Matrix]]]:
-        """Seconds of a transfer to the next stage and back, for each cut after a stage.
+    def _cut_transfers(self) -> list[list[tuple[Matrix, Matrix]]]:
+        """Seconds of sending the activation to the next stage, and of its gradient coming back.
 
-        One list per replica with one entry per stage but the last. Index i of a matrix is the cut
-        between layers i - 1 and i.
+        One list per replica, with one pair of vectors per stage but the last. Index i of a vector
+        is the cut between layers i - 1 and i.
         """
         workload, replicas = self.workload, []
+        activation_bytes = np.array([0] + [layer.output_bytes for layer in workload.layers])
+        gradient_bytes = np.array([0] + [layer.gradient_output_bytes for layer in workload.layers])
         for ranks in workload.replicas:
-            row = []
-            for a, b in itertools.pairwise(ranks):
-                link = workload.cluster.link(a, b)
-                down = [0] + [layer.output_bytes for layer in workload.layers]
-                up = [0] + [layer.gradient_output_bytes for layer in workload.layers]
-                row.append(
+            links = [workload.cluster.link(a, b) for a, b in itertools.pairwise(ranks)]
+            replicas.append(
+                [
                     (
-                        link.latency + np.array(down) / link.bytes_per_second,
-                        link.latency + np.array(up) / link.bytes_per_second,
+                        link.latency + activation_bytes / link.bytes_per_second,
+                        link.latency + gradient_bytes / link.bytes_per_second,
                     )
-                )
-            replicas.append(row)
+                    for link in links
+                ]
+            )
         return replicas
 
     def _shortest_before(self, replica: int, forward_only: bool) -> list[Matrix]:
-        """Return the shortest time of one micro-batch in all earlier stages, for every stage.
+        """Return the shortest seconds of one micro-batch in all earlier stages, for every stage.
 
-        Each entry is a vector over the stage's first layer.
+        They include the transfers to the stage. Each entry is a vector over the stage's first
+        layer.
 
         Args:
             replica: Index of the replica.
-            forward_only: True counts the forward only; False counts forward and backward.
+            forward_only: Whether to count the forward only, not forward and backward.
         """
         best = np.full(self.num_layers + 1, np.inf)
         best[0] = 0.0
         shortest = [best]
         for stage in range(self.workload.stages - 1):
             forward, backward, _, _ = self._stage_seconds(replica, stage)
-            own = np.where(
-                self._exists(stage), forward if forward_only else forward + backward, np.inf
-            )
-            down, up = self._crossing[replica][stage]
-            best = np.min(best[:, None] + own, axis=0) + (down if forward_only else down + up)
+            activation, gradient = self._cut_transfers[replica][stage]
+            compute = forward if forward_only else forward + backward
+            transfer = activation if forward_only else activation + gradient
+            own = np.where(self._exists(stage), compute, np.inf)
+            best = np.min(best[:, None] + own, axis=0) + transfer
             shortest.append(best)
         return shortest
 
     @cached_property
-    def _round_before(self) -> list[list[Matrix]]:
+    def _round_trip_before(self) -> list[list[Matrix]]:
         """`_shortest_before` of forward and backward, for every replica."""
         return [
             self._shortest_before(replica, False) for replica in range(len(self.workload.replicas))
@@ -361,27 +377,29 @@ class Segments:
         ]
 
     @cached_property
-    def _round_after(self) -> list[list[Matrix]]:
-        """Shortest time of one micro-batch in all later stages, forward and backward.
+    def _round_trip_after(self) -> list[list[Matrix]]:
+        """Shortest seconds of one micro-batch in all later stages, forward and backward.
 
-        One list per replica with one vector per stage, over `Segment.stop` of the stage.
+        They include the transfers. One list per replica with one vector per stage, over
+        `Segment.stop` of the stage.
         """
         replicas = []
         for replica in range(len(self.workload.replicas)):
             best = np.full(self.num_layers + 1, np.inf)
             best[self.num_layers] = 0.0
-            row = [best]
+            last_stage_first = [best]
             for stage in reversed(range(1, self.workload.stages)):
                 forward, backward, _, _ = self._stage_seconds(replica, stage)
                 own = np.where(self._exists(stage), forward + backward, np.inf)
-                down, up = self._crossing[replica][stage - 1]
-                best = np.min(own + best[None, :], axis=1) + down + up
-                row.append(best)
-            replicas.append(row[::-1])
+                activation, gradient = self._cut_transfers[replica][stage - 1]
+                best = np.min(own + best[None, :], axis=1) + activation + gradient
+                last_stage_first.append(best)
+            replicas.append(last_stage_first[::-1])
         return replicas
 
     def _connected(self, masks: list[NDArray[np.bool_]]) -> list[NDArray[np.bool_]]:
-        """Return the masks of the segments that lie on a path from the first layer to the last."""
+        """Return the masks of the segments that are part of some split, if all other segments are
+        in the masks, too."""
         reached = [np.zeros(self.num_layers + 1, bool) for _ in range(len(masks) + 1)]
         reached[0][0] = True
         for stage, mask in enumerate(masks):

@@ -8,7 +8,11 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlres.pipeline.plan.search.knapsack import NEAR, cheapest_cover, cheapest_covers
+from lightning_dlres.pipeline.plan.search.knapsack import (
+    RELATIVE_GAP,
+    cheapest_cover,
+    cheapest_covers,
+)
 from tests.support.examples import examples
 
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0))
@@ -35,7 +39,7 @@ def test_no_set_is_cheaper(items: list[tuple[float, int]], need: int) -> None:
     assert list(chosen) == sorted(set(chosen))
     assert all(items[index][1] > 0 for index in chosen)
     assert sum(items[index][1] for index in chosen) >= need
-    assert sum(items[index][0] for index in chosen) <= cheapest * (1 + 1.1 * NEAR) + 1e-12
+    assert sum(items[index][0] for index in chosen) <= cheapest * (1 + 1.1 * RELATIVE_GAP) + 1e-12
 
 
 def test_covers_by_hand() -> None:
@@ -58,7 +62,7 @@ def test_many_layers_of_equal_cost_per_byte_are_solved_fast() -> None:
     freed = [1_000_003 + 7919 * (index * index % 61) for index in range(48)]
     chosen = cheapest_cover([size * 1e-9 for size in freed], freed, need := sum(freed) * 3 // 5)
     assert chosen is not None
-    assert need <= sum(freed[index] for index in chosen) <= need * (1 + 1.1 * NEAR)
+    assert need <= sum(freed[index] for index in chosen) <= need * (1 + 1.1 * RELATIVE_GAP)
 
 
 @settings(max_examples=examples(100))
