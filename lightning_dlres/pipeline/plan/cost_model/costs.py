@@ -103,7 +103,8 @@ class Workload:
         """Return the seconds of a layer's forward for one micro-batch.
 
         With several replicas every layer has an autograd graph of its own (a run of one layer), so
-        that its gradients are sent early. Forward and backward take half of this overhead each.
+        that its gradients are sent early. Half of `StepCosts.run_overhead_seconds` counts as
+        forward, half as backward.
         """
         return self.layers[index].forward[kind] + self._run_overhead_seconds(kind) / 2
 
@@ -129,17 +130,19 @@ class Workload:
         kind = self.kind(replica, stage)
         # Forward and backward each exchange one message with every neighbour.
         neighbours = (stage > 0) + (stage < self.stages - 1)
-        messages = neighbours * _for_kind(self.step.message, kind)
+        message_seconds = neighbours * _for_kind(self.step.message, kind)
         is_last = stage == self.stages - 1
         loss_microbatches = self.microbatches if self.schedule.whole_batch_loss else 1
         return StageCost(
             seconds={
-                Work.FORWARD: messages + math.fsum(self.forward_seconds(i, kind) for i in layers),
+                Work.FORWARD: message_seconds
+                + math.fsum(self.forward_seconds(i, kind) for i in layers),
                 Work.LOSS: _for_kind(self.step.loss, kind) * loss_microbatches if is_last else 0.0,
                 Work.RECOMPUTE: math.fsum(
                     self.recompute_seconds(i, kind) for i in layers if i in recomputed
                 ),
-                Work.BACKWARD: messages + math.fsum(self.backward_seconds(i, kind) for i in layers),
+                Work.BACKWARD: message_seconds
+                + math.fsum(self.backward_seconds(i, kind) for i in layers),
                 Work.ACTIVATION: self._transfer_seconds(
                     replica, stage, stage + 1, self.layers[layers[-1]].output_bytes
                 ),
@@ -261,6 +264,7 @@ class Workload:
             if index not in recomputed:
                 saved += layer.saved_bytes + layer.output_bytes
             else:
+                # The output stays saved as the next layer's input; the last layer's is sent away.
                 saved += 0 if is_last else layer.output_bytes
                 recomputation += layer.saved_bytes + layer.output_bytes
         return saved, recomputation

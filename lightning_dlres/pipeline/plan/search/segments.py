@@ -52,7 +52,7 @@ class Segment:
 class Segments:
     """The segments of one workload.
 
-    Bounds are computed for all segments at once, exact costs only for the segments asked for.
+    Bounds are computed for all segments at once, exact costs only for single segments.
     Matrices are over (first, stop) of a segment.
 
     Args:
@@ -302,13 +302,13 @@ class Segments:
         kind = workload.kind(replica, stage)
         sums = []  # Matrix of forward, then of backward.
         neighbours = (stage > 0) + (stage < workload.stages - 1)
-        messages = neighbours * workload.step.message[kind] if workload.step.message else 0.0
+        message_seconds = neighbours * workload.step.message[kind] if workload.step.message else 0.0
         for times in (
             [workload.forward_seconds(index, kind) for index in range(self.num_layers)],
             [workload.backward_seconds(index, kind) for index in range(self.num_layers)],
         ):
             prefix = np.concatenate([[0.0], np.cumsum(times)])
-            sums.append(prefix[None, :] - prefix[:, None] + messages)
+            sums.append(prefix[None, :] - prefix[:, None] + message_seconds)
         loss = 0.0
         if stage == workload.stages - 1 and workload.step.loss:
             loss_microbatches = workload.microbatches if workload.schedule.whole_batch_loss else 1
