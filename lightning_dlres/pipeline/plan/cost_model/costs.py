@@ -264,7 +264,7 @@ class Workload:
             if index not in recomputed:
                 saved += layer.saved_bytes + layer.output_bytes
             else:
-                # The output stays saved as the next layer's input; the last layer's is sent away.
+                # The output stays saved as the input of the stage's next layer, if there is one.
                 saved += 0 if is_last else layer.output_bytes
                 recomputation += layer.saved_bytes + layer.output_bytes
         return saved, recomputation
