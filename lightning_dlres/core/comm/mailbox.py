@@ -31,6 +31,8 @@ from lightning_dlres.core.wire.tree import Tree
 # Identifies a message on its channel. The key of a micro-batch is (micro-batch, number of the
 # pass).
 Key = tuple[str | int, ...]
+# A received message, or the error that ended the connection.
+Item = tuple[Key, Tree] | BaseException
 
 # Pause between two calls of `check` while waiting.
 _POLL_SECONDS = 0.05
@@ -57,6 +59,7 @@ class Channel(IntEnum):
     STATE = 17
     OBJECT = 18
     PROBE = 19
+    GRADIENT_SYNC = 20
 
 
 class Mailbox:
@@ -166,6 +169,26 @@ class Mailbox:
                 "the ranks are out of step."
             )
         return tree
+
+    def subscribe(self, source: int, channel: Channel, handle: Callable[[Item], None]) -> None:
+        """Pass all messages on a channel to a function, in the place of `receive`.
+
+        Args:
+            source: Rank of the sender.
+            channel: Channel of the messages.
+            handle: Called from the inbox's thread with each (key, tree), in order, and with the
+                error that ends the connection, if any. It must not raise.
+        """
+        self._inboxes[source, channel] = _Inbox(
+            self._group, source, channel, self.names[source], self._tracer, handle
+        )
+
+    def connect(self, destination: int, channel: Channel) -> None:
+        """Prepare to send on a channel that the destination has subscribed to.
+
+        `close` ends an inbox on the destination only if this rank has an outbox for it.
+        """
+        self._outbox(destination, channel)
 
     @contextmanager
     def explaining(self, explanation: str) -> Iterator[None]:
@@ -342,12 +365,19 @@ class _Inbox:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, source: int, channel: Channel, peer: str, tracer: Tracer
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        channel: Channel,
+        peer: str,
+        tracer: Tracer,
+        handle: Callable[[Item], None] | None = None,
     ) -> None:
         self._group, self._source, self._channel = group, source, channel
         self._peer, self._tracer = peer, tracer
         self._frame_bytes = payload.FIRST_FRAME_BYTES
-        self.items: queue.SimpleQueue[tuple[Key, Tree] | BaseException] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._handle = handle or self.items.put
         self.thread = threading.Thread(
             target=self._run, name=f"receive-{channel.name}-{source}", daemon=True
         )
@@ -356,13 +386,13 @@ class _Inbox:
     def _run(self) -> None:
         try:
             while (message := self._receive()) is not None:
-                self.items.put(message)
+                self._handle(message)
                 # Free the message. Otherwise it stays in memory until the next one comes, even if
                 # `receive` has returned it and its reader is done.
                 del message
         except Exception as error:
             # Any error: `receive` must raise it, and not wait for a thread that has ended.
-            self.items.put(error)
+            self._handle(error)
 
     def _receive(self) -> tuple[Key, Tree] | None:
         """Return the next message; None for a goodbye."""

@@ -1,0 +1,2 @@
+"""Gradient synchronisation that knows of compression: gradients are encoded, sent, merged and
+decoded as separate tasks."""

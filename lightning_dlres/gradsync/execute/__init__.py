@@ -1,0 +1,1 @@
+"""Engine of gradient synchronisation: it runs the tasks of a plan."""

@@ -1,0 +1,362 @@
+"""Executor of one rank: a queue for compute tasks, one for transfer tasks, and a thread for each.
+
+A unit's tasks follow its graph. When a task is done, its successors with no other open predecessor
+go to the queue of their kind. So the encoding of one unit overlaps with the transfer of another
+one, and no task waits inside another task.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
+from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError, ProtocolError
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.core.units import format_seconds
+from lightning_dlres.gradsync.execute.unit_run import UnitRun
+from lightning_dlres.gradsync.plan.graph import Part, TaskKind
+from lightning_dlres.gradsync.plan.transmissions import BATCH_BYTES
+
+# Seconds between two checks for lost ranks and deadlines.
+_POLL_SECONDS = 0.05
+# Bytes to which payloads are aligned in a message, so that they can be read as words.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class ReadySend:
+    """A payload that can be sent.
+
+    Attributes:
+        run: Unit in its step.
+        task: Position of the task in the unit's graph.
+    """
+
+    run: UnitRun
+    task: int
+
+    @property
+    def destination(self) -> int:
+        """Rank that receives the payload."""
+        peer = self.run.graph[self.task].peer
+        assert peer is not None
+        return peer
+
+    @property
+    def part(self) -> Part:
+        """Content of the payload."""
+        return self.run.graph[self.task].part
+
+
+@dataclass
+class _Group:
+    """Units that are waited for together, such as those of one bucket."""
+
+    unfinished: int
+    started: float
+    on_done: Callable[[BaseException | None], None]
+
+
+@dataclass
+class _Step:
+    """Units of one step, and payloads that arrived before their unit was started."""
+
+    runs: dict[int, UnitRun] = field(default_factory=dict)
+    early: dict[int, list[tuple[int, Part, Tensor]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+
+class Executor:
+    """Runs the task graphs of one rank.
+
+    Public methods may be called from any thread.
+
+    Args:
+        mailbox: Messages to the other ranks.
+        tracer: Gets a span for each task.
+        sources: Ranks that send to this one.
+        destinations: Ranks that this one sends to.
+        batch_bytes: Bytes from which a message takes no more payloads.
+
+    Attributes:
+        failure: Error that ended the work; None while there is none.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        tracer: Tracer,
+        *,
+        sources: Collection[int],
+        destinations: Collection[int],
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self._mailbox, self._tracer, self._batch_bytes = mailbox, tracer, batch_bytes
+        self._rank, self._names = mailbox.rank, mailbox.names
+        self._computes: queue.SimpleQueue[tuple[UnitRun, int] | None] = queue.SimpleQueue()
+        self._transfers: queue.SimpleQueue[ReadySend | None] = queue.SimpleQueue()
+        # Guards the fields below and the counters of all units.
+        self._lock = threading.Lock()
+        self._steps: dict[int, _Step] = defaultdict(_Step)
+        self._groups: dict[UnitRun, _Group] = {}
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True)
+            for loop, name in (
+                (self._compute, "dlres-sync-compute"),
+                (self._transfer, "dlres-sync-transfer"),
+            )
+        ]
+        for peer in destinations:
+            mailbox.connect(peer, Channel.GRADIENT_SYNC)
+        for peer in sources:
+            mailbox.subscribe(peer, Channel.GRADIENT_SYNC, self._receiver(peer))
+        for thread in self._threads:
+            thread.start()
+
+    def start(
+        self, step: int, runs: Sequence[UnitRun], on_done: Callable[[BaseException | None], None]
+    ) -> None:
+        """Start units whose gradients are ready.
+
+        Args:
+            step: Number of the step, the same on all ranks.
+            runs: The units.
+            on_done: Called once, from a thread of the executor, when all of them are done: with
+                None, or with the error that ended the work.
+        """
+        group = _Group(len(runs), time.monotonic(), on_done)
+        arrived: list[tuple[UnitRun, int, Part, Tensor]] = []
+        with self._lock:
+            failure = self.failure
+            if failure is None:
+                current = self._steps[step]
+                for run in runs:
+                    current.runs[run.unit.index] = run
+                    self._groups[run] = group
+                    for peer, part, payload in current.early.pop(run.unit.index, []):
+                        arrived.append((run, peer, part, payload))
+        if failure is not None or not runs:
+            on_done(failure)
+            return
+        for run in runs:
+            for position, task in enumerate(run.graph):
+                if not task.after and task.kind is not TaskKind.RECEIVE:
+                    self._enqueue(run, position)
+        for entry in arrived:
+            self._deliver(*entry)
+
+    def fail(self, error: BaseException) -> None:
+        """End all work with an error; only the first one counts."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            groups = {id(group): group for group in self._groups.values()}
+            self._groups.clear()
+            self._steps.clear()
+        for group in groups.values():
+            group.on_done(error)
+
+    def close(self) -> None:
+        """End the threads; unfinished units stay unfinished."""
+        self._computes.put(None)
+        self._transfers.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception as error:
+            # Any error: the training would wait for ever for a thread that has ended.
+            self.fail(error)
+
+    def _compute(self) -> None:
+        while (item := self._computes.get()) is not None:
+            run, position = item
+            task = run.graph[position]
+            with self._tracer.span(task.kind.value, "compute", unit=run.unit.index):
+                run.compute(task)
+            self._finish(run, position)
+
+    def _transfer(self) -> None:
+        waiting: dict[int, list[ReadySend]] = defaultdict(list)
+        while True:
+            try:
+                item = self._transfers.get(timeout=None if self._is_idle() else _POLL_SECONDS)
+            except queue.Empty:
+                self._check()
+                continue
+            # Take everything that is ready, so that one message carries it.
+            while item is not None:
+                waiting[item.destination].append(item)
+                try:
+                    item = self._transfers.get_nowait()
+                except queue.Empty:
+                    break
+            else:
+                return
+            for destination, sends in waiting.items():
+                for batch in _batches(sends, self._batch_bytes):
+                    self._send(destination, batch)
+            waiting.clear()
+
+    def _is_idle(self) -> bool:
+        with self._lock:
+            return not self._groups
+
+    def _send(self, destination: int, sends: Sequence[ReadySend]) -> None:
+        step = sends[0].run.options.step
+        payloads = [send.run.outgoing[send.part] for send in sends]
+        entries = [
+            [send.run.unit.index, int(send.part), payload.numel()]
+            for send, payload in zip(sends, payloads, strict=True)
+        ]
+        with self._tracer.span("send", "transfer", peer=destination, units=len(sends)):
+            message = payloads[0] if len(payloads) == 1 else torch.cat(_aligned(payloads))
+            self._mailbox.send(
+                destination, Channel.GRADIENT_SYNC, ("sync", step), [entries, message]
+            )
+        for send in sends:
+            self._finish(send.run, send.task)
+
+    def _receiver(self, peer: int) -> Callable[[Item], None]:
+        def receive(item: Item) -> None:
+            try:
+                self._receive(peer, item)
+            except Exception as error:
+                self.fail(error)
+
+        return receive
+
+    def _receive(self, peer: int, item: Item) -> None:
+        """Handle a message, or the error that ended the connection to a rank."""
+        name = self._names[peer]
+        if isinstance(item, BaseException):
+            # The watch knows the reason of a broken connection a little later.
+            raise PeerLostError(f"lost {name} while gradients were synchronised: {item}") from item
+        key, (entries, message) = item
+        step = int(key[1])
+        offset = 0
+        with self._tracer.span("receive", "transfer", peer=peer, units=len(entries)):
+            for unit, part_number, nbytes in entries:
+                part, payload = Part(part_number), message[offset : offset + nbytes]
+                offset += nbytes + -nbytes % _ALIGNMENT
+                with self._lock:
+                    if self.failure is not None:
+                        return
+                    current = self._steps[step]
+                    run = current.runs.get(unit)
+                    if run is None:
+                        # Its gradient is not ready on this rank.
+                        current.early[unit].append((peer, part, payload))
+                if run is not None:
+                    self._deliver(run, peer, part, payload)
+
+    def _deliver(self, run: UnitRun, peer: int, part: Part, payload: Tensor) -> None:
+        """Give a payload to its unit."""
+        for position, task in enumerate(run.graph):
+            if (task.kind, task.peer, task.part) == (TaskKind.RECEIVE, peer, part):
+                if payload.numel() != run.payload_bytes():
+                    raise ProtocolError(
+                        f"{self._names[peer]} sent {payload.numel()} bytes of unit "
+                        f"{run.unit.index}, expected {run.payload_bytes()}. Check that all ranks "
+                        "have the same plan."
+                    )
+                run.receive(peer, part, payload)
+                self._finish(run, position)
+                return
+        raise ProtocolError(
+            f"{self._names[peer]} sent part {int(part)} of unit {run.unit.index}, which this rank "
+            "does not expect. Check that all ranks have the same plan."
+        )
+
+    def _finish(self, run: UnitRun, position: int) -> None:
+        """Mark a task as done, and queue the tasks that it makes ready."""
+        ready, done = [], None
+        with self._lock:
+            if self.failure is not None:
+                return
+            for successor, task in enumerate(run.graph):
+                if position in task.after:
+                    run.pending[successor] -= 1
+                    if not run.pending[successor]:
+                        ready.append(successor)
+            run.unfinished -= 1
+            if not run.unfinished:
+                done = self._forget(run)
+        for successor in ready:
+            self._enqueue(run, successor)
+        if done is not None:
+            done(None)
+
+    def _forget(self, run: UnitRun) -> Callable[[BaseException | None], None] | None:
+        """Remove a finished unit; return the callback of its group if it was the last one."""
+        step = run.options.step
+        self._steps[step].runs.pop(run.unit.index, None)
+        if not self._steps[step].runs and not self._steps[step].early:
+            del self._steps[step]
+        group = self._groups.pop(run)
+        group.unfinished -= 1
+        return None if group.unfinished else group.on_done
+
+    def _enqueue(self, run: UnitRun, position: int) -> None:
+        if run.graph[position].kind is TaskKind.SEND:
+            self._transfers.put(ReadySend(run, position))
+        else:
+            self._computes.put((run, position))
+
+    def _check(self) -> None:
+        """Raise if a rank is known to have failed, or if a unit has waited for too long.
+
+        Raises:
+            PeerLostError: If a rank is known to have failed.
+            PeerTimeoutError: If a payload did not arrive in time; the message names its sender.
+        """
+        self._mailbox.check()
+        timeout = self._mailbox.timeout
+        with self._lock:
+            now = time.monotonic()
+            late = [run for run, group in self._groups.items() if now - group.started > timeout]
+            missing = sorted({peer for run in late for peer in run.missing_peers()})
+        if late:
+            peers = " and ".join(self._names[peer] for peer in missing) or "this rank's own tasks"
+            raise PeerTimeoutError(
+                f"{self._names[self._rank]} waited {format_seconds(timeout)} for gradients from "
+                f"{peers}. Check that all ranks run the same model, or raise the timeout."
+            )
+
+
+def _batches(sends: Sequence[ReadySend], batch_bytes: int) -> list[list[ReadySend]]:
+    """Return sends to one rank in messages of about `batch_bytes`, each of one step."""
+    batches: list[list[ReadySend]] = []
+    nbytes = 0
+    for send in sends:
+        is_full = not batches or nbytes >= batch_bytes
+        if is_full or batches[-1][0].run.options.step != send.run.options.step:
+            batches.append([])
+            nbytes = 0
+        batches[-1].append(send)
+        nbytes += send.run.payload_bytes()
+    return batches
+
+
+def _aligned(payloads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the payloads, with filling bytes after each of them."""
+    parts = []
+    for payload in payloads:
+        parts.append(payload)
+        filling = -payload.numel() % _ALIGNMENT
+        if filling:
+            parts.append(payload.new_zeros(filling))
+    return parts

@@ -1,0 +1,136 @@
+"""Synchronisation of the gradients of one rank with those of the others, as a plan says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.executor import Executor
+from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun
+from lightning_dlres.gradsync.plan.graph import Task, TaskKind, topology
+from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
+
+
+class GradientSync:
+    """Replaces gradients by their means over all ranks.
+
+    Args:
+        plan: Plan, the same on all ranks.
+        codecs: Codecs of the plan by name, with equal options on all ranks.
+        mailbox: Messages to the other ranks.
+        tracer: Gets a span for each task.
+        has_error_feedback: False drops what a rank did not send of its own gradient.
+        has_sum_feedback: False drops what was not sent of a sum.
+
+    Attributes:
+        states: States of this rank's codecs.
+
+    Raises:
+        ConfigError: If a codec of the plan is missing.
+    """
+
+    def __init__(
+        self,
+        plan: SyncPlan,
+        codecs: Mapping[str, GradientCodec],
+        mailbox: Mailbox,
+        tracer: Tracer,
+        *,
+        has_error_feedback: bool = True,
+        has_sum_feedback: bool = True,
+    ) -> None:
+        missing = {unit.codec for unit in plan.units} - {RAW, *codecs}
+        if missing:
+            raise ConfigError(
+                got_expected("codecs", sorted(codecs), "all of the plan", str(sorted(missing)))
+            )
+        self.states = CodecStates()
+        self._codecs = dict(codecs)
+        self._rank, self._world_size = mailbox.rank, plan.world_size
+        self._feedback = has_error_feedback, has_sum_feedback
+        graph_of = topology(plan.topology)
+        self._units = {
+            name: [
+                (unit, graph_of(mailbox.rank, plan.world_size, unit.owner))
+                for unit in plan.units_of(name)
+            ]
+            for name in {unit.gradient for unit in plan.units}
+        }
+        tasks = [task for units in self._units.values() for _, graph in units for task in graph]
+        self._executor = Executor(
+            mailbox,
+            tracer,
+            sources=_peers(tasks, TaskKind.RECEIVE),
+            destinations=_peers(tasks, TaskKind.SEND),
+        )
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended the synchronisation; None while there is none."""
+        return self._executor.failure
+
+    def start(
+        self,
+        step: int,
+        gradients: Mapping[str, Tensor],
+        on_done: Callable[[BaseException | None], None],
+        *,
+        loss_scale: float = 1.0,
+    ) -> None:
+        """Start to replace gradients by their means, without waiting.
+
+        Args:
+            step: Number of the step, the same on all ranks.
+            gradients: Contiguous gradients by name. They must not be used until `on_done`.
+            on_done: Called once, from another thread: with None, or with the error.
+            loss_scale: Factor of the gradients, a power of two.
+        """
+        options = StepOptions(
+            step=step,
+            rank=self._rank,
+            world_size=self._world_size,
+            loss_scale=loss_scale,
+            has_error_feedback=self._feedback[0],
+            has_sum_feedback=self._feedback[1],
+        )
+        runs = [
+            UnitRun(
+                unit=unit,
+                graph=graph,
+                codec=None if unit.codec == RAW else self._codecs[unit.codec].at_step(step),
+                gradient=gradient.view(-1)[unit.start : unit.stop],
+                options=options,
+                states=self.states,
+            )
+            for name, gradient in gradients.items()
+            for unit, graph in self._units[name]
+        ]
+        self._executor.start(step, runs, on_done)
+
+    def run(self, step: int, gradients: Mapping[str, Tensor], *, loss_scale: float = 1.0) -> None:
+        """Replace gradients by their means, and wait; see `start`.
+
+        Raises:
+            PeerError: If a rank is lost or late.
+        """
+        finished = threading.Event()
+        self.start(step, gradients, lambda error: finished.set(), loss_scale=loss_scale)
+        finished.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """End the threads."""
+        self._executor.close()
+
+
+def _peers(tasks: Iterable[Task], kind: TaskKind) -> set[int]:
+    """Return the other ranks of all tasks of a kind."""
+    return {task.peer for task in tasks if task.kind is kind and task.peer is not None}

@@ -1,0 +1,167 @@
+"""One unit in one step on one rank: its data, and the tasks that work on it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.gradsync.execute.states import CodecStates
+from lightning_dlres.gradsync.plan.graph import Graph, Part, Task, TaskKind
+from lightning_dlres.gradsync.plan.units import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of all units of a step.
+
+    Attributes:
+        step: Number of the step, from 0.
+        rank: This rank.
+        world_size: Number of ranks.
+        loss_scale: Factor of the gradients, a power of two. Residuals are in units without it.
+        has_error_feedback: False drops what a rank did not send of its own gradient.
+        has_sum_feedback: False drops what was not sent of a sum.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    loss_scale: float = 1.0
+    has_error_feedback: bool = True
+    has_sum_feedback: bool = True
+
+    def keeps_errors(self, part: Part) -> bool:
+        """Return True if the codec's state of a part is used."""
+        return self.has_sum_feedback if part is Part.SUM else self.has_error_feedback
+
+
+class UnitRun:
+    """Data of a unit in one step.
+
+    Tasks of one unit run one after the other, so nothing here needs a lock, except that transfers
+    read `outgoing` after the task that wrote it.
+
+    Args:
+        unit: Unit.
+        graph: Tasks of this rank.
+        codec: Codec of this step; None sends the elements as they are.
+        gradient: Flat gradient of the unit, replaced by the mean of all ranks.
+        options: Options of the step.
+        states: States of this rank's codecs.
+
+    Attributes:
+        pending: Number of predecessors that are not done, for each task.
+        unfinished: Number of tasks that are not done.
+        outgoing: Payloads to send, by part.
+    """
+
+    def __init__(
+        self,
+        *,
+        unit: Unit,
+        graph: Graph,
+        codec: GradientCodec | None,
+        gradient: Tensor,
+        options: StepOptions,
+        states: CodecStates,
+    ) -> None:
+        self.unit, self.graph, self.codec = unit, graph, codec
+        self.options = options
+        self.pending = [len(task.after) for task in graph]
+        self.unfinished = len(graph)
+        self.outgoing: dict[Part, Tensor] = {}
+        self._gradient, self._states = gradient, states
+        self._incoming: dict[tuple[int, Part], Tensor] = {}
+        self._arrived: set[tuple[int, Part]] = set()
+        self._total: Tensor | None = None
+
+    def payload_bytes(self) -> int:
+        """Return the size of each of the unit's payloads."""
+        if self.codec is None:
+            return self._gradient.numel() * self._gradient.element_size()
+        return self.codec.payload_bytes(self.unit.count)
+
+    def missing_peers(self) -> list[int]:
+        """Return the ranks whose payloads have not arrived."""
+        return [
+            task.peer
+            for task in self.graph
+            if task.kind is TaskKind.RECEIVE
+            and task.peer is not None
+            and (task.peer, task.part) not in self._arrived
+        ]
+
+    def receive(self, peer: int, part: Part, payload: Tensor) -> None:
+        """Keep a payload that has arrived."""
+        self._arrived.add((peer, part))
+        self._incoming[peer, part] = payload
+        if part is Part.SUM:
+            # A ring passes the sum on.
+            self.outgoing[part] = payload
+
+    def compute(self, task: Task) -> None:
+        """Run a compute task."""
+        if task.kind is TaskKind.ENCODE:
+            self._encode(task.part)
+        elif task.kind is TaskKind.MERGE:
+            assert task.peer is not None
+            self._merge(task.peer)
+        else:
+            self._decode()
+
+    def _encode(self, part: Part) -> None:
+        source = self._gradient if self._total is None else self._total
+        if self.codec is None:
+            self.outgoing[part] = source.view(torch.uint8)
+            return
+        # A partial sum is already in units without the loss scale.
+        is_scaled = self._total is None
+        scale = 1 / self.options.loss_scale if is_scaled else 1.0
+        payload = torch.empty(self.payload_bytes(), dtype=torch.uint8, device=source.device)
+        state = self._states.of(self.unit, part, self.codec, source.device)
+        if not self.options.keeps_errors(part):
+            state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        seed = zlib.crc32(
+            repr((self.options.step, self.options.rank, self.unit.index, int(part))).encode()
+        )
+        self.codec.compress(source.to(torch.float32), state, payload, scale=scale, seed=seed)
+        self.outgoing[part] = payload
+
+    def _merge(self, peer: int) -> None:
+        is_first = self._total is None
+        if self.codec is None:
+            own = peer == self.options.rank
+            part = self._gradient if own else self._received(peer).view(self._gradient.dtype)
+            if self._total is None:
+                self._total = part.clone() if own else part
+            else:
+                self._total.add_(part)
+            return
+        if self._total is None:
+            self._total = torch.empty(self.unit.count, device=self._gradient.device)
+        if peer != self.options.rank:
+            self.codec.expand(self._received(peer), self._total, accumulate=not is_first)
+        elif is_first:
+            torch.mul(self._gradient, 1 / self.options.loss_scale, out=self._total)
+        else:
+            self._total.add_(self._gradient, alpha=1 / self.options.loss_scale)
+
+    def _received(self, peer: int) -> Tensor:
+        return self._incoming.pop((peer, Part.GRADIENT))
+
+    def _decode(self) -> None:
+        payload, scale = self.outgoing[Part.SUM], 1 / self.options.world_size
+        if self.codec is None:
+            torch.mul(payload.view(self._gradient.dtype), scale, out=self._gradient)
+            return
+        scale *= self.options.loss_scale
+        if self._gradient.dtype == torch.float32:
+            self.codec.expand(payload, self._gradient, scale=scale)
+            return
+        values = torch.empty(self.unit.count, device=self._gradient.device)
+        self.codec.expand(payload, values, scale=scale)
+        self._gradient.copy_(values)

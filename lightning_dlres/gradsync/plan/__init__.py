@@ -1,0 +1,1 @@
+"""Plans of gradient synchronisation: units, task graphs, and the order of transmissions."""

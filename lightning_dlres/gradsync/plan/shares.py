@@ -1,0 +1,43 @@
+"""Shares of the merging work that follow the speed of the ranks' links.
+
+With a parameter server, rank r sends its gradient to the owners, and the sums that it owns to all
+other ranks. With N ranks, S bytes of gradient and s of them owned by r, S - s + (N - 1) s bytes
+pass each direction of its link. A rank with a slow link should therefore own little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+
+
+def link_shares(bandwidths: Sequence[float]) -> tuple[list[float], float]:
+    """Return each rank's share of the gradient, and the slowest link's time for one byte of it.
+
+    The shares minimise that time. The links that are not filled without owning anything get equal
+    times.
+
+    Args:
+        bandwidths: Bytes per second of each rank's link, in each direction.
+
+    Raises:
+        ConfigError: If a bandwidth is not positive.
+    """
+    if not bandwidths or min(bandwidths) <= 0:
+        raise ConfigError(
+            got_expected("bandwidths", list(bandwidths), "positive numbers", "[25e6, 25e6]")
+        )
+    ranks = len(bandwidths)
+    if ranks < 2:
+        return [1.0], 0.0
+    if ranks == 2:
+        # Both directions of both links carry S bytes, whoever owns what.
+        return [0.5, 0.5], 1 / min(bandwidths)
+    # The link of rank r takes (1 + (N - 2) s) / bandwidth. For a time t, it can own
+    # (t * bandwidth - 1) / (N - 2), and all of them together must own 1.
+    least = 1 / min(bandwidths)
+    time = max(least, (2 * ranks - 2) / sum(bandwidths))
+    shares = [(time * bandwidth - 1) / (ranks - 2) for bandwidth in bandwidths]
+    total = sum(shares)
+    return [share / total for share in shares], time

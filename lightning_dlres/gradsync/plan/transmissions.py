@@ -1,0 +1,109 @@
+"""Order of transmissions without collisions, planned from metadata alone.
+
+Every link has two directions. A plan fills both of them, and gives each direction one batch at a
+time: no rank sends two batches at once, and none receives two at once. Transfers with the same
+source and destination are batched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+# Bytes from which a batch takes no more transfers. Small enough that the next rank decodes one
+# batch while the next one is on its way; large enough that the time per message is negligible.
+BATCH_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Metadata of a transfer that is ready.
+
+    Attributes:
+        source: Sending rank.
+        destination: Receiving rank.
+        unit: Number of the unit.
+        part: Number of the `Part`.
+        nbytes: Size of the payload.
+    """
+
+    source: int
+    destination: int
+    unit: int
+    part: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Transfers that travel as one message.
+
+    Attributes:
+        source: Sending rank.
+        destination: Receiving rank.
+        entries: (unit, part) of each transfer.
+    """
+
+    source: int
+    destination: int
+    entries: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class TransmissionPlanner:
+    """Planner that forms batches of ready transfers while links are free.
+
+    It has no clock and no sockets: the caller reports what is ready and what has arrived.
+
+    Attributes:
+        batch_bytes: Bytes from which a batch takes no more transfers.
+    """
+
+    batch_bytes: int = BATCH_BYTES
+    _waiting: dict[tuple[int, int], deque[Transfer]] = field(default_factory=dict)
+    _sending: set[int] = field(default_factory=set)
+    _receiving: set[int] = field(default_factory=set)
+
+    def add(self, transfers: Iterable[Transfer]) -> None:
+        """Report transfers that are ready."""
+        for transfer in transfers:
+            pair = transfer.source, transfer.destination
+            self._waiting.setdefault(pair, deque()).append(transfer)
+
+    def finish(self, source: int, destination: int) -> None:
+        """Report that the batch between two ranks has arrived."""
+        self._sending.discard(source)
+        self._receiving.discard(destination)
+
+    def next_batches(self) -> list[Batch]:
+        """Return batches for free links; each link stays busy until its batch has arrived.
+
+        The pair of ranks with the most waiting bytes goes first.
+        """
+        batches = []
+        waiting = {
+            pair: sum(transfer.nbytes for transfer in transfers)
+            for pair, transfers in self._waiting.items()
+            if transfers
+        }
+        for source, destination in sorted(waiting, key=lambda pair: (-waiting[pair], pair)):
+            if source in self._sending or destination in self._receiving:
+                continue
+            self._sending.add(source)
+            self._receiving.add(destination)
+            entries = tuple(self._take(source, destination))
+            batches.append(Batch(source, destination, entries))
+        return batches
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits and nothing is under way."""
+        return not self._sending and not any(self._waiting.values())
+
+    def _take(self, source: int, destination: int) -> Iterable[tuple[int, int]]:
+        transfers, nbytes = self._waiting[source, destination], 0
+        while transfers and nbytes < self.batch_bytes:
+            transfer = transfers.popleft()
+            nbytes += transfer.nbytes
+            yield transfer.unit, transfer.part

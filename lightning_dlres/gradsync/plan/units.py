@@ -1,0 +1,93 @@
+"""Units of gradient synchronisation: partitions of gradients, each owned by one rank.
+
+A unit is encoded by one codec call and is never mixed with other units in it. A large gradient may
+be cut into partitions, so that all ranks share the work of merging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_dlres.core.errors import ConfigError, got_expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSpec:
+    """A gradient to be synchronised.
+
+    Attributes:
+        name: Name of the parameter.
+        count: Number of elements.
+    """
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A partition of a gradient.
+
+    Attributes:
+        index: Number of the unit in the plan.
+        gradient: Name of the parameter.
+        start: First element in the flat gradient.
+        stop: End of the elements in the flat gradient.
+        codec: Name of the codec; "raw" sends the elements as they are.
+        owner: Rank that merges the unit (parameter server), or at which its ring begins.
+    """
+
+    index: int
+    gradient: str
+    start: int
+    stop: int
+    codec: str
+    owner: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def cut(count: int, partitions: int, alignment: int) -> list[tuple[int, int]]:
+    """Return the bounds of nearly equal partitions of `count` elements.
+
+    Partitions begin at multiples of `alignment`, and there are fewer of them if a gradient is too
+    small for as many. An empty gradient has one empty partition.
+    """
+    blocks = -(-count // alignment)
+    partitions = max(min(partitions, blocks), 1)
+    bounds = [min(blocks * i // partitions * alignment, count) for i in range(partitions + 1)]
+    return list(pairwise(bounds))
+
+
+def assign_owners(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """Return an owner for each size, so that the ranks' sums follow their shares.
+
+    The largest size goes first, to the rank whose sum would be smallest in relation to its share
+    (Graham's rule for parallel machines, 1969). Ties go to the lowest rank.
+
+    Args:
+        sizes: Sizes, such as elements of units.
+        shares: Share of each rank, at least one of them positive. A rank with the share 0 owns
+            nothing.
+
+    Raises:
+        ConfigError: If a share is negative or all are 0.
+    """
+    if not shares or min(shares) < 0 or max(shares) <= 0:
+        raise ConfigError(
+            got_expected("shares", list(shares), "at least 0, and one above 0", "[1.0, 1.0]")
+        )
+    sums = [0.0] * len(shares)
+    owners = [0] * len(sizes)
+    ranks = [rank for rank, share in enumerate(shares) if share > 0]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size = max(sizes[index], 1)
+        owner = min(ranks, key=lambda rank: ((sums[rank] + size) / shares[rank], rank))
+        owners[index] = owner
+        sums[owner] += size
+    return owners

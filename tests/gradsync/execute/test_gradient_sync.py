@@ -1,0 +1,138 @@
+"""Ranks hold the same mean of their gradients, and nothing is lost over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dlres.codecs import codec
+from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
+from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.gradient_sync import GradientSync
+from lightning_dlres.gradsync.plan.plan import RAW, Choice, SyncPlan, make_plan
+from lightning_dlres.gradsync.plan.units import GradientSpec
+from tests.support.rank_pool import RankContext, RankPool
+
+COUNTS = {"scalar": 1, "none": 0, "bias": 10, "weight": 9000, "large": 30_000}
+STEPS = 4
+BIASED = ("onebit", "tbq", "int8", "fp8", "fp16", "bf16", "graddrop", "dgc")
+
+
+def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {
+        name: torch.randn(count, generator=generator).to(dtype) for name, count in COUNTS.items()
+    }
+
+
+def plan_for(world_size: int, topology: str, name: str) -> SyncPlan:
+    specs = [GradientSpec(name=key, count=count) for key, count in COUNTS.items()]
+    is_divisible = name == RAW or codec(name).is_divisible  # type: ignore[attr-defined]
+    choices = [
+        # Small gradients stay raw, as the cost model would decide.
+        Choice(
+            codec=name if spec.count > 100 else RAW,
+            partitions=3 if is_divisible and spec.count > 10_000 else 1,
+        )
+        for spec in specs
+    ]
+    return make_plan(specs, choices, world_size=world_size, topology=topology, alignment=4096)
+
+
+@contextmanager
+def synchronisation(
+    context: RankContext, topology: str, name: str, **options: Any
+) -> Iterator[GradientSync]:
+    context.init_process_group()
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    assert isinstance(group, dist.ProcessGroup)
+    names = [f"rank {rank}" for rank in range(context.world_size)]
+    mailbox = Mailbox(group, context.rank, names, timeout=20.0, check=lambda: None, tracer=Tracer())
+    chosen = codec(name)
+    codecs = {name: chosen} if isinstance(chosen, GradientCodec) else {}
+    plan = plan_for(context.world_size, topology, name)
+    sync = GradientSync(plan, codecs, mailbox, Tracer(), **options)
+    yield sync
+    dist.barrier()
+    sync.close()
+    mailbox.close(orderly=True)
+    dist.barrier()
+
+
+def synchronise(
+    context: RankContext, topology: str, name: str, dtype: torch.dtype
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the decoded means of each step, and the errors that are kept."""
+    with synchronisation(context, topology, name) as sync:
+        means = []
+        for step in range(STEPS):
+            own = gradients(context.rank, step, dtype)
+            sync.run(step, own)
+            means.append(own)
+        errors = {key: torch.zeros(count) for key, count in COUNTS.items()}
+        for (key, start, stop, _), state in sync.states.items().items():
+            if RESIDUAL in state:
+                errors[key][start:stop] += state[RESIDUAL]
+    return means, errors
+
+
+@pytest.mark.parametrize("topology", ["ps", "ring"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uncompressed_means_are_sums_in_the_order_of_the_ranks(
+    pool: RankPool, topology: str, world_size: int, dtype: torch.dtype
+) -> None:
+    results = pool.run(synchronise, world_size, topology, RAW, dtype)
+    owners = {
+        (unit.gradient, unit.start): (unit.owner, unit.stop)
+        for unit in plan_for(world_size, topology, RAW).units
+    }
+    for step in range(STEPS):
+        parts = [gradients(rank, step, dtype) for rank in range(world_size)]
+        for (key, start), (owner, stop) in owners.items():
+            # A ring begins at the owner of the unit.
+            first = owner if topology == "ring" else 0
+            order = [(first + i) % world_size for i in range(world_size)]
+            total = parts[order[0]][key][start:stop].clone()
+            for rank in order[1:]:
+                total += parts[rank][key][start:stop]
+            for means, _ in results:
+                assert torch.equal(means[step][key][start:stop], total * (1 / world_size))
+
+
+@pytest.mark.parametrize("topology", ["ps", "ring"])
+@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nothing_is_lost_in_two_way_compression(
+    pool: RankPool, topology: str, name: str, world_size: int
+) -> None:
+    """N times the means, and the errors kept at all ranks and for the sums, are all gradients."""
+    results = pool.run(synchronise, world_size, topology, name, torch.float32)
+    for key in COUNTS:
+        given = sum(
+            gradients(rank, step)[key].double()
+            for step in range(STEPS)
+            for rank in range(world_size)
+        )
+        means = [torch.stack([m[key] for m in steps]) for steps, _ in results]
+        assert all(torch.equal(means[0], other) for other in means[1:])
+        total = world_size * means[0].double().sum(0)
+        total += sum(errors[key].double() for _, errors in results)
+        torch.testing.assert_close(total, given, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("topology", ["ps", "ring"])
+@pytest.mark.parametrize("name", ["qsgd", "terngrad", "tbq"])
+def test_four_ranks_hold_the_same_bits(pool: RankPool, topology: str, name: str) -> None:
+    results = pool.run(synchronise, 4, topology, name, torch.bfloat16)
+    for means, _ in results[1:]:
+        for step in range(STEPS):
+            assert all(torch.equal(means[step][k], results[0][0][step][k]) for k in COUNTS)

@@ -1,0 +1,96 @@
+"""Partitions cover their gradient, and owners follow their shares."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dlres.core.errors import ConfigError
+from lightning_dlres.gradsync.plan.plan import RAW, Choice, make_plan
+from lightning_dlres.gradsync.plan.shares import link_shares
+from lightning_dlres.gradsync.plan.units import GradientSpec, assign_owners, cut
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 9), st.integers(1, 64))
+def test_partitions_cover_a_gradient(count: int, partitions: int, alignment: int) -> None:
+    bounds = cut(count, partitions, alignment)
+    assert 1 <= len(bounds) <= partitions
+    assert [bounds[0][0], bounds[-1][1]] == [0, count]
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
+    assert all(start % alignment == 0 for start, _ in bounds)
+    sizes = [stop - start for start, stop in bounds]
+    assert max(sizes) - min(sizes) < 2 * alignment
+    assert count == 0 or min(sizes) > 0
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 50), max_size=5),
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=3).filter(any),
+)
+def test_owners_are_near_the_best_assignment(sizes: list[int], shares: list[float]) -> None:
+    def time(owners: tuple[int, ...]) -> float:
+        sums = [0.0] * len(shares)
+        for owner, size in zip(owners, sizes, strict=True):
+            sums[owner] += max(size, 1)
+        return max(
+            total / share if share else (float("inf") if total else 0.0)
+            for total, share in zip(sums, shares, strict=True)
+        )
+
+    owners = assign_owners(sizes, shares)
+    best = min(map(time, itertools.product(range(len(shares)), repeat=len(sizes))))
+    # The bound of Gonzalez, Ibarra and Sahni (1977) for unlike machines is 2.
+    assert time(tuple(owners)) <= 2 * best
+
+
+def test_shares_without_a_positive_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="shares must be at least 0, and one above 0"):
+        assign_owners([1], [0.0, 0.0])
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([1.0, 2.0, 4.0, 10.0]), min_size=3, max_size=3))
+def test_link_shares_are_the_best_of_a_grid(bandwidths: list[float]) -> None:
+    def time(shares: list[float]) -> float:
+        return max(
+            (1 + (len(shares) - 2) * share) / bandwidth
+            for share, bandwidth in zip(shares, bandwidths, strict=True)
+        )
+
+    shares, seconds = link_shares(bandwidths)
+    assert sum(shares) == pytest.approx(1)
+    assert min(shares) >= 0
+    assert time(shares) == pytest.approx(seconds)
+    grid = [time([a / 20, b / 20, (20 - a - b) / 20]) for a in range(21) for b in range(21 - a)]
+    assert seconds <= min(grid) + 1e-9
+
+
+def test_one_slow_link_of_four_owns_nothing() -> None:
+    shares, seconds = link_shares([25e6, 25e6, 25e6, 6.25e6])
+    assert shares == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    equal = (1 + 2 / 4) / 6.25e6
+    assert equal / seconds == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("bandwidths", [[], [1.0, 0.0], [1.0, -2.0]])
+def test_links_without_bandwidth_are_refused(bandwidths: list[float]) -> None:
+    with pytest.raises(ConfigError, match="bandwidths must be positive numbers"):
+        link_shares(bandwidths)
+
+
+def test_a_plan_cuts_gradients_and_balances_owners() -> None:
+    gradients = [GradientSpec(name="a", count=100), GradientSpec(name="b", count=10)]
+    choices = [Choice(codec="tbq", partitions=3), Choice(codec=RAW, partitions=1)]
+    plan = make_plan(gradients, choices, world_size=3, topology="ps", alignment=10)
+    assert [(u.index, u.gradient, u.start, u.stop, u.codec) for u in plan.units] == [
+        (0, "a", 0, 30, "tbq"),
+        (1, "a", 30, 60, "tbq"),
+        (2, "a", 60, 100, "tbq"),
+        (3, "b", 0, 10, "raw"),
+    ]
+    assert sorted(unit.owner for unit in plan.units_of("a")) == [0, 1, 2]
