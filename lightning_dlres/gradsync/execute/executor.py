@@ -23,7 +23,7 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part, TaskKind
-from lightning_dlres.gradsync.plan.transmissions import BATCH_BYTES
+from lightning_dlres.gradsync.plan.transmissions import MESSAGE_BYTES
 
 # Seconds between two checks for lost ranks and deadlines.
 _POLL_SECONDS = 0.05
@@ -36,7 +36,7 @@ class ReadySend:
     """A payload that can be sent.
 
     Attributes:
-        run: Unit in its step.
+        run: SyncUnit in its step.
         task: Position of the task in the unit's graph.
     """
 
@@ -75,7 +75,7 @@ class _Step:
     )
 
 
-class Executor:
+class SyncExecutor:
     """Runs the task graphs of one rank.
 
     Public methods may be called from any thread.
@@ -85,7 +85,7 @@ class Executor:
         tracer: Gets a span for each task.
         sources: Ranks that send to this one.
         destinations: Ranks that this one sends to.
-        batch_bytes: Bytes from which a message takes no more payloads.
+        message_bytes: Bytes from which a message takes no more payloads.
 
     Attributes:
         failure: Error that ended the work; None while there is none.
@@ -98,10 +98,10 @@ class Executor:
         *,
         sources: Collection[int],
         destinations: Collection[int],
-        batch_bytes: int = BATCH_BYTES,
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         self.failure: BaseException | None = None
-        self._mailbox, self._tracer, self._batch_bytes = mailbox, tracer, batch_bytes
+        self._mailbox, self._tracer, self._message_bytes = mailbox, tracer, message_bytes
         self._rank, self._names = mailbox.rank, mailbox.names
         self._computes: queue.SimpleQueue[tuple[UnitRun, int] | None] = queue.SimpleQueue()
         self._transfers: queue.SimpleQueue[ReadySend | None] = queue.SimpleQueue()
@@ -207,8 +207,8 @@ class Executor:
             else:
                 return
             for destination, sends in waiting.items():
-                for batch in _batches(sends, self._batch_bytes):
-                    self._send(destination, batch)
+                for part in _messages(sends, self._message_bytes):
+                    self._send(destination, part)
             waiting.clear()
 
     def _is_idle(self) -> bool:
@@ -337,18 +337,18 @@ class Executor:
             )
 
 
-def _batches(sends: Sequence[ReadySend], batch_bytes: int) -> list[list[ReadySend]]:
-    """Return sends to one rank in messages of about `batch_bytes`, each of one step."""
-    batches: list[list[ReadySend]] = []
+def _messages(sends: Sequence[ReadySend], message_bytes: int) -> list[list[ReadySend]]:
+    """Return sends to one rank in messages of about `message_bytes`, each of one step."""
+    messages: list[list[ReadySend]] = []
     nbytes = 0
     for send in sends:
-        is_full = not batches or nbytes >= batch_bytes
-        if is_full or batches[-1][0].run.options.step != send.run.options.step:
-            batches.append([])
+        is_full = not messages or nbytes >= message_bytes
+        if is_full or messages[-1][0].run.options.step != send.run.options.step:
+            messages.append([])
             nbytes = 0
-        batches[-1].append(send)
+        messages[-1].append(send)
         nbytes += send.run.payload_bytes()
-    return batches
+    return messages
 
 
 def _aligned(payloads: Sequence[Tensor]) -> list[Tensor]:

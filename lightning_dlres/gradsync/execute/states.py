@@ -10,7 +10,7 @@ import torch
 
 from lightning_dlres.codecs.gradient import GradientCodec, State
 from lightning_dlres.gradsync.plan.graph import Part
-from lightning_dlres.gradsync.plan.units import Unit
+from lightning_dlres.gradsync.plan.units import SyncUnit
 
 # Gradient, first element, end of the elements, and part of a state.
 StateKey = tuple[str, int, int, Part]
@@ -22,11 +22,11 @@ class CodecStates:
     def __init__(self) -> None:
         self._states: dict[StateKey, State] = {}
 
-    def of(self, unit: Unit, part: Part, codec: GradientCodec, device: torch.device) -> State:
+    def of(self, unit: SyncUnit, part: Part, codec: GradientCodec, device: torch.device) -> State:
         """Return the state of a unit's own gradient or of its sum; a new one at first.
 
         Args:
-            unit: Unit.
+            unit: The unit.
             part: `Part.GRADIENT` for this rank's gradient, `Part.SUM` for the sum.
             codec: Codec of the unit.
             device: Device of the gradient.

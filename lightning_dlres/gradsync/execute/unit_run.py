@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.gradsync.execute.states import CodecStates
-from lightning_dlres.gradsync.plan.graph import Graph, Part, Task, TaskKind
-from lightning_dlres.gradsync.plan.units import Unit
+from lightning_dlres.gradsync.plan.graph import Graph, Part, SyncTask, TaskKind
+from lightning_dlres.gradsync.plan.units import SyncUnit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class UnitRun:
     read `outgoing` after the task that wrote it.
 
     Args:
-        unit: Unit.
+        unit: The unit.
         graph: Tasks of this rank.
         codec: Codec of this step; None sends the elements as they are.
         gradient: Flat gradient of the unit, replaced by the mean of all ranks.
@@ -62,7 +62,7 @@ class UnitRun:
     def __init__(
         self,
         *,
-        unit: Unit,
+        unit: SyncUnit,
         graph: Graph,
         codec: GradientCodec | None,
         gradient: Tensor,
@@ -103,7 +103,7 @@ class UnitRun:
             # A ring passes the sum on.
             self.outgoing[part] = payload
 
-    def compute(self, task: Task) -> None:
+    def compute(self, task: SyncTask) -> None:
         """Run a compute task."""
         if task.kind is TaskKind.ENCODE:
             self._encode(task.part)

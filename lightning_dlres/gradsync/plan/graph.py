@@ -1,4 +1,4 @@
-"""Task graphs of a unit: a parameter server and a ring, over the same five kinds of tasks.
+"""SyncTask graphs of a unit: a parameter server and a ring, over the same five kinds of tasks.
 
 Compute tasks encode, merge and decode; transfer tasks send and receive. A task of one kind never
 waits inside a task of the other kind: it becomes ready when its predecessors are done. The graph of
@@ -42,7 +42,7 @@ class Part(IntEnum):
 
 
 @dataclass(frozen=True)
-class Task:
+class SyncTask:
     """A task of one rank for one unit.
 
     Attributes:
@@ -59,7 +59,7 @@ class Task:
     after: tuple[int, ...] = ()
 
 
-Graph = tuple[Task, ...]
+Graph = tuple[SyncTask, ...]
 Topology = Callable[[int, int, int], Graph]
 
 
@@ -73,20 +73,20 @@ def parameter_server(rank: int, world_size: int, owner: int) -> Graph:
     """
     if rank != owner:
         return (
-            Task(TaskKind.ENCODE, Part.GRADIENT),
-            Task(TaskKind.SEND, Part.GRADIENT, owner, (0,)),
-            Task(TaskKind.RECEIVE, Part.SUM, owner),
+            SyncTask(TaskKind.ENCODE, Part.GRADIENT),
+            SyncTask(TaskKind.SEND, Part.GRADIENT, owner, (0,)),
+            SyncTask(TaskKind.RECEIVE, Part.SUM, owner),
             # The gradient is the source of the message, so it is overwritten after the message.
-            Task(TaskKind.DECODE, Part.SUM, None, (1, 2)),
+            SyncTask(TaskKind.DECODE, Part.SUM, None, (1, 2)),
         )
-    tasks: list[Task] = []
+    tasks: list[SyncTask] = []
     merged: tuple[int, ...] = ()
     for peer in range(world_size):
         after = merged
         if peer != owner:
-            tasks.append(Task(TaskKind.RECEIVE, Part.GRADIENT, peer))
+            tasks.append(SyncTask(TaskKind.RECEIVE, Part.GRADIENT, peer))
             after = (*merged, len(tasks) - 1)
-        tasks.append(Task(TaskKind.MERGE, Part.GRADIENT, peer, after))
+        tasks.append(SyncTask(TaskKind.MERGE, Part.GRADIENT, peer, after))
         merged = (len(tasks) - 1,)
     return _with_sum(tasks, merged, [peer for peer in range(world_size) if peer != owner])
 
@@ -103,35 +103,35 @@ def ring(rank: int, world_size: int, owner: int) -> Graph:
     """
     position, last = (rank - owner) % world_size, world_size - 1
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    tasks: list[Task] = []
+    tasks: list[SyncTask] = []
     merged: tuple[int, ...] = ()
     if position:
-        tasks.append(Task(TaskKind.RECEIVE, Part.GRADIENT, previous))
-        tasks.append(Task(TaskKind.MERGE, Part.GRADIENT, previous, (0,)))
-        tasks.append(Task(TaskKind.MERGE, Part.GRADIENT, rank, (1,)))
+        tasks.append(SyncTask(TaskKind.RECEIVE, Part.GRADIENT, previous))
+        tasks.append(SyncTask(TaskKind.MERGE, Part.GRADIENT, previous, (0,)))
+        tasks.append(SyncTask(TaskKind.MERGE, Part.GRADIENT, rank, (1,)))
         merged = (2,)
     if position == last:
         if not position:
-            tasks.append(Task(TaskKind.MERGE, Part.GRADIENT, rank))
+            tasks.append(SyncTask(TaskKind.MERGE, Part.GRADIENT, rank))
             merged = (0,)
         return _with_sum(tasks, merged, [following] if world_size > 1 else [])
-    tasks.append(Task(TaskKind.ENCODE, Part.GRADIENT, None, merged))
-    tasks.append(Task(TaskKind.SEND, Part.GRADIENT, following, (len(tasks) - 1,)))
+    tasks.append(SyncTask(TaskKind.ENCODE, Part.GRADIENT, None, merged))
+    tasks.append(SyncTask(TaskKind.SEND, Part.GRADIENT, following, (len(tasks) - 1,)))
     sent = len(tasks) - 1
-    tasks.append(Task(TaskKind.RECEIVE, Part.SUM, previous))
+    tasks.append(SyncTask(TaskKind.RECEIVE, Part.SUM, previous))
     received = len(tasks) - 1
     if position != last - 1:
-        tasks.append(Task(TaskKind.SEND, Part.SUM, following, (received,)))
-    tasks.append(Task(TaskKind.DECODE, Part.SUM, None, (sent, received)))
+        tasks.append(SyncTask(TaskKind.SEND, Part.SUM, following, (received,)))
+    tasks.append(SyncTask(TaskKind.DECODE, Part.SUM, None, (sent, received)))
     return tuple(tasks)
 
 
-def _with_sum(tasks: list[Task], merged: tuple[int, ...], receivers: list[int]) -> Graph:
+def _with_sum(tasks: list[SyncTask], merged: tuple[int, ...], receivers: list[int]) -> Graph:
     """Return the tasks of the rank that completes the sum."""
-    tasks.append(Task(TaskKind.ENCODE, Part.SUM, None, merged))
+    tasks.append(SyncTask(TaskKind.ENCODE, Part.SUM, None, merged))
     encoded = (len(tasks) - 1,)
-    tasks += [Task(TaskKind.SEND, Part.SUM, peer, encoded) for peer in receivers]
-    tasks.append(Task(TaskKind.DECODE, Part.SUM, None, encoded))
+    tasks += [SyncTask(TaskKind.SEND, Part.SUM, peer, encoded) for peer in receivers]
+    tasks.append(SyncTask(TaskKind.DECODE, Part.SUM, None, encoded))
     return tuple(tasks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_dlres.gradsync.plan.units import GradientSpec, Unit, assign_owners, cut
+from lightning_dlres.gradsync.plan.units import GradientSpec, SyncUnit, assign_owners, cut
 
 RAW = "raw"
 
@@ -22,15 +22,15 @@ class SyncPlan:
 
     world_size: int
     topology: str
-    units: tuple[Unit, ...]
+    units: tuple[SyncUnit, ...]
 
-    def units_of(self, gradient: str) -> list[Unit]:
+    def units_of(self, gradient: str) -> list[SyncUnit]:
         """Return the units of a gradient, in the order of its elements."""
         return [unit for unit in self.units if unit.gradient == gradient]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class CodecChoice:
     """What is done with one gradient.
 
     Attributes:
@@ -44,7 +44,7 @@ class Choice:
 
 def make_plan(
     gradients: Sequence[GradientSpec],
-    choices: Sequence[Choice],
+    choices: Sequence[CodecChoice],
     *,
     world_size: int,
     topology: str,
@@ -69,7 +69,7 @@ def make_plan(
     sizes = [stop - start for _, start, stop, _ in pieces]
     owners = assign_owners(sizes, shares or [1.0] * world_size)
     units = tuple(
-        Unit(index=index, gradient=name, start=start, stop=stop, codec=codec, owner=owner)
+        SyncUnit(index=index, gradient=name, start=start, stop=stop, codec=codec, owner=owner)
         for index, ((name, start, stop, codec), owner) in enumerate(
             zip(pieces, owners, strict=True)
         )

@@ -1,8 +1,8 @@
 """Order of transmissions without collisions, planned from metadata alone.
 
-Every link has two directions. A plan fills both of them, and gives each direction one batch at a
-time: no rank sends two batches at once, and none receives two at once. Transfers with the same
-source and destination are batched.
+Every link has two directions. A plan fills both of them, and gives each direction one message at
+a time: no rank sends two messages at once, and none receives two at once. Transfers with the same
+source and destination share messages.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Bytes from which a batch takes no more transfers. Small enough that the next rank decodes one
-# batch while the next one is on its way; large enough that the time per message is negligible.
-BATCH_BYTES = 256 << 10
+# Bytes from which a message takes no more transfers. Small enough that a rank decodes one message
+# while the next one is on its way; large enough that the fixed time per message is negligible.
+MESSAGE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Transmission:
     """Transfers that travel as one message.
 
     Attributes:
@@ -52,15 +52,15 @@ class Batch:
 
 @dataclass
 class TransmissionPlanner:
-    """Planner that forms batches of ready transfers while links are free.
+    """Planner that forms messages of ready transfers while links are free.
 
     It has no clock and no sockets: the caller reports what is ready and what has arrived.
 
     Attributes:
-        batch_bytes: Bytes from which a batch takes no more transfers.
+        message_bytes: Bytes from which a message takes no more transfers.
     """
 
-    batch_bytes: int = BATCH_BYTES
+    message_bytes: int = MESSAGE_BYTES
     _waiting: dict[tuple[int, int], deque[Transfer]] = field(default_factory=dict)
     _sending: set[int] = field(default_factory=set)
     _receiving: set[int] = field(default_factory=set)
@@ -72,16 +72,16 @@ class TransmissionPlanner:
             self._waiting.setdefault(pair, deque()).append(transfer)
 
     def finish(self, source: int, destination: int) -> None:
-        """Report that the batch between two ranks has arrived."""
+        """Report that the message between two ranks has arrived."""
         self._sending.discard(source)
         self._receiving.discard(destination)
 
-    def next_batches(self) -> list[Batch]:
-        """Return batches for free links; each link stays busy until its batch has arrived.
+    def next_transmissions(self) -> list[Transmission]:
+        """Return messages for free links; each link stays busy until its message has arrived.
 
         The pair of ranks with the most waiting bytes goes first.
         """
-        batches = []
+        messages = []
         waiting = {
             pair: sum(transfer.nbytes for transfer in transfers)
             for pair, transfers in self._waiting.items()
@@ -93,8 +93,8 @@ class TransmissionPlanner:
             self._sending.add(source)
             self._receiving.add(destination)
             entries = tuple(self._take(source, destination))
-            batches.append(Batch(source, destination, entries))
-        return batches
+            messages.append(Transmission(source, destination, entries))
+        return messages
 
     @property
     def is_idle(self) -> bool:
@@ -103,7 +103,7 @@ class TransmissionPlanner:
 
     def _take(self, source: int, destination: int) -> Iterable[tuple[int, int]]:
         transfers, nbytes = self._waiting[source, destination], 0
-        while transfers and nbytes < self.batch_bytes:
+        while transfers and nbytes < self.message_bytes:
             transfer = transfers.popleft()
             nbytes += transfer.nbytes
             yield transfer.unit, transfer.part

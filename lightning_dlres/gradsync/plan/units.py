@@ -27,7 +27,7 @@ class GradientSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class SyncUnit:
     """A partition of a gradient.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Planned batches never collide, keep free links busy, and lose no transfer."""
+"""Planned messages never collide, keep free links busy, and lose no transfer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dlres.gradsync.plan.transmissions import Batch, Transfer, TransmissionPlanner
+from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission, TransmissionPlanner
 
 
 @settings(deadline=None)
 @given(st.integers(2, 5), st.integers(0, 60), st.integers(1, 300), st.randoms())
-def test_batches_never_collide_and_nothing_is_lost(
-    world_size: int, count: int, batch_bytes: int, rng: random.Random
+def test_messages_never_collide_and_nothing_is_lost(
+    world_size: int, count: int, message_bytes: int, rng: random.Random
 ) -> None:
-    planner = TransmissionPlanner(batch_bytes)
+    planner = TransmissionPlanner(message_bytes)
     pending = []
     for unit in range(count):
         source, destination = rng.sample(range(world_size), 2)
@@ -23,22 +23,24 @@ def test_batches_never_collide_and_nothing_is_lost(
     expected = {(t.source, t.destination, t.unit, t.part) for t in pending}
     sizes = {t.unit: t.nbytes for t in pending}
     delivered: list[tuple[int, int, int, int]] = []
-    under_way: list[Batch] = []
+    under_way: list[Transmission] = []
     while pending or under_way or not planner.is_idle:
         ready, pending = pending[:7], pending[7:]
         planner.add(ready)
-        under_way += planner.next_batches()
-        sources = [batch.source for batch in under_way]
-        destinations = [batch.destination for batch in under_way]
+        under_way += planner.next_transmissions()
+        sources = [message.source for message in under_way]
+        destinations = [message.destination for message in under_way]
         assert len(set(sources)) == len(sources)
         assert len(set(destinations)) == len(destinations)
         # All transfers but the last one stay below the limit.
-        for batch in under_way:
-            assert sum(sizes[unit] for unit, _ in batch.entries[:-1]) < batch_bytes
+        for message in under_way:
+            assert sum(sizes[unit] for unit, _ in message.entries[:-1]) < message_bytes
         if under_way:
-            batch = under_way.pop(rng.randrange(len(under_way)))
-            planner.finish(batch.source, batch.destination)
-            delivered += [(batch.source, batch.destination, *entry) for entry in batch.entries]
+            message = under_way.pop(rng.randrange(len(under_way)))
+            planner.finish(message.source, message.destination)
+            delivered += [
+                (message.source, message.destination, *entry) for entry in message.entries
+            ]
     assert len(delivered) == len(expected)
     assert set(delivered) == expected
 
@@ -46,16 +48,16 @@ def test_batches_never_collide_and_nothing_is_lost(
 def test_both_directions_of_a_link_are_used_at_once() -> None:
     planner = TransmissionPlanner()
     planner.add([Transfer(0, 1, 0, 0, 10), Transfer(1, 0, 1, 0, 10), Transfer(0, 1, 2, 0, 10)])
-    assert planner.next_batches() == [
-        Batch(0, 1, ((0, 0), (2, 0))),
-        Batch(1, 0, ((1, 0),)),
+    assert planner.next_transmissions() == [
+        Transmission(0, 1, ((0, 0), (2, 0))),
+        Transmission(1, 0, ((1, 0),)),
     ]
-    assert planner.next_batches() == []
+    assert planner.next_transmissions() == []
 
 
 def test_the_largest_queue_goes_first() -> None:
     planner = TransmissionPlanner()
     planner.add([Transfer(0, 1, 0, 0, 10), Transfer(0, 2, 1, 0, 20), Transfer(1, 2, 2, 0, 15)])
-    assert [(b.source, b.destination) for b in planner.next_batches()] == [(0, 2)]
+    assert [(b.source, b.destination) for b in planner.next_transmissions()] == [(0, 2)]
     planner.finish(0, 2)
-    assert [(b.source, b.destination) for b in planner.next_batches()] == [(1, 2), (0, 1)]
+    assert [(b.source, b.destination) for b in planner.next_transmissions()] == [(1, 2), (0, 1)]

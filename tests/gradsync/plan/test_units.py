@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dlres.core.errors import ConfigError
-from lightning_dlres.gradsync.plan.plan import RAW, Choice, make_plan
+from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, make_plan
 from lightning_dlres.gradsync.plan.shares import link_shares
 from lightning_dlres.gradsync.plan.units import GradientSpec, assign_owners, cut
 
@@ -85,7 +85,7 @@ def test_links_without_bandwidth_are_refused(bandwidths: list[float]) -> None:
 
 def test_a_plan_cuts_gradients_and_balances_owners() -> None:
     gradients = [GradientSpec(name="a", count=100), GradientSpec(name="b", count=10)]
-    choices = [Choice(codec="tbq", partitions=3), Choice(codec=RAW, partitions=1)]
+    choices = [CodecChoice(codec="tbq", partitions=3), CodecChoice(codec=RAW, partitions=1)]
     plan = make_plan(gradients, choices, world_size=3, topology="ps", alignment=10)
     assert [(u.index, u.gradient, u.start, u.stop, u.codec) for u in plan.units] == [
         (0, "a", 0, 30, "tbq"),

@@ -11,14 +11,14 @@ from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.executor import Executor
+from lightning_dlres.gradsync.execute.executor import SyncExecutor
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun
-from lightning_dlres.gradsync.plan.graph import Task, TaskKind, topology
+from lightning_dlres.gradsync.plan.graph import SyncTask, TaskKind, topology
 from lightning_dlres.gradsync.plan.plan import RAW, SyncPlan
 
 
-class GradientSync:
+class GradientSynchroniser:
     """Replaces gradients by their means over all ranks.
 
     Args:
@@ -64,7 +64,7 @@ class GradientSync:
             for name in {unit.gradient for unit in plan.units}
         }
         tasks = [task for units in self._units.values() for _, graph in units for task in graph]
-        self._executor = Executor(
+        self._executor = SyncExecutor(
             mailbox,
             tracer,
             sources=_peers(tasks, TaskKind.RECEIVE),
@@ -131,6 +131,6 @@ class GradientSync:
         self._executor.close()
 
 
-def _peers(tasks: Iterable[Task], kind: TaskKind) -> set[int]:
+def _peers(tasks: Iterable[SyncTask], kind: TaskKind) -> set[int]:
     """Return the other ranks of all tasks of a kind."""
     return {task.peer for task in tasks if task.kind is kind and task.peer is not None}

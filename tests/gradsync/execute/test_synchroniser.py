@@ -16,8 +16,8 @@ from lightning_dlres.codecs import codec
 from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
-from lightning_dlres.gradsync.execute.gradient_sync import GradientSync
-from lightning_dlres.gradsync.plan.plan import RAW, Choice, SyncPlan, make_plan
+from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
 from tests.support.rank_pool import RankContext, RankPool
 
@@ -38,7 +38,7 @@ def plan_for(world_size: int, topology: str, name: str) -> SyncPlan:
     is_divisible = name == RAW or codec(name).is_divisible  # type: ignore[attr-defined]
     choices = [
         # Small gradients stay raw, as the cost model would decide.
-        Choice(
+        CodecChoice(
             codec=name if spec.count > 100 else RAW,
             partitions=3 if is_divisible and spec.count > 10_000 else 1,
         )
@@ -50,7 +50,7 @@ def plan_for(world_size: int, topology: str, name: str) -> SyncPlan:
 @contextmanager
 def synchronisation(
     context: RankContext, topology: str, name: str, **options: Any
-) -> Iterator[GradientSync]:
+) -> Iterator[GradientSynchroniser]:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     assert isinstance(group, dist.ProcessGroup)
@@ -59,7 +59,7 @@ def synchronisation(
     chosen = codec(name)
     codecs = {name: chosen} if isinstance(chosen, GradientCodec) else {}
     plan = plan_for(context.world_size, topology, name)
-    sync = GradientSync(plan, codecs, mailbox, Tracer(), **options)
+    sync = GradientSynchroniser(plan, codecs, mailbox, Tracer(), **options)
     yield sync
     dist.barrier()
     sync.close()
