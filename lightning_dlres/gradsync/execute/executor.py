@@ -36,7 +36,7 @@ class ReadySend:
     """A payload that can be sent.
 
     Attributes:
-        run: SyncUnit in its step.
+        run: The unit in its step.
         task: Position of the task in the unit's graph.
     """
 

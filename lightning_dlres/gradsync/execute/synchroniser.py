@@ -30,6 +30,7 @@ class GradientSynchroniser:
         has_sum_feedback: False drops what was not sent of a sum.
 
     Attributes:
+        plan: The plan.
         states: States of this rank's codecs.
 
     Raises:
@@ -51,6 +52,7 @@ class GradientSynchroniser:
             raise ConfigError(
                 got_expected("codecs", sorted(codecs), "all of the plan", str(sorted(missing)))
             )
+        self.plan = plan
         self.states = CodecStates()
         self._codecs = dict(codecs)
         self._rank, self._world_size = mailbox.rank, plan.world_size

@@ -1,0 +1,24 @@
+"""Communication hook of torch's DistributedDataParallel.
+
+DDP compares the hook's annotations with classes. This module therefore must not turn annotations
+into strings with `from __future__ import annotations`.
+"""
+
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from lightning_dlres.gradsync.execute.ddp_state import GradientSyncState
+
+
+def compressed_hook(state: GradientSyncState, bucket: GradBucket) -> Future[Tensor]:
+    """Communication hook for `DistributedDataParallel.register_comm_hook`.
+
+    Args:
+        state: State of the hook.
+        bucket: Bucket of gradients, which become their means over all ranks.
+
+    Raises:
+        PeerError: If a rank was lost or late in an earlier call.
+    """
+    return state.reduce(bucket)

@@ -1,0 +1,218 @@
+"""State of the communication hook of torch's DistributedDataParallel.
+
+The hook gets a bucket: a flat buffer with the gradients of some parameters. It splits the buffer
+into gradients again, because a codec encodes each of them by itself. In the first step, it learns
+the parameters and lets torch sum the buckets; it makes its plan after that. Parameters are known by
+identity, so it does not matter that DDP sorts them into other buckets later.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from lightning_dlres.codecs import base as registry
+from lightning_dlres.codecs.gradient import GradientCodec
+from lightning_dlres.core.checks import finite, one_of, whole_number
+from lightning_dlres.core.comm.mailbox import Mailbox
+from lightning_dlres.core.errors import ConfigError, got_expected
+from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
+from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
+from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
+from lightning_dlres.gradsync.plan.units import GradientSpec
+from lightning_dlres.kernels.gradients.layout import BLOCK
+
+NONE = "none"
+# Timeout of the gloo group itself. The mailbox has a shorter one, and its error names the rank.
+_LONGER_THAN_ANY_RUN = timedelta(days=365)
+
+
+class GradientSyncState:
+    """State of `compressed_hook`: the plan, the codec's states, and the threads.
+
+    Use one state for one DistributedDataParallel module.
+
+    Args:
+        algorithm: Name of a gradient codec, "raw" for uncompressed gradients over the same tasks,
+            or "none" for torch's all-reduce.
+        codec_options: Keyword arguments of the codec.
+        topology: "ps" (parameter server) or "ring".
+        min_bytes: Gradients with fewer bytes are not compressed.
+        timeout: Seconds that a rank waits for another.
+        check: Called while waiting; raises if a rank is known to have failed.
+
+    Attributes:
+        tracer: Spans of all tasks.
+
+    Raises:
+        ConfigError: If an argument has a bad value.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: str,
+        codec_options: Mapping[str, Any] | None = None,
+        topology: str = "ps",
+        min_bytes: int = 16 << 10,
+        timeout: float = 300.0,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self._codecs = _codecs_of(algorithm, codec_options or {})
+        self._topology = one_of("topology", topology, TOPOLOGIES, "topology='ps'")
+        self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
+        self._timeout = finite("timeout", timeout, "timeout=300", above=True)
+        self._check = check or _no_check
+        self.tracer = Tracer()
+        self._step = 0
+        self._names: dict[nn.Parameter, str] = {}
+        self._specs: list[GradientSpec] = []
+        self._mailbox: Mailbox | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._synchroniser: GradientSynchroniser | None = None
+        self._failure: BaseException | None = None
+        # Guards `_failure`, which the executor's threads set.
+        self._lock = threading.Lock()
+
+    def name_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Give names to parameters; without a name, they are numbered in the order of step 0."""
+        self._names.update((parameter, name) for name, parameter in parameters)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended the synchronisation; None while there is none."""
+        return self._failure
+
+    @property
+    def plan(self) -> SyncPlan | None:
+        """Plan of the synchronisation; None in step 0."""
+        return self._synchroniser.plan if self._synchroniser is not None else None
+
+    @property
+    def synchroniser(self) -> GradientSynchroniser | None:
+        """Engine, with the codecs' states; None in step 0."""
+        return self._synchroniser
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Start to replace the gradients of a bucket by their means; return its future buffer.
+
+        Raises:
+            PeerError: If a rank was lost or late in an earlier call.
+        """
+        if self._failure is not None:
+            raise self._failure
+        world_size, step = dist.get_world_size(), self._step
+        if bucket.is_last():
+            self._step += 1
+        if world_size == 1 or self.algorithm == NONE or step == 0:
+            if step == 0:
+                self._learn(bucket)
+            return _all_reduce(bucket.buffer(), world_size)
+        if self._synchroniser is None:
+            self._synchroniser = self._open(world_size)
+        future: Future[Tensor] = Future()
+        buffer = bucket.buffer()
+        done = functools.partial(self._finish, future, buffer)
+        self._synchroniser.start(step, self._gradients_of(bucket), done)
+        return future
+
+    def close(self) -> None:
+        """End the threads. All ranks call it together, unless one has failed."""
+        if self._synchroniser is not None:
+            self._synchroniser.close()
+        if self._mailbox is not None:
+            self._mailbox.close(orderly=self._failure is None)
+        if self._group is not None and self._failure is None:
+            dist.destroy_process_group(self._group)
+        self._synchroniser = self._mailbox = self._group = None
+
+    def _learn(self, bucket: GradBucket) -> None:
+        for parameter in bucket.parameters():
+            name = self._names.setdefault(parameter, f"parameter {len(self._specs)}")  # type: ignore[arg-type]
+            self._specs.append(GradientSpec(name=name, count=parameter.numel()))
+
+    def _open(self, world_size: int) -> GradientSynchroniser:
+        """Connect the ranks, and return the engine; called by all ranks together."""
+        group = dist.new_group(backend="gloo", timeout=_LONGER_THAN_ANY_RUN)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._mailbox = Mailbox(
+            group,
+            dist.get_rank(),
+            [f"rank {rank}" for rank in range(world_size)],
+            timeout=self._timeout,
+            check=self._check,
+            tracer=self.tracer,
+        )
+        choices = [self._choose(spec, world_size) for spec in self._specs]
+        plan = make_plan(
+            self._specs,
+            choices,
+            world_size=world_size,
+            topology=self._topology,
+            alignment=BLOCK,
+        )
+        return GradientSynchroniser(plan, self._codecs, self._mailbox, self.tracer)
+
+    def _choose(self, spec: GradientSpec, world_size: int) -> CodecChoice:
+        """Return the codec and the partitions of a gradient: one per rank where it may be cut."""
+        is_raw = self.algorithm == RAW or 4 * spec.count < self._min_bytes
+        codec = RAW if is_raw else self.algorithm
+        is_divisible = is_raw or self._codecs[codec].is_divisible
+        return CodecChoice(codec=codec, partitions=world_size if is_divisible else 1)
+
+    def _gradients_of(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Return flat views of a bucket's gradients by name, whatever their strides."""
+        buffer = bucket.buffer()
+        gradients = {}
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            start = gradient.storage_offset() - buffer.storage_offset()
+            name = self._names[parameter]  # type: ignore[index]
+            gradients[name] = buffer[start : start + gradient.numel()]
+        return gradients
+
+    def _finish(self, future: Future[Tensor], buffer: Tensor, error: BaseException | None) -> None:
+        if error is None:
+            future.set_result(buffer)
+            return
+        with self._lock:
+            self._failure = self._failure or error
+        # DDP shows only the type of this error. Callers raise `failure` after backward.
+        future.set_exception(error)  # type: ignore[arg-type]
+
+
+def _all_reduce(buffer: Tensor, world_size: int) -> Future[Tensor]:
+    """Return the mean of a bucket, with the arithmetic of DDP without a hook."""
+    work = dist.all_reduce(buffer.mul_(1 / world_size), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+
+
+def _codecs_of(algorithm: str, options: Mapping[str, Any]) -> dict[str, GradientCodec]:
+    if algorithm in (NONE, RAW):
+        if options:
+            raise ConfigError(got_expected("codec_options", dict(options), "None", "None"))
+        return {}
+    algorithms = [
+        name for name in registry.names() if isinstance(registry.codec(name), GradientCodec)
+    ]
+    if algorithm not in algorithms:
+        rule = f"one of {[NONE, RAW, *algorithms]}"
+        raise ConfigError(got_expected("algorithm", algorithm, rule, "algorithm='fp16'"))
+    codec = type(registry.codec(algorithm))(**options)
+    assert isinstance(codec, GradientCodec)
+    return {algorithm: codec}
+
+
+def _no_check() -> None:
+    """Do nothing: no other part of the program watches the ranks."""
