@@ -74,12 +74,12 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ranks = sorted(rank for replica in self.replicas for rank in replica)
         if not self.split or min(self.split) < 1:
             raise ConfigError(
-                f"split must have at least one layer for every stage, got {list(self.split)}. Use "
+                f"split must be a list of at least one layer per stage, got {list(self.split)}. Use "
                 "fewer stages."
             )
         if not self.replicas or any(len(replica) != len(self.split) for replica in self.replicas):
             raise ConfigError(
-                f"replicas must have one rank per stage in every replica ({len(self.split)} stages "
+                f"replicas must be lists of one rank per stage each ({len(self.split)} stages "
                 f"in split), got {[list(r) for r in self.replicas]}. Use replicas=((0, 1),) for "
                 "two stages."
             )
