@@ -74,7 +74,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ranks = sorted(rank for replica in self.replicas for rank in replica)
         if not self.split or min(self.split) < 1:
             raise ConfigError(
-                f"split must be a list of at least one layer per stage, got {list(self.split)}. Use "
+                f"split must be at least one layer for every stage, got {list(self.split)}. Use "
                 "fewer stages."
             )
         if not self.replicas or any(len(replica) != len(self.split) for replica in self.replicas):
@@ -85,7 +85,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"replicas must contain each rank from 0 to {len(ranks) - 1} exactly once, got "
+                f"replicas must be lists of each rank from 0 to {len(ranks) - 1} exactly once, got "
                 f"{ranks}. Number the ranks from 0."
             )
         if self.layers and sum(self.split) != len(self.layers):

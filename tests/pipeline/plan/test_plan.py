@@ -174,11 +174,11 @@ def test_a_rank_name_has_stage_and_replica() -> None:
     [
         ({"replicas": ()}, "replicas must be lists of one rank per stage each"),
         ({"replicas": ((0, 1), (2,))}, "replicas must be lists of one rank per stage each"),
-        ({"split": (1, 1, 1)}, r"one rank per stage in every replica \(3 stages in split\)"),
+        ({"split": (1, 1, 1)}, r"one rank per stage each \(3 stages in split\)"),
         ({"replicas": ((0, 1), (1, 2))}, "each rank from 0 to 3 exactly once"),
         ({"replicas": ((0, 1), (2, 4))}, "each rank from 0 to 3 exactly once"),
         ({"replicas": ((-1, 0), (1, 2))}, "replicas must be "),
-        ({"split": (3, 0)}, "split must be a list of at least one layer per stage"),
+        ({"split": (3, 0)}, "split must be at least one layer for every stage"),
         ({"split": (4, -1)}, "split must be a whole number"),
         ({"split": (2, 2)}, "split must add up to the 3 layers"),
         ({"recompute": (3,)}, "indices of layers from 0 to 2"),
