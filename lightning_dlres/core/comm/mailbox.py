@@ -62,6 +62,11 @@ class Channel(IntEnum):
     GRADIENT_SYNC = 20
 
 
+# Channels whose frames keep their first size. Their messages have different sizes, and frames of
+# the largest size would be filled with zeros that take time on a slow link.
+_FIXED_FRAMES = frozenset((Channel.GRADIENT_SYNC,))
+
+
 class Mailbox:
     """Sender and receiver of one rank's messages.
 
@@ -344,7 +349,9 @@ class _Outbox:
 
     def _write(self, header: bytes, large: list[Tensor]) -> None:
         """Start the transfers of a message."""
-        transfers, self._frame_bytes = payload.pack(header, large, self._frame_bytes)
+        transfers, next_frame_bytes = payload.pack(header, large, self._frame_bytes)
+        if self._channel not in _FIXED_FRAMES:
+            self._frame_bytes = next_frame_bytes
         for transfer in transfers:
             work = self._group.send([transfer], self._destination, int(self._channel))
             self._unfinished.append((work, transfer))
@@ -407,7 +414,8 @@ class _Inbox:
                 first, packed = packed, torch.empty(packed_bytes, dtype=torch.uint8)
                 packed[: len(first)] = first
                 self._read(packed[len(first) :])
-            self._frame_bytes = payload.next_frame_bytes(packed_bytes)
+            if self._channel not in _FIXED_FRAMES:
+                self._frame_bytes = payload.next_frame_bytes(packed_bytes)
             header = payload.decode_frame_header(packed, header_bytes, self._peer)
             large = payload.unpack_tensors(packed, packed_bytes, header_bytes, header) or [
                 self._read(torch.empty(length, dtype=torch.uint8))
