@@ -28,7 +28,7 @@ from lightning_dlres.core.trace import Tracer
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
-from lightning_dlres.gradsync.plan.units import GradientSpec
+from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
 NONE = "none"
@@ -165,11 +165,14 @@ class GradientSyncState:
         return GradientSynchroniser(plan, self._codecs, self._mailbox, self.tracer)
 
     def _choose(self, spec: GradientSpec, world_size: int) -> CodecChoice:
-        """Return the codec and the partitions of a gradient: one per rank where it may be cut."""
+        """Return the codec and the partitions of a gradient."""
         is_raw = self.algorithm == RAW or 4 * spec.count < self._min_bytes
         codec = RAW if is_raw else self.algorithm
-        is_divisible = is_raw or self._codecs[codec].is_divisible
-        return CodecChoice(codec=codec, partitions=world_size if is_divisible else 1)
+        partitions = 1
+        if is_raw or self._codecs[codec].is_divisible:
+            total = sum(other.count for other in self._specs)
+            partitions = partitions_for(spec.count, total, world_size)
+        return CodecChoice(codec=codec, partitions=partitions)
 
     def _gradients_of(self, bucket: GradBucket) -> dict[str, Tensor]:
         """Return flat views of a bucket's gradients by name, whatever their strides."""

@@ -12,6 +12,10 @@ from itertools import pairwise
 
 from lightning_dlres.core.errors import ConfigError, got_expected
 
+# Pieces per rank into which all gradients are divided at least. With few pieces the owners' sums
+# differ; with many, the time for each piece adds up.
+_PIECES_PER_RANK = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSpec:
@@ -62,6 +66,21 @@ def cut(count: int, partitions: int, alignment: int) -> list[tuple[int, int]]:
     partitions = max(min(partitions, blocks), 1)
     bounds = [min(blocks * i // partitions * alignment, count) for i in range(partitions + 1)]
     return list(pairwise(bounds))
+
+
+def partitions_for(count: int, total: int, world_size: int) -> int:
+    """Return the number of partitions that let all ranks share the merging of a gradient.
+
+    Each partition costs time of its own on every rank. A gradient is therefore only cut if it is
+    larger than its part of a fair division of all gradients.
+
+    Args:
+        count: Elements of the gradient.
+        total: Elements of all gradients.
+        world_size: Number of ranks.
+    """
+    piece = max(total // (_PIECES_PER_RANK * world_size), 1)
+    return max(1, min(world_size, -(-count // piece)))
 
 
 def assign_owners(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:

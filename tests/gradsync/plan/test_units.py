@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, make_plan
 from lightning_dlres.gradsync.plan.shares import link_shares
-from lightning_dlres.gradsync.plan.units import GradientSpec, assign_owners, cut
+from lightning_dlres.gradsync.plan.units import GradientSpec, assign_owners, cut, partitions_for
 
 
 @settings(deadline=None)
@@ -94,3 +94,15 @@ def test_a_plan_cuts_gradients_and_balances_owners() -> None:
         (3, "b", 0, 10, "raw"),
     ]
     assert sorted(unit.owner for unit in plan.units_of("a")) == [0, 1, 2]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=8), st.integers(1, 5))
+def test_only_large_gradients_are_cut(counts: list[int], world_size: int) -> None:
+    total = sum(counts)
+    for count in counts:
+        partitions = partitions_for(count, total, world_size)
+        assert 1 <= partitions <= world_size
+        assert partitions == 1 or count > total // (4 * world_size)
+    if len(counts) == 1 and total >= 4 * world_size:
+        assert partitions_for(total, total, world_size) == world_size
