@@ -212,7 +212,8 @@ class Connection:
             broadcast_tree(watch.invitation, 0, self.timeout, _no_check)
             return watch
         invitation = broadcast_tree(None, 0, self.timeout, _no_check)
-        # The end of the parent shows a killed rank 0 before the watch's deadline.
+        # If rank 0 started this process and is killed, the parent of this process changes. The
+        # watch notices that before its deadline.
         return Watch.join(
             self.rank,
             invitation,

@@ -82,10 +82,10 @@ def make_runner(
 
     buffers = BufferSync(
         changed_in_forward,
-        groups.get((stage,)) if len(plan.replicas) > 1 else None,
-        plan.replicas[0][stage],
-        timeout,
-        check,
+        group=groups.get((stage,)) if len(plan.replicas) > 1 else None,
+        source=plan.replicas[0][stage],
+        timeout=timeout,
+        check=check,
     )
     runtime = Runtime(
         plan=plan,
@@ -113,7 +113,8 @@ def make_runner(
     )
 
     def sum_over_stages(value: float) -> float:
-        # All ranks add in the same order. Otherwise rounding would make replicas diverge.
+        # Every replica has the same values. All ranks add those of the first replica, in stage
+        # order: another order would round differently and make replicas diverge.
         values = connection.gather([value])
         return sum(values[rank][0] for rank in deployment.plan.replicas[0])
 

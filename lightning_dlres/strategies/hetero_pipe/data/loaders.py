@@ -1,9 +1,10 @@
 """Shared loaders: rank 0 reads each batch and sends it to every rank.
 
-Processes that each draw from their own random generators see different shuffles and augmentations
-from the second epoch on. Here rank 0 alone, the reader, iterates the user's loader. Every rank
-yields the reader's batch, and sets its random generators to the reader's state. The user's code
-then draws the same numbers on every rank as in plain training.
+Were each rank to iterate its own loader, equal seeds would give equal shuffles and augmentations
+in the first epoch only: by its end, the ranks' random generators have diverged. So only rank 0, the
+reader, iterates the user's loader. Every rank yields the reader's batch, and sets its random
+generators to the reader's state. The user's code then draws the same numbers on every rank as in
+plain training.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_dlres.strategies.signals import DeferredSignals
 
 # Hooks of a LightningModule or data module that make loaders.
 _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-# Name of the user code that an error of `single_device_view` gives.
+# Names the user code in errors of `single_device_view`.
 _USER_CODE = "The loader's code"
 
 

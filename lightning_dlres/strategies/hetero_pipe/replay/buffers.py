@@ -1,8 +1,8 @@
-"""Buffers outside of the layers that a training step changes.
+"""Changes of a training step to buffers that belong to no layer.
 
 Examples are a running centre, a queue, and the statistics of a norm before or after the pipelined
-module. As with attributes, every run of the step starts from the same values, on copies. Every rank
-ends with the values that one run left.
+module. As for attributes, each run of the step works on copies of the values before the step. At
+the end, every rank applies the values that one of the runs left.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A packed value is a list:
 - `[base, class, argument, items, attributes]`: a container. `base` is the name of its built-in base
   class, `class` the import path of its class. `argument` is the largest length of a deque, or the
   import path of the default factory of a defaultdict. Items and attributes are packed values.
-  Without attributes of its own, a dict that is its own `__dict__` has None.
+  `attributes` is None for a dict that is its own `__dict__`: its items are its attributes.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from lightning_dlres.core.errors import ConfigError, ProtocolError
 from lightning_dlres.core.wire.tree import Tree, map_tensors
 from lightning_dlres.strategies.hetero_pipe.replay.user_objects import SCALARS, slot_names
 
-# Base classes of containers that can be made anew. A subclass comes before its base.
+# Base classes of containers that `unpack` can rebuild. A subclass comes before its base.
 _BASES: tuple[Any, ...] = (
     *(frozenset, set, deque, list, tuple),
     *(OrderedDict, defaultdict, dict),
 )
 _BASE_BY_NAME = {base.__name__: base for base in _BASES}
-# Types without parts that `core.wire` carries. Of their subclasses it would make the base class.
+# Types without parts that `core.wire` carries. An instance of a subclass of one of these would
+# arrive as an instance of the type itself.
 _EXACT_LEAVES = {*SCALARS, np.ndarray, torch.Size, torch.dtype, torch.device, type(Path())}
 _VALUE = "value"
 
 
 def arrives_unchanged(value: Any) -> bool:
-    """Return whether `core.wire` carries a value without a change of any type inside it.
+    """Return True if `core.wire` carries a value without a change of any type inside it.
 
     True does not promise that `core.wire` accepts the value.
     """
@@ -58,7 +59,8 @@ def arrives_unchanged(value: Any) -> bool:
     if kind in (list, tuple):
         return all(map(arrives_unchanged, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Only the fields of a data class are carried: items of a list, set or deque would be lost.
+        # `core.wire` carries the attributes of a data class. If the class is also a list, tuple,
+        # set or deque, its items would be lost.
         if isinstance(value, (list, tuple, set, frozenset, deque)):
             return False
         names = {field.name for field in dataclasses.fields(value)} | {*_attributes(value)}
@@ -102,7 +104,7 @@ def pack(value: Any) -> Tree:
 
 
 def unpack(packed: Tree) -> Any:
-    """Make the value that `pack` has made plain data of. No constructor of the user's runs.
+    """Return the value that `pack` turned into plain data, without running user constructors.
 
     Raises:
         ProtocolError: If this rank does not have the class.
@@ -138,8 +140,8 @@ def unpack(packed: Tree) -> Any:
 
 
 def with_items(value: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a tuple like another one, with other items; the tuple itself if its class does not
-    allow one."""
+    """Return a tuple of the same class with other items; the tuple itself if its class cannot be
+    rebuilt from items."""
     kind = type(value)
     if not _can_be_made(kind, tuple):
         return value
@@ -163,7 +165,12 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 @cache
 def _can_be_made(kind: Any, base: Any) -> bool:
-    """Return whether an instance with the base's items and some attributes is all of its state."""
+    """Return True if an instance can be rebuilt from its items and its `__dict__` alone.
+
+    Args:
+        kind: Class of the instance.
+        base: Built-in base class, whose constructor is used.
+    """
     if not {"__dict__", "__weakref__"}.issuperset(slot_names(kind)):
         return False
     try:
