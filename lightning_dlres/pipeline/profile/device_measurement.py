@@ -115,6 +115,7 @@ def measure_device(
         [_mean(list(runs)) for runs in zip(*layer_runs, strict=True)],
         statistics.fmean(seconds for seconds, _ in losses) * wall_per_cpu_second * slowdown,
         max(nbytes for _, nbytes in losses),
+        # Without `slowdown`: an emulated device does not stretch the optimizer's step.
         update * wall_per_cpu_second,
         # At least 0: the difference of two times may be smaller than their noise.
         max(statistics.fmean(run_overheads), 0.0) if run_overheads else 0.0,
@@ -165,7 +166,8 @@ def _measure_loss(
                 step = model.start_loss(batch)
                 flusher.overwrite()
                 start = clock.now()
-                # Bytes are counted in the warm-up run: counting takes time.
+                # Bytes are counted in the warm-up run: counting takes time. This run works on a
+                # copy of the output, since `loss_bytes` includes one.
                 with live if run == 0 else nullcontext():
                     leaves_copy = map_tensors(Tensor.clone, leaves) if run == 0 else leaves
                     loss = step.finish(leaves_copy, None, [samples_in(batch) or 1])

@@ -99,8 +99,8 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
     """Find the sizes of a layer without running it.
 
     Returns:
-        A function that makes an output of zeros on the device; the sizes; and the bytes that a run
-        forward and backward needs, beside the gradients of a previous run.
+        A function that makes an output of zeros on the device; the sizes; and the peak bytes of
+        forward and backward while the gradients of a previous run are still held.
 
     Raises:
         Exception: Of any kind, if the layer reads values of tensors, which FakeTensor lacks.
@@ -137,6 +137,7 @@ def sizes_without_storage(call: LayerCall) -> tuple[Callable[[], Tree], Sizes, i
                     allow_unused=True,
                 )
         gradient_bytes = bytes_of(g for g in gradients[len(differentiable) :] if g is not None)
+        # At least the gradients, for the reason given in `_Runner.sizes` of `layer_times`.
         workspace_bytes = max(live.peak - live_after_forward, gradient_bytes)
         sizes = saved.sizes(weights, inputs, outputs, workspace_bytes)
         needed_bytes = bytes_of(weights) + sizes.input_bytes + live.peak + gradient_bytes
