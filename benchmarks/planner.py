@@ -32,11 +32,12 @@ from lightning_dlres.pipeline.plan.search.grouping import group_into_slots, repl
 from tests.support.pipeline_profiles import large_workload, limited
 
 TARGET_SECONDS = 20.0
-# Random memory limits are up to this factor above the smallest limit that has a plan. Under them
-# the start, which is the ratio order with a split in proportion to power, does not fit.
+# The *start* of the planner's search is the ratio order with a split in proportion to power.
+# Random memory limits are up to this factor times the smallest limit that has a plan. The start
+# does not fit into them.
 SCARCE = 1.15
-# Memory of each profile. None: random limits. A number: the start just fits. At 0, it must
-# recompute every layer whose recomputation frees memory; at 1, none.
+# Memory of each profile. None: random limits. A number from 0 to 1: limits into which the start
+# just fits. At 0, it must recompute every layer whose recomputation frees memory; at 1, none.
 MEMORY_PARTS = (None, None, 0.2, 0.4, 0.7)
 
 
@@ -97,8 +98,10 @@ def limits_for_start(workload: Workload, memory_part: float) -> list[int]:
     """
     limits = {}
     for stage, layers in enumerate(layer_ranges(start_split(workload))):
-        helps = [i for i in layers if workload.freed_by_recompute(stage, layers, i) > 0]
-        least, most = (workload.bound_bytes(stage, layers, recompute) for recompute in (helps, ()))
+        freeing = [i for i in layers if workload.freed_by_recompute(stage, layers, i) > 0]
+        least, most = (
+            workload.bound_bytes(stage, layers, recompute) for recompute in (freeing, ())
+        )
         limits[workload.replicas[0][stage]] = least + round(memory_part * (most - least))
     return [limits[rank] for rank in sorted(limits)]
 

@@ -1,7 +1,8 @@
 """Loaders that benchmarks.prefetch measures on the trainer's host: this package's loader, a plain
 DataLoader, and torchdata's ParallelMapper, all over the same storage nodes.
 
-Prints one line of JSON with the samples, bytes and seconds of the measured part.
+Prints one line of JSON. For a loader, it has the samples, bytes and seconds of the measured part.
+The measurement "index" takes no loader, but the index of ten million samples: its time and memory.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.loading.loader import PrefetchLoader
 from lightning_dlres.prefetch.order.sequence import shuffled
 
-# Number of samples of the large index.
+# Number of samples of the large index, and of storage nodes that hold them.
 _INDEX_SAMPLES = 10_000_000
+_INDEX_NODES = 4
 # Number of batches in which the cache fills. Stalls before their end do not count.
 _WARMUP_BATCHES = 100
 
@@ -94,7 +96,8 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         tail="drop",
         num_workers=options.workers,
     )
-    # The cache's process runs already, so the clock starts at the first request, as for the peers.
+    # The cache's process runs already, so the clock can start at the first request. Start-up does
+    # not count for the peers either: their clock starts at the first batch (see `count`).
     before, stalled, start = loader.metrics(), loader.stalled_seconds, time.monotonic()
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
     samples = total = 0
@@ -103,7 +106,8 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         samples, total = samples + len(batch), total + sum(batch)
         now = time.monotonic()
         if number == _WARMUP_BATCHES:
-            # Only now: the cache fills with the part of the link rate that the demand leaves free.
+            # Count stalls from here on. Before, the cache is still filling: the demand leaves only
+            # a part of the link rate for that.
             stalled, warm_start, warm_bytes = loader.stalled_seconds, now, total
         if options.pace:
             # Sleep until a training with this demand would request the next batch.
@@ -157,16 +161,18 @@ def index(options: argparse.Namespace) -> dict[str, Any]:
     batches, before its bytes are counted.
     """
     sizes = np.random.default_rng(0).integers(1_000, 100_000, _INDEX_SAMPLES)
-    CacheIndex.build(shuffled(8, 0, 0), 4)  # Numba compiles both before the clock starts
+    CacheIndex.build(shuffled(8, 0, 0), _INDEX_NODES)  # Numba compiles both before the clock starts
     gc.collect()
     objects = len(gc.get_objects())
     start = time.monotonic()
-    first = CacheIndex.build(shuffled(_INDEX_SAMPLES, 0, 0), 4)
+    first = CacheIndex.build(shuffled(_INDEX_SAMPLES, 0, 0), _INDEX_NODES)
     seconds = time.monotonic() - start
     space = CacheSpace(np.zeros(64 << 20, dtype=np.uint8), _INDEX_SAMPLES)
-    engine = PrefetchEngine(sizes, 4, space, PinnedSamples(np.zeros(0, dtype=np.uint8), sizes))
+    pinned = PinnedSamples(np.zeros(0, dtype=np.uint8), sizes)
+    engine = PrefetchEngine(sizes, _INDEX_NODES, space, pinned)
     engine.begin_epoch(0, first, lambda _: None)
-    engine.begin_epoch(1, CacheIndex.build(shuffled(_INDEX_SAMPLES, 0, 1), 4), lambda _: None)
+    second = CacheIndex.build(shuffled(_INDEX_SAMPLES, 0, 1), _INDEX_NODES)
+    engine.begin_epoch(1, second, lambda _: None)
     for request_id in range(100):
         engine.request_batch(
             "rank 0",

@@ -1,4 +1,5 @@
-"""Starter of ranks on the hosts of a testbed. A fork server has imported the ranks' modules.
+"""Starter of ranks on the hosts of a testbed. It forks them from a server that has imported the
+ranks' modules.
 
 All forks of one server have the same memory layout, which affects their speed. A benchmark that
 samples the differences between processes therefore makes a new server for each sample.

@@ -14,13 +14,17 @@ from benchmarks.support.testbed import Testbed
 OURS, PEER = "benchmarks.support.hetero_pipeline.ours", "benchmarks.support.hetero_pipeline.peer"
 # Additional time for our planning, in seconds, on top of the time limit of an answer.
 _PLAN_SECONDS = 60.0
-# Largest relative difference of losses after some steps that another order of float32 sums causes.
+# Largest allowed relative difference between both contenders' losses of a step. The two add float32
+# numbers in different orders, so after some steps their losses are not equal to the bit.
 _LOSS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a run.
+    """Sizes of the comparison, and of the matrix (see `matrix.matrix`).
+
+    A *start* makes new ranks for both contenders. They then take turns: a *turn* is a few steps of
+    one contender while the other waits.
 
     Our pipeline checks its loss before steps 0, 1, 2, 4, 8 and so on. So the first steps do not
     count. Neither does the first step of a turn, which may be step 8.
@@ -29,7 +33,7 @@ class Settings:
         task: Sizes that differ from the defaults of the model's `Task`.
         microbatches: Number of micro-batches in the comparison.
         swept: Further settings of the peer, as (micro-batches, threads).
-        matrix: Numbers of micro-batches of the matrix.
+        matrix: Numbers of micro-batches for which the matrix checks predicted step times.
         warmup: Number of first steps, which do not count.
         after_planning: Number of steps right after planning that are compared with the prediction.
             Some minutes later, the speed of a shared machine may differ by a fifth.
@@ -104,7 +108,8 @@ class Setting:
 
 
 class Ours:
-    """Ranks that train with `dlres_hetero_pipe`. Between turns they wait between two steps."""
+    """Ranks that train with `dlres_hetero_pipe`. After each turn, they wait for the next
+    order."""
 
     def __init__(self, hosts: RankStarter, world_size: int, settings: Settings) -> None:
         self._settings = settings
