@@ -107,7 +107,7 @@ def unpack(packed: Tree) -> Any:
     """Return the value that `pack` turned into plain data, without running user constructors.
 
     Raises:
-        ProtocolError: If this rank does not have the class.
+        ProtocolError: If this rank does not have the class, or the factory of a defaultdict.
     """
     tag, *content = packed
     if tag == _VALUE:
@@ -123,7 +123,7 @@ def unpack(packed: Tree) -> Any:
     if issubclass(base, dict):
         result = base.__new__(kind)
         if base is defaultdict:
-            base.__init__(result, None if argument is None else _at_path(argument))
+            base.__init__(result, None if argument is None else _factory(argument))
         for key, item in items:
             base.__setitem__(result, unpack(key), unpack(item))
     elif base in (tuple, frozenset):
@@ -194,6 +194,16 @@ def _path_of(thing: Any) -> str:
             "at the top level of a module."
         )
     return path
+
+
+def _factory(path: str) -> Any:
+    factory = _at_path(path)
+    if not callable(factory):
+        raise ProtocolError(
+            f"{path!r} must be the factory of a defaultdict on every rank, and is none on this "
+            "one. Import its module on all ranks."
+        )
+    return factory
 
 
 def _at_path(path: str) -> Any:

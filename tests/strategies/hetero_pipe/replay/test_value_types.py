@@ -335,6 +335,13 @@ def test_unpacking_refuses_a_class_that_is_no_container_of_this_kind() -> None:
             unpack([tag_of_other, path_of_other, *content])
 
 
+def test_unpacking_refuses_a_factory_that_this_rank_lacks() -> None:
+    tag, path, _, *content = pack(defaultdict(list, a=[1]))
+    for factory in (f"{__name__}:Missing", "no_such_module:factory"):
+        with pytest.raises(ProtocolError, match="must be the factory of a defaultdict"):
+            unpack([tag, path, factory, *content])
+
+
 def test_packing_copies_tensors() -> None:
     tensor = torch.zeros(1)
     packed = pack({"a": deque([tensor])})
