@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -78,6 +79,7 @@ class GradientSyncState:
         self._names: dict[nn.Parameter, str] = {}
         self._specs: list[GradientSpec] = []
         self._mailbox: Mailbox | None = None
+        self._end: weakref.finalize[..., Any] | None = None
         self._group: dist.ProcessGroup | None = None
         self._synchroniser: GradientSynchroniser | None = None
         self._failure: BaseException | None = None
@@ -131,6 +133,8 @@ class GradientSyncState:
         if self._synchroniser is not None:
             self._synchroniser.close()
         if self._mailbox is not None:
+            assert self._end is not None
+            self._end.detach()
             self._mailbox.close(orderly=self._failure is None)
         if self._group is not None and self._failure is None:
             dist.destroy_process_group(self._group)
@@ -154,6 +158,9 @@ class GradientSyncState:
             check=self._check,
             tracer=self.tracer,
         )
+        # A thread inside gloo would abort the process at its exit, so a script that does not call
+        # `close` abandons the threads.
+        self._end = weakref.finalize(self, self._mailbox.close, False)
         choices = [self._choose(spec, world_size) for spec in self._specs]
         plan = make_plan(
             self._specs,
