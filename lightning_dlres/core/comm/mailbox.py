@@ -60,11 +60,13 @@ class Channel(IntEnum):
     OBJECT = 18
     PROBE = 19
     GRADIENT_SYNC = 20
+    SYNC_REPORT = 21
+    SYNC_PLAN = 22
 
 
 # Channels whose frames keep their first size. Their messages have different sizes, and frames of
 # the largest size would be filled with zeros that take time on a slow link.
-_FIXED_FRAMES = frozenset((Channel.GRADIENT_SYNC,))
+_FIXED_FRAMES = frozenset((Channel.GRADIENT_SYNC, Channel.SYNC_REPORT, Channel.SYNC_PLAN))
 
 
 class Mailbox:

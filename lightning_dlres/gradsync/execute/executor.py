@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -21,9 +22,16 @@ from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
 from lightning_dlres.core.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from lightning_dlres.core.trace import Tracer
 from lightning_dlres.core.units import format_seconds
+from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.transmitters import (
+    CoordinatedTransmitter,
+    DirectTransmitter,
+    ReadySend,
+    Transmitter,
+)
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part, TaskKind
-from lightning_dlres.gradsync.plan.transmissions import MESSAGE_BYTES
+from lightning_dlres.gradsync.plan.transmissions import Transmission
 
 # Seconds between two checks for lost ranks and deadlines.
 _POLL_SECONDS = 0.05
@@ -31,29 +39,11 @@ _POLL_SECONDS = 0.05
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True)
-class ReadySend:
-    """A payload that can be sent.
+class _Signal(Enum):
+    """Signal to the thread of transfers."""
 
-    Attributes:
-        run: The unit in its step.
-        task: Position of the task in the unit's graph.
-    """
-
-    run: UnitRun
-    task: int
-
-    @property
-    def destination(self) -> int:
-        """Rank that receives the payload."""
-        peer = self.run.graph[self.task].peer
-        assert peer is not None
-        return peer
-
-    @property
-    def part(self) -> Part:
-        """Content of the payload."""
-        return self.run.graph[self.task].part
+    WAKE = "wake"
+    END = "end"
 
 
 @dataclass
@@ -85,7 +75,8 @@ class SyncExecutor:
         tracer: Gets a span for each task.
         sources: Ranks that send to this one.
         destinations: Ranks that this one sends to.
-        message_bytes: Bytes from which a message takes no more payloads.
+        coordinator: Link to the coordinator, which decides when a payload is sent. None sends
+            payloads as soon as they are ready.
 
     Attributes:
         failure: Error that ended the work; None while there is none.
@@ -98,13 +89,13 @@ class SyncExecutor:
         *,
         sources: Collection[int],
         destinations: Collection[int],
-        message_bytes: int = MESSAGE_BYTES,
+        coordinator: CoordinatorLink | None = None,
     ) -> None:
         self.failure: BaseException | None = None
-        self._mailbox, self._tracer, self._message_bytes = mailbox, tracer, message_bytes
+        self._mailbox, self._tracer = mailbox, tracer
         self._rank, self._names = mailbox.rank, mailbox.names
         self._computes: queue.SimpleQueue[tuple[UnitRun, int] | None] = queue.SimpleQueue()
-        self._transfers: queue.SimpleQueue[ReadySend | None] = queue.SimpleQueue()
+        self._transfers: queue.SimpleQueue[ReadySend | Transmission | _Signal] = queue.SimpleQueue()
         # Guards the fields below and the counters of all units.
         self._lock = threading.Lock()
         self._steps: dict[int, _Step] = defaultdict(_Step)
@@ -116,6 +107,10 @@ class SyncExecutor:
                 (self._transfer, "dlres-sync-transfer"),
             )
         ]
+        self._transmitter: Transmitter = DirectTransmitter()
+        if coordinator is not None:
+            self._transmitter = CoordinatedTransmitter(self._rank, coordinator)
+            coordinator.open(self._transfers.put, self.fail)
         for peer in destinations:
             mailbox.connect(peer, Channel.GRADIENT_SYNC)
         for peer in sources:
@@ -148,6 +143,8 @@ class SyncExecutor:
         if failure is not None or not runs:
             on_done(failure)
             return
+        # The thread of transfers watches the deadline, also if this rank has nothing to send yet.
+        self._transfers.put(_Signal.WAKE)
         for run in runs:
             for position, task in enumerate(run.graph):
                 if not task.after and task.kind is not TaskKind.RECEIVE:
@@ -170,7 +167,7 @@ class SyncExecutor:
     def close(self) -> None:
         """End the threads; unfinished units stay unfinished."""
         self._computes.put(None)
-        self._transfers.put(None)
+        self._transfers.put(_Signal.END)
         for thread in self._threads:
             thread.join()
 
@@ -190,26 +187,25 @@ class SyncExecutor:
             self._finish(run, position)
 
     def _transfer(self) -> None:
-        waiting: dict[int, list[ReadySend]] = defaultdict(list)
         while True:
-            try:
-                item = self._transfers.get(timeout=None if self._is_idle() else _POLL_SECONDS)
-            except queue.Empty:
-                self._check()
-                continue
+            items: list[ReadySend | Transmission] = []
             # Take everything that is ready, so that one message carries it.
-            while item is not None:
-                waiting[item.destination].append(item)
-                try:
-                    item = self._transfers.get_nowait()
-                except queue.Empty:
-                    break
-            else:
-                return
-            for destination, sends in waiting.items():
-                for part in _messages(sends, self._message_bytes):
-                    self._send(destination, part)
-            waiting.clear()
+            for item in self._next_items():
+                if item is _Signal.END:
+                    return
+                if not isinstance(item, _Signal):
+                    items.append(item)
+            for destination, sends in self._transmitter.take(items):
+                self._send(destination, sends)
+
+    def _next_items(self) -> Iterator[ReadySend | Transmission | _Signal]:
+        """Yield the items of the queue of transfers; wait for the first one."""
+        try:
+            yield self._transfers.get(timeout=None if self._is_idle() else _POLL_SECONDS)
+            while True:
+                yield self._transfers.get_nowait()
+        except queue.Empty:
+            self._check()
 
     def _is_idle(self) -> bool:
         with self._lock:
@@ -262,6 +258,7 @@ class SyncExecutor:
                         current.early[unit].append((peer, part, payload))
                 if run is not None:
                     self._deliver(run, peer, part, payload)
+        self._transmitter.arrived(peer)
 
     def _deliver(self, run: UnitRun, peer: int, part: Part, payload: Tensor) -> None:
         """Give a payload to its unit."""
@@ -335,20 +332,6 @@ class SyncExecutor:
                 f"{self._names[self._rank]} waited {format_seconds(timeout)} for gradients from "
                 f"{peers}. Check that all ranks run the same model, or raise the timeout."
             )
-
-
-def _messages(sends: Sequence[ReadySend], message_bytes: int) -> list[list[ReadySend]]:
-    """Return sends to one rank in messages of about `message_bytes`, each of one step."""
-    messages: list[list[ReadySend]] = []
-    nbytes = 0
-    for send in sends:
-        is_full = not messages or nbytes >= message_bytes
-        if is_full or messages[-1][0].run.options.step != send.run.options.step:
-            messages.append([])
-            nbytes = 0
-        messages[-1].append(send)
-        nbytes += send.run.payload_bytes()
-    return messages
 
 
 def _aligned(payloads: Sequence[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from lightning_dlres.codecs.gradient import GradientCodec
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.executor import SyncExecutor
 from lightning_dlres.gradsync.execute.states import CodecStates
 from lightning_dlres.gradsync.execute.unit_run import StepOptions, UnitRun
@@ -28,9 +29,11 @@ class GradientSynchroniser:
         tracer: Gets a span for each task.
         has_error_feedback: False drops what a rank did not send of its own gradient.
         has_sum_feedback: False drops what was not sent of a sum.
+        coordinator: Link to the coordinator, on all ranks or on none.
 
     Attributes:
         plan: The plan.
+        coordinator: Link to the coordinator; None without one.
         states: States of this rank's codecs.
 
     Raises:
@@ -46,13 +49,14 @@ class GradientSynchroniser:
         *,
         has_error_feedback: bool = True,
         has_sum_feedback: bool = True,
+        coordinator: CoordinatorLink | None = None,
     ) -> None:
         missing = {unit.codec for unit in plan.units} - {RAW, *codecs}
         if missing:
             raise ConfigError(
                 got_expected("codecs", sorted(codecs), "all of the plan", str(sorted(missing)))
             )
-        self.plan = plan
+        self.plan, self.coordinator = plan, coordinator
         self.states = CodecStates()
         self._codecs = dict(codecs)
         self._rank, self._world_size = mailbox.rank, plan.world_size
@@ -71,6 +75,7 @@ class GradientSynchroniser:
             tracer,
             sources=_peers(tasks, TaskKind.RECEIVE),
             destinations=_peers(tasks, TaskKind.SEND),
+            coordinator=coordinator,
         )
 
     @property

@@ -8,12 +8,16 @@ source and destination share messages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 # Bytes from which a message takes no more transfers. Small enough that a rank decodes one message
 # while the next one is on its way; large enough that the fixed time per message is negligible.
 MESSAGE_BYTES = 256 << 10
+
+
+# Step, number of the unit, and number of the `Part`.
+Entry = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -23,15 +27,13 @@ class Transfer:
     Attributes:
         source: Sending rank.
         destination: Receiving rank.
-        unit: Number of the unit.
-        part: Number of the `Part`.
+        entry: Step, unit, and number of the `Part`.
         nbytes: Size of the payload.
     """
 
     source: int
     destination: int
-    unit: int
-    part: int
+    entry: Entry
     nbytes: int
 
 
@@ -42,12 +44,12 @@ class Transmission:
     Attributes:
         source: Sending rank.
         destination: Receiving rank.
-        entries: (unit, part) of each transfer.
+        entries: Step, unit and part of each transfer; all of one step.
     """
 
     source: int
     destination: int
-    entries: tuple[tuple[int, int], ...]
+    entries: tuple[Entry, ...]
 
 
 @dataclass
@@ -101,9 +103,10 @@ class TransmissionPlanner:
         """True if nothing waits and nothing is under way."""
         return not self._sending and not any(self._waiting.values())
 
-    def _take(self, source: int, destination: int) -> Iterable[tuple[int, int]]:
+    def _take(self, source: int, destination: int) -> Iterator[Entry]:
         transfers, nbytes = self._waiting[source, destination], 0
-        while transfers and nbytes < self.message_bytes:
+        step = transfers[0].entry[0]
+        while transfers and nbytes < self.message_bytes and transfers[0].entry[0] == step:
             transfer = transfers.popleft()
             nbytes += transfer.nbytes
-            yield transfer.unit, transfer.part
+            yield transfer.entry

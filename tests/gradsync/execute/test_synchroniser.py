@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from lightning_dlres.codecs import codec
 from lightning_dlres.codecs.gradient import RESIDUAL, GradientCodec
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
 from lightning_dlres.gradsync.plan.units import GradientSpec
@@ -49,7 +49,7 @@ def plan_for(world_size: int, topology: str, name: str) -> SyncPlan:
 
 @contextmanager
 def synchronisation(
-    context: RankContext, topology: str, name: str, **options: Any
+    context: RankContext, topology: str, name: str, *, coordinated: bool = False
 ) -> Iterator[GradientSynchroniser]:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -59,7 +59,8 @@ def synchronisation(
     chosen = codec(name)
     codecs = {name: chosen} if isinstance(chosen, GradientCodec) else {}
     plan = plan_for(context.world_size, topology, name)
-    sync = GradientSynchroniser(plan, codecs, mailbox, Tracer(), **options)
+    link = CoordinatorLink(mailbox) if coordinated else None
+    sync = GradientSynchroniser(plan, codecs, mailbox, Tracer(), coordinator=link)
     yield sync
     dist.barrier()
     sync.close()
@@ -68,10 +69,15 @@ def synchronisation(
 
 
 def synchronise(
-    context: RankContext, topology: str, name: str, dtype: torch.dtype
+    context: RankContext,
+    topology: str,
+    name: str,
+    dtype: torch.dtype,
+    *,
+    coordinated: bool = False,
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the decoded means of each step, and the errors that are kept."""
-    with synchronisation(context, topology, name) as sync:
+    with synchronisation(context, topology, name, coordinated=coordinated) as sync:
         means = []
         for step in range(STEPS):
             own = gradients(context.rank, step, dtype)
@@ -136,3 +142,34 @@ def test_four_ranks_hold_the_same_bits(pool: RankPool, topology: str, name: str)
     for means, _ in results[1:]:
         for step in range(STEPS):
             assert all(torch.equal(means[step][k], results[0][0][step][k]) for k in COUNTS)
+
+
+@pytest.mark.parametrize("topology", ["ps", "ring"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_coordinator_changes_no_bit(pool: RankPool, topology: str, world_size: int) -> None:
+    job = synchronise, world_size, topology, "tbq", torch.float32
+    for (means, errors), (expected, expected_errors) in zip(
+        pool.run(*job, coordinated=True), pool.run(*job), strict=True
+    ):
+        for step in range(STEPS):
+            assert all(torch.equal(means[step][key], expected[step][key]) for key in COUNTS)
+        assert all(torch.equal(errors[key], expected_errors[key]) for key in COUNTS)
+
+
+def plans_of_a_run(context: RankContext, topology: str) -> list[tuple[int, int, int, int, int]]:
+    """Return (source, destination, step, unit, part) of each transfer that was planned."""
+    with synchronisation(context, topology, "tbq", coordinated=True) as sync:
+        for step in range(STEPS):
+            sync.run(step, gradients(context.rank, step))
+        assert sync.coordinator is not None
+        return [(p.source, p.destination, *e) for p in sync.coordinator.log for e in p.entries]
+
+
+@pytest.mark.parametrize("topology", ["ps", "ring"])
+def test_the_coordinator_plans_every_transfer_once(pool: RankPool, topology: str) -> None:
+    planned, *others = pool.run(plans_of_a_run, 3, topology)
+    assert others == [[], []]
+    # Every unit has two transfers to or from each rank but one.
+    units = len(plan_for(3, topology, "tbq").units)
+    assert len(planned) == len(set(planned)) == STEPS * units * 4
+    assert all(source != destination for source, destination, *_ in planned)

@@ -10,6 +10,14 @@ from hypothesis import strategies as st
 from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission, TransmissionPlanner
 
 
+def transfers(*rows: tuple[int, int, int]) -> list[Transfer]:
+    """Return transfers of one step from (source, destination, bytes); units are numbered."""
+    return [
+        Transfer(source, destination, (0, unit, 0), nbytes)
+        for unit, (source, destination, nbytes) in enumerate(rows)
+    ]
+
+
 @settings(deadline=None)
 @given(st.integers(2, 5), st.integers(0, 60), st.integers(1, 300), st.randoms())
 def test_messages_never_collide_and_nothing_is_lost(
@@ -19,10 +27,12 @@ def test_messages_never_collide_and_nothing_is_lost(
     pending = []
     for unit in range(count):
         source, destination = rng.sample(range(world_size), 2)
-        pending.append(Transfer(source, destination, unit, rng.randrange(2), rng.randrange(200)))
-    expected = {(t.source, t.destination, t.unit, t.part) for t in pending}
-    sizes = {t.unit: t.nbytes for t in pending}
-    delivered: list[tuple[int, int, int, int]] = []
+        pending.append(
+            Transfer(source, destination, (unit // 20, unit, rng.randrange(2)), rng.randrange(200))
+        )
+    expected = {(t.source, t.destination, *t.entry) for t in pending}
+    sizes = {t.entry[1]: t.nbytes for t in pending}
+    delivered: list[tuple[int, ...]] = []
     under_way: list[Transmission] = []
     while pending or under_way or not planner.is_idle:
         ready, pending = pending[:7], pending[7:]
@@ -34,7 +44,8 @@ def test_messages_never_collide_and_nothing_is_lost(
         assert len(set(destinations)) == len(destinations)
         # All transfers but the last one stay below the limit.
         for message in under_way:
-            assert sum(sizes[unit] for unit, _ in message.entries[:-1]) < message_bytes
+            assert len({step for step, _, _ in message.entries}) == 1
+            assert sum(sizes[unit] for _, unit, _ in message.entries[:-1]) < message_bytes
         if under_way:
             message = under_way.pop(rng.randrange(len(under_way)))
             planner.finish(message.source, message.destination)
@@ -47,17 +58,29 @@ def test_messages_never_collide_and_nothing_is_lost(
 
 def test_both_directions_of_a_link_are_used_at_once() -> None:
     planner = TransmissionPlanner()
-    planner.add([Transfer(0, 1, 0, 0, 10), Transfer(1, 0, 1, 0, 10), Transfer(0, 1, 2, 0, 10)])
+    planner.add(
+        [
+            Transfer(0, 1, (0, 0, 0), 10),
+            Transfer(1, 0, (0, 1, 0), 10),
+            Transfer(0, 1, (0, 2, 0), 10),
+        ]
+    )
     assert planner.next_transmissions() == [
-        Transmission(0, 1, ((0, 0), (2, 0))),
-        Transmission(1, 0, ((1, 0),)),
+        Transmission(0, 1, ((0, 0, 0), (0, 2, 0))),
+        Transmission(1, 0, ((0, 1, 0),)),
     ]
     assert planner.next_transmissions() == []
 
 
 def test_the_largest_queue_goes_first() -> None:
     planner = TransmissionPlanner()
-    planner.add([Transfer(0, 1, 0, 0, 10), Transfer(0, 2, 1, 0, 20), Transfer(1, 2, 2, 0, 15)])
+    planner.add(
+        [
+            Transfer(0, 1, (0, 0, 0), 10),
+            Transfer(0, 2, (0, 1, 0), 20),
+            Transfer(1, 2, (0, 2, 0), 15),
+        ]
+    )
     assert [(b.source, b.destination) for b in planner.next_transmissions()] == [(0, 2)]
     planner.finish(0, 2)
     assert [(b.source, b.destination) for b in planner.next_transmissions()] == [(1, 2), (0, 1)]
