@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lightning_dlres.core.comm.mailbox import Channel, Item, Mailbox
 from lightning_dlres.core.errors import PeerLostError
 from lightning_dlres.core.wire.tree import Tree
 from lightning_dlres.gradsync.plan.transmissions import Transfer, Transmission, TransmissionPlanner
 
-_READY, _ARRIVED = "ready", "arrived"
+_READY, _ARRIVED, _LEARNED = "ready", "arrived", "learned"
 _KEY = ("coordination",)
+
+
+@dataclass(frozen=True)
+class LearnedPlan:
+    """All messages of one step, in the order in which the coordinator planned them."""
+
+    messages: tuple[Transmission, ...]
 
 
 class CoordinatorLink:
@@ -27,7 +35,7 @@ class CoordinatorLink:
         coordinator: Rank of the coordinator.
 
     Attributes:
-        log: On the coordinator's rank, all plans in order; elsewhere empty.
+        log: On the coordinator's rank, the plans of the last two steps in order; elsewhere empty.
     """
 
     def __init__(self, mailbox: Mailbox, coordinator: int = 0) -> None:
@@ -36,19 +44,22 @@ class CoordinatorLink:
         self._planner = TransmissionPlanner()
         # Guards the planner, and keeps the plans of all ranks in one order.
         self._lock = threading.Lock()
-        self._on_plan: Callable[[Transmission], None] = lambda transmission: None
+        # Ranks that have finished the step whose plan is to be repeated.
+        self._finished: set[int] = set()
+        self._on_plan: Callable[[Plan], None] = lambda plan: None
         self._on_failure: Callable[[BaseException], None] = lambda error: None
         self.log: list[Transmission] = []
+        self._newest_step = 0
 
     def open(
         self,
-        on_plan: Callable[[Transmission], None],
+        on_plan: Callable[[Plan], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         """Connect to the coordinator, or to all ranks on its own rank.
 
         Args:
-            on_plan: Called from another thread with each planned message of any rank.
+            on_plan: Called with each planned message of any rank, and with a plan to repeat.
             on_failure: Called if the coordinator, or on its rank another rank, is lost.
         """
         self._on_plan, self._on_failure = on_plan, on_failure
@@ -70,6 +81,10 @@ class CoordinatorLink:
         """Report a message that this rank has received."""
         self._report([_ARRIVED, [[source, destination]]])
 
+    def report_learned(self, step: int) -> None:
+        """Report that this rank has finished a step, and wants to repeat its plan."""
+        self._report([_LEARNED, [[step]]])
+
     def _report(self, report: Tree) -> None:
         if self._is_coordinator:
             self._handle(self._mailbox.rank, report)
@@ -84,18 +99,37 @@ class CoordinatorLink:
                 self._planner.add(
                     Transfer(rank, row[0], (row[1], row[2], row[3]), row[4]) for row in rows
                 )
-            else:
+            elif kind == _ARRIVED:
                 for source, destination in rows:
                     self._planner.finish(source, destination)
-            plans = self._planner.next_transmissions()
-            if not plans:
+            else:
+                self._finished.add(rank)
+                if len(self._finished) == len(self._mailbox.names):
+                    learned = [plan for plan in self.log if plan.entries[0][0] == rows[0][0]]
+                    self._broadcast(learned, is_learned=True)
                 return
-            self.log += plans
-            message = [[p.source, p.destination, [list(e) for e in p.entries]] for p in plans]
-            for other in range(len(self._mailbox.names)):
-                if other != self._mailbox.rank:
-                    self._mailbox.send(other, Channel.SYNC_PLAN, _KEY, message)
-        for plan in plans:
+            plans = self._planner.next_transmissions()
+            self._record(plans)
+            if plans:
+                self._broadcast(plans)
+
+    def _record(self, plans: list[Transmission]) -> None:
+        """Add plans to the log. A rank may be a step ahead of the others, so two steps are kept."""
+        self.log += plans
+        newest = max((plan.entries[0][0] for plan in plans), default=0)
+        if newest > self._newest_step:
+            self._newest_step = newest
+            self.log = [plan for plan in self.log if plan.entries[0][0] >= newest - 1]
+
+    def _broadcast(self, plans: list[Transmission], *, is_learned: bool = False) -> None:
+        rows = [[p.source, p.destination, [list(e) for e in p.entries]] for p in plans]
+        for other in range(len(self._mailbox.names)):
+            if other != self._mailbox.rank:
+                self._mailbox.send(other, Channel.SYNC_PLAN, _KEY, [is_learned, rows])
+        self._pass_on(plans, is_learned)
+
+    def _pass_on(self, plans: Sequence[Transmission], is_learned: bool) -> None:
+        for plan in [LearnedPlan(tuple(plans))] if is_learned else plans:
             self._on_plan(plan)
 
     def _receiver(self, rank: int) -> Callable[[Item], None]:
@@ -109,12 +143,17 @@ class CoordinatorLink:
 
     def _receive_plans(self, item: Item) -> None:
         try:
-            plans = _content(item, self._mailbox.names[self._coordinator])
-            for source, destination, entries in plans:
-                rows = tuple((entry[0], entry[1], entry[2]) for entry in entries)
-                self._on_plan(Transmission(source, destination, rows))
+            is_learned, rows = _content(item, self._mailbox.names[self._coordinator])
+            plans = [
+                Transmission(source, destination, tuple((e[0], e[1], e[2]) for e in entries))
+                for source, destination, entries in rows
+            ]
+            self._pass_on(plans, is_learned)
         except Exception as error:
             self._on_failure(error)
+
+
+Plan = Transmission | LearnedPlan
 
 
 def _content(item: Item, name: str) -> Tree:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from lightning_dlres.core.checks import finite, one_of, whole_number
 from lightning_dlres.core.comm.mailbox import Mailbox
 from lightning_dlres.core.errors import ConfigError, got_expected
 from lightning_dlres.core.trace import Tracer
+from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
 from lightning_dlres.gradsync.execute.synchroniser import GradientSynchroniser
 from lightning_dlres.gradsync.plan.graph import TOPOLOGIES
 from lightning_dlres.gradsync.plan.plan import RAW, CodecChoice, SyncPlan, make_plan
@@ -33,6 +34,9 @@ from lightning_dlres.gradsync.plan.units import GradientSpec, partitions_for
 from lightning_dlres.kernels.gradients.layout import BLOCK
 
 NONE = "none"
+# First step that repeats a plan. DDP sorts parameters into other buckets after step 0, and step 1
+# is slow because connections are made in it.
+_REPLAYED_STEP = 3
 # Timeout of the gloo group itself. The mailbox has a shorter one, and its error names the rank.
 _LONGER_THAN_ANY_RUN = timedelta(days=365)
 
@@ -47,6 +51,9 @@ class GradientSyncState:
             or "none" for torch's all-reduce.
         codec_options: Keyword arguments of the codec.
         topology: "ps" (parameter server) or "ring".
+        coordinator: "always" asks a coordinator on rank 0 when to send each payload; "replay"
+            learns its plan in a step and repeats it; "none" sends payloads as soon as they are
+            ready.
         min_bytes: Gradients with fewer bytes are not compressed.
         timeout: Seconds that a rank waits for another.
         check: Called while waiting; raises if a rank is known to have failed.
@@ -64,6 +71,7 @@ class GradientSyncState:
         algorithm: str,
         codec_options: Mapping[str, Any] | None = None,
         topology: str = "ps",
+        coordinator: Literal["always", "replay", "none"] = "none",
         min_bytes: int = 16 << 10,
         timeout: float = 300.0,
         check: Callable[[], None] | None = None,
@@ -71,6 +79,9 @@ class GradientSyncState:
         self.algorithm = algorithm
         self._codecs = _codecs_of(algorithm, codec_options or {})
         self._topology = one_of("topology", topology, TOPOLOGIES, "topology='ps'")
+        self._coordinator = one_of(
+            "coordinator", coordinator, ("always", "replay", NONE), "coordinator='none'"
+        )
         self._min_bytes = whole_number("min_bytes", min_bytes, "min_bytes=0", least=0)
         self._timeout = finite("timeout", timeout, "timeout=300", above=True)
         self._check = check or _no_check
@@ -169,7 +180,14 @@ class GradientSyncState:
             topology=self._topology,
             alignment=BLOCK,
         )
-        return GradientSynchroniser(plan, self._codecs, self._mailbox, self.tracer)
+        return GradientSynchroniser(
+            plan,
+            self._codecs,
+            self._mailbox,
+            self.tracer,
+            coordinator=None if self._coordinator == NONE else CoordinatorLink(self._mailbox),
+            replay_from=_REPLAYED_STEP if self._coordinator == "replay" else None,
+        )
 
     def _choose(self, spec: GradientSpec, world_size: int) -> CodecChoice:
         """Return the codec and the partitions of a gradient."""

@@ -27,11 +27,11 @@ from lightning_dlres.gradsync.execute.transmitters import (
     CoordinatedTransmitter,
     DirectTransmitter,
     ReadySend,
+    TransferItem,
     Transmitter,
 )
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part, TaskKind
-from lightning_dlres.gradsync.plan.transmissions import Transmission
 
 # Seconds between two checks for lost ranks and deadlines.
 _POLL_SECONDS = 0.05
@@ -77,6 +77,7 @@ class SyncExecutor:
         destinations: Ranks that this one sends to.
         coordinator: Link to the coordinator, which decides when a payload is sent. None sends
             payloads as soon as they are ready.
+        replay_from: First step that repeats the plan of the step before; None for no step.
 
     Attributes:
         failure: Error that ended the work; None while there is none.
@@ -90,12 +91,13 @@ class SyncExecutor:
         sources: Collection[int],
         destinations: Collection[int],
         coordinator: CoordinatorLink | None = None,
+        replay_from: int | None = None,
     ) -> None:
         self.failure: BaseException | None = None
         self._mailbox, self._tracer = mailbox, tracer
         self._rank, self._names = mailbox.rank, mailbox.names
         self._computes: queue.SimpleQueue[tuple[UnitRun, int] | None] = queue.SimpleQueue()
-        self._transfers: queue.SimpleQueue[ReadySend | Transmission | _Signal] = queue.SimpleQueue()
+        self._transfers: queue.SimpleQueue[TransferItem | _Signal] = queue.SimpleQueue()
         # Guards the fields below and the counters of all units.
         self._lock = threading.Lock()
         self._steps: dict[int, _Step] = defaultdict(_Step)
@@ -109,7 +111,7 @@ class SyncExecutor:
         ]
         self._transmitter: Transmitter = DirectTransmitter()
         if coordinator is not None:
-            self._transmitter = CoordinatedTransmitter(self._rank, coordinator)
+            self._transmitter = CoordinatedTransmitter(self._rank, coordinator, replay_from)
             coordinator.open(self._transfers.put, self.fail)
         for peer in destinations:
             mailbox.connect(peer, Channel.GRADIENT_SYNC)
@@ -188,7 +190,7 @@ class SyncExecutor:
 
     def _transfer(self) -> None:
         while True:
-            items: list[ReadySend | Transmission] = []
+            items: list[TransferItem] = []
             # Take everything that is ready, so that one message carries it.
             for item in self._next_items():
                 if item is _Signal.END:
@@ -198,7 +200,7 @@ class SyncExecutor:
             for destination, sends in self._transmitter.take(items):
                 self._send(destination, sends)
 
-    def _next_items(self) -> Iterator[ReadySend | Transmission | _Signal]:
+    def _next_items(self) -> Iterator[TransferItem | _Signal]:
         """Yield the items of the queue of transfers; wait for the first one."""
         try:
             yield self._transfers.get(timeout=None if self._is_idle() else _POLL_SECONDS)
@@ -258,7 +260,7 @@ class SyncExecutor:
                         current.early[unit].append((peer, part, payload))
                 if run is not None:
                     self._deliver(run, peer, part, payload)
-        self._transmitter.arrived(peer)
+        self._transmitter.arrived(peer, step)
 
     def _deliver(self, run: UnitRun, peer: int, part: Part, payload: Tensor) -> None:
         """Give a payload to its unit."""

@@ -30,6 +30,8 @@ class GradientSynchroniser:
         has_error_feedback: False drops what a rank did not send of its own gradient.
         has_sum_feedback: False drops what was not sent of a sum.
         coordinator: Link to the coordinator, on all ranks or on none.
+        replay_from: First step that repeats the messages of the step before, without the
+            coordinator; None asks it in every step.
 
     Attributes:
         plan: The plan.
@@ -50,6 +52,7 @@ class GradientSynchroniser:
         has_error_feedback: bool = True,
         has_sum_feedback: bool = True,
         coordinator: CoordinatorLink | None = None,
+        replay_from: int | None = None,
     ) -> None:
         missing = {unit.codec for unit in plan.units} - {RAW, *codecs}
         if missing:
@@ -76,6 +79,7 @@ class GradientSynchroniser:
             sources=_peers(tasks, TaskKind.RECEIVE),
             destinations=_peers(tasks, TaskKind.SEND),
             coordinator=coordinator,
+            replay_from=replay_from,
         )
 
     @property

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_dlres.gradsync.execute.coordination import CoordinatorLink
+from lightning_dlres.gradsync.execute.coordination import CoordinatorLink, LearnedPlan
 from lightning_dlres.gradsync.execute.unit_run import UnitRun
 from lightning_dlres.gradsync.plan.graph import Part
 from lightning_dlres.gradsync.plan.transmissions import (
     MESSAGE_BYTES,
+    Entry,
     Transfer,
     Transmission,
 )
@@ -42,6 +43,8 @@ class ReadySend:
         return self.run.graph[self.task].part
 
 
+# Item of the queue of transfers.
+TransferItem = ReadySend | Transmission | LearnedPlan
 # Destination and payloads of a message.
 Message = tuple[int, list[ReadySend]]
 
@@ -50,18 +53,18 @@ class Transmitter(ABC):
     """Rule that turns ready payloads into messages. Only the thread of transfers calls `take`."""
 
     @abstractmethod
-    def take(self, items: Sequence[ReadySend | Transmission]) -> list[Message]:
+    def take(self, items: Sequence[TransferItem]) -> list[Message]:
         """Take payloads that are ready and plans that have arrived; return messages to send now."""
 
     @abstractmethod
-    def arrived(self, source: int) -> None:
-        """Report that a message has arrived from a rank; any thread may call it."""
+    def arrived(self, source: int, step: int) -> None:
+        """Report that a message of a step has arrived from a rank; any thread may call it."""
 
 
 class DirectTransmitter(Transmitter):
     """Sends every payload at once, in one message with those that are ready for the same rank."""
 
-    def take(self, items: Sequence[ReadySend | Transmission]) -> list[Message]:
+    def take(self, items: Sequence[TransferItem]) -> list[Message]:
         by_destination: dict[int, list[ReadySend]] = defaultdict(list)
         for item in items:
             assert isinstance(item, ReadySend)
@@ -72,41 +75,77 @@ class DirectTransmitter(Transmitter):
             for message in _messages(sends, MESSAGE_BYTES)
         ]
 
-    def arrived(self, source: int) -> None:
+    def arrived(self, source: int, step: int) -> None:
         """Do nothing: no coordinator waits for the report."""
 
 
 class CoordinatedTransmitter(Transmitter):
     """Reports what is ready to the coordinator, and sends what its plans say.
 
+    From step `replay_from` on, it repeats the messages of the step before in their order, without
+    the coordinator. All ranks repeat one sequence in which no message comes before those that it
+    depends on, so no rank waits for ever. Every step must have the same units.
+
     Args:
         rank: This rank.
         coordinator: Link to the coordinator.
+        replay_from: First step that repeats a plan; None asks the coordinator in every step.
     """
 
-    def __init__(self, rank: int, coordinator: CoordinatorLink) -> None:
-        self._rank, self._coordinator = rank, coordinator
-        self._ready: dict[tuple[int, tuple[int, int, int]], ReadySend] = {}
+    def __init__(
+        self, rank: int, coordinator: CoordinatorLink, replay_from: int | None = None
+    ) -> None:
+        self._rank, self._coordinator, self._replay_from = rank, coordinator, replay_from
+        # Ready payloads that are not sent yet, by destination and entry.
+        self._ready: dict[tuple[int, Entry], ReadySend] = {}
+        self._has_asked = False
+        self._replayed: list[Transmission] | None = None
+        # Step and position in `_replayed` of the next message.
+        self._step, self._next = replay_from or 0, 0
 
-    def take(self, items: Sequence[ReadySend | Transmission]) -> list[Message]:
+    def take(self, items: Sequence[TransferItem]) -> list[Message]:
         transfers, messages = [], []
         for item in items:
-            if isinstance(item, Transmission):
+            if isinstance(item, LearnedPlan):
+                self._replayed = [m for m in item.messages if m.source == self._rank]
+            elif isinstance(item, Transmission):
                 if item.source == self._rank:
-                    sends = [self._ready.pop((item.destination, e)) for e in item.entries]
-                    messages.append((item.destination, sends))
-                continue
-            entry = item.run.options.step, item.run.unit.index, int(item.part)
-            self._ready[item.destination, entry] = item
-            transfers.append(
-                Transfer(self._rank, item.destination, entry, item.run.payload_bytes())
-            )
+                    messages.append(self._message(item.destination, item.entries))
+            else:
+                entry = item.run.options.step, item.run.unit.index, int(item.part)
+                self._ready[item.destination, entry] = item
+                if not self._is_replayed(entry[0]):
+                    nbytes = item.run.payload_bytes()
+                    transfers.append(Transfer(self._rank, item.destination, entry, nbytes))
+                elif not self._has_asked:
+                    # The step before is done here, so all its messages were planned.
+                    self._has_asked = True
+                    self._coordinator.report_learned(entry[0] - 1)
         if transfers:
             self._coordinator.report_ready(transfers)
-        return messages
+        return [*messages, *self._replay()]
 
-    def arrived(self, source: int) -> None:
-        self._coordinator.report_arrival(source, self._rank)
+    def arrived(self, source: int, step: int) -> None:
+        if not self._is_replayed(step):
+            self._coordinator.report_arrival(source, self._rank)
+
+    def _is_replayed(self, step: int) -> bool:
+        return self._replay_from is not None and step >= self._replay_from
+
+    def _replay(self) -> Iterator[Message]:
+        """Yield the next messages of the plan, as far as their payloads are ready."""
+        while self._replayed:
+            message = self._replayed[self._next]
+            entries = tuple((self._step, unit, part) for _, unit, part in message.entries)
+            if any((message.destination, entry) not in self._ready for entry in entries):
+                return
+            yield self._message(message.destination, entries)
+            self._next += 1
+            if self._next == len(self._replayed):
+                self._step, self._next = self._step + 1, 0
+
+    def _message(self, destination: int, entries: Iterable[Entry]) -> Message:
+        return destination, [self._ready.pop((destination, entry)) for entry in entries]
 
 
 def _messages(sends: Sequence[ReadySend], message_bytes: int) -> list[list[ReadySend]]:

@@ -128,6 +128,13 @@ def test_compressed_training_stays_near_that_of_ddp(
     assert 0 < distance(plain[0], ours[0]) < tolerance
 
 
+@pytest.mark.parametrize("coordinator", ["always", "replay"])
+def test_a_coordinator_changes_no_weight(pool: RankPool, coordinator: str) -> None:
+    options = {"algorithm": "tbq", "min_bytes": 0}
+    expected = pool.run(train, 3, options)
+    assert all(map(equal, pool.run(train, 3, {**options, "coordinator": coordinator}), expected))
+
+
 def lose_a_rank(context: RankContext) -> str:
     context.init_process_group()
     model = Model(False)
@@ -163,6 +170,7 @@ def test_a_rank_that_is_late_is_named(pool: RankPool) -> None:
         ({"algorithm": "raw", "codec_options": {"bits": 2}}, "codec_options must be None"),
         ({"algorithm": "qsgd", "codec_options": {"bits": 3}}, "bits must be 2, 4 or 8"),
         ({"algorithm": "tbq", "topology": "star"}, "topology must be one of"),
+        ({"algorithm": "tbq", "coordinator": "never"}, "coordinator must be one of"),
         ({"algorithm": "tbq", "timeout": 0.0}, "timeout must be a finite number above 0"),
         ({"algorithm": "tbq", "min_bytes": -1}, "min_bytes must be"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,12 @@ def plan_for(world_size: int, topology: str, name: str) -> SyncPlan:
 
 @contextmanager
 def synchronisation(
-    context: RankContext, topology: str, name: str, *, coordinated: bool = False
+    context: RankContext,
+    topology: str,
+    name: str,
+    *,
+    coordinated: bool = False,
+    replay_from: int | None = None,
 ) -> Iterator[GradientSynchroniser]:
     context.init_process_group()
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -60,7 +66,9 @@ def synchronisation(
     codecs = {name: chosen} if isinstance(chosen, GradientCodec) else {}
     plan = plan_for(context.world_size, topology, name)
     link = CoordinatorLink(mailbox) if coordinated else None
-    sync = GradientSynchroniser(plan, codecs, mailbox, Tracer(), coordinator=link)
+    sync = GradientSynchroniser(
+        plan, codecs, mailbox, Tracer(), coordinator=link, replay_from=replay_from
+    )
     yield sync
     dist.barrier()
     sync.close()
@@ -73,11 +81,10 @@ def synchronise(
     topology: str,
     name: str,
     dtype: torch.dtype,
-    *,
-    coordinated: bool = False,
+    **options: Any,
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the decoded means of each step, and the errors that are kept."""
-    with synchronisation(context, topology, name, coordinated=coordinated) as sync:
+    with synchronisation(context, topology, name, **options) as sync:
         means = []
         for step in range(STEPS):
             own = gradients(context.rank, step, dtype)
@@ -146,19 +153,26 @@ def test_four_ranks_hold_the_same_bits(pool: RankPool, topology: str, name: str)
 
 @pytest.mark.parametrize("topology", ["ps", "ring"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_coordinator_changes_no_bit(pool: RankPool, topology: str, world_size: int) -> None:
+@pytest.mark.parametrize("replay_from", [None, 1, 2])
+def test_a_coordinator_changes_no_bit(
+    pool: RankPool, topology: str, world_size: int, replay_from: int | None
+) -> None:
     job = synchronise, world_size, topology, "tbq", torch.float32
     for (means, errors), (expected, expected_errors) in zip(
-        pool.run(*job, coordinated=True), pool.run(*job), strict=True
+        pool.run(*job, coordinated=True, replay_from=replay_from), pool.run(*job), strict=True
     ):
         for step in range(STEPS):
             assert all(torch.equal(means[step][key], expected[step][key]) for key in COUNTS)
         assert all(torch.equal(errors[key], expected_errors[key]) for key in COUNTS)
 
 
-def plans_of_a_run(context: RankContext, topology: str) -> list[tuple[int, int, int, int, int]]:
+def plans_of_a_run(
+    context: RankContext, topology: str, replay_from: int | None
+) -> list[tuple[int, int, int, int, int]]:
     """Return (source, destination, step, unit, part) of each transfer that was planned."""
-    with synchronisation(context, topology, "tbq", coordinated=True) as sync:
+    with synchronisation(
+        context, topology, "tbq", coordinated=True, replay_from=replay_from
+    ) as sync:
         for step in range(STEPS):
             sync.run(step, gradients(context.rank, step))
         assert sync.coordinator is not None
@@ -167,9 +181,15 @@ def plans_of_a_run(context: RankContext, topology: str) -> list[tuple[int, int, 
 
 @pytest.mark.parametrize("topology", ["ps", "ring"])
 def test_the_coordinator_plans_every_transfer_once(pool: RankPool, topology: str) -> None:
-    planned, *others = pool.run(plans_of_a_run, 3, topology)
+    planned, *others = pool.run(plans_of_a_run, 3, topology, None)
     assert others == [[], []]
     # Every unit has two transfers to or from each rank but one.
     units = len(plan_for(3, topology, "tbq").units)
-    assert len(planned) == len(set(planned)) == STEPS * units * 4
+    assert len(planned) == len(set(planned)) == 2 * units * 4
+    assert {step for _, _, step, _, _ in planned} == {STEPS - 2, STEPS - 1}
     assert all(source != destination for source, destination, *_ in planned)
+
+
+def test_the_coordinator_is_not_asked_while_a_plan_is_repeated(pool: RankPool) -> None:
+    planned, *_ = pool.run(plans_of_a_run, 3, "ps", 2)
+    assert {step for _, _, step, _, _ in planned} == {0, 1}
