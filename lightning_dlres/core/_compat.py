@@ -42,11 +42,12 @@ def hooks_suspended(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def numpy_change_detector(state: Any) -> Callable[[], bool]:
     """Return a function that returns True if NumPy's global generator may have left `state`.
 
-    `state` is a result of `np.random.get_state()`. Getting or setting the state takes 0.1 ms, since
-    each word becomes an object. The function therefore compares the generator's memory. Its address
-    is public, but its layout is not. The layout is therefore checked against `state` first. If it
-    differs, or a draw may not change the memory (the second of two normal numbers), the
-    function always returns True.
+    `state` is a result of `np.random.get_state()`. Getting or setting the state takes 0.1 ms: NumPy
+    converts each word to a Python object. The function therefore compares the generator's memory.
+    Its address is public, but its layout is not, so the layout is checked against `state` first.
+
+    The function always returns True in two cases: if the layout differs, and if the generator has
+    cached the second of two normal numbers, because drawing it does not change the memory.
     """
     # NumPy's type hints lack `get_bit_generator`.
     current = cast(Any, np.random).get_bit_generator
@@ -118,7 +119,8 @@ class LiveBytes(_python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Inputs existed before and count as 0 bytes. A result may be a view of an input.
+        # Inputs existed before and count as 0 bytes. They must be known first: a result may be a
+        # view of an input.
         for storage in _storages(args):
             self._count(storage, 0)
         result = func(*args, **(kwargs or {}))
@@ -174,9 +176,9 @@ def without_subclasses() -> AbstractContextManager[Any]:
 class ChangeDetector:
     """Detector of in-place changes of a tensor, through any of its views.
 
-    It holds no memory of the tensor, unless the tensor is sparse. Autograd detects changes itself,
-    but not if hooks replace its saved tensors. Its version counter has no public name. A tensor
-    whose data was replaced still shares the counter.
+    Autograd detects such changes itself, but not if hooks replace its saved tensors. torch has no
+    public name for a tensor's version counter. The detector holds a witness, an alias that shares
+    the counter. The witness holds no memory, unless the tensor is sparse or nested.
 
     Attributes:
         saved: Number of changes when this object was created.
@@ -203,7 +205,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """Return an alias without memory, which shares a tensor's version counter.
+    """Return a witness: an alias without memory that shares a tensor's version counter.
 
     A tensor whose data was replaced keeps its counter. There is no public way to hold a counter.
     """
@@ -246,7 +248,7 @@ def storage_reference(tensor: Tensor) -> StorageWeakRef:
 
 
 def _own_references() -> int:
-    """Return Python's reference count of a storage that only one tensor and one variable hold."""
+    """Return Python's reference count of a storage object that only one variable holds."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
@@ -269,8 +271,8 @@ def owners_of_memory(tensor: Tensor) -> int:
     torch's count has no public name.
     """
     storage = tensor.untyped_storage()
-    # Python's storage object counts once, however many variables hold it. If only `storage`
-    # above holds it, subtract that count.
+    # torch's count includes Python's storage object once, however many variables hold it. Subtract
+    # it, unless other Python code than the variable `storage` holds that object.
     has_other_holders = sys.getrefcount(storage) > _OWN_REFERENCES
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + has_other_holders
 

@@ -1,6 +1,6 @@
-"""Checks of arguments, shared by all constructors.
+"""Checks of arguments, shared by all constructors, with messages of one form.
 
-They refuse a wrong value in the constructor that gets it, with a message of one form.
+A constructor refuses a wrong value at once. Otherwise the error would appear far from its cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ def whole_number(name: str, value: object, fix: str, least: int = 1) -> int:
 
 
 def finite(name: str, value: object, fix: str, *, least: float = 0.0, above: bool = False) -> float:
-    """Return the value, which must be finite and at least `least`, or greater with `above`.
+    """Return the value, which must be a finite number of at least `least`.
+
+    Args:
+        name: Argument, for the error.
+        value: Value of the argument.
+        fix: Value to use instead, for the error.
+        least: Smallest allowed value.
+        above: Refuse `least` itself, too.
 
     Raises:
         ConfigError: If the value is of another type (including bool), NaN, infinite, or too small.

@@ -1,8 +1,8 @@
 """Numba functions whose cache directory several processes can share safely.
 
-Numba stores the code of a function's signatures in numbered files, and picks a free number without
-a lock. If two processes compile two signatures at once, both may pick one number. A later
-process would load code for wrong types, and compute wrong results or crash. Signatures are
+Numba stores the code of each signature of a function in a numbered file, and picks a free number
+without a lock. If two processes compile two signatures at once, both may pick the same number. A
+later process would load code for wrong types, and compute wrong results or crash. Signatures are
 therefore declared in advance, and one process at a time compiles them.
 """
 
@@ -89,7 +89,7 @@ def compiled(*signatures: Any, nogil: bool = False) -> Callable[[Callable[..., A
 
 
 def subroutine(function: Callable[..., Any], nogil: bool = False) -> Any:
-    """Return a function that only compiled functions call; it is compiled with its callers."""
+    """Return a Numba function that only compiled functions may call; its callers compile it."""
     try:
         return njit(function, nogil=nogil, cache=True)
     except RuntimeError:
@@ -98,9 +98,13 @@ def subroutine(function: Callable[..., Any], nogil: bool = False) -> Any:
 
 
 def compiled_for_addresses(function: Callable[..., Any], signature: Any) -> Any:
-    """Return a compiled C function of a Numba signature of numbers and addresses.
+    """Return a function, compiled to C calling conventions, of integers and addresses.
 
     A call releases the interpreter's lock.
+
+    Args:
+        function: Function to compile.
+        signature: Numba signature. Pointers are passed as addresses, and other arguments as int64.
     """
     directory = subroutine(function).stats.cache_path
     with cache_lock(directory):

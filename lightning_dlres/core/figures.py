@@ -1,4 +1,4 @@
-"""Pictures with matplotlib, independent of the user's own settings of it."""
+"""Pictures drawn with matplotlib, independent of the user's matplotlib settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def draw_png(draw: Callable[[Figure], None], **arguments: object) -> bytes:
-    """Return a picture as PNG.
+    """Return a picture as the bytes of a PNG file.
 
     Args:
         draw: Function that draws on a new, white figure.

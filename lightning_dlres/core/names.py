@@ -16,7 +16,7 @@ _NAME = re.compile(r"\w[\w.~+@=-]*")
 
 
 def path_part(argument: str, name: object, *, reserved: Sequence[str] = ()) -> str:
-    """Return a name that may be one part of a path, after a check.
+    """Return the name, which must be usable as one part of a path.
 
     Args:
         argument: Argument, for the error.

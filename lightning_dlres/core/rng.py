@@ -1,10 +1,10 @@
-"""Global random state as data: saved, restored, sent to another rank, or forked for one layer.
+"""Global random state: saved, restored, sent to another rank, or forked for one layer.
 
 Two processes that draw from their own generators diverge at the first shuffle. The reading rank
 therefore sends the state of its generators with every batch (`snapshot`, `restore`). The layers of
 the model run under a generator that depends on the step, micro-batch and layer, not on the rank
-(`derive_seed`, `forked`). `rewinder` restores a state often and on this rank only. It skips the
-conversion to a tree and back, of 1249 words of state.
+(`derive_seed`, `forked`). `rewinder` restores a state many times on one rank. It skips
+the conversion of 1249 words of state (625 of Python, 624 of NumPy) to a tree and back.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def snapshot(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Restore the state of a `snapshot`, from this or another rank."""
+    """Set the generators to the state of a `snapshot`, from this or another rank."""
     torch.random.set_rng_state(state["torch"].cpu())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

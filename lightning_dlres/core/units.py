@@ -55,6 +55,8 @@ def parse_bytes(value: str | int | float, argument: str = "size") -> int:
 def parse_rate(value: str | int | float, argument: str = "bandwidth") -> float:
     """Return bytes a second from "10GB/s", "500Mbit/s", "1.2 GiB" or a plain number of bytes.
 
+    `argument` names the argument in the error.
+
     Raises:
         ConfigError: If the value is not a rate, or not positive.
     """

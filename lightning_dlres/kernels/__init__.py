@@ -1,4 +1,5 @@
 """Numba kernels: each operation has a CPU and a CUDA implementation, chosen by the tensor's device.
 
-The first call imports Numba; importing the package does not.
+Importing this folder compiles nothing. The first call of a kernel compiles it, or loads it from
+Numba's cache.
 """

@@ -34,7 +34,7 @@ def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
     try:
         last = tasks[-1]()
     finally:
-        # Wait for all, also after an error: a running task may still write to its output.
+        # Wait for all, even after an error: a running task may still write to its output.
         for future in futures:
             future.exception()
     return [*(future.result() for future in futures), last]

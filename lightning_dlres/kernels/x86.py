@@ -1,7 +1,7 @@
 """Intrinsics for x86 instructions that Numba lacks.
 
-They gather and scatter the bits of a 64-bit word (BMI2) or eight elements of 32 bits (AVX2), access
-words at any byte of an array, and store past the cache. Without gathered bits, zero-value
+They gather and scatter the bits of a 64-bit word (BMI2), pack and spread eight elements of 32 bits
+(AVX2), access words at any byte of an array, and store past the cache. Without gathered bits, zero-value
 compression takes a cycle or two for each element. Without stores past the cache, a copy moves 1.5
 times as many bytes over the memory bus.
 """
@@ -17,10 +17,12 @@ from numba import types
 from numba.extending import intrinsic
 
 _WORD, _BYTE = ir.IntType(64), ir.IntType(8)
+# One AVX2 vector of 32 bytes, as eight elements of 32 bits or as four words; and its mask.
 _EIGHT = ir.VectorType(ir.IntType(32), 8)
 _FOUR = ir.VectorType(_WORD, 4)
 _EIGHT_BITS = ir.VectorType(ir.IntType(1), 8)
-_ROW_BYTES = 32
+# Bytes of a vector, and of a row of a table of permutations.
+_VECTOR_BYTES = 32
 # AMD processors before Zen 3: their bit gathering (BMI2) is microcode, slower than a loop.
 _SLOW_BIT_GATHER = {"bdver4", "znver1", "znver2"}
 
@@ -74,7 +76,7 @@ def load_word(typing_context: Any, array: Any, offset: Any) -> Any:
     """Return the 64-bit word at a byte offset, which need not be a multiple of 8."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_at(context, builder, signature, args, 0, 1, _WORD), align=1)
+        return builder.load(_pointer(context, builder, signature, args, 0, 1, _WORD), align=1)
 
     return types.uint64(array, types.int64), generate
 
@@ -84,7 +86,7 @@ def store_word(typing_context: Any, array: Any, offset: Any, word: Any) -> Any:
     """Write the 64-bit word at a byte offset, which need not be a multiple of 8."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _at(context, builder, signature, args, 0, 1, _WORD), align=1)
+        builder.store(args[2], _pointer(context, builder, signature, args, 0, 1, _WORD), align=1)
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.uint64), generate
@@ -92,29 +94,36 @@ def store_word(typing_context: Any, array: Any, offset: Any, word: Any) -> Any:
 
 @intrinsic
 def pack_elements(
-    typing_context: Any, source: Any, offset: Any, values: Any, at: Any, orders: Any
+    typing_context: Any,
+    source: Any,
+    source_offset: Any,
+    values: Any,
+    values_offset: Any,
+    orders: Any,
 ) -> Any:
     """Pack the non-zero elements among eight of 32 bits; return the mask of their positions.
 
-    All eight elements of the target are overwritten.
+    Eight elements of `values` are overwritten, even if fewer are non-zero.
 
     Args:
         source: Array to read.
-        offset: Byte offset in `source`.
+        source_offset: Byte offset in `source`.
         values: Array to write.
-        at: Byte offset in `values`.
+        values_offset: Byte offset in `values`.
         orders: int32[256, 8]: the source index for each mask and target position.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def at(array: int, place: Any) -> Any:
-            return _at(context, builder, signature, args, array, place, _EIGHT)
+        def vector_at(array: int, offset: Any) -> Any:
+            return _pointer(context, builder, signature, args, array, offset, _EIGHT)
 
-        elements = builder.load(at(0, 1), align=1)
+        elements = builder.load(vector_at(0, 1), align=1)
         is_set = builder.icmp_unsigned("!=", elements, ir.Constant(_EIGHT, [0] * 8))
         mask = builder.zext(builder.bitcast(is_set, _BYTE), _WORD)
-        order = builder.load(at(4, builder.mul(mask, ir.Constant(_WORD, _ROW_BYTES))), align=1)
-        builder.store(_permuted(builder, elements, order), at(2, 3), align=1)
+        order = builder.load(
+            vector_at(4, builder.mul(mask, ir.Constant(_WORD, _VECTOR_BYTES))), align=1
+        )
+        builder.store(_permuted(builder, elements, order), vector_at(2, 3), align=1)
         return mask
 
     return types.uint64(source, types.int64, values, types.int64, orders), generate
@@ -122,29 +131,35 @@ def pack_elements(
 
 @intrinsic
 def spread_elements(
-    typing_context: Any, values: Any, at: Any, mask: Any, out: Any, offset: Any, orders: Any
+    typing_context: Any,
+    values: Any,
+    values_offset: Any,
+    mask: Any,
+    out: Any,
+    out_offset: Any,
+    orders: Any,
 ) -> Any:
     """Spread packed elements of 32 bits over the set bits of `mask`; write zeros elsewhere.
 
     Args:
         values: Array to read; eight elements are read.
-        at: Byte offset in `values`.
+        values_offset: Byte offset in `values`.
         mask: Lowest 8 bits: the positions of non-zero elements.
         out: Array to write; eight elements are written.
-        offset: Byte offset in `out`.
-        orders: See `pack_elements`, for spreading.
+        out_offset: Byte offset in `out`.
+        orders: int32[256, 8]: the index in `values` for each mask and target position.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def at(array: int, place: Any) -> Any:
-            return _at(context, builder, signature, args, array, place, _EIGHT)
+        def vector_at(array: int, offset: Any) -> Any:
+            return _pointer(context, builder, signature, args, array, offset, _EIGHT)
 
-        elements = builder.load(at(0, 1), align=1)
-        row = builder.mul(args[2], ir.Constant(_WORD, _ROW_BYTES))
-        spread = _permuted(builder, elements, builder.load(at(5, row), align=1))
+        elements = builder.load(vector_at(0, 1), align=1)
+        row = builder.mul(args[2], ir.Constant(_WORD, _VECTOR_BYTES))
+        spread = _permuted(builder, elements, builder.load(vector_at(5, row), align=1))
         is_set = builder.bitcast(builder.trunc(args[2], _BYTE), _EIGHT_BITS)
         masked = builder.select(is_set, spread, ir.Constant(_EIGHT, [0] * 8))
-        builder.store(masked, at(3, 4), align=1)
+        builder.store(masked, vector_at(3, 4), align=1)
         return context.get_dummy_value()
 
     return types.void(values, types.int64, types.uint64, out, types.int64, orders), generate
@@ -158,10 +173,12 @@ def store_past_cache(typing_context: Any, target: Any, source: Any, offset: Any)
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def at(address: Any) -> Any:
+        def vector_at(address: Any) -> Any:
             return builder.inttoptr(builder.add(address, args[2]), _FOUR.as_pointer())
 
-        store = builder.store(builder.load(at(args[1]), align=1), at(args[0]), align=_ROW_BYTES)
+        store = builder.store(
+            builder.load(vector_at(args[1]), align=1), vector_at(args[0]), align=_VECTOR_BYTES
+        )
         enabled = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         store.set_metadata("nontemporal", enabled)
         return context.get_dummy_value()
@@ -187,7 +204,7 @@ def _permuted(builder: Any, elements: Any, order: Any) -> Any:
     return builder.call(permute, [elements, order])
 
 
-def _at(
+def _pointer(
     context: Any,
     builder: Any,
     signature: Any,

@@ -16,9 +16,9 @@ from torch import Tensor
 from lightning_dlres.core.arrays import array_of, require_memory
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 
-# Bytes of an element that can be compressed.
+# Sizes in bytes of the elements that can be compressed.
 WIDTHS = (1, 2, 4)
-# Number of runs in a density sample, and of elements in each run.
+# Number of runs of adjacent elements in a density sample, and of elements in each run.
 _SAMPLE_RUNS, _SAMPLE_ELEMENTS = 32, 64
 
 
@@ -56,8 +56,8 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
     count = source.numel() // width
     if out.numel() < mask_bytes(count):
         raise ConfigError(
-            f"out must have room for the mask of {mask_bytes(count)} bytes, got {out.numel()}. Use "
-            "`bound` bytes."
+            f"out must have at least the {mask_bytes(count)} bytes of the mask, got {out.numel()}. "
+            "Use `bound` bytes."
         )
     if source.is_cuda:
         from lightning_dlres.kernels import zvc_cuda
@@ -77,9 +77,9 @@ def encode(source: Tensor, width: int, out: Tensor) -> Tensor | int:
 
 
 def encode_tightly(source: Tensor, width: int) -> Tensor | None:
-    """Return the compressed elements without unused bytes, on the CPU.
+    """Return the compressed elements on the CPU, or None if compression would not shrink them.
 
-    The elements are counted first. Return None if compression would not shrink them.
+    The non-zero elements are counted first, so that the result takes no more memory than it needs.
 
     Args:
         source: uint8[count * width], contiguous.

@@ -20,7 +20,7 @@ from lightning_dlres.kernels import workers, zvc_portable, zvc_x86
 from lightning_dlres.kernels.x86 import count_bits
 
 Bytes = NDArray[np.uint8]
-# Smallest piece of a thread, in bytes. A smaller one costs more time to submit than it saves.
+# Smallest piece of a thread, in bytes. Submitting a smaller one costs more time than it saves.
 _PIECE_BYTES = 1 << 19
 _WORD_ELEMENTS = 64
 # Bytes after the result that the loops may overwrite: one AVX2 vector.
@@ -99,7 +99,7 @@ def decode(mask: Bytes, values: Bytes, width: int, out: Bytes) -> None:
 
 def count_set_bits(mask: Bytes) -> int:
     """Return the number of set bits of a mask; its length is a multiple of 8 bytes."""
-    return int(_count(mask.view(np.uint64)))
+    return int(_count_set_bits(mask.view(np.uint64)))
 
 
 def density(address: int, count: int, width: int, runs: int, length: int) -> float:
@@ -109,21 +109,24 @@ def density(address: int, count: int, width: int, runs: int, length: int) -> flo
         address: Address of the first element.
         count: Number of elements.
         width: Bytes of an element: 1, 2, 4 or 8.
-        runs: Runs of the sample, evenly spaced.
-        length: Elements of a run.
+        runs: Number of runs of adjacent elements in the sample; they are evenly spaced.
+        length: Number of elements in a run.
     """
     if count <= runs * length:
         runs, length = 1, count
     step = count // max(runs, 1)
-    return float(_counter(width)(address, step, runs, length)) / max(runs * length, 1)
+    return float(_sample_counter(width)(address, step, runs, length)) / max(runs * length, 1)
 
 
 @cache
-def _counter(width: int) -> Any:
-    """Return the compiled counter. It takes an address: passing an array costs more time."""
+def _sample_counter(width: int) -> Any:
+    """Return the compiled counter of non-zero elements in the runs of a sample.
+
+    It takes an address: passing an array costs more time.
+    """
     address = types.CPointer(_TYPES[width])
     return compiled_for_addresses(
-        _count_nonzero, types.int64(address, types.int64, types.int64, types.int64)
+        _count_nonzero_in_runs, types.int64(address, types.int64, types.int64, types.int64)
     )
 
 
@@ -135,14 +138,14 @@ def _pieces(count: int, width: int) -> list[int]:
 
 
 @compiled((types.uint64[::1],), nogil=True)
-def _count(words: Any) -> Any:
+def _count_set_bits(words: Any) -> Any:
     total = np.uint64(0)
     for word in words:
         total += count_bits(word)
     return total
 
 
-def _count_nonzero(first: Any, step: Any, runs: Any, length: Any) -> Any:
+def _count_nonzero_in_runs(first: Any, step: Any, runs: Any, length: Any) -> Any:
     elements, nonzero = carray(first, (step * runs,)), 0
     for run in range(runs):
         for position in range(length):

@@ -1,7 +1,8 @@
 """Zero-value compression on a GPU: one pass over the data, on the current stream, without waiting.
 
 Each block processes one tile of elements. A ballot of each warp gives the mask of its non-zero
-elements. They go to the position that the counts of the warps and tiles before them give.
+elements. The position of a non-zero element is the number of those before it: the counts of the
+preceding tiles and warps, and the lower bits of the mask.
 
 A tile publishes its own count at once, and later the count of all elements up to its end. Later
 tiles look back only to the last tile with such a running count (Merrill and Garland, "Single-pass
@@ -27,8 +28,8 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 _KINDS = {1: types.uint8, 2: types.uint16, 4: types.uint32}
 _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-# The two lowest bits of a tile's state word tell which count is in the other bits: of this tile, or
-# of all elements up to its end. Zero: no count yet.
+# Values of the two lowest bits of a tile's state word. The other bits hold a count of non-zero
+# elements: those of this tile, or all up to its end. Zero: no count yet.
 _OF_TILE, _UP_TO_TILE = 1, 2
 
 
@@ -92,9 +93,9 @@ def kernels(width: int) -> tuple[Any, Any]:
 
 
 if SIMULATED:
-    _part_of_kernels = cuda.jit(device=True)
+    _device_function = cuda.jit(device=True)
 
-    @_part_of_kernels
+    @_device_function
     def _vote(is_set: Any, votes: Any, warp: Any, lane: Any) -> Any:
         """Return the votes of a warp, one bit per lane. The simulator has no ballot."""
         cuda.syncthreads()
@@ -108,17 +109,20 @@ if SIMULATED:
 
 else:
     # Inlined functions need no driver when kernels are only compiled to PTX.
-    _part_of_kernels = cuda.jit(device=True, inline="always")
+    _device_function = cuda.jit(device=True, inline="always")
 
-    @_part_of_kernels
+    @_device_function
     def _vote(is_set: Any, votes: Any, warp: Any, lane: Any) -> Any:
         """Return the votes of a warp, one bit per lane."""
         return cuda.ballot_sync(0xFFFFFFFF, is_set)
 
 
-@_part_of_kernels
+@_device_function
 def _elements_before(state: Any, tile: Any, own: Any) -> Any:
-    """Publish a tile's count; return the count of all tiles before it. One thread calls it."""
+    """Publish a tile's count `own`; return the count of all tiles before it.
+
+    One thread of a block calls it.
+    """
     if tile == 0:
         cuda.atomic.exch(state, 1, int64(own * 4 + _UP_TO_TILE))
         return int64(0)
@@ -137,9 +141,9 @@ def _elements_before(state: Any, tile: Any, own: Any) -> Any:
     return before
 
 
-@_part_of_kernels
+@_device_function
 def _take_tile(state: Any, shared: Any) -> Any:
-    """Return the number of the next tile, the same for all threads of a block."""
+    """Take a ticket; return its tile, the same for all threads of a block."""
     if cuda.threadIdx.x == 0:
         shared[0] = cuda.atomic.add(state, 0, int64(1))
     cuda.syncthreads()
@@ -148,7 +152,7 @@ def _take_tile(state: Any, shared: Any) -> Any:
     return tile
 
 
-@_part_of_kernels
+@_device_function
 def _start_of_warp(state: Any, tile: Any, total: Any, sums: Any, shared: Any) -> Any:
     """Return the number of non-zero elements before this warp, which has `total` non-zero ones.
 

@@ -13,7 +13,10 @@ from lightning_dlres.core.units import format_bytes
 
 
 def trim(descriptor: int, max_bytes: int) -> None:
-    """Empty a file that is open for appending, if it has more than `max_bytes` bytes."""
+    """Empty a log file that is open for appending, if it has more than `max_bytes` bytes.
+
+    The next write must append: in another mode it would leave a hole of the old size.
+    """
     state = os.fstat(descriptor)
     if stat.S_ISREG(state.st_mode) and state.st_size > max_bytes:
         os.ftruncate(descriptor, 0)

@@ -25,13 +25,14 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-        free = next(line for line in lines if line.startswith("MemAvailable:"))
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
-    return max(0, min([int(free.split()[1]) * _KIB, *_left_in_groups(root)]))
+    return max(0, min([int(available.split()[1]) * _KIB, *_left_in_groups(root)]))
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield the bytes that each limited control group of this process has left."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -46,8 +47,8 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         else:
             continue
         group = Path(path.lstrip("/"))
-        # The limits of all ancestors apply, too. Inside a container the path may be the host's.
-        # Then only its root exists here.
+        # The limits of all ancestors apply, too. Inside a container the path may be the host's, and
+        # then only the root group exists here.
         for directory in (group, *group.parents):
             left = _left(root / mount / directory, limit, usage)
             if left is not None:
@@ -55,6 +56,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit: str, usage: str) -> int | None:
+    """Return the bytes that one group has left, or None if it has no limit or no files."""
     try:
         allowed, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         if allowed == "max" or int(allowed) >= _NO_LIMIT:

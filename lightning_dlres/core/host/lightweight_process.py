@@ -11,8 +11,9 @@ from pathlib import Path
 
 # Separator of the paths in one argument: a character that no path contains.
 _SEPARATOR = "\x1f"
-# The child imports modules from this process's `sys.path`: `python -c` would search the current
-# directory first. The package gets its name and path, but its `__init__` does not run.
+# Program of the child. It takes over this process's `sys.path`: `python -c` would search the
+# current directory first. It creates the package as an empty module with a name and a path. Submodules can
+# then be imported, but the package's `__init__` does not run.
 _CODE = (
     f"import sys; sys.path[:] = sys.argv.pop(1).split({_SEPARATOR!r}); import importlib, types; "
     "package = types.ModuleType('lightning_dlres'); "

@@ -48,7 +48,7 @@ def private_directory(parent: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int | None]:
-    """Context manager that yields a descriptor holding the lock, or None if it is taken.
+    """Context manager that yields a descriptor holding the lock, or None if another process has it.
 
     A child process that inherits the descriptor also holds the lock.
     """
@@ -68,9 +68,10 @@ def locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def locked_if_possible(path: Path) -> Iterator[bool]:
-    """Context manager that yields True if no other process holds the lock, and removes its file.
+    """Context manager that yields True if no other process holds the lock.
 
-    On a file system without locks it always yields True.
+    After True it removes the lock's file at the end. On a file system without locks it always
+    yields True.
     """
     with contextlib.ExitStack() as stack:
         try:

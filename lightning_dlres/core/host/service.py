@@ -41,5 +41,5 @@ def start_service(
 
 
 def _end() -> None:
-    # No cleanup: other threads may hold locks forever.
+    # No cleanup: it could wait forever for locks that other threads hold.
     os._exit(STATUS)

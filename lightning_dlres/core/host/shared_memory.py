@@ -24,7 +24,7 @@ class SharedMemory:
 
     Attributes:
         data: uint8[nbytes].
-        path: Path with which other processes of this host can open it.
+        path: Path by which other processes of this host can open it; "" if it has no bytes.
     """
 
     data: NDArray[np.uint8]
@@ -75,8 +75,8 @@ def _open(name: str, nbytes: int, directory: Path | None) -> tuple[int, str]:
         return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
     descriptor, path = temporary_file(directory or Path(tempfile.gettempdir()), name, nbytes)
     if not Path("/proc/self/fd").is_dir():
-        # Without /proc other processes need the file's name. The next cache process removes files
-        # that an ended process has left.
+        # Without /proc other processes need the file's name. If this process ends, the next cache
+        # process removes the file.
         return descriptor, path
     os.unlink(path)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,7 +1,7 @@
 """Memory region that is divided into pieces: in host memory, or in a memory-mapped file.
 
-A mapped file counts as page cache and not as memory of this process. One allocation costs less than
-one for each tensor. It also shows at the start that there is enough memory.
+A mapped file counts as page cache and not as memory of this process. One allocation for all pieces
+costs less than one for each tensor. It also fails at the start if memory is short.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.core.host.disk import temporary_file
 from lightning_dlres.core.units import format_bytes
 
-# Bytes. Alignment of every piece, for vector instructions and the GPU's copy engine.
+# Alignment of every piece in bytes, for vector instructions and the GPU's copy engine.
 ALIGNMENT = 512
 
 

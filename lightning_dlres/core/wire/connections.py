@@ -30,7 +30,7 @@ _OTHER_DESCRIPTORS, _LEAST_CONNECTIONS = 256, 16
 
 
 @dataclass
-class _Open:
+class _Connection:
     """An open connection, through a copy of its descriptor.
 
     ZeroMQ may close its own descriptor at any time, and its number may then mean another file.
@@ -60,83 +60,93 @@ class _Open:
 
 
 class Connections:
-    """The connections of one server, by ZeroMQ's file descriptor.
+    """The open connections of one server, by ZeroMQ's file descriptor.
+
+    The server reports every connection that opens or closes, and every message.
 
     Args:
-        most: Largest number of connections; fewer if the process may open few files.
+        max_connections: Largest number of connections; reduced if the process may open few files.
         unread_bytes: Bytes that each may send beyond its whole messages.
         refuse: Function called with the reason when a connection is closed.
     """
 
-    def __init__(self, most: int, unread_bytes: int, refuse: Callable[[str], None]) -> None:
+    def __init__(
+        self, max_connections: int, unread_bytes: int, refuse: Callable[[str], None]
+    ) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:
-            most = min(most, max(_LEAST_CONNECTIONS, (soft - _OTHER_DESCRIPTORS) // 2))
-        self._most, self._unread_bytes, self._refuse = most, unread_bytes, refuse
-        self._open: dict[int, _Open] = {}
+            max_connections = min(
+                max_connections, max(_LEAST_CONNECTIONS, (soft - _OTHER_DESCRIPTORS) // 2)
+            )
+        self._max_connections, self._unread_bytes, self._refuse = (
+            max_connections,
+            unread_bytes,
+            refuse,
+        )
+        self._connections: dict[int, _Connection] = {}
         # Address of the server's socket (port or path). A descriptor with another local address was
         # reused for another file.
         self.address: object = None
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._connections)
 
-    def opened(self, number: int) -> None:
+    def opened(self, descriptor: int) -> None:
         """Add a new connection; close one if there are too many."""
-        self.closed(number)
+        self.closed(descriptor)
         try:
-            copy = socket.socket(fileno=os.dup(number))
+            copy = socket.socket(fileno=os.dup(descriptor))
         except OSError:
             # The connection was closed before this event was read.
             return
         if not self._is_own(copy):
             copy.close()
             return
-        self._open[number] = _Open(copy)
-        if len(self._open) > self._most:
+        self._connections[descriptor] = _Connection(copy)
+        if len(self._connections) > self._max_connections:
             # Close a connection without messages: a flood of them must not push out a good client.
-            silent = (other for other, entry in self._open.items() if not entry.messages)
-            self.drop(next(silent, number), f"more than {self._most} connections")
+            silent = (other for other, entry in self._connections.items() if not entry.messages)
+            self.drop(next(silent, descriptor), f"more than {self._max_connections} connections")
 
-    def closed(self, number: int) -> None:
+    def closed(self, descriptor: int) -> None:
         """Remove a connection that ZeroMQ closed."""
-        connection = self._open.pop(number, None)
+        connection = self._connections.pop(descriptor, None)
         if connection is not None:
             connection.socket.close()
 
-    def delivered(self, number: int, nbytes: int) -> None:
+    def delivered(self, descriptor: int, nbytes: int) -> None:
         """Count a whole message."""
-        connection = self._open.get(number)
+        connection = self._connections.get(descriptor)
         if connection is not None:
             connection.messages += 1
             connection.message_bytes += nbytes
 
-    def acknowledged(self, number: int) -> int | None:
+    def acknowledged(self, descriptor: int) -> int | None:
         """Return the bytes that the peer acknowledged, or None if the kernel has no count."""
-        connection = self._open.get(number)
+        connection = self._connections.get(descriptor)
         counts = connection.counts() if connection is not None else None
         return counts[0] if counts is not None else None
 
-    def drop(self, number: int, reason: str) -> None:
+    def drop(self, descriptor: int, reason: str) -> None:
         """Close a connection; ZeroMQ then discards the messages queued for it."""
-        connection = self._open.get(number)
+        connection = self._connections.get(descriptor)
         if connection is not None:
             self._refuse(f"closed the connection of {_peer(connection.socket)}: {reason}.")
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_RDWR)
-            self.closed(number)
+            self.closed(descriptor)
 
     def check(self) -> None:
         """Close the connections with too many unread bytes."""
-        for number, connection in list(self._open.items()):
+        for descriptor, connection in list(self._connections.items()):
             unread = connection.unread()
             if unread > self._unread_bytes:
-                self.drop(number, f"{format_bytes(unread)} without a whole message")
+                self.drop(descriptor, f"{format_bytes(unread)} without a whole message")
 
     def close(self) -> None:
         """Close the copies of all descriptors."""
-        for number in list(self._open):
-            self.closed(number)
+        for descriptor in list(self._connections):
+            self.closed(descriptor)
 
     def _is_own(self, connection: socket.socket) -> bool:
         try:

@@ -58,8 +58,8 @@ _KEEPALIVE = {
 _MAX_FRAMES = 3
 
 
-class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """First frame of a message; it describes the payload, so that damage is detected before use."""
+class MessageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """First frame of a message. Its length and CRC-32 reveal a damaged payload before its use."""
 
     kind: _Kind
     sequence: _Unsigned
@@ -102,7 +102,7 @@ class Message:
 
 def pack(kind: str, sequence: int, payload: Buffer) -> list[Buffer]:
     """Return the two frames of a message."""
-    header = FrameHeader(kind, sequence, zlib.crc32(payload), memoryview(payload).nbytes)
+    header = MessageHeader(kind, sequence, zlib.crc32(payload), memoryview(payload).nbytes)
     return [msgspec.msgpack.encode(header), payload]
 
 
@@ -115,7 +115,7 @@ def unpack(frames: Sequence[bytes], peer: str, connection: int = 0) -> Message:
     if len(frames) != 2:
         raise protocol_error(peer, f"{len(frames)} frames", "a header and a payload")
     try:
-        header = from_msgpack(frames[0], FrameHeader)
+        header = from_msgpack(frames[0], MessageHeader)
     except msgspec.MsgspecError as error:
         raise protocol_error(peer, f"an unreadable header ({error})", "a message header") from error
     payload = frames[1]
@@ -153,6 +153,8 @@ class ConnectionEvent:
 class Endpoint:
     """A socket in a ZeroMQ context of its own, with deadlines, interrupts and connection events."""
 
+    # Monitor event that announces a connection: for a server when TCP has connected, so that its
+    # limits hold before the handshake; for a client only when messages can pass.
     _opened_event: zmq.Event
 
     def __init__(self, kind: zmq.SocketType, send_timeout: float) -> None:
@@ -271,9 +273,10 @@ class Endpoint:
         return self._unpack([frame.bytes for frame in frames], connection)
 
     def _note_message(self, connection: int, nbytes: int) -> None:
-        pass
+        """Hook of the server: count a message, valid or not."""
 
     def _unpack(self, frames: list[bytes], connection: int) -> Message:
+        """Return the message of all frames; the server's begin with the client's name."""
         return unpack(frames, self._peer_label, connection)
 
     def _start_monitor(self) -> None:

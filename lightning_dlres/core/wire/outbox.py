@@ -22,7 +22,7 @@ from lightning_dlres.core.wire.server import Server
 
 @dataclass(frozen=True, kw_only=True)
 class SendPatience:
-    """Limits of the unsent replies, and the slowest reading that a server accepts.
+    """Limits of the unsent replies, and the lowest rate of reading that a server accepts.
 
     Attributes:
         client_bytes: Unsent bytes of one client; a single reply may be larger.

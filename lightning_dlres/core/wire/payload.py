@@ -4,11 +4,14 @@ A payload begins with a msgpack header: version, key, structure, small tensors, 
 each tensor (codec, dtype, shape, size in bytes, `requires_grad`). Large tensors follow as separate
 byte strings. The receiver can read them into their final memory without a copy.
 
-Between two ranks a small payload is one transfer. A transfer needs a buffer of exactly its size on
-the receiving side, and only the header of a message tells its size. Sending the header first would
-cost a round trip and two more wake-ups of threads for every micro-batch. Most messages on a channel
-are as large as the one before. So both sides take the size of the last message for that of the next
-*frame*. A smaller message is padded, and a larger one continues in a second transfer.
+Between two ranks a small payload is one transfer. The receiver needs a buffer of exactly the
+transfer's size, but only the message's header tells that size. Sending the header first would cost
+a round trip and two more wake-ups of threads for every micro-batch. Most messages on a channel are
+as large as the one before. So both sides derive the size of the next *frame*, the first transfer of
+a message, from the last message. A smaller message is padded, and a larger one continues in a
+second transfer. (ZeroMQ's frames, in `endpoint`, are something else.)
+
+A message with an empty header is a *goodbye*: the sender will send nothing more.
 """
 
 from __future__ import annotations
@@ -32,13 +35,14 @@ VERSION = 1
 INLINE_BYTES = 4096
 # Only codec of tensors in a payload: their bytes, unchanged.
 RAW = "raw"
+# Bytes of a channel's first frame, and the unit to which the later frames' sizes are rounded.
 FIRST_FRAME_BYTES = 2048
-# Messages up to this size are packed into frames, which copies their tensors. Tensors of larger
-# ones have transfers of their own, without a copy.
+# Largest packed message, in bytes. Packing copies the tensors behind the header. The tensors of a
+# larger message have transfers of their own, without a copy.
 PACKED_BYTES = 1 << 20
 # Offsets of tensors in a frame are multiples of this, in bytes.
 _ALIGNMENT = 64
-# Start of every frame: bytes of the message in frames, and bytes of its header.
+# Start of every frame: bytes of the packed message (with this prefix), and bytes of its header.
 _PREFIX = struct.Struct("<QQ")
 
 
@@ -169,7 +173,7 @@ def _refuse_attributes(tensors: list[Tensor]) -> None:
         if kind not in (Tensor, Parameter) and getattr(tensor, "__dict__", None):
             raise ConfigError(
                 f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: its "
-                f"attributes {sorted(vars(tensor))} would be lost. Send them beside "
+                f"attributes {sorted(vars(tensor))} would be lost. Send a dict with them and with "
                 "tensor.as_subclass(torch.Tensor)."
             )
 
@@ -206,49 +210,53 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
 
 
-def pack(header: bytes, large: Sequence[Tensor], frame: int) -> tuple[list[Tensor], int]:
-    """Lay out a message.
+def pack(header: bytes, large: Sequence[Tensor], frame_bytes: int) -> tuple[list[Tensor], int]:
+    """Return the transfers of a message, and the size of the channel's frame after it.
 
     Args:
         header: Header of the payload; empty for a goodbye.
         large: Large tensors of the payload, flat uint8.
-        frame: Bytes of the channel's next frame.
+        frame_bytes: Size of the channel's next frame, in bytes.
 
     Returns:
-        The transfers in order (flat uint8 tensors on the CPU), and the bytes of the frame after
-        this one.
+        The transfers in order (flat uint8 tensors on the CPU), and the size in bytes of the frame
+        after this one.
     """
     offsets, end = _offsets(len(header), [tensor.numel() for tensor in large])
     # NumPy's slices take a fraction of the time of torch's.
-    packed = np.zeros(max(end, frame), np.uint8)
+    packed = np.zeros(max(end, frame_bytes), np.uint8)
     start = _PREFIX.pack(end, len(header)) + header
     packed[: len(start)] = np.frombuffer(start, np.uint8)
+    # Without offsets the tensors are not packed, but follow as transfers of their own.
     for tensor, offset in zip(large, offsets, strict=False):
         packed[offset : offset + tensor.numel()] = tensor.cpu().numpy()
     whole = torch.from_numpy(packed)
-    transfers = [whole[:frame]] if end <= frame else [whole[:frame], whole[frame:]]
+    transfers = [whole[:frame_bytes]]
+    if end > frame_bytes:
+        transfers.append(whole[frame_bytes:])
     if not offsets:
         transfers += [tensor.cpu() for tensor in large]
     return transfers, next_frame_bytes(end)
 
 
-def fits_frame(header: bytes, large: Sequence[Tensor], frame: int) -> bool:
-    """Return True if the message is a single transfer (the channel's next frame), and its tensors
-    are on the CPU."""
+def fits_frame(header: bytes, large: Sequence[Tensor], frame_bytes: int) -> bool:
+    """Return True if a message is a single transfer of `frame_bytes`, with all tensors on the CPU.
+
+    The sender may then send it at once, without waiting for a copy from a GPU.
+    """
     offsets, end = _offsets(len(header), [tensor.numel() for tensor in large])
-    in_frame = end <= frame and len(offsets) == len(large)
+    in_frame = end <= frame_bytes and len(offsets) == len(large)
     return in_frame and all(tensor.device.type == "cpu" for tensor in large)
 
 
 def read_prefix(frame: Tensor) -> tuple[int, int]:
-    """Return the bytes of the message in frames, and the bytes of its header. A header of zero
-    bytes is a goodbye."""
+    """Return the bytes of the packed message, and the bytes of its header (0 for a goodbye)."""
     end, header_bytes = _PREFIX.unpack_from(frame.numpy().data)
     return end, header_bytes
 
 
 def decode_frame_header(packed: Tensor, header_bytes: int, peer: str) -> PayloadHeader:
-    """Return the header of a message whose frames have been received.
+    """Return the header of a packed message that has been received.
 
     Raises:
         ProtocolError: If it cannot be decoded; the message names `peer`.
@@ -260,33 +268,37 @@ def decode_frame_header(packed: Tensor, header_bytes: int, peer: str) -> Payload
 def unpack_tensors(
     packed: Tensor, end: int, header_bytes: int, header: PayloadHeader
 ) -> list[Tensor]:
-    """Return the large tensors in the frames; an empty list if they have transfers of their own.
+    """Return the large tensors of a packed message; none if they have transfers of their own.
 
-    They are copies. A tensor that shares storage with a frame would keep all of it in memory, and
-    would be saved with all of it. Also torch's `set_rng_state` reads from the start of the storage
-    instead of the start of the tensor.
+    They are copies. A tensor that shares storage with a frame would keep the whole frame in memory,
+    and a checkpoint of it would contain the whole frame. Also torch's `set_rng_state` reads from
+    the start of the storage instead of the start of the tensor.
 
     Raises:
-        ProtocolError: If the frames are not as long as the header says.
+        ProtocolError: If the packed message is not as long as its header says.
     """
     lengths = large_sizes(header)
     offsets, expected = _offsets(header_bytes, lengths)
     if expected != end:
         raise ProtocolError(
-            f"A message must have the {expected} bytes that its header says, got {end}."
+            f"A message must have the {expected} bytes that its header says, got {end}. Check that "
+            "all ranks run the same version."
         )
-    return [packed[o : o + length].clone() for o, length in zip(offsets, lengths, strict=False)]
+    return [
+        packed[offset : offset + length].clone()
+        for offset, length in zip(offsets, lengths, strict=False)
+    ]
 
 
 def next_frame_bytes(end: int) -> int:
-    """Return the bytes of the frame after a message with `end` bytes in frames."""
+    """Return the size in bytes of the frame after a packed message of `end` bytes."""
     # Rounded, so that a step number with one more digit does not change the size.
     rounded = -(-end // FIRST_FRAME_BYTES) * FIRST_FRAME_BYTES
     return min(max(rounded, FIRST_FRAME_BYTES), PACKED_BYTES)
 
 
 def _offsets(header_bytes: int, lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return the offsets of the large tensors in the frames, and the end of the frames' content.
+    """Return the offsets of the large tensors in the packed message, and its size in bytes.
 
     There are no offsets if the tensors have transfers of their own.
     """
@@ -300,7 +312,7 @@ def _offsets(header_bytes: int, lengths: Sequence[int]) -> tuple[list[int], int]
 
 
 def _aligned_offsets(end: int, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of each tensor, of those that follow each other from `end` on."""
+    """Yield the aligned offset and the length of each tensor, if they are packed from `end` on."""
     for length in lengths:
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         yield offset, length

@@ -1,4 +1,4 @@
-"""Counter of refused messages, with a log of limited length."""
+"""Counter of refused messages, with a log of limited length: peers could fill the disk."""
 
 from __future__ import annotations
 

@@ -23,18 +23,22 @@ from torch import Tensor
 
 from lightning_dlres.core.errors import ConfigError, ProtocolError
 
+# A nested container of tensors and data, or a single one of them.
 Tree = Any
+# A node of plain data for msgpack: a tag, followed by the node's content.
 Structure = list[Any]
 
 # Array classes without further state. Others have a mask, a unit or other operators.
 _PLAIN_ARRAYS = (np.ndarray, np.memmap)
-_WORD = 1 << 63
+# msgpack holds integers of 64 bits. Larger ones travel as text.
+_INT64_BOUND = 1 << 63
 _CONVERT = (
     "Make a tensor of it in the dataset or its collate function if a batch holds it, else in the "
     "layer that returns it."
 )
-# Tags of structure nodes without children: tensor, array, NumPy scalar, plain value, large integer,
-# complex number, torch.Size, dtype or device, and path.
+# Tags of nodes without children: tensor, array, NumPy scalar, plain value, large integer, complex
+# number, torch.Size, dtype or device, and path. The other tags are "l" list, "u" tuple, "d" dict,
+# "n" named tuple, "c" data class, "m" other mapping, and "e" enum member.
 _LEAVES = ("t", "a", "g", "v", "i", "z", "s", "k", "p")
 
 
@@ -74,7 +78,10 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
         ArithmeticError,
         RuntimeError,
     ) as error:
-        raise ProtocolError(f"The structure of a tree is malformed: {error!r}.") from error
+        raise ProtocolError(
+            f"The structure of a received tree is malformed: {error!r}. Check that all ranks run "
+            "the same version."
+        ) from error
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
@@ -102,12 +109,13 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
         return ["v", None]
     if isinstance(node, (np.ndarray, np.generic)):
         if isinstance(node, np.ndarray) and type(node) not in _PLAIN_ARRAYS:
-            raise _refused(type(node), f"Its values alone would arrive. {_CONVERT}")
+            raise _refused(type(node), f"Only its values would arrive. {_CONVERT}")
         tensors.append(_from_numpy(node))
         return ["g" if isinstance(node, np.generic) else "a", len(tensors) - 1]
     if isinstance(node, Enum):
+        # A combination of flags is no member of the class, so the receiver cannot look it up.
         if node.name not in type(node).__members__:
-            raise _refused(type(node), f"{node!r} has no name of its own. Send its value.")
+            raise _refused(type(node), f"{node!r} is not one of its members. Send its value.")
         return ["e", _class_name(type(node)), node.name]
     if isinstance(node, str):
         return ["v", _utf8(node)]
@@ -119,7 +127,7 @@ def _describe(node: Tree, tensors: list[Tensor]) -> Structure:
         return ["v", bytes(node)]
     if isinstance(node, int):
         # Hexadecimal: Python refuses to convert thousands of digits to or from decimal text.
-        return ["v", int(node)] if -_WORD <= node < _WORD else ["i", hex(node)]
+        return ["v", int(node)] if -_INT64_BOUND <= node < _INT64_BOUND else ["i", hex(node)]
     if isinstance(node, complex):
         return ["z", node.real, node.imag]
     if isinstance(node, torch.Size):
@@ -144,7 +152,7 @@ def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
         ]
         if kind is dict:
             return ["d", pairs]
-        if _is_made_of_a_mapping(kind):
+        if _can_be_built_from_dict(kind):
             return ["m", _class_name(kind), pairs]
     raise _refused(
         kind,
@@ -153,9 +161,10 @@ def _describe_container(node: Tree, tensors: list[Tensor]) -> Structure:
     )
 
 
-def _refused(kind: type, why: str) -> ConfigError:
+def _refused(kind: type, reason: str) -> ConfigError:
+    """Return the error for an object of a class that cannot be sent."""
     return ConfigError(
-        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank. {why}"
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to another rank. {reason}"
     )
 
 
@@ -173,7 +182,7 @@ def _attributes(node: Any) -> list[str]:
         name
         for name in getattr(node, "__dict__", {})
         if name not in fields
-        # `typing` sets such names, as `__orig_class__`.
+        # `typing` sets names such as `__orig_class__`, which are no data.
         and not name.startswith("__")
         and not isinstance(getattr(kind, name, None), functools.cached_property)
     ]
@@ -197,6 +206,7 @@ def _advice(kind: type) -> str:
 
 
 def _utf8(text: str) -> str:
+    """Return the text as a plain `str`; raise a ConfigError if it is not valid Unicode."""
     try:
         return text.encode().decode()
     except UnicodeEncodeError as error:
@@ -205,11 +215,12 @@ def _utf8(text: str) -> str:
         ) from error
 
 
-def _is_made_of_a_mapping(kind: Any) -> bool:
+def _can_be_built_from_dict(kind: Any) -> bool:
+    """Return True if a mapping class can be called with a dict, as the receiver does."""
     try:
         return isinstance(kind({}), kind)
     except Exception:
-        # A user's constructor may raise any exception. Then it cannot build a mapping from one.
+        # A user's constructor may raise any exception.
         return False
 
 
@@ -260,7 +271,7 @@ def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
     if tag == "v":
         return node[1]
     if tag == "i":
-        # Earlier versions wrote decimal text into stores.
+        # Base 0 accepts hexadecimal text, and the decimal text of earlier versions' stores.
         return int(node[1], 0)
     if tag == "z":
         return complex(node[1], node[2])
@@ -272,7 +283,10 @@ def _build_leaf(node: Structure, tensors: Sequence[Tensor]) -> Tree:
         return torch.device(node[2])
     dtype = getattr(torch, node[2])
     if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"{node[2]!r} arrived as a dtype, but is not one.")
+        raise ProtocolError(
+            f"{node[2]!r} arrived as a dtype, but torch has no such dtype here. Check that all "
+            "ranks run the same version of torch."
+        )
     return dtype
 
 
@@ -293,7 +307,10 @@ def _build_object(node: Structure, tensors: Sequence[Tensor]) -> Tree:
         for field, value in values.items():
             object.__setattr__(instance, field, value)
         return instance
-    raise ProtocolError(f"{name!r} arrived as a container of data, but is not one in this process.")
+    raise ProtocolError(
+        f"{name!r} arrived as a container of data, but is not one in this process. Check that all "
+        "ranks run the same code."
+    )
 
 
 def _lookup(name: str) -> Any:
