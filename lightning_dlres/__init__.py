@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from lightning_dlres.prefetch.cache.samples import Sample
     from lightning_dlres.prefetch.loading.node import PrefetchCacheNode
 
-# Imported when they are asked for: they bring Numba, which takes a while and not everybody needs.
+# Names that are imported at their first use, because only the prefetch cache needs their modules.
 _LAZY = {
     "PrefetchCacheDataModule": "lightning_dlres.datamodules",
     "PrefetchCacheNode": "lightning_dlres.prefetch.loading.node",

@@ -1,4 +1,4 @@
-"""Private names of Lightning, torch and torchmetrics that are needed, each with its reason."""
+"""Private names of Lightning, torch and torchmetrics that this package needs, with reasons."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MERGEABLE: dict[Any, str] = {
 }
 
 
-# The method of nn.Module that runs hooks and forward. A stand-in for a module must replace both, or
-# hooks would see its stand-ins for tensors. `__call__` cannot be replaced on an instance.
+# The method of nn.Module that runs the hooks and `forward`. Replacing only `forward` of a module
+# would let hooks see placeholders for tensors. `__call__` cannot be replaced on an instance.
 CALL = "_call_impl"
 
 
 # Lightning wraps the batch sampler of a predict loader in this class. It reads the sampled indices
-# from it for `BasePredictionWriter`. There is no public way to do either.
+# from the wrapper for `BasePredictionWriter`. There is no public way to wrap or to read.
 INDEX_SAMPLER = _IndexBatchSamplerWrapper
 
 
@@ -61,8 +61,8 @@ def set_device_property(module: LightningModule, device: torch.device) -> None:
 def without_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
     """Disable Lightning's broadcast about SIGTERM before each batch; return the undo function.
 
-    The strategy sends signals to the ranks with a batch. Lightning's broadcast checks for no failed
-    ranks, names none, and swallows the error of a timeout. There is no option to disable it.
+    The strategy tells the ranks about signals together with each batch. Lightning's broadcast does
+    not notice or name a failed rank, and swallows the error of a timeout. No option disables it.
     """
     loop = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
@@ -87,7 +87,7 @@ def train_loader(trainer: Trainer) -> Any:
 
 
 def metric_mergers(metric: Metric) -> dict[str, str | None]:
-    """Return how parts of each metric state merge: "sum", "cat", "max", "min", or None if unknown.
+    """Return the reduction of each metric state: "sum", "cat", "max", "min", or None if unknown.
 
     torchmetrics has no public name for the reductions.
     """
@@ -98,7 +98,7 @@ def metric_mergers(metric: Metric) -> dict[str, str | None]:
 def metric_defaults(metric: Metric) -> dict[str, Any]:
     """Return the states of a new metric by name: tensors, or empty lists.
 
-    torchmetrics keeps them to itself.
+    torchmetrics has no public name for them.
     """
     return dict(metric._defaults)
 
@@ -112,7 +112,7 @@ def metric_progress(metric: Metric) -> tuple[int, Any]:
 
 
 def set_metric_progress(metric: Metric, updates: int, last_value: Any) -> None:
-    """Set the values of `metric_progress`, and clear a cached result."""
+    """Set a metric's number of updates and last value; clear the cached result of `compute`."""
     metric._update_count = updates
     metric._forward_cache = last_value
     metric._computed = None
@@ -143,8 +143,8 @@ def pose_as_rank_zero() -> Callable[[], None]:
 def replace_default_group(replace: Callable[[Any], Any]) -> Callable[[], None]:
     """Replace torch.distributed's default process group; return the undo function.
 
-    `get_rank` and `get_world_size` are often imported by name, so that replacing them has no effect
-    there. Both call the function that is replaced here.
+    Modules often import `get_rank` and `get_world_size` by name. Replacing these two functions
+    would have no effect there. Both call the function that is replaced here.
 
     Args:
         replace: Function that gets the real group and returns the one to use.

@@ -1,4 +1,4 @@
-"""Command `dlres demo`: show `dlres_hetero_pipe` on one machine in about two minutes.
+"""Command `dlres demo`: show the strategy `dlres_hetero_pipe` on one machine in two minutes.
 
 Three CPU processes of different speeds train a GPT on real text. The speeds are emulated: a slower
 process sleeps after its computations. All ranks run the same code; only rank 0 prints.
@@ -117,7 +117,7 @@ def demo(options: Sequence[str]) -> int:
 
 
 class _Demo:
-    """Parts of the demo. `run` does them in order."""
+    """The demo: one method per part, and `run`, which calls them in order."""
 
     def __init__(self, size: Size, max_training_time: timedelta | None, out: Path) -> None:
         self.size, self.max_training_time, self.out = size, max_training_time, out
@@ -145,6 +145,7 @@ class _Demo:
         return 0 if is_same else 1
 
     def introduce(self) -> None:
+        """Print the headline."""
         parameters = sum(p.numel() for p in self.model().parameters()) / 1e6
         speeds = ", ".join(f"{speed:g}" for speed in SPEEDS)
         size = self.size
@@ -155,6 +156,7 @@ class _Demo:
         )
 
     def measure(self) -> PipelinePlan:
+        """Profile the layers on every rank without training; return the plan."""
         _say("Starting the processes and timing every layer on each of them ...\n")
         strategy = self.strategy(stages=len(SPEEDS))
         self.trainer(strategy, 0).fit(self.model(), self.data)
@@ -162,6 +164,7 @@ class _Demo:
         return strategy.plan
 
     def show(self, plan: PipelinePlan, even: PipelinePlan) -> None:
+        """Print the measured split beside the even one, and the predicted times of a step."""
         rows = [
             [
                 stage,
@@ -176,7 +179,7 @@ class _Demo:
             for stage, rank in enumerate(plan.replicas[0])
         ]
         columns = ["stage", "device", "speed", "measured power"]
-        columns += ["layers", "even", "compute time per step", "even"]
+        columns += ["layers", "layers if even", "compute time per step", "compute time if even"]
         _say(render("The layers that each device gets, beside an even split", columns, rows))
         assert plan.predicted_seconds is not None
         assert plan.even_seconds is not None
@@ -184,13 +187,18 @@ class _Demo:
         _say(PREDICTION.format(seconds=plan.predicted_seconds, even=plan.even_seconds, ratio=ratio))
 
     def try_even_split(self, even: PipelinePlan) -> float:
+        """Train a few steps with the even split; return the median time of a step in seconds."""
         progress = self.progress("Even split", self.size.trial_steps)
         trainer = self.trainer(self.strategy(plan=even), self.size.trial_steps, progress)
         trainer.fit(self.model(), self.data)
         return progress.median_seconds
 
     def train(self, plan: PipelinePlan) -> tuple[float, float]:
-        """Train with the measured split; return the validation loss and the seconds of a step."""
+        """Train with the measured split.
+
+        Returns:
+            The validation loss in nats per byte, and the median time of a step in seconds.
+        """
         model, progress = self.model(), self.progress("Measured split", self.size.steps)
         strategy = self.strategy(plan=plan)
         trainer = self.trainer(strategy, self.size.steps, progress, self.report)
@@ -211,6 +219,11 @@ class _Demo:
         return after["val_loss"], progress.median_seconds
 
     def compare_with_plain_trainer(self, loss: float) -> bool:
+        """Validate the checkpoint in a plain Trainer; return True if its loss is the same.
+
+        Args:
+            loss: Validation loss of the pipeline, in nats per byte.
+        """
         trainer = self.trainer("auto", 0, devices=1)
         model = ByteGPT.load_from_checkpoint(self.checkpoint)
         plain = trainer.validate(model, self.data, verbose=False)[0]["val_loss"]
@@ -237,10 +250,12 @@ class _Demo:
         return is_same
 
     def model(self) -> ByteGPT:
+        """Return a new model; all have the same initial parameters."""
         seed_everything(0, verbose=False)
         return ByteGPT(self.size.width, self.size.depth, context=CONTEXT)
 
     def strategy(self, **options: Any) -> HeteroPipeStrategy:
+        """Return a new strategy with emulated speeds and these options."""
         return HeteroPipeStrategy(microbatches=MICROBATCHES, emulate_speed=SPEEDS, **options)
 
     def progress(self, title: str, steps: int) -> StepProgress:

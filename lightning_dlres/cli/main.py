@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     Args:
-        argv: Command and options; None takes those of this process. Lightning starts ranks by
-            running this process's command line again, so that it must call this function, too.
+        argv: Command and options. None takes those of this process. Lightning starts ranks by
+            running this process's command line again, so that line must call this function, too.
     """
     command, *options = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run_trainer(command, options)
     except ConfigError as error:
-        # All ranks raise the same error. If only another rank does, the strategy reports it.
+        # Usually all ranks raise the same error; print it once. If only another rank raises one,
+        # the strategy reports it.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"dlres: {error}", file=sys.stderr)
         return 2

@@ -56,7 +56,11 @@ def plan(options: Sequence[str]) -> int:
 
 
 def _plan_on_ranks(cli: LightningCLI, strategy: PipelinePlanning) -> PipelinePlan:
-    """Start the ranks of the config, profile the layers on them, and return the plan."""
+    """Start the ranks of the config, profile the layers on them, and return the plan.
+
+    Raises:
+        ConfigError: If the strategy profiled nothing, as with one device or without a training set.
+    """
     trainer = cli.trainer
     trainer.fit_loop.epoch_loop.max_steps = 0
     # Without steps, callbacks and loggers have nothing to do.
@@ -74,7 +78,18 @@ def _plan_on_ranks(cli: LightningCLI, strategy: PipelinePlanning) -> PipelinePla
 def _plan_here(
     cli: LightningCLI, strategy: PipelinePlanning, cluster: Cluster, factors: Sequence[float]
 ) -> PipelinePlan:
-    """Measure the layers in this process, and plan for the cluster of a file."""
+    """Profile the layers in this process, and return the plan for the cluster of a file.
+
+    Args:
+        cli: Trainer, model and data of the config.
+        strategy: The Trainer's strategy.
+        cluster: Devices and links of the file.
+        factors: For each kind of device, the time of a layer on it divided by the time on this
+            device.
+
+    Raises:
+        ConfigError: If the training set is empty.
+    """
     planner = _PlanAtTrainStart(strategy, cluster, factors)
     trainer = Trainer(
         accelerator="cpu",
@@ -98,7 +113,7 @@ def _plan_here(
 
 
 class _PlanReady(Exception):
-    """Exception that ends the run before the first step, with the plan."""
+    """Exception that carries the plan and ends the Trainer's run before the first step."""
 
     def __init__(self, plan: PipelinePlan) -> None:
         self.plan = plan

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-# Number of progress lines if the output is not a terminal.
+# Number of progress lines in all, if the output is not a terminal.
 LINES_IN_A_LOG = 10
 # Steps excluded from the median: caches and connections are cold.
 WARM_UP_STEPS = 3
@@ -20,10 +20,15 @@ WARM_UP_STEPS = 3
 class StepProgress(Callback):
     """Callback that times every step, and shows a bar in a terminal or some lines in a log.
 
+    The module must log "train_loss" in nats per byte.
+
     Args:
         title: Title of the bar.
         steps: Number of steps.
         console: Console for the output.
+
+    Attributes:
+        seconds: Time of each step, in seconds.
     """
 
     def __init__(self, title: str, steps: int, console: Console) -> None:

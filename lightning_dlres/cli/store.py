@@ -116,6 +116,7 @@ def _serve(settings: argparse.Namespace) -> int:
 
 
 def _open(settings: argparse.Namespace) -> Reader:
+    """Return a reader of the source, and print its note to stderr."""
     reader = open_reader(settings.source, **_source_arguments(settings))
     if reader.note:
         _print_note(reader.note)
@@ -201,15 +202,16 @@ def _keys(settings: argparse.Namespace) -> int:
 
 
 def _public(endpoint: str) -> str:
-    """Return an address that other hosts can use: this host's name replaces a wildcard address."""
+    """Return an address for other hosts: this host's name replaces a wildcard address."""
     return endpoint.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
 
 
 @contextlib.contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Context manager that shows a progress bar and gives the function that advances it.
+    """Context manager that shows a progress bar and yields a function that updates it.
 
-    It gives None if stderr is no terminal.
+    The function takes the numbers of samples done and of all samples. If stderr is no terminal, the
+    context manager yields None and shows nothing.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -234,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         help="answer requests for samples until ^C",
         description="Answer requests for samples until ^C. All nodes must serve the same data set. "
         "A store has a checksum for every sample. For other sources, clients compare only keys, "
-        "sizes and the beginnings of 16 samples, as each node found them at its start.",
+        "sizes and the beginnings of 16 samples, as each node read them when it started.",
     )
     serve.add_argument("source", help=source_help)
     serve.add_argument("--nodes", type=int, default=1, help="number of storage nodes (1)")

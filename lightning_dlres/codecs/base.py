@@ -1,7 +1,8 @@
 """Base class of codecs, and their registry.
 
-`Encoded` names its codec, so `decode` needs no argument. A codec may therefore pass a tensor that
-it cannot shrink to another codec (dense data goes to `raw`).
+`Encoded` names the codec that decodes it, so `decode` gets no codec. A codec may therefore
+leave a tensor that it cannot shrink to another codec: zero-value compression leaves dense data to
+`raw`.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ class Encoded:
 
 
 class Codec(ABC):
-    """A method of encoding tensors in fewer bytes.
+    """Base class of methods that encode tensors in fewer bytes.
 
     A codec from outside of this package is one class in one file, decorated with `register`. Its
     constructor must need no arguments.
 
     Attributes:
         name: Name in the registry, which `Encoded` carries.
-        is_lossless: True if `decode` returns every bit.
+        is_lossless: True if `decode` returns exactly the bits that `encode` got.
     """
 
     name: ClassVar[str]
@@ -107,7 +108,8 @@ class Codec(ABC):
 
         Args:
             tensor: Tensor to encode.
-            out: uint8[n] for the result, whose `data` shares its memory.
+            out: uint8[n] for the result, on the tensor's device, aligned to 8 bytes. `Encoded.data`
+                shares its memory.
 
         Raises:
             ConfigError: If the codec does not support this method; see `can_encode_within`.
@@ -121,10 +123,12 @@ class Codec(ABC):
         return True
 
     def merge(self, parts: Sequence[Encoded]) -> Encoded:
-        """Return the encoded sum of tensors, which may be encoded by different codecs.
+        """Return the sum of tensors, encoded by this codec.
+
+        Other codecs may have encoded the parts.
 
         Raises:
-            ConfigError: If they differ in shape or dtype, or if there are none.
+            ConfigError: If the parts differ in shape or dtype, or if there are none.
         """
         if len({(part.dtype, part.shape) for part in parts}) != 1:
             kinds = [(part.dtype, tuple(part.shape)) for part in parts]

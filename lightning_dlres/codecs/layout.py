@@ -1,6 +1,6 @@
-"""Elements of a tensor as bytes, in the order of memory.
+"""Elements of a tensor as bytes, in the order in which they lie in memory.
 
-A permuted tensor without gaps is encoded without a copy, and is decoded with the same strides.
+A permuted tensor without gaps is therefore encoded without a copy, and decoded with its strides.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from lightning_dlres.core.errors import ConfigError
 
 
 def dense_bytes(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the elements as uint8[count * width], and the strides with which they form the tensor.
+    """Return the elements as uint8[count * width] in memory order, and the strides of their layout.
 
-    The bytes are a view if the tensor fills its memory, else a copy.
+    The bytes are a view if the tensor fills its memory, else a contiguous copy.
 
     Raises:
         ConfigError: If the tensor is sparse or quantized.

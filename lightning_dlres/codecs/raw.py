@@ -53,7 +53,9 @@ def encode_raw(
 
 
 def decode_target(encoded: Encoded, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the tensor for a decoded result, and its memory as uint8[nbytes].
+    """Return the tensor into which to decode, and its memory as uint8[nbytes].
+
+    The tensor is `out`, or a new one if `out` is None.
 
     Raises:
         ProtocolError: If `out` has another dtype, shape or stride, or if a tensor with these

@@ -15,8 +15,8 @@ from lightning_dlres.codecs.raw import decode_target, encode_raw
 from lightning_dlres.core.errors import ConfigError
 from lightning_dlres.kernels import zvc
 
-# Largest share of the bytes that may remain. Saving less than a tenth costs more time than it
-# saves.
+# Largest share of the bytes that may remain. Compression that saves less than a tenth takes more
+# time than it saves.
 _WORTHWHILE_SHARE = 0.9
 
 
@@ -24,7 +24,8 @@ _WORTHWHILE_SHARE = 0.9
 class ZeroValue(Codec):
     """Codec that stores non-zero elements bit for bit: NaN, -0.0, infinities and subnormals too.
 
-    Elements of 8 bytes or more are encoded raw. So is data with few zeros in a sample.
+    It encodes two kinds of tensors raw: those with elements of 8 bytes or more, and those with few
+    zeros in a sample.
     """
 
     name = "zvc"
@@ -53,7 +54,7 @@ class ZeroValue(Codec):
         if out is None and not tensor.is_cuda:
             compressed = zvc.encode_tightly(source, width)
             if compressed is None:
-                # The sample had more zeros than the whole tensor.
+                # The sample had a larger share of zeros than the whole tensor.
                 return encode_raw(tensor, source, stride, out)
             return self._encoded(tensor, stride, compressed, compressed.numel())
         data, bound = out, self.bound(tensor)
@@ -83,7 +84,7 @@ class ZeroValue(Codec):
         return tensor.element_size() in zvc.WIDTHS
 
     def encode_within(self, tensor: Tensor, out: Tensor) -> Encoded:
-        """Encode a tensor even if it grows, without waiting for the GPU; see the base class.
+        """Encode a tensor even if it grows, without waiting for the GPU; see `Codec.encode_within`.
 
         Args:
             tensor: Tensor with elements of 1, 2 or 4 bytes.

@@ -1,9 +1,9 @@
 """Intrinsics for x86 instructions that Numba lacks.
 
 They gather and scatter the bits of a 64-bit word (BMI2), pack and spread eight elements of 32 bits
-(AVX2), access words at any byte of an array, and store past the cache. Without gathered bits, zero-value
-compression takes a cycle or two for each element. Without stores past the cache, a copy moves 1.5
-times as many bytes over the memory bus.
+(AVX2), access words at any byte of an array, and store past the cache. Without gathered bits,
+zero-value compression takes a cycle or two for each element. Without stores past the cache, a copy
+moves 1.5 times as many bytes over the memory bus.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def test_too_little_memory_is_refused() -> None:
     small = torch.empty(10, dtype=torch.uint8)
     with pytest.raises(ConfigError, match="at least 4128 bytes, got 10"):
         ZVC.encode(torch.zeros(1000), small)
-    with pytest.raises(ConfigError, match="mask of 128 bytes, got 10"):
+    with pytest.raises(ConfigError, match="128 bytes of the mask, got 10"):
         ZVC.encode_within(torch.zeros(1000), small)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 # Separator of the paths in one argument: a character that no path contains.
 _SEPARATOR = "\x1f"
 # Program of the child. It takes over this process's `sys.path`: `python -c` would search the
-# current directory first. It creates the package as an empty module with a name and a path. Submodules can
-# then be imported, but the package's `__init__` does not run.
+# current directory first. It creates the package as an empty module with a name and a path.
+# Submodules can then be imported, but the package's `__init__` does not run.
 _CODE = (
     f"import sys; sys.path[:] = sys.argv.pop(1).split({_SEPARATOR!r}); import importlib, types; "
     "package = types.ModuleType('lightning_dlres'); "

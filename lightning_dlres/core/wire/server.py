@@ -126,9 +126,7 @@ class Server(Endpoint):
         self.refusals = Refusals()
         self._reports_events = monitor
         limits = limits or SocketLimits()
-        self._connections = Connections(
-            limits.connections, limits.unread_bytes, lambda reason: self.refusals.note(reason)
-        )
+        self._connections = Connections(limits.connections, limits.unread_bytes, self.refusals.note)
         self._next_check = 0.0
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes)
         self._socket.setsockopt(zmq.SNDHWM, limits.queued)
