@@ -256,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--key",
         type=Path,
-        help="secret key file (NAME.key_secret): encrypt, and admit only --allow",
+        help="secret key file (NAME.key_secret): encrypt, and admit only the keys of --allow",
     )
     serve.add_argument(
         "--allow", type=Path, nargs="+", default=[], help="files of clients' public keys"
@@ -264,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--insecure",
         action="store_true",
-        help="without keys, serve every host that can reach --bind",
+        help="without keys, serve every host that can reach the --bind address",
     )
     serve.set_defaults(run=_serve)
 

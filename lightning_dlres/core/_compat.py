@@ -46,8 +46,9 @@ def numpy_change_detector(state: Any) -> Callable[[], bool]:
     converts each word to a Python object. The function therefore compares the generator's memory.
     Its address is public, but its layout is not, so the layout is checked against `state` first.
 
-    The function always returns True in two cases: if the layout differs, and if the generator has
-    cached the second of two normal numbers, because drawing it does not change the memory.
+    The function always returns True in three cases: if the generator is not a Mersenne Twister, if
+    its layout differs, and if it has cached the second of two normal numbers. Drawing a cached
+    number does not change the compared memory.
     """
     # NumPy's type hints lack `get_bit_generator`.
     current = cast(Any, np.random).get_bit_generator
