@@ -1,7 +1,7 @@
 """Choices for a saved storage, memory limits, and the bytes on the device under each choice.
 
-The integer program and the simulator share these definitions. They describe a device that waits for
-every copy.
+The integer program and the simulator share these definitions. The bytes are those of a device that
+waits for every copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StorageChoice:
 KEEP = StorageChoice()
 
 # Reserved capacity of a compressed storage, as a multiple of its compressed size in the profile. A
-# larger result goes to the fallback tier.
+# storage that compresses worse in a later step goes to the fallback tier.
 PACKED_MARGIN = 1.1
 
 
@@ -58,23 +58,28 @@ NO_LIMITS = MemoryLimits()
 
 
 def tier_bytes(storage: SavedStorageProfile, choice: StorageChoice) -> int:
-    """Return the bytes of a storage in its tier."""
+    """Return the bytes of a storage in its tier; 0 if it stays on the device."""
     if not choice.uses_tier:
         return 0
-    return (
-        storage.packed or storage.nbytes if choice.action is MemoryAction.BOTH else storage.nbytes
-    )
+    if choice.action is MemoryAction.BOTH and storage.packed:
+        return storage.packed
+    return storage.nbytes
 
 
 def tier_capacity(storage: SavedStorageProfile, choice: StorageChoice) -> int:
-    """Return the bytes that are reserved for a storage in its tier."""
+    """Return the bytes that are reserved for a storage in its tier, aligned to the slab."""
     if choice.action is MemoryAction.BOTH:
         return aligned(packed_capacity(storage))
     return aligned(tier_bytes(storage, choice))
 
 
 def packed_capacity(storage: SavedStorageProfile, margin: float = PACKED_MARGIN) -> int:
-    """Return the bytes that are reserved for a storage that is compressed."""
+    """Return the bytes that are reserved for the compressed form of a storage.
+
+    Args:
+        storage: Storage to compress.
+        margin: Reserved bytes as a multiple of the compressed size in the profile.
+    """
     return min(int((storage.packed or storage.nbytes) * margin), storage.nbytes)
 
 
@@ -83,7 +88,8 @@ def held_bytes(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (first interval, last interval, bytes) of a storage on the device.
 
-    The device is assumed to wait for every copy. An event counts with the interval before it.
+    The device is assumed to wait for every copy. A storage that is saved or used at event `i`
+    counts in interval `i + 1`, the one after the event.
     """
     if choice.action is MemoryAction.KEEP:
         yield storage.saved + 1, storage.end + 1, storage.nbytes
@@ -95,7 +101,10 @@ def held_bytes(
 
 
 def reuse_changes(storage: SavedStorageProfile, reuse: Reuse) -> Iterator[tuple[int, int, int]]:
-    """Yield (first interval, last interval, change in bytes) of a reuse on the device."""
+    """Yield (first interval, last interval, change in bytes) of a reuse on the device.
+
+    The change is against keeping the storage.
+    """
     if reuse.signs:
         yield storage.saved + 1, storage.end + 1, reuse.signs
     if reuse.overwritten_at is None:

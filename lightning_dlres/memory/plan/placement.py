@@ -1,8 +1,8 @@
 """Placement of storages in one slab: storages with disjoint lifetimes share memory.
 
-The largest storage is placed first, and each one takes the lowest gap that fits among those with an
-overlapping lifetime. This was within a few percent of the least possible size on the networks that
-were tried. `overlap` verifies the result independently.
+Storages are placed from the largest to the smallest. Each one takes the lowest gap between placed
+storages whose lifetimes overlap its own. The slab was within a few percent of the least possible
+size on the networks that were tried. `overlap` verifies the result independently.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lightning_dlres.core.host.slab import aligned
 
 @dataclass(frozen=True)
 class Lifetime:
-    """Bytes that are needed from event `start` to event `stop`, both included."""
+    """Size of a storage, and the events that need it: `start` to `stop`, both included."""
 
     nbytes: int
     start: int
     stop: int
 
-    def meets(self, other: Lifetime) -> bool:
-        """Return whether both are needed at the same event."""
+    def intersects(self, other: Lifetime) -> bool:
+        """Return whether an event needs both storages."""
         return self.start <= other.stop and other.start <= self.stop
 
 
@@ -31,39 +31,39 @@ def place(lives: Sequence[Lifetime]) -> tuple[list[int], int]:
     offsets, size = [0] * len(lives), 0
     placed: list[int] = []
     for index in sorted(range(len(lives)), key=lambda i: (-lives[i].nbytes, lives[i].start)):
-        life, at = lives[index], 0
-        need = aligned(life.nbytes)
-        for other in sorted((i for i in placed if lives[i].meets(life)), key=offsets.__getitem__):
-            if offsets[other] - at >= need:
+        life, offset = lives[index], 0
+        nbytes = aligned(life.nbytes)
+        rivals = [i for i in placed if lives[i].intersects(life)]
+        for other in sorted(rivals, key=offsets.__getitem__):
+            if offsets[other] - offset >= nbytes:
                 break
-            at = max(at, offsets[other] + aligned(lives[other].nbytes))
-        offsets[index], size = at, max(size, at + need)
+            offset = max(offset, offsets[other] + aligned(lives[other].nbytes))
+        offsets[index], size = offset, max(size, offset + nbytes)
         placed.append(index)
     return offsets, size
 
 
 def overlap(lives: Sequence[Lifetime], offsets: Sequence[int]) -> tuple[int, int] | None:
-    """Return the indices of two storages that would share bytes; None proves that there are none.
+    """Return the indices of two storages that share bytes at an event; None if no two do.
 
-    The check sweeps over time: the storages that live at one event must be disjoint when they are
-    sorted by offset.
+    The check visits every event at which a lifetime starts. It sorts the storages that live then by
+    offset, and compares neighbours.
     """
     for event in sorted({life.start for life in lives}):
         living = [i for i, life in enumerate(lives) if life.start <= event <= life.stop]
         living.sort(key=lambda i: (offsets[i], lives[i].nbytes))
-        # End of the bytes taken so far, and the storage that ends there.
-        above = 0
-        holder = -1
+        # End of the bytes that are taken so far, and the storage that ends there.
+        taken_end, last = 0, -1
         for index in living:
-            if lives[index].nbytes and offsets[index] < above:
-                return holder, index
-            if offsets[index] + lives[index].nbytes > above:
-                above, holder = offsets[index] + lives[index].nbytes, index
+            if lives[index].nbytes and offsets[index] < taken_end:
+                return last, index
+            if offsets[index] + lives[index].nbytes > taken_end:
+                taken_end, last = offsets[index] + lives[index].nbytes, index
     return None
 
 
 def least_size(lives: Sequence[Lifetime]) -> int:
-    """Return the most bytes that live at one event, a lower bound of the slab's size."""
+    """Return a lower bound of the slab's size: the most bytes that live at one event."""
     events = {life.start for life in lives}
     return max(
         (sum(x.nbytes for x in lives if x.start <= event <= x.stop) for event in events),

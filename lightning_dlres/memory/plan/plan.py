@@ -17,8 +17,8 @@ from lightning_dlres.memory.execute.actions import MemoryAction
 class StorageDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Decision about one saved storage.
 
-    An event is the saving or the use of a storage; a step numbers its events. The policy identifies
-    a storage by its index in the step, its bytes and its dtype.
+    An event is the saving or the use of a storage. Events are numbered from 0 in each step. The
+    policy identifies a storage by its index in the step, its size in bytes, and its dtype.
 
     Attributes:
         nbytes: Size in bytes.
@@ -26,14 +26,14 @@ class StorageDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         layer: Name of the module that saves it; "" outside of all modules.
         action: Action to apply.
         saved: Event at which it is saved.
-        tier: Tier that it is offloaded to; None: it stays.
-        offset: Offset in the tier, in bytes.
-        capacity: Bytes that are reserved for it in the tier, or on the device for a storage that is
-            compressed and stays.
+        tier: Name of the tier that it is offloaded to; None: it stays on the device.
+        offset: Offset in the tier's slab, in bytes.
+        capacity: Bytes that are reserved for it: in the tier, or on the device if it is compressed
+            and stays there.
         offloaded_by: Event after which it must have left the device.
         prefetch_at: Event at which its prefetch starts; None: it is fetched at its first use.
-        first_use: Event at which backward first asks for it.
-        uses: Events at which backward asks for it.
+        first_use: Event at which backward first asks for it; None: backward never does.
+        uses: Events at which backward asks for it, ascending.
     """
 
     nbytes: int
@@ -58,10 +58,10 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         decisions: Decision for every saved storage, in the order of saving.
         recompute: Names of the modules that run again in backward.
-        reuse: Names of the modules that write their input's gradient into their input's memory, and
-            of ReLUs that save signs instead of their output.
+        reuse: Names of the modules that reuse memory. They write their input's gradient into their
+            input's memory, or are ReLUs that save signs instead of their output.
         seconds: Predicted duration of the step.
-        plain_seconds: Duration of plain training, which keeps everything.
+        plain_seconds: Duration of the step in plain training, which keeps every storage.
         peak: Predicted peak of bytes on the device.
         plain_peak: Peak of bytes on the device in plain training.
         saved_peak: Predicted peak of the bytes of saved storages on the device.
@@ -71,7 +71,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tiers: Bytes to allocate in each tier, by the name of the tier.
         held: Bytes of saved storages on the device, for every interval.
         base: Bytes of everything else on the device, for every interval.
-        stalls: Seconds for which the device waits, for every event.
+        stalls: Seconds for which the device waits, compresses or recomputes, for every event; the
+            last value follows the last event.
         interval_seconds: Seconds of computation, for every interval.
         moved: Bytes copied between the device and the tiers in a step.
         notes: Remarks for the user.
@@ -143,7 +144,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @staticmethod
     def from_json(text: str | bytes) -> MemoryPlan:
-        """Return the plan that `to_json` wrote.
+        """Return the plan in JSON text that `to_json` wrote.
 
         Raises:
             ConfigError: If the text is not a valid plan.

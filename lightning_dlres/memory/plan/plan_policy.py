@@ -28,20 +28,22 @@ _KEEP = Placement(MemoryAction.KEEP)
 
 
 class PlanPolicy:
-    """Policy that follows the one of several plans whose storages a step saves.
+    """Policy that follows, in every step, the plan whose storages the step saves.
 
     Args:
-        plans: Plans for the steps to come; empty: nothing is planned.
+        plans: Plans, one for each kind of step; empty: no storage is planned.
         tiers: Tiers that the plans use, by name.
         copiers: Copiers of these tiers, by name.
         fallback: Tier for unplanned storages; None: they stay on the device.
-        byte_counter: Bytes of saved storages on the device.
-        gpu: GPU, if the device is one.
+        byte_counter: Counter of the bytes of saved storages on the device; None: no curve.
+        gpu: GPU that compresses, if the device is a GPU.
 
     Attributes:
-        mismatch: Difference of the latest step from all plans; None: it matched one.
-        overflow_count: Number of storages that stayed, as their tier was full.
-        curve: Bytes of saved storages over the latest step, with `time.perf_counter` times.
+        mismatch: First difference between the latest step and its plan; None: a plan matched.
+        overflow_count: Number of storages that stayed on the device because their placement was not
+            possible, such as in a full tier.
+        curve: (`time.perf_counter` time, bytes of saved storages on the device) after every event
+            of the latest step.
     """
 
     def __init__(
@@ -57,14 +59,15 @@ class PlanPolicy:
         self._tiers, self._copiers, self._fallback = tiers, copiers, fallback
         self._alternatives = [_PlannedStep(plan) for plan in plans] or [_PlannedStep(None)]
         self._current = self._previous = self._alternatives[0]
-        # Steps may alternate: the planned step that followed each one the last time, by `id`.
+        # Kinds of steps may alternate. For each planned step, by `id`: the one that followed it the
+        # last time.
         self._successors: dict[int, _PlannedStep] = {}
         self.mismatch: str | None = None
         self.overflow_count = 0
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
         # Storages on their way to a tier, each with the event by which it must have left.
         self._leaving: deque[tuple[int, SavedStorage]] = deque()
-        # Storages that a GPU compresses. Their originals are freed behind the next event.
+        # Storages in compression on a GPU, each with the event before which its original is freed.
         self._compressing: deque[tuple[int, SavedStorage]] = deque()
         self._to_prefetch: deque[int] = deque()
         self._signature: list[tuple[int, str]] = []
@@ -92,9 +95,10 @@ class PlanPolicy:
         """Finish a step."""
         self._wait_offloaded(inf)
         if self.mismatch is None and len(self._signature) != len(self._current.signature):
-            exact = [p for p in self._alternatives if p.signature == self._signature]
-            if exact:
-                self._current = exact[0]
+            # The step saved fewer storages than planned. Another plan may have just these.
+            matching = [p for p in self._alternatives if p.signature == self._signature]
+            if matching:
+                self._current = matching[0]
             else:
                 planned = len(self._current.signature)
                 self.mismatch = f"{len(self._signature)} storages were saved, {planned} planned"
@@ -127,7 +131,12 @@ class PlanPolicy:
         )
 
     def _decision(self, number: int, storage: tuple[int, str]) -> StorageDecision | None:
-        """Return the decision about a storage, given as bytes and dtype; None if no plan fits."""
+        """Return the decision about a storage; None if no plan matches the step so far.
+
+        Args:
+            number: Index of the storage in the step.
+            storage: Size in bytes and name of the dtype.
+        """
         self._signature.append(storage)
         if self.mismatch is not None:
             return None
@@ -138,11 +147,11 @@ class PlanPolicy:
             if other.signature[: number + 1] == self._signature:
                 self._switch_to(other)
                 return other.decisions[number]
-        text = _named(storage)
+        text = _described(storage)
         if number >= len(current.signature):
             self.mismatch = f"storage {number} ({text}) was not planned"
         else:
-            planned = _named(current.signature[number])
+            planned = _described(current.signature[number])
             self.mismatch = f"storage {number}: {text} were saved, {planned} planned"
         return None
 
@@ -170,6 +179,7 @@ class PlanPolicy:
         if self._compressing:
             uses = self._planned_uses(saved_storage)
             if uses:
+                # Uses beyond the planned ones count as the last planned one.
                 self._free_compressed(uses[min(saved_storage.uses + 1, len(uses)) - 1])
 
     def end_use(self, saved_storage: SavedStorage) -> None:
@@ -183,12 +193,15 @@ class PlanPolicy:
         self._record_bytes()
 
     def _planned_uses(self, saved_storage: SavedStorage) -> tuple[int, ...]:
-        """Return the planned uses of a storage, as events; none for one of an earlier step."""
-        known = self._storages.get(saved_storage.number)
-        decisions = self._current.decisions
-        if known is None or known() is not saved_storage or saved_storage.number >= len(decisions):
+        """Return the events that are planned as uses of a storage.
+
+        A storage of an earlier step has none.
+        """
+        number, decisions = saved_storage.number, self._current.decisions
+        reference = self._storages.get(number)
+        if reference is None or reference() is not saved_storage or number >= len(decisions):
             return ()
-        return decisions[saved_storage.number].uses
+        return decisions[number].uses
 
     def take_ownership(self, saved_storage: SavedStorage, tensor: Tensor) -> None:
         """See `OffloadPolicy`."""
@@ -199,7 +212,7 @@ class PlanPolicy:
             self.curve.append((time.perf_counter(), self._byte_counter.now))
 
     def _wait_offloaded(self, event: float) -> None:
-        """Free the storages that must have left by this event."""
+        """Wait until the storages that must have left by this event have left, and free them."""
         self._free_compressed(event)
         while self._leaving and self._leaving[0][0] <= event:
             self._leaving.popleft()[1].wait_offloaded()
@@ -207,13 +220,13 @@ class PlanPolicy:
     def _free_compressed(self, event: float) -> None:
         """Free the originals of storages that were compressed before this event.
 
-        This must happen before the event allocates its own memory, as planned.
+        The plan counts on this before the event allocates its own memory.
         """
         while self._compressing and self._compressing[0][0] <= event:
             self._compressing.popleft()[1].wait_offloaded()
 
     def _prefetch(self, event: int) -> None:
-        """Start to bring back the storages that are planned for this event or earlier."""
+        """Start the prefetches that are planned at this event or earlier."""
         while self._to_prefetch:
             number = self._to_prefetch[0]
             planned = self._current.decisions[number].prefetch_at
@@ -227,7 +240,14 @@ class PlanPolicy:
 
 
 class _PlannedStep:
-    """Plan of one kind of step, with its signature: bytes and dtype of each storage in order."""
+    """Plan of one kind of step.
+
+    Attributes:
+        plan: The plan; None: no storage is planned.
+        decisions: Decisions of the plan.
+        signature: Bytes and dtype of every storage, in the order of saving.
+        prefetch_order: Indices of the storages to prefetch, by first use.
+    """
 
     def __init__(self, plan: MemoryPlan | None) -> None:
         self.plan = plan
@@ -239,5 +259,5 @@ class _PlannedStep:
         )
 
 
-def _named(storage: tuple[int, str]) -> str:
+def _described(storage: tuple[int, str]) -> str:
     return f"{storage[0]} bytes of torch.{storage[1]}"
