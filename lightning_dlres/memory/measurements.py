@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Latest steps whose durations are kept, and latest mismatches that are kept.
+# Numbers of the latest durations and of the latest mismatches that are stored.
 _MAX_DURATIONS, _MAX_MISMATCHES = 1000, 100
 
 
@@ -15,10 +15,11 @@ class StepMeasurements:
 
     Attributes:
         steps: Number of steps.
-        seconds: Durations of the latest steps.
+        seconds: Durations of the latest steps, in seconds.
         saved_peak: Most bytes of saved storages on the device.
-        device_peak: Most bytes on the device in a step that exceeded everything before it; None: no
-            step did, or there is no counter. The counter is not reset, as the user reads it, too.
+        device_peak: Most bytes on the device, if a planned step reached the highest value of the
+            process so far; None: no step did, or the device has no counter. The counter is not
+            reset, since the user may read it, too.
         mismatches: Differences of the latest steps that did not match their plan.
         curve: Bytes of saved storages over the latest step: (seconds since its start, bytes).
     """

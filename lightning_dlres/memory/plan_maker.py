@@ -1,4 +1,7 @@
-"""Plans within the limits of a configuration, which may be shares of what plain training takes."""
+"""Plans within the limits of a configuration.
+
+A limit may be a share of what plain training saves, or "min" for the smallest possible one.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ class PlanMaker:
             profile: Profile of a step.
             recompute: Whether modules may run again in backward.
             reuse: Whether modules may reuse memory.
-            unpatched: Plan of the same steps without patches, if the profile has patches. A share
-                refers to what these steps save.
+            unpatched: Plan of the same steps without patches, if modules were patched during the
+                profile. A share in `saved_budget` refers to what those steps save.
 
         Raises:
             ConfigError: If no plan meets the limits, and the configuration makes that an error.
@@ -67,6 +70,8 @@ class PlanMaker:
     ) -> tuple[ProfiledPlan, ModulePatches]:
         """Return the better of two plans, with and without patches, and the patches that it needs.
 
+        The better plan has the shorter step. With the budget "min" the peak counts first.
+
         Args:
             unpatched: Plan and profile of the steps without patches.
             patched_profile: Profile of the steps with patches.
@@ -77,17 +82,17 @@ class PlanMaker:
                 error.
         """
         candidates: list[tuple[MemoryPlan, StepProfile, ModulePatches]] = []
-        refusal: ConfigError | None = None
+        first_error: ConfigError | None = None
         for profile, applied in ((patched_profile, patches), (unpatched.profile, NO_PATCHES)):
             try:
                 plan = self.make(profile, recompute=False, reuse=False, unpatched=unpatched.plan)
             except ConfigError as error:
-                refusal = refusal or error
+                first_error = first_error or error
             else:
                 candidates.append((plan, profile, applied))
         if not candidates:
-            assert refusal is not None
-            raise refusal
+            assert first_error is not None
+            raise first_error
         is_min = self._config.device_limit == "min"
         plan, profile, chosen = min(
             candidates, key=lambda c: (c[0].peak if is_min else 0, c[0].seconds)
@@ -105,6 +110,7 @@ class PlanMaker:
     def _limits(
         self, profile: StepProfile, recompute: bool, reuse: bool, unpatched: MemoryPlan | None
     ) -> MemoryLimits:
+        """Return the limits in bytes; a share and "min" are computed from the profile."""
         config = self._config
         saved = config.saved_limit
         if saved <= 1:

@@ -1,7 +1,7 @@
 """Integer program that chooses the action of every saved storage.
 
-It is exact for a device that waits for every copy. Where copies overlap with the computation, it
-finds a choice that can be carried out, by waiting where necessary.
+It is exact for a device that waits for every copy. Where copies overlap with the computation, its
+choices still meet the limits, if the device waits for copies where necessary.
 
 The limits hold in every interval, but few intervals are binding. The program starts without limit
 rows, and adds those that a solution violates until it violates none.
@@ -35,24 +35,26 @@ from lightning_dlres.memory.profile.step_profile import (
     StepProfile,
 )
 
-# Violated limits that become rows in one round.
+# Most violated limits that become rows in one round.
 _MAX_NEW_ROWS = 8
 # Relative gap to the optimum at which the solver stops.
 _GAP = 1e-6
 # Time limit of the solver in seconds, per round.
-_SECONDS = 5.0
+_ROUND_SECONDS = 5.0
 # Unit of all bytes in the program: HiGHS is most accurate with numbers near 1.
 _UNIT = float(1 << 20)
 
-Curve = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class _Option:
     """Column of the program: a choice for a storage, a recomputed region, or a reuse.
 
+    Exactly one of `storage`, `region` and `reuse` is not None.
+
     Attributes:
-        seconds: Cost in seconds of a step.
+        seconds: Seconds that the option adds to a step.
         storage: Index of the storage.
         choice: Choice for that storage.
         region: Index of the region.
@@ -85,7 +87,7 @@ def choices_of(
 def seconds_of(
     profile: StepProfile, storage: SavedStorageProfile, choice: StorageChoice, counted_share: float
 ) -> float:
-    """Return the cost of a choice in seconds of a step.
+    """Return the seconds that a choice adds to a step.
 
     Args:
         profile: Profile of the step.
@@ -99,13 +101,16 @@ def seconds_of(
     if choice.uses_tier:
         link = next(link for link in profile.links if link.tier == choice.tier)
         size = tier_bytes(storage, choice)
-        both = link.out_seconds(size) + link.in_seconds(size)
-        seconds += both * counted_share if link.overlaps else both
+        copies = link.out_seconds(size) + link.in_seconds(size)
+        seconds += copies * counted_share if link.overlaps else copies
     return seconds
 
 
-def is_inside(region: Region, reuse: Reuse) -> bool:
-    """Return whether a recomputed region excludes a reuse: of its storages, or of its modules."""
+def excludes(region: Region, reuse: Reuse) -> bool:
+    """Return whether a reuse is impossible since a region runs again.
+
+    This is so if the reuse concerns one of the region's storages or modules.
+    """
     return reuse.storage in region.storages or any(
         name == region.layer or name.startswith(f"{region.layer}.") for name in reuse.layers
     )
@@ -158,7 +163,8 @@ class OffloadProgram:
             ]
         if reuse:
             options += [
-                _Option(known.seconds, reuse=index) for index, known in enumerate(profile.reuses)
+                _Option(candidate.seconds, reuse=index)
+                for index, candidate in enumerate(profile.reuses)
             ]
         self._options = options
         self._events = len(profile.seconds) - 1
@@ -166,7 +172,7 @@ class OffloadProgram:
         self._loads = [self._difference(option) for option in options]
 
     def _difference(self, option: _Option) -> _Load:
-        """Return the change of the load by an option, against keeping every storage."""
+        """Return the load under an option, less the load if every storage is kept."""
         profile = self._profile
         if option.storage is not None:
             storage = profile.storages[option.storage]
@@ -204,16 +210,16 @@ class OffloadProgram:
         return self._selection(solved[1]) if solved is not None else None
 
     def smallest(self, limits: MemoryLimits, limit_name: str) -> int | None:
-        """Return the smallest limit that can be met with the others; None if there is none.
+        """Return the smallest limit in bytes that can be met with the others; None if none can.
 
         Args:
-            limits: Limits of a plan.
-            limit_name: "device" or "saved", the limit to minimise.
+            limits: Limits of a plan. The one that is minimised has no effect.
+            limit_name: "device" or "saved": the limit to minimise.
         """
         solved = self._solve(limits, limit_name)
         if solved is None:
             return None
-        # Recomputed from the choices: the solver's value may be a byte too small.
+        # Computed from the choices again: the solver's value may be a byte too small.
         (curve,) = [curve for curve in self._curves(limits) if curve.name == limit_name]
         load = curve.baseline + sum(
             curve.options[index] for index in np.flatnonzero(solved[1]).tolist()
@@ -235,47 +241,48 @@ class OffloadProgram:
         return Selection(tuple(choices), tuple(regions), tuple(reuses))
 
     def _solve(
-        self, limits: MemoryLimits, smallest: str | None
+        self, limits: MemoryLimits, limit_name: str | None
     ) -> tuple[float, NDArray[np.bool_]] | None:
-        """Return the minimised limit in bytes, and which options are chosen; None if infeasible.
+        """Return (minimised limit in bytes, mask of the chosen options); None if infeasible.
 
         Args:
             limits: Limits of a plan.
-            smallest: Name of the limit to minimise; None: minimise the time.
+            limit_name: "device" or "saved": the limit to minimise; None: minimise the time.
         """
         count = len(self._options)
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("mip_rel_gap", _GAP)
-        highs.setOptionValue("time_limit", _SECONDS)
+        highs.setOptionValue("time_limit", _ROUND_SECONDS)
         highs.setOptionValue("threads", 1)
-        every = np.arange(count + 1, dtype=np.int32)
-        highest = np.ones(count + 1)
-        highest[-1] = highspy.kHighsInf if smallest is not None else 0.0
-        highs.addVars(count + 1, np.zeros(count + 1), highest)
+        columns = np.arange(count + 1, dtype=np.int32)
+        # One binary column for each option. The last column is the limit to minimise.
+        upper = np.ones(count + 1)
+        upper[-1] = highspy.kHighsInf if limit_name is not None else 0.0
+        highs.addVars(count + 1, np.zeros(count + 1), upper)
         kinds = np.full(count + 1, int(HighsVarType.kInteger), dtype=np.uint8)
         kinds[-1] = int(HighsVarType.kContinuous)
-        highs.changeColsIntegrality(count + 1, every, kinds)
+        highs.changeColsIntegrality(count + 1, columns, kinds)
         cost = np.array([option.seconds for option in self._options] + [0.0])
-        if smallest is not None:
+        if limit_name is not None:
             cost = np.zeros(count + 1)
             cost[-1] = 1.0
         elif cost.max(initial=0.0) > 0:
             cost = cost / cost.max()
-        highs.changeColsCost(count + 1, every, cost)
+        highs.changeColsCost(count + 1, columns, cost)
         self._add_exclusions(highs)
         self._add_tiers(highs, limits)
         curves = self._curves(limits)
-        known: set[tuple[int, int]] = set()
+        rows: set[tuple[int, int]] = set()
         chosen = np.zeros(count, dtype=bool)
         value = 0.0
         while True:
-            new = self._violations(curves, chosen, known, smallest, value)
+            new = self._violations(curves, chosen, rows, limit_name, value)
             if not new:
                 return value, chosen
-            for which, place in new:
-                known.add((which, place))
-                self._add_row(highs, curves[which], place, smallest)
+            for curve_index, place in new:
+                rows.add((curve_index, place))
+                self._add_row(highs, curves[curve_index], place, limit_name)
             highs.run()
             info = highs.getInfo()
             if highs.getModelStatus() == HighsModelStatus.kInfeasible or (
@@ -286,7 +293,7 @@ class OffloadProgram:
             chosen, value = solution[:count] > 0.5, float(solution[-1]) * _UNIT
 
     def _curves(self, limits: MemoryLimits) -> list[_Curve]:
-        """Return the limited loads over time."""
+        """Return the loads over time that have limits."""
         events = self._events
         base = np.array(self._profile.base, dtype=float)
         held = self._baseline.held[: events + 1] + base
@@ -300,42 +307,45 @@ class OffloadProgram:
         self,
         curves: Sequence[_Curve],
         chosen: NDArray[np.bool_],
-        known: set[tuple[int, int]],
-        smallest: str | None,
+        rows: set[tuple[int, int]],
+        limit_name: str | None,
         value: float,
     ) -> list[tuple[int, int]]:
-        """Return the worst violations as (index of the curve, interval or event)."""
+        """Return the worst violations that are not rows, as (index of the curve, place).
+
+        The place is an interval of the curve "device", or an event of the curve "saved".
+        """
         violations: list[tuple[float, int, int]] = []
-        for which, curve in enumerate(curves):
-            limit = value if curve.name == smallest else curve.limit
+        for curve_index, curve in enumerate(curves):
+            limit = value if curve.name == limit_name else curve.limit
             load = curve.baseline.copy()
             for index in np.flatnonzero(chosen).tolist():
                 load += curve.options[index]
             for place in np.flatnonzero(load > limit + max(1.0, 1e-7 * value)).tolist():
-                if (which, place) not in known:
-                    violations.append((limit - load[place], which, place))
-        return [(which, place) for _, which, place in sorted(violations)[:_MAX_NEW_ROWS]]
+                if (curve_index, place) not in rows:
+                    violations.append((limit - load[place], curve_index, place))
+        return [(index, place) for _, index, place in sorted(violations)[:_MAX_NEW_ROWS]]
 
     def _add_row(
-        self, highs: highspy.Highs, curve: _Curve, place: int, smallest: str | None
+        self, highs: highspy.Highs, curve: _Curve, place: int, limit_name: str | None
     ) -> None:
         values = np.array([option[place] for option in curve.options] + [0.0]) / _UNIT
         limit = curve.limit
-        if curve.name == smallest:
+        if curve.name == limit_name:
             values[-1], limit = -1.0, 0.0
         used = np.flatnonzero(values).astype(np.int32)
-        highest = (limit - curve.baseline[place]) / _UNIT
-        highs.addRow(-highspy.kHighsInf, highest, len(used), used, values[used])
+        upper = (limit - curve.baseline[place]) / _UNIT
+        highs.addRow(-highspy.kHighsInf, upper, len(used), used, values[used])
 
     def _add_exclusions(self, highs: highspy.Highs) -> None:
-        """Add the rows that allow one choice per storage.
+        """Add the rows that allow at most one option to decide about each storage.
 
-        A recomputed region decides about all of its storages, and excludes reuses inside of it.
+        A recomputed region decides about all of its storages. It excludes the reuses inside of it.
         """
         by_storage: dict[int, list[int]] = {}
         for index, option in enumerate(self._options):
-            own = [option.storage] if option.storage is not None else self._replaced(option)
-            for number in own:
+            decided = [option.storage] if option.storage is not None else self._replaced(option)
+            for number in decided:
                 by_storage.setdefault(number, []).append(index)
         groups = {tuple(indices) for indices in by_storage.values() if len(indices) > 1}
         groups |= set(self._exclusive_pairs())
@@ -349,16 +359,16 @@ class OffloadProgram:
             )
 
     def _exclusive_pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield the options of a region and of a reuse that exclude each other."""
-        for one, option in enumerate(self._options):
-            for other, within in enumerate(self._options):
-                if option.region is not None and within.reuse is not None:
+        """Yield (index of a region's option, index of a reuse's option) that exclude each other."""
+        for index, option in enumerate(self._options):
+            for other_index, other in enumerate(self._options):
+                if option.region is not None and other.reuse is not None:
                     region = self._profile.regions[option.region]
-                    if is_inside(region, self._profile.reuses[within.reuse]):
-                        yield one, other
+                    if excludes(region, self._profile.reuses[other.reuse]):
+                        yield index, other_index
 
     def _replaced(self, option: _Option) -> tuple[int, ...]:
-        """Return the storages that are no longer saved with an option."""
+        """Return the indices of the storages that an option's region or reuse does not save."""
         if option.reuse is not None:
             reuse = self._profile.reuses[option.reuse]
             return (reuse.storage,) if reuse.overwritten_at is None else ()
@@ -366,12 +376,12 @@ class OffloadProgram:
         return self._profile.regions[option.region].storages
 
     def _add_tiers(self, highs: highspy.Highs, limits: MemoryLimits) -> None:
-        """Add the limits of the tiers."""
+        """Add the rows that limit the bytes in each tier."""
         for tier in {link.tier for link in self._profile.links}:
             if limits.of(tier) == inf:
                 continue
-            # The load of a tier grows only where a storage is saved. Rows with the same options are
-            # equal, as an option takes the same bytes in all of them.
+            # The bytes in a tier grow only at events that save a storage. Rows with the same
+            # options are equal, as an option takes the same bytes in all of them.
             rows: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
             for event in sorted({storage.saved for storage in self._profile.storages}):
                 used, sizes = [], []
@@ -396,23 +406,23 @@ class OffloadProgram:
 
 @dataclass(frozen=True)
 class _Curve:
-    """Limited load over time.
+    """Load over time, and its limit.
 
     Attributes:
-        name: "device" or "saved".
-        baseline: Bytes at every interval or event, if every storage is kept.
+        name: "device" for bytes in every interval, or "saved" for bytes at every event.
+        baseline: These bytes if every storage is kept.
         options: Change of `baseline` by every option.
         limit: Limit in bytes.
     """
 
     name: str
-    baseline: Curve
-    options: Sequence[Curve]
+    baseline: FloatArray
+    options: Sequence[FloatArray]
     limit: float
 
 
 class _Load:
-    """Bytes of storages on the device.
+    """Bytes of saved storages on the device: float64[intervals + 1] each.
 
     Attributes:
         held: Bytes in every interval.
@@ -425,8 +435,8 @@ class _Load:
         added: Sequence[tuple[SavedStorageProfile, StorageChoice]],
         removed: Sequence[tuple[SavedStorageProfile, StorageChoice]] = (),
     ) -> None:
-        places = len(profile.seconds) + 1
-        self.held, self.resident = np.zeros(places), np.zeros(places)
+        size = len(profile.seconds) + 1
+        self.held, self.resident = np.zeros(size), np.zeros(size)
         for sign, pairs in ((1, added), (-1, removed)):
             for storage, choice in pairs:
                 for first, last, nbytes in held_bytes(storage, choice):

@@ -3,9 +3,10 @@
 For every saved storage it decides to keep, compress, offload, or both. It also decides which
 modules run again in backward, and which reuse memory. The plan is a pure function of the profile.
 
-An integer program finds choices that can be carried out. Where copies overlap with the computation,
-the cost of one choice depends on the others. The planner then starts from several programs, and
-changes single choices while the simulator finds the step faster.
+An integer program finds choices that meet the limits. Where copies overlap with the computation,
+the cost of one choice depends on the others. The planner then starts a local search from the
+solutions of several programs. It changes one or two choices at a time, for as long as the simulator
+predicts a faster step.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from lightning_dlres.memory.plan.plan import MemoryPlan, StorageDecision
 from lightning_dlres.memory.plan.simulator import Outcome, simulate
 from lightning_dlres.memory.profile.step_profile import SavedStorageProfile, StepProfile
 
-# Shares of a copy's time that the programs count where copies overlap with the computation. Each
-# share gives one start for the improvement.
+# Shares of a copy's time that the programs count where copies overlap with the computation. The
+# program of each share gives one start of the local search.
 _COUNTED_SHARES = (1.0, 0.3, 0.02)
-# Limit on the events that are simulated for one start; a trial simulates every event of the step.
+# Limit on the simulated events of one local search; a trial simulates every event of the step.
 _MAX_EVENTS = 400_000
-# Overhead over plain training below which the planner stops searching.
+# Share of the plain step's time by which a plan may be slower for the planner to stop searching.
 _GOOD_OVERHEAD = 1e-4
-# Share of the peak below which a reduction does not count as helpful.
+# Share of the peak. A note tells the user if offloading cannot lower the peak by more.
 _MIN_HELP = 0.02
 # Share of the step that the device may wait before a note tells the user.
 _NOTED_WAIT = 0.05
@@ -66,7 +67,7 @@ def plan_memory(
         reuse: Whether modules may reuse memory.
 
     Raises:
-        ConfigError: If no plan meets the limits. The message has the smallest limit that can be
+        ConfigError: If no plan meets the limits. The message names the smallest limit that can be
             met.
     """
     keep_all = tuple(KEEP for _ in profile.storages)
@@ -83,7 +84,9 @@ def plan_memory(
             return plan
         # Gaps between storages make a slab larger than the sum of its storages.
         tiers = {tier: tiers.get(tier, inf) - max(over.get(tier, 0), 0) for tier in tiers}
-    raise ConfigError(_refusal(profile, replace(limits, tiers=tiers), actions, recompute, reuse))
+    raise ConfigError(
+        _infeasible_message(profile, replace(limits, tiers=tiers), actions, recompute, reuse)
+    )
 
 
 def _fastest(
@@ -93,20 +96,21 @@ def _fastest(
     recompute: bool,
     reuse: bool,
 ) -> Selection:
+    """Return the fastest selection that the programs and the local searches find."""
     best: tuple[float, Selection] | None = None
     overlaps = any(link.overlaps for link in profile.links)
-    good = sum(profile.seconds) * (1 + _GOOD_OVERHEAD)
+    good_seconds = sum(profile.seconds) * (1 + _GOOD_OVERHEAD)
     for counted_share in _COUNTED_SHARES if overlaps else (1.0,):
         selection = OffloadProgram(profile, actions, recompute, counted_share, reuse).select(limits)
         if selection is None:
-            raise ConfigError(_refusal(profile, limits, actions, recompute, reuse))
+            raise ConfigError(_infeasible_message(profile, limits, actions, recompute, reuse))
         seconds = _outcome(profile, selection, limits).seconds
-        if overlaps and seconds > good:
+        if overlaps and seconds > good_seconds:
             selection = _improved(profile, selection, limits, actions)
             seconds = _outcome(profile, selection, limits).seconds
         if best is None or seconds < best[0]:
             best = seconds, selection
-        if seconds <= good:
+        if seconds <= good_seconds:
             break
     assert best is not None
     return best[1]
@@ -122,12 +126,12 @@ def smallest_budget(
     """Return the smallest device limit in bytes that can be met together with the other limits.
 
     Raises:
-        ConfigError: If no budget meets the other limits.
+        ConfigError: If no plan meets the other limits.
     """
     others = replace(limits, device=inf)
     budget = OffloadProgram(profile, actions, recompute, reuse=reuse).smallest(others, "device")
     if budget is None:
-        raise ConfigError(_refusal(profile, others, actions, recompute, reuse))
+        raise ConfigError(_infeasible_message(profile, others, actions, recompute, reuse))
     return budget
 
 
@@ -148,7 +152,7 @@ def _outcome(
     )
 
 
-def _refusal(
+def _infeasible_message(
     profile: StepProfile,
     limits: MemoryLimits,
     actions: Sequence[MemoryAction],
@@ -168,8 +172,8 @@ def _refusal(
 def _too_small(argument: str, limit: float, smallest: int | None, content: str) -> str:
     if smallest is None:
         return (
-            f"{argument} must leave a plan that meets the limits of host and disk, but none does. "
-            "Raise host_budget or disk_budget."
+            f"host_budget and disk_budget must allow a plan together with {argument}, but none was "
+            "found. Raise host_budget or disk_budget."
         )
     return (
         f"{argument} must be at least {format_bytes(smallest)} ({smallest} bytes) for {content}, "
@@ -180,7 +184,10 @@ def _too_small(argument: str, limit: float, smallest: int | None, content: str) 
 def _improved(
     profile: StepProfile, start: Selection, limits: MemoryLimits, actions: Sequence[MemoryAction]
 ) -> Selection:
-    """Change the choices of one or two storages at a time, while that makes the step faster."""
+    """Return the result of a local search from `start`.
+
+    It changes the choices of one or two storages at a time, while that makes the step faster.
+    """
     not_saved = _not_saved(profile, start)
     options = {
         number: [KEEP, *choices_of(profile, storage, actions)]
@@ -191,8 +198,8 @@ def _improved(
     better = True
     while better and not trials.is_exhausted:
         better = False
-        for number, own in options.items():
-            for choice in own:
+        for number, choices in options.items():
+            for choice in choices:
                 better |= trials.change({number: choice})
         for number, other in _neighbours(list(options)):
             if trials.choices[number] != KEEP and trials.choices[other] == KEEP:
@@ -202,18 +209,18 @@ def _improved(
 
 
 class _Trials:
-    """Best choices so far, and the number of trials that are left."""
+    """Best choices of a local search so far, and the number of trials that are left."""
 
     def __init__(self, profile: StepProfile, start: Selection, limits: MemoryLimits) -> None:
         self._profile, self._start, self._limits = profile, start, limits
         self.choices = list(start.choices)
-        self._left = _MAX_EVENTS // len(profile.seconds)
-        self._least = self._seconds(self.choices)
+        self._trials_left = _MAX_EVENTS // len(profile.seconds)
+        self._best_seconds = self._seconds(self.choices)
 
     @property
     def is_exhausted(self) -> bool:
         """Return whether no trials are left."""
-        return self._left <= 0
+        return self._trials_left <= 0
 
     def change(self, changes: dict[int, StorageChoice]) -> bool:
         """Adopt these changes if they make the step faster; return whether they do."""
@@ -223,16 +230,16 @@ class _Trials:
         if changed == self.choices or self.is_exhausted:
             return False
         seconds = self._seconds(changed)
-        if seconds >= self._least * (1 - 1e-9):
+        if seconds >= self._best_seconds * (1 - 1e-9):
             return False
-        self.choices, self._least = changed, seconds
+        self.choices, self._best_seconds = changed, seconds
         return True
 
     def _seconds(self, choices: Sequence[StorageChoice]) -> float:
-        self._left -= 1
+        self._trials_left -= 1
         selection = replace(self._start, choices=tuple(choices))
         outcome = _outcome(self._profile, selection, self._limits)
-        # The program's choices may miss a limit by rounding.
+        # Even the program's own choices may exceed a limit by rounding.
         return inf if outcome.excess > 0 else outcome.seconds
 
 
@@ -244,7 +251,7 @@ def _not_saved(profile: StepProfile, selection: Selection) -> set[int]:
 
 
 def _neighbours(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of storages that are saved at nearly the same time."""
+    """Yield every storage with itself and the three before and after it in the order of saving."""
     for index, number in enumerate(numbers):
         for other in numbers[max(0, index - 3) : index + 4]:
             yield number, other
@@ -261,6 +268,7 @@ class _Place:
 def _build_plan(
     profile: StepProfile, selection: Selection, limits: MemoryLimits, plain: Outcome
 ) -> MemoryPlan:
+    # Predict with the profiled sizes of compressed storages, not with their reserved capacity.
     outcome = _outcome(profile, selection, limits, margin=1.0)
     places, tiers = _places(profile, selection.choices)
     not_saved = _not_saved(profile, selection)
@@ -315,9 +323,9 @@ def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
     movable = sum(storage.nbytes for storage in profile.storages if storage.can_leave)
     if plan.plain_peak - base <= _MIN_HELP * plan.plain_peak or not movable:
         notes.append(
-            "offloading cannot lower the peak much: the device then holds "
-            f"{format_bytes(base)} of parameters, gradients, optimizer state and workspace, and "
-            f"{format_bytes(movable)} of storages that could leave it"
+            "offloading cannot lower the peak much: parameters, gradients, optimizer state and "
+            f"workspace take up to {format_bytes(base)} on the device, and the saved tensors that "
+            f"could leave it take {format_bytes(movable)}"
         )
     waits = sum(plan.stalls)
     if plan.seconds and waits > _NOTED_WAIT * plan.seconds:

@@ -1,9 +1,9 @@
 """Simulator of a step under a plan: the planner's model of the engine.
 
-One link to each tier carries both directions. A link that overlaps with the computation runs beside
-the device. An offloaded storage then holds its memory until it has left, and a fetched one from the
-start of its fetch. The device waits where memory is full or a storage has not arrived. Over any
-other link the device waits for every copy.
+Each tier has one link, which carries both directions. Over a link that overlaps, the device
+computes during copies. An offloaded storage then holds its memory until its copy ends, and a
+fetched one from the start of its fetch. The device waits where memory is full, or a storage has not
+arrived. Over any other link the device waits for every copy.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Outcome:
 
     Attributes:
         seconds: Duration of the step.
-        stalls: Seconds for which the device waits, for every event; with time for compression.
+        stalls: Seconds for which the device waits, compresses or recomputes, for every event.
         held: Bytes of saved storages on the device in every interval.
-        resident: Bytes of saved storages on the device at every event, with the storage that is
-            saved or fetched there.
-        excess: Bytes by which a limit is exceeded at the worst time; 0 if all limits are met.
+        resident: Bytes of saved storages on the device at every event, including the storage that
+            the event saves or fetches.
+        excess: Most bytes by which a limit is exceeded; 0 if all limits are met.
         offloaded_by: Event by which each storage must have left; None: it is not offloaded.
         prefetch_at: Event at which the fetch of each storage starts; None: at its first use.
         moved: Bytes that are copied over the links.
-        away: Most bytes in each tier, by name.
+        tier_peaks: Most bytes in each tier, by its name.
         base: Most bytes of everything else on the device, in every interval.
     """
 
@@ -57,7 +57,7 @@ class Outcome:
     offloaded_by: tuple[int | None, ...]
     prefetch_at: tuple[int | None, ...]
     moved: int
-    away: dict[str, int]
+    tier_peaks: dict[str, int]
     base: tuple[int, ...]
 
     @property
@@ -79,19 +79,19 @@ def simulate(
 
     Args:
         profile: Profile of the step.
-        choices: Choice for every storage. Those of recomputed storages, and of storages that are
-            replaced by signs, have no effect.
-        limits: Limits that the engine waits for. Storages are fetched ahead only within them.
+        choices: Choice for every storage. The choices for recomputed storages, and for storages
+            that signs replace, have no effect.
+        limits: Limits. To meet them, the device waits for copies, and prefetches wait for memory.
         regions: Indices of the regions that run again in backward.
         reuses: Indices of the reuses that are applied.
-        margin: Factor between the reserved and the profiled size of compressed storages; 1 predicts
-            the outcome if the sizes do not change.
+        margin: Reserved size of compressed storages as a multiple of their profiled size; 1
+            predicts the outcome if the sizes do not change.
     """
     return _Step(profile, choices, limits, regions=regions, reuses=reuses, margin=margin).run()
 
 
 class _Step:
-    """State of one simulation. `held` counts storages, `base` everything else."""
+    """State of one simulation. `held` counts saved storages, `base` everything else."""
 
     def __init__(
         self,
@@ -113,18 +113,18 @@ class _Step:
             self._at[storage.saved] = (number, True)
             for use in storage.uses:
                 self._at[use] = (number, False)
-        # Event of the first use of each recomputed storage: there its region runs again. -1: done.
+        # Event at which each recomputed storage's region runs again; -1: it has.
         self._recomputed_at: dict[int, int] = {}
         self._base = list(profile.base)
         # Seconds of recomputation and of reuse, by event.
         self._recompute_seconds: dict[int, float] = {}
         self._reuse_seconds = [0.0] * (self._events + 1)
-        # Bytes that are freed after each interval, and bytes that are allocated before it in
-        # addition to the storages that events save.
+        # Bytes that are freed at the end of each interval, and bytes that are allocated at its
+        # start. The storages that events save are not among the latter.
         self._freed: list[int] = [0] * (self._events + 2)
         self._allocated: list[int] = [0] * (self._events + 2)
         self._regions = regions
-        # Storages that signs replace.
+        # Storages that are not saved, as a ReLU saves signs in their place.
         self._replaced: set[int] = set()
         for index in regions:
             self._add_region(index)
@@ -136,7 +136,7 @@ class _Step:
         # Time until which each link is busy.
         self._busy = dict.fromkeys(self._links, 0.0)
         self._held = 0
-        # Storages on their way to a tier, each with the time at which it arrives there.
+        # Storages on their way to a tier, each with the time at which its copy ends.
         self._leaving: deque[tuple[int, float]] = deque()
         self._offloaded_by: list[int | None] = [None] * len(storages)
         self._prefetch_at: list[int | None] = [None] * len(storages)
@@ -170,7 +170,7 @@ class _Step:
         event = storage.uses[-1] if reuse.overwritten_at is None else reuse.overwritten_at
         self._reuse_seconds[event] += reuse.seconds
 
-    def _leaves(self, number: int) -> TierLink | None:
+    def _link_of(self, number: int) -> TierLink | None:
         """Return the link over which a storage is offloaded; None if it stays."""
         choice = self._choices[number]
         if number in self._recomputed_at or number in self._replaced or not choice.uses_tier:
@@ -184,17 +184,18 @@ class _Step:
         A fetch that starts by this time does not delay the device. Only links that overlap with the
         computation count.
         """
+        # End of every interval if the device never waits.
         profile, times = self._profile, list(accumulate(self._profile.seconds))
-        self._nominal = times
+        self._nominal_ends = times
         first_uses: list[tuple[int, int]] = []
         for number, storage in enumerate(profile.storages):
-            link = self._leaves(number)
+            link = self._link_of(number)
             if link is not None and link.overlaps and storage.uses:
                 first_uses.append((storage.uses[0], number))
         first_uses.sort(reverse=True)
         start, starts = inf, []
         for use, number in first_uses:
-            link = self._leaves(number)
+            link = self._link_of(number)
             assert link is not None
             size = tier_bytes(profile.storages[number], self._choices[number])
             start = min(times[use], start) - link.in_seconds(size)
@@ -217,15 +218,15 @@ class _Step:
             self._check(most, self._limits.saved)
             self._free_offloaded(event)
             self._fetch_ahead(event)
-            # A fetched storage may need memory of those that are still leaving.
+            # A fetched storage may need the memory of storages that are still leaving.
             self._free_offloaded(event)
             self._stalls[event] = self._time - started
         self._held += self._allocated[self._events]
         held.append(self._held)
         self._check(self._held + self._base[-1], self._limits.device)
         self._time += profile.seconds[-1]
-        away = self._away()
-        for tier, most in away.items():
+        tier_peaks = self._tier_peaks()
+        for tier, most in tier_peaks.items():
             self._check(most, self._limits.of(tier))
         return Outcome(
             seconds=self._time,
@@ -236,7 +237,7 @@ class _Step:
             offloaded_by=tuple(self._offloaded_by),
             prefetch_at=tuple(self._prefetch_at),
             moved=self._moved,
-            away=away,
+            tier_peaks=tier_peaks,
             base=tuple(self._base),
         )
 
@@ -252,7 +253,7 @@ class _Step:
             self._held += storage.nbytes
             self._freed[storage.shared_until] += storage.nbytes
             return self._held
-        link = self._leaves(number)
+        link = self._link_of(number)
         self._held += storage.nbytes
         most = self._held
         if choice.action in (MemoryAction.COMPRESS, MemoryAction.BOTH):
@@ -302,7 +303,7 @@ class _Step:
             or event != storage.uses[0]
         ):
             return self._held
-        link = self._leaves(number)
+        link = self._link_of(number)
         if link is not None:
             size = tier_bytes(storage, choice)
             if number in self._arrives:
@@ -311,7 +312,7 @@ class _Step:
                 self._moved += size
                 if link.overlaps:
                     self._to_fetch = deque(f for f in self._to_fetch if f[0] != number)
-                    self._leave_until(number, event)
+                    self._wait_until_left(number, event)
                     self._time = max(self._time, self._busy[link.tier])
                     self._prefetch_at[number] = event
                     self._make_room(event, storage.nbytes)
@@ -325,7 +326,7 @@ class _Step:
         self._freed[storage.end + 1] += storage.nbytes
         return self._held
 
-    def _leave_until(self, number: int, event: int) -> None:
+    def _wait_until_left(self, number: int, event: int) -> None:
         """Wait until a storage has left the device."""
         while any(n == number for n, _ in self._leaving):
             self._wait_for_oldest(event)
@@ -345,30 +346,31 @@ class _Step:
             self._wait_for_oldest(event)
 
     def _free_offloaded(self, event: int) -> None:
-        """Free what has left, and wait for more of it if the next interval would exceed a limit."""
+        """Free storages that have left; wait for more if the next interval would exceed a limit."""
         while self._leaving and self._leaving[0][1] <= self._time:
             self._wait_for_oldest(event)
         if not self._leaving:
             return
         ahead, need = event + 1, self._allocated[event + 1]
-        saves = 0
+        saved_bytes = 0
         if ahead < self._events:
             number, is_saved = self._at[ahead]
             if is_saved and number not in self._recomputed_at:
                 storage = self._profile.storages[number]
                 packs = self._choices[number].action is MemoryAction.COMPRESS
-                saves = storage.nbytes + (packed_capacity(storage, self._margin) if packs else 0)
+                capacity = packed_capacity(storage, self._margin) if packs else 0
+                saved_bytes = storage.nbytes + capacity
         while self._leaving and (
             self._held + need + self._base[ahead] > self._limits.device
-            or self._held + need + saves > self._limits.saved
+            or self._held + need + saved_bytes > self._limits.saved
         ):
             self._wait_for_oldest(event)
 
     def _fetch_ahead(self, event: int) -> None:
-        # Start the fetches for which the next event would be too late.
-        while self._to_fetch and self._to_fetch[0][1] < self._nominal[event + 1]:
+        """Start the fetches for which the next event would be too late."""
+        while self._to_fetch and self._to_fetch[0][1] < self._nominal_ends[event + 1]:
             number, _ = self._to_fetch[0]
-            storage, link = self._profile.storages[number], self._leaves(number)
+            storage, link = self._profile.storages[number], self._link_of(number)
             assert link is not None
             use = storage.uses[0]
             if storage.saved >= event or any(n == number for n, _ in self._leaving):
@@ -382,15 +384,15 @@ class _Step:
             self._arrives[number] = self._busy[link.tier] = start + link.in_seconds(size)
             self._prefetch_at[number] = event
             self._held += storage.nbytes
-            self._ahead[event + 1 : use + 1] += storage.nbytes
+            self._prefetched[event + 1 : use + 1] += storage.nbytes
 
     def _has_room(self, event: int, use: int, nbytes: int) -> bool:
         """Return whether a storage that is fetched now fits until its use.
 
         It must fit beside everything that must be on the device until then.
         """
-        held = self._least_held[event + 1 : use + 1] + self._ahead[event + 1 : use + 1]
-        at_events = self._least_resident[event:use] + self._ahead[event + 1 : use + 1]
+        held = self._least_held[event + 1 : use + 1] + self._prefetched[event + 1 : use + 1]
+        at_events = self._least_resident[event:use] + self._prefetched[event + 1 : use + 1]
         most, most_saved = held.max(initial=0.0), at_events.max(initial=0.0)
         return (
             most + nbytes <= self._limits.device
@@ -400,8 +402,7 @@ class _Step:
 
     def _set_least_bytes(self) -> None:
         """Set the fewest bytes that are on the device in every interval and at every event."""
-        places = self._events + 3
-        held = np.zeros(places)
+        held = np.zeros(self._events + 3)
         for number, storage in enumerate(self._profile.storages):
             if number in self._replaced:
                 spans = iter([(storage.saved + 1, storage.shared_until, storage.nbytes)])
@@ -424,13 +425,14 @@ class _Step:
         # A storage that is resident at an event is held in the interval after it.
         self._least_resident = held[1 : self._events + 1]
         self._least_held = held[: self._events + 1] + self._base
-        self._ahead = np.zeros(self._events + 1)
+        # Bytes of prefetched storages, in every interval until their use.
+        self._prefetched = np.zeros(self._events + 1)
 
-    def _away(self) -> dict[str, int]:
-        """Return the most bytes that are in each tier at a time."""
+    def _tier_peaks(self) -> dict[str, int]:
+        """Return the most bytes in each tier, by its name."""
         changes: dict[str, list[int]] = {}
         for number, storage in enumerate(self._profile.storages):
-            if self._leaves(number) is None:
+            if self._link_of(number) is None:
                 continue
             tier = self._choices[number].tier
             assert tier is not None
