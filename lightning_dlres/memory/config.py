@@ -19,12 +19,13 @@ from lightning_dlres.memory.execute.compression import storage_codec
 from lightning_dlres.memory.plan.plan import MemoryPlan
 
 ACTIONS = ("compress", "offload", "reuse", "recompute")
-# Without "recompute": a second run is exact only if a forward depends on its inputs alone.
+# Without "recompute": a second run gives the same bits only if the forward depends on its inputs
+# alone.
 DEFAULT_ACTIONS = ("compress", "offload", "reuse")
-# Bytes, a share, or the word "min".
+# Bytes, a share of at most 1.0 or "100%", or the word "min".
 Budget = int | float | str
 
-# Share of the host's available memory for offloaded storages, if the user gives no host_budget.
+# Share of the host's available memory for offloaded storages, if the user sets no host_budget.
 _HOST_SHARE = 0.8
 
 
@@ -35,7 +36,7 @@ class TierConfig:
     Attributes:
         name: "host" or "disk".
         limit: Bytes that it may hold; infinite: no limit.
-        directory: Directory of the mapped file; None: the host's memory.
+        directory: Directory of the tier's memory-mapped file; None: the tier is host memory.
     """
 
     name: str
@@ -49,17 +50,17 @@ class OffloaderConfig:
 
     Attributes:
         device_limit: Bytes that the device may hold in a step; "min": as few as possible.
-        saved_limit: Bytes of saved storages on the device; up to 1: a share of what plain training
-            saves.
+        saved_limit: Bytes of saved storages on the device; at most 1: a share of what plain
+            training saves.
         min_bytes: Storages with fewer bytes are not managed.
         tiers: Tiers for offloaded storages, the preferred one first.
         actions: Actions that a plan may use.
         recompute: Whether a plan may run modules again in backward.
         reuse: Whether a plan may let modules reuse their inputs' memory.
-        profile_steps: Steps that are measured for a plan.
+        profile_steps: Number of steps that are measured for a plan.
         exact: Whether modules are patched only if they compute the same bits in one more step.
-        on_over_budget: "error", or "warn" to use the smallest possible peak where no plan meets the
-            limits.
+        on_over_budget: "error" to raise a ConfigError if no plan meets the limits; "warn" to follow
+            the plan with the smallest possible peak.
     """
 
     device_limit: float | str = inf
@@ -81,12 +82,12 @@ class MemoryConfig:
     Attributes:
         budget: Bytes on the device, a share of its memory, or "min".
         saved_budget: Bytes of saved tensors on the device, or a share of those of plain training.
-        host_budget: Bytes of host memory for offloaded tensors.
+        host_budget: Bytes of host memory for offloaded tensors; None: a share of what is available.
         disk: Local directory for offloaded tensors.
-        disk_budget: Bytes on that disk.
-        min_size: Bytes below which tensors stay.
+        disk_budget: Bytes in that directory; None: no limit.
+        min_size: Tensors with fewer bytes stay on the device.
         actions: Some of `ACTIONS`.
-        profile_steps: Steps that are measured for a plan.
+        profile_steps: Number of steps that are measured for a plan.
         exact: Whether modules are patched only if they compute the same bits.
         on_over_budget: "error" or "warn".
         plan: Plan of an earlier run, or the path of its JSON.
@@ -143,7 +144,7 @@ class MemoryConfig:
         """Return the plan of the `plan` argument; None without one.
 
         Raises:
-            ConfigError: If it is no plan, or cannot be read.
+            ConfigError: If the argument is not a plan, or its file cannot be read.
         """
         if self.plan is None or isinstance(self.plan, MemoryPlan):
             return self.plan
@@ -193,6 +194,7 @@ class MemoryConfig:
         )
 
     def _require_tiers(self, tiers: tuple[TierConfig, ...]) -> None:
+        """Raise a ConfigError if the given plan uses a tier that is not among these."""
         plan, available = self.load_plan(), {tier.name for tier in tiers}
         used = {d.tier for d in plan.decisions if d.tier is not None} if plan is not None else set()
         if not used <= available:
@@ -258,7 +260,7 @@ def _require_budget(name: str, value: Budget, example: str, words: tuple[str, ..
 
 
 def _require_bytes(name: str, value: int | str, example: str) -> None:
-    """Refuse a value that is no number of bytes, such as a share."""
+    """Raise a ConfigError if a value is not a number of bytes, such as a share."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ConfigError(got_expected(name, value, "a number of bytes", example))
     parse_bytes(value, name)

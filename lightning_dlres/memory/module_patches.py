@@ -42,8 +42,9 @@ class ModulePatches:
 
         Args:
             root: Model.
-            owner: Owner of the memory that autograd saves.
-            bitwise_check: Gets the comparisons with unpatched modules; None: no comparison.
+            owner: Owner of the memory that autograd saves. A module that reuses memory asks it for
+                ownership.
+            bitwise_check: Compares patched with unpatched modules; None: no comparison.
         """
         if not self.names:
             yield
@@ -61,7 +62,7 @@ NO_PATCHES = ModulePatches()
 
 
 def without_patches_of(profile: StepProfile, names: set[str]) -> StepProfile:
-    """Return a profile without the possible patches of these modules."""
+    """Return a profile that offers no patches of these modules."""
     return msgspec.structs.replace(
         profile,
         regions=tuple(region for region in profile.regions if region.layer not in names),

@@ -42,11 +42,11 @@ from lightning_dlres.memory.tier_set import TierSet
 
 # Largest number of shapes with plans; beyond it the least recently used shape is dropped.
 _MAX_SHAPES = 64
-# Largest number of verified steps; modules that have not run by then stay unpatched.
+# Largest number of steps that verify patches. Modules that have not run by then stay unpatched.
 _MAX_VERIFIED_STEPS = 3
-# Largest number of steps measured again because another thread used the meter.
+# Largest number of steps that are measured again because another thread used the profiler.
 _MAX_BUSY_STEPS = 3
-# Number of latest steps to look at: if more than half of them were measured, warn the user.
+# Number of the latest steps in which more than half must be measured for a warning to the user.
 _WINDOW = 50
 
 
@@ -58,12 +58,12 @@ class Offloader:
         config: Limits and actions.
         device: Device of the model.
         optimizer_bytes: Returns the bytes of optimizer state of a parameter.
-        is_compiled: Whether torch.compile has compiled the model, and hides its modules.
+        is_compiled: Whether torch.compile has compiled the model. It then hides the modules.
         log: Receives every plan as text, and a line when measuring starts.
         warn: Receives warnings about what the user should change.
-        may_profile: Whether torch's profiler is free. On the CPU it measures the memory.
-        gpu: Streams and counters of the device; None: those of torch, if it is a GPU.
-        given_plan: Plan of the user, which is followed by steps that match it.
+        may_profile: Whether torch's profiler is free: it measures memory on the CPU.
+        gpu: Streams and counters of the device; None: those of torch, if the device is a GPU.
+        given_plan: Plan that the user gives; the offloader follows it in steps that match it.
 
     Attributes:
         measurements: Measurements of the steps that followed a plan.
@@ -109,6 +109,7 @@ class Offloader:
         steps = self._shapes.get(shape)
         if steps is None or not steps.is_idle:
             return False
+        # An idle step counts among the latest steps.
         self._was_measured.append(False)
         return True
 
@@ -202,7 +203,9 @@ class Offloader:
     def _follow(self, steps: ShapeSteps, plan: MemoryPlan | None = None) -> None:
         """Add a plan, and follow all plans.
 
-        None adds no plan. Without any plan, the policy treats all storages as unplanned.
+        Args:
+            plan: Plan to add; None: add no plan. Without any plan, the policy treats all storages
+                as unplanned.
         """
         if plan is not None:
             self._tiers.reserve(plan.tiers)
@@ -277,7 +280,7 @@ class Offloader:
         failed = bitwise_check.differing(names)
         unchecked = bitwise_check.unchecked(names)
         if not failed and unchecked and bitwise_check.steps < _MAX_VERIFIED_STEPS:
-            # Not every step runs every module.
+            # Not every step runs every module: verify the next step, too.
             return
         steps.end_verification()
         failed |= unchecked

@@ -18,11 +18,11 @@ from lightning_dlres.memory.plan.plan import MemoryPlan
 from lightning_dlres.memory.plan.plan_policy import PlanPolicy
 from lightning_dlres.memory.profile.step_profile import StepProfile
 
-# Largest number of steps measured since the last plan; measuring then stops.
+# Largest number of steps that are measured after the latest plan. Measuring then stops.
 _MAX_MEASURED = 16
 # Largest number of plans of one shape.
 _MAX_PLANS = 8
-# Number of steps in a row that must match a plan, until no other signature is expected.
+# Number of steps in a row that must match a plan. After them no other signature is expected.
 _SETTLED_STEPS = 4
 
 # Bytes and dtype of every storage that a step saves, in the order of saving.
@@ -57,7 +57,8 @@ class _SignatureProfiles:
     """Profiles of steps with the same signature.
 
     Attributes:
-        memory: Profile of the step whose memory was metered, which slows a step down.
+        memory: Profile of the step whose memory was metered. Metering slows a step down, so its
+            times are not used if others are known.
         times: Profiles of steps that were only timed.
     """
 
@@ -70,13 +71,13 @@ class ShapeSteps:
     """Steps of one batch shape.
 
     Attributes:
-        profile_steps: Steps that are measured for a plan.
+        profile_steps: Number of steps that are measured for a plan.
         phase: Phase of the next step.
         has_stopped_measuring: Whether steps with unplanned signatures are no longer measured.
         may_patch: Whether a plan may patch modules. False for alternating steps: a patch changes
-            the signature, and the two causes could not be distinguished.
+            the signature, too, and the two causes could not be distinguished.
         patches: Patches of the next step.
-        unpatched: Plan and profile of the steps before these patches; None without patches.
+        unpatched: Plan and profile of the steps before the patches; None without patches.
         bitwise_check: Comparison of the patched modules; None except in phase VERIFY.
         exact: Names of the patched modules that computed the same bits.
         plans: One plan for each signature.
@@ -120,7 +121,7 @@ class ShapeSteps:
 
     @property
     def has_measured_enough(self) -> bool:
-        """Return whether measuring should stop: the limit of steps or of plans was reached."""
+        """Return whether measuring must stop: the limit of steps or of plans was reached."""
         return self._measured >= _MAX_MEASURED or len(self.plans) >= _MAX_PLANS
 
     def reset(self) -> None:
@@ -155,6 +156,7 @@ class ShapeSteps:
         else:
             profiles.times.append(profile)
         if self.unpatched is not None and len(self._profiles) > 1:
+            # Patched steps alternate between signatures.
             self.may_patch = False
             self.reset()
             return None
@@ -205,7 +207,7 @@ class ShapeSteps:
             self.phase = Phase.PROFILE
 
     def stop_measuring(self) -> None:
-        """Follow the present plans in all later steps, even if steps save other storages."""
+        """Follow the present plans in all later steps, even if a step's signature is unplanned."""
         self.has_stopped_measuring, self.phase = True, Phase.FOLLOW
         self.patches, self.unpatched, self.bitwise_check = NO_PATCHES, None, None
         self._profiles.clear()
@@ -217,9 +219,10 @@ def signature_of(plan: MemoryPlan) -> Signature:
 
 
 def _with_least_times(profile: StepProfile, timed: Sequence[StepProfile]) -> StepProfile:
-    """Return a profile whose interval durations are the least of all timed profiles.
+    """Return a profile with the shortest duration of each interval among the timed profiles.
 
-    Timed profiles with other events are left out. Durations of regions get the same scale.
+    Timed profiles with other events are left out. The durations of regions are scaled by the same
+    ratio as the step.
     """
     matching = [other for other in timed if _events(other) == _events(profile)]
     if not matching:

@@ -20,11 +20,11 @@ class TierSet:
     Args:
         config: Configuration with the tiers.
         device: Device of the model.
-        gpu: GPU, if the device is one.
+        gpu: GPU of the device; None: the device is the CPU.
 
     Attributes:
-        slabs: Memory of fixed size of every tier that a plan uses, by the name of the tier.
-        copiers: Copier of every tier, by name.
+        slabs: Slab of every tier that a plan uses: memory of fixed size, by the tier's name.
+        copiers: Copier of every tier, by the tier's name.
         growing: Tier for unplanned storages, which grows as needed.
     """
 
@@ -32,12 +32,12 @@ class TierSet:
         self._config, self._device, self._gpu = config, device, gpu
         self.slabs: dict[str, SlabTier] = {}
         self.copiers = {tier.name: self._copier(tier) for tier in config.tiers}
-        # It grows in the last tier, which has the most space: the disk, if there is one.
+        # It takes memory of the last tier, which has the most space: the disk, if there is one.
         self.growing = GrowingTier(config.tiers[-1].directory if config.tiers else None)
 
     @property
     def fallback(self) -> GrowingTier | None:
-        """Return the tier for unplanned storages; None if nothing may be offloaded."""
+        """Return the tier for unplanned storages; None if no storage may be offloaded."""
         return self.growing if self._config.tiers else None
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
@@ -56,7 +56,7 @@ class TierSet:
         """Return the measured links to all tiers.
 
         Args:
-            nbytes: Size of a typical copy.
+            nbytes: Size of a typical copy in bytes.
         """
         return tuple(
             measure_link(

@@ -37,7 +37,7 @@ _MAX_NODES = 64
 
 
 class StepClock(Protocol):
-    """Position in a step: its event, its save mark, its seconds and its memory mark.
+    """Clock of a step, which tells the event, the save mark, the seconds and the memory mark.
 
     `ProfilingPolicy` implements it.
     """
@@ -47,7 +47,7 @@ class StepClock(Protocol):
         """Return the number of the next event: the next saving or use of a storage."""
 
     @property
-    def mark(self) -> int:
+    def save_mark(self) -> int:
         """Return the save mark, which grows with every event and every saving."""
 
     def clock(self) -> float:
@@ -63,21 +63,23 @@ class _Call:
 
     Attributes:
         entry: Event before which it starts.
-        first_mark: Save mark at its start; `last_mark` at its end.
+        first_save_mark: Save mark at its start; `last_save_mark` at its end.
         start: Clock at its start, in seconds.
         memory_mark: Memory mark at its start; `last_memory_mark` at its end.
-        inputs: Storage and bytes of each input tensor.
+        inputs: (storage reference, bytes of the storage) of each input tensor.
         producers: Names of the layers that produced its inputs.
-        probe: Probe for side effects; None: they were not looked for.
+        probe: Probe for side effects; None: side effects are assumed.
         versions: Versions of the input tensors.
         is_repeatable: Whether a second run can be given the same arguments.
-        saved: Index, storage and role of each storage that it saves.
+        output_bytes: Bytes of its outputs that require a gradient.
+        saved: (index, storage reference, role) of each storage that it saves.
+        is_done: Whether its forward has returned a value.
     """
 
     name: str
     module: nn.Module
     entry: int
-    first_mark: int
+    first_save_mark: int
     start: float
     memory_mark: int
     inputs: list[tuple[Any, int]]
@@ -86,7 +88,7 @@ class _Call:
     versions: list[ChangeDetector]
     is_repeatable: bool
     last_memory_mark: int = 0
-    last_mark: int = 0
+    last_save_mark: int = 0
     seconds: float = 0.0
     output_bytes: int = 0
     has_side_effects: bool = False
@@ -136,7 +138,7 @@ class LayerRecord:
     Args:
         root: Model.
         optimizer_bytes: Returns the bytes of optimizer state of a parameter.
-        min_bytes: Smaller inputs, in bytes, do not count in `Region.inputs`.
+        min_bytes: Inputs with fewer bytes do not count in `Region.inputs`.
         finds_regions: Whether to look for modules that can run again, which takes time.
         finds_reuses: Whether to look for modules that can reuse memory.
     """
@@ -156,7 +158,7 @@ class LayerRecord:
         self._open: list[_Call] = []
         self._calls: dict[str, list[_Call]] = {}
         self._roles: dict[int, str] = {}
-        # Index of the saved storage, by storage.
+        # Index of each saved storage, by storage reference.
         self._numbers: dict[Any, int] = {}
         # Name of the layer that produced a tensor, by its autograd node and by its storage.
         self._producers: dict[Any, str] = {}
@@ -230,7 +232,7 @@ class LayerRecord:
                 name=name,
                 module=module,
                 entry=self._clock.next_event,
-                first_mark=self._clock.mark,
+                first_save_mark=self._clock.save_mark,
                 start=self._clock.clock(),
                 memory_mark=self._clock.mark_memory(),
                 inputs=[(storage_reference(t), t.untyped_storage().nbytes()) for t in tensors],
@@ -257,9 +259,10 @@ class LayerRecord:
                 if call.name == name:
                     break
             call.seconds = self._clock.clock() - call.start
-            call.last_mark = self._clock.mark
+            call.last_save_mark = self._clock.save_mark
             call.last_memory_mark = self._clock.mark_memory()
             call.has_side_effects = call.probe is None or call.probe.has_side_effects()
+            # The output is None if the forward raised an exception.
             call.is_done = output is not None
             outputs = list(tensors_in(output))
             references = [storage_reference(t) for t in outputs]
@@ -294,7 +297,7 @@ class LayerRecord:
                 if node in self._producers:
                     producers[self._producers[node]] = None
                 elif node is not None:
-                    nodes += [above for above, _ in node.next_functions]
+                    nodes += [earlier for earlier, _ in node.next_functions]
         return tuple(producers)
 
     def regions(
@@ -315,8 +318,8 @@ class LayerRecord:
             call = calls[0]
             if len(calls) != 1 or not call.is_done or call.has_side_effects:
                 continue
-            # Torch's checkpoint raises an error if a positional tensor has changed in place. It
-            # misses other changes.
+            # Inputs that changed in place would change the result of a second run. Torch's
+            # checkpoint refuses only those that are positional arguments.
             changed = any(v.now != v.saved for v in call.versions)
             if changed or not call.is_repeatable or call.name in self._hooked:
                 continue
@@ -325,15 +328,16 @@ class LayerRecord:
             saved_inside = tuple(
                 number
                 for number, (first, last) in enumerate(marks)
-                if call.first_mark < first
-                and last <= call.last_mark
+                if call.first_save_mark < first
+                and last <= call.last_save_mark
                 and number not in saved_inputs
                 and storages[number].uses
                 and storages[number].saved >= call.entry
             )
             if not saved_inside:
                 continue
-            # One second run restores them all, so the last must be saved before the first is used.
+            # One second run restores all of them, so backward must not need any of them before the
+            # last one is saved.
             last_saved = max(storages[number].saved for number in saved_inside)
             if min(storages[number].uses[0] for number in saved_inside) < last_saved:
                 continue
@@ -346,7 +350,7 @@ class LayerRecord:
                 inputs=sum(size for size in unsaved_inputs if size >= self._min_bytes),
                 workspace=call.peak(trace) - trace.at(call.memory_mark),
             )
-            # Of nested modules that save the same storages, the innermost is the fastest.
+            # Nested modules can save the same storages: choose the innermost one, the fastest.
             earlier = by_storages.get(saved_inside)
             if earlier is None or region.seconds <= earlier.seconds:
                 by_storages[saved_inside] = region
@@ -370,11 +374,11 @@ class LayerRecord:
             module = calls[0].module
             if any(True for _ in module.children()):
                 continue
-            own = [storage for storage in storages if storage.layer == name]
+            saved = [storage for storage in storages if storage.layer == name]
             parameters = list(module.parameters(recurse=False))
             sizes = [p.numel() * p.element_size() for p in parameters]
             trained = [s for p, s in zip(parameters, sizes, strict=True) if p.requires_grad]
-            roles = {storage.role for storage in own if storage.uses}
+            roles = {storage.role for storage in saved if storage.uses}
             layers.append(
                 LayerMemory(
                     name=name,
@@ -382,7 +386,7 @@ class LayerRecord:
                     parameters=sum(sizes),
                     gradients=sum(trained),
                     optimizer_state=sum(self._optimizer_bytes(p) for p in parameters),
-                    feature_maps=sum(storage.nbytes for storage in own),
+                    feature_maps=sum(storage.nbytes for storage in saved),
                     feature_map_gradients=sum(call.output_bytes for call in calls),
                     workspace=max(call.workspace(trace) for call in calls),
                     needs=tuple(sorted(roles)),

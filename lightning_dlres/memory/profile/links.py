@@ -23,9 +23,9 @@ _MIN_BYTES, _MAX_BYTES = 1 << 20, 256 << 20
 _SMALL_BYTES = 64 << 10
 # Bytes of all measured copies together: more than the processor's cache holds.
 _UNCACHED_BYTES = 96 << 20
-# Bytes of a GPU's memory that a measurement may take, and more than its cache holds.
+# Bytes of a GPU's memory that a measurement may take. They are more than the GPU's cache holds.
 _MAX_GPU_BYTES = 64 << 20
-# Copies whose median is the result.
+# Number of copies whose median duration is the result.
 _TRIALS = 7
 
 
@@ -47,8 +47,8 @@ def measure_link(
         device: Device of the saved storages.
         directory: Directory of the tier's file; None: the host's memory.
         pinned: Whether the tier is pinned; see `SlabTier`.
-        nbytes: Size of a typical copy.
-        gpu: GPU, if the device is one.
+        nbytes: Size of a typical copy in bytes.
+        gpu: GPU of the device; None: the device is the CPU.
 
     Raises:
         ConfigError: If the directory is full, or cannot be written to.

@@ -85,7 +85,12 @@ class MemoryMeter(Protocol):
         """
 
     def hand_over(self, mark: int, address: int) -> None:
-        """Count memory of the package's own work as the user's, from a mark on."""
+        """Count memory of the package's own work as the user's, from a mark on.
+
+        Args:
+            mark: Index of the mark.
+            address: Address of the memory.
+        """
 
     def trace(self) -> MemoryTrace:
         """Return the trace, after the step."""
@@ -135,7 +140,7 @@ class ProfilerMeter:
     If another profiler runs already, only the bytes before the step are known.
 
     Args:
-        is_free: False if other code may use the profiler during the step.
+        is_free: Whether this meter may use the profiler: no other code uses it in the step.
     """
 
     counts_restored = False
@@ -149,11 +154,12 @@ class ProfilerMeter:
         # `_freed_bytes` records it: bytes that were freed, by mark.
         self._resident_addresses: set[int] = set()
         self._freed_bytes: dict[int, int] = {}
+        # Addresses of memory that `hand_over` counts as the user's, by mark.
         self._handed_over: dict[int, int] = {}
 
     @contextmanager
     def running(self, resident_tensors: ResidentTensors) -> Iterator[None]:
-        self._include_all(resident_tensors)
+        self._add_resident_tensors(resident_tensors)
         self.was_busy = self._is_free and not _PROFILER.acquire(blocking=False)
         if self.was_busy or not self._is_free:
             yield
@@ -183,11 +189,11 @@ class ProfilerMeter:
         if is_running:
             self._events = _memory_events(profiler)
 
-    def _include_all(self, resident_tensors: ResidentTensors) -> None:
+    def _add_resident_tensors(self, resident_tensors: ResidentTensors) -> None:
         for tensor in resident_tensors():
-            self._include(tensor.untyped_storage())
+            self._add_resident(tensor.untyped_storage())
 
-    def _include(self, storage: torch.UntypedStorage) -> None:
+    def _add_resident(self, storage: torch.UntypedStorage) -> None:
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if address not in self._resident_addresses:
             self._resident_addresses.add(address)
@@ -212,7 +218,7 @@ class ProfilerMeter:
         now = peak = self._resident_bytes + self._unlisted_bytes()
         current, peaks = [now] * count, [now] * count
         is_own_work, resident = False, set(self._resident_addresses)
-        # Bytes of memory that the package's own work has allocated, by address.
+        # Bytes of live memory that the package's own work has allocated, by address.
         own_bytes: dict[int, int] = {}
         for event in self._events:
             if event.mark is not None and event.mark < count:
@@ -294,7 +300,14 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Event:
-    """Mark, or change of memory: bytes allocated, or freed if negative."""
+    """Event of the profiler's trace: a mark, or a change of memory.
+
+    Attributes:
+        when: Time, in the trace's unit.
+        mark: Index of the mark; None: a change of memory.
+        address: Address of the memory.
+        change: Bytes that were allocated, or freed if negative.
+    """
 
     when: float
     mark: int | None = None
@@ -335,6 +348,7 @@ def _memory_events(profiler: profile) -> list[_Event]:
     for entry in from_json(text, _Trace).entries:
         if entry.name == "[memory]":
             change = from_json(bytes(entry.args), _Change)
+            # Type 0 is the CPU.
             if change.device_type == 0:
                 events.append(_Event(entry.ts, None, change.address, change.nbytes))
         elif entry.name.startswith(_MARK) and entry.cat == "user_annotation":

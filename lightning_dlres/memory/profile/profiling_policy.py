@@ -1,6 +1,6 @@
 """Policy that measures a step: it offloads every storage, and records the events of the step.
 
-With everything offloaded, a step that is measured fits wherever any plan fits.
+As everything is offloaded, a measured step fits in memory if any plan does.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _StorageRecord:
     """Record of one saved storage; for the fields see `SavedStorageProfile`.
 
     Attributes:
-        first_mark: Save mark (see `ProfilingPolicy.mark`) of its first saving.
-        last_mark: Save mark of its latest saving.
+        first_save_mark: Save mark (see `ProfilingPolicy.save_mark`) of its first saving.
+        last_save_mark: Save mark of its latest saving.
         is_counted: Whether its original memory still counts as that of a saved storage.
         owned_address: Address of its memory when a backward function took it over.
     """
@@ -56,8 +56,8 @@ class _StorageRecord:
     packed: int | None
     encode_seconds: float
     decode_seconds: float
-    first_mark: int
-    last_mark: int
+    first_save_mark: int
+    last_save_mark: int
     shared_until: int | None = None
     is_counted: bool = True
     owned_address: int | None = None
@@ -71,9 +71,9 @@ class ProfilingPolicy:
     Args:
         tier: Tier for all storages.
         meter: Meter of the device's memory.
-        byte_counter: Bytes of saved storages on the device.
+        byte_counter: Counter of the bytes of saved storages on the device.
         layers: Record of the modules; None: modules are not recorded.
-        gpu: GPU, if the device is one.
+        gpu: GPU of the device; None: the device is the CPU.
         measures_codec: Whether compression is tried on every storage.
     """
 
@@ -93,17 +93,22 @@ class ProfilingPolicy:
         self._record_of: weakref.WeakKeyDictionary[SavedStorage, _StorageRecord] = (
             weakref.WeakKeyDictionary()
         )
+        # Seconds of computation in every interval that has ended.
         self._seconds: list[float] = []
         # For every interval: the memory marks of its start and its end, and the bytes at its start
         # that do not count as base.
         self._intervals: list[tuple[int, int, int]] = []
-        self._save_mark = self._start_mark = self._not_base = 0
+        # Memory mark at the start of the present interval, and its bytes that do not count as base.
+        self._start_mark = self._not_base = 0
+        self._save_mark = 0
         # Bytes of offloaded storages whose original memory other code still holds.
         self._lingering = 0
-        # For every interval: memory mark and bytes of each storage that ended in it.
+        # For every interval: memory mark and bytes of each storage that autograd released in it.
         self._ends: dict[int, list[tuple[int, int]]] = {}
         self._is_in_event = False
+        # Time at which the present interval started, and seconds of all intervals before it.
         self._resumed = self._computed = 0.0
+        # True while the step runs.
         self._is_open = False
 
     @contextmanager
@@ -130,13 +135,13 @@ class ProfilingPolicy:
         return len(self._seconds)
 
     @property
-    def mark(self) -> int:
+    def save_mark(self) -> int:
         """Return the save mark: a number that grows with every event and every saving."""
         return self._save_mark
 
     @property
     def usual_bytes(self) -> int:
-        """Return the byte-weighted median size of the storages, as that of a typical copy."""
+        """Return the size of a typical copy: the byte-weighted median size of the storages."""
         sizes = sorted(record.nbytes for record in self._records)
         half, below = sum(sizes) / 2, 0
         for size in sizes:
@@ -152,7 +157,7 @@ class ProfilingPolicy:
         return self._computed + time.perf_counter() - self._resumed
 
     def mark_memory(self) -> int:
-        """Mark the present time in the meter's trace."""
+        """Mark the present time in the meter's trace; return the memory mark."""
         return self._meter.mark(is_own_work=False)
 
     def profile(self, links: Iterable[TierLink], rate: float = inf) -> StepProfile:
@@ -171,7 +176,7 @@ class ProfilingPolicy:
         base = [max(0, self._base(trace, index)) for index in range(len(self._intervals))]
         if self._layers is not None:
             storages = self._layers.with_roles(storages)
-            marks = [(record.first_mark, record.last_mark) for record in self._records]
+            marks = [(record.first_save_mark, record.last_save_mark) for record in self._records]
             regions = self._layers.regions(storages, marks, trace)
             reuses = self._layers.reuses(storages, rate)
             layers = self._layers.layers(storages, trace)
@@ -205,8 +210,8 @@ class ProfilingPolicy:
     def _base(self, trace: MemoryTrace, interval: int) -> int:
         """Return the most bytes beside saved storages in an interval.
 
-        A storage that ends in the interval counts as a saved storage up to its end. The base may
-        then be lower before its end than after it.
+        A storage that autograd releases in the interval counts as a saved storage up to then. The
+        base may be lower before the release than after it.
         """
         start, stop, not_base = self._intervals[interval]
         most, released = 0, 0
@@ -237,8 +242,8 @@ class ProfilingPolicy:
             packed=packed,
             encode_seconds=encode_seconds,
             decode_seconds=decode_seconds,
-            first_mark=self._save_mark,
-            last_mark=self._save_mark,
+            first_save_mark=self._save_mark,
+            last_save_mark=self._save_mark,
         )
         self._records.append(record)
         self._lingering += span.nbytes
@@ -258,7 +263,7 @@ class ProfilingPolicy:
         self._save_mark += 1
         record = self._record_of.get(saved_storage)
         if record is not None:
-            record.last_mark = self._save_mark
+            record.last_save_mark = self._save_mark
         if self._layers is not None:
             self._layers.record_save_again(tensor, saved_storage.number)
 

@@ -14,8 +14,8 @@ from lightning_dlres.memory.execute.reuse.formula_matching import is_relu, match
 from lightning_dlres.memory.execute.reuse.install import has_own_forward
 from lightning_dlres.memory.profile.step_profile import Reuse, SavedStorageProfile
 
-# Bytes copied to save the signs of an output, as a multiple of the output's bytes. Saving reads
-# the output once more.
+# Cost of saving the signs of an output: bytes to copy, as a multiple of the output's bytes. Saving
+# reads the output once more.
 _SIGNS_COPIES = 2.0
 
 
@@ -25,7 +25,8 @@ class _Call:
 
     Attributes:
         is_relu: Whether it is a ReLU, which could save signs.
-        reference: Storage of its input; None: autocast makes a new tensor of the input.
+        reference: Reference to its input's storage; None: autocast converts the input to a new
+            tensor.
         nbytes: Bytes of the input as it is saved.
         reusable_bytes: See `Formula.reusable_bytes`.
         extra_copies: See `Formula.extra_copies`.
@@ -47,7 +48,7 @@ class _Reader:
 
 
 class ReuseCandidates:
-    """Record of the modules that save each storage in a step, and search for reuses."""
+    """Record of the modules that save each storage in a step. It searches for reuses."""
 
     def __init__(self) -> None:
         self._calls: dict[str, _Call] = {}
@@ -96,6 +97,7 @@ class ReuseCandidates:
             extra_copies, signs = 0.0, 0
             if relu_name is not None:
                 names, extra_copies = [relu_name], _SIGNS_COPIES
+                # One bit for each element, in whole bytes.
                 signs = -(-storage.nbytes // _item_size(storage) // 8)
             if not other_readers:
                 if storage.shared_until < storage.uses[0]:
@@ -108,7 +110,7 @@ class ReuseCandidates:
                     )
                 continue
             # Backward runs in reverse order: the first module that saved the storage reads it
-            # last.
+            # last. A ReLU that saves signs does not read it.
             last_use = storage.uses[len(other_readers) - 1]
             last_reader = self._usable(other_readers[0])
             if (
@@ -138,6 +140,7 @@ class ReuseCandidates:
         return readers[0].name, readers[1:]
 
     def _usable(self, reader: _Reader, needs_input: bool = True) -> _Call | None:
+        """Return the single call of a reader that could reuse memory; None if it cannot."""
         if reader.name in self._excluded or (needs_input and not reader.is_input):
             return None
         return self._calls.get(reader.name)

@@ -86,7 +86,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
         storages: Indices of the storages that it saves, and that no other module needs.
         seconds: Duration of its forward.
         entry: Event before which its forward starts.
-        inputs: Bytes of its inputs that are not saved otherwise, and must then be saved.
+        inputs: Bytes of its inputs that nothing else saves. They must be saved if it runs again.
         workspace: Bytes that its forward needs beside the storages that it saves.
     """
 
@@ -101,8 +101,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
     """Modules that can reduce the memory of one saved storage.
 
-    The last reader can write its input's gradient into the storage's memory. A ReLU can save signs
-    in the storage's place. A reuse is one of these, or both.
+    The module that reads the storage last in backward can write its input's gradient into the
+    storage's memory. A ReLU can save signs in the storage's place. A reuse is either, or both.
 
     Attributes:
         layers: Names of the modules, in the order in which they run.
@@ -110,8 +110,8 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
         overwritten_at: Event at which the last reader asks for the storage, and overwrites it;
             None: signs replace the storage, and backward does not ask for it.
         nbytes: Bytes of the input's gradient that then need no memory of their own.
-        signs: Bytes of the signs that are saved.
-        seconds: Cost of the reuse in seconds.
+        signs: Bytes of the signs that are saved; 0: none are.
+        seconds: Seconds that the reuse adds to a step.
     """
 
     layers: tuple[str, ...]
@@ -189,8 +189,8 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
             )
             if not is_ordered:
                 raise ConfigError(
-                    f"storage {number} of a step profile must be saved before it is used, got "
-                    f"{storage}. Profile again."
+                    f"storage {number} of a step profile must have saved < shared_until, and "
+                    f"ascending uses after saved and up to end, got {storage}. Profile again."
                 )
 
     @property
@@ -229,15 +229,15 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def from_json(text: str | bytes) -> StepProfile:
-        """Return the profile that `to_json` wrote.
+        """Return the profile in JSON text that `to_json` wrote.
 
         Raises:
-            ConfigError: If the text is no profile.
+            ConfigError: If the text is not a valid profile.
         """
         try:
             return from_json(text, StepProfile)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"step profile must be JSON that StepProfile.to_json wrote, got an error: {error}. "
-                "Write it again."
+                "Write the profile with `to_json` again."
             ) from error
