@@ -39,12 +39,13 @@ class SavedTensors:
         device: Device whose tensors are managed; None: tensors of all devices.
 
     Attributes:
-        byte_counter: Bytes of saved storages on the device.
+        byte_counter: Counter of the bytes of saved storages on the device.
     """
 
     def __init__(self, min_bytes: int = 1 << 20, device: torch.device | None = None) -> None:
         self._min_bytes, self._device = max(min_bytes, 1), device
         self.byte_counter = ByteCounter()
+        # Number of storages that the present step has saved.
         self._count = 0
         self._storages = SeenStorages()
         # Tensors that backward got over memory with other holders, by storage key. Without this
@@ -59,8 +60,9 @@ class SavedTensors:
         """Context manager that manages the tensors saved in one step.
 
         Args:
-            policy: Policy for the storages that are saved inside, also when the context has ended.
-            exempt: Tensors that never move, nor views of them: parameters and buffers.
+            policy: Policy for the storages that are saved inside. It also gets their uses after the
+                context has ended.
+            exempt: Tensors that never move, like all views of them: parameters and buffers.
         """
         self._count = 0
         self._shared.clear()
@@ -175,6 +177,12 @@ class SavedTensors:
         return False
 
     def _share(self, tensor: Tensor, known_owners: int) -> None:
+        """Hold a tensor that backward gets, if code outside of the engine holds its memory, too.
+
+        Args:
+            tensor: Tensor that backward gets.
+            known_owners: Number of tensors over the memory that the engine itself holds.
+        """
         if has_storage(tensor) and owners_of_memory(tensor) > known_owners:
             self._shared.setdefault(storage_key(tensor), tensor)
 

@@ -265,6 +265,7 @@ class SavedStorage:
         return True
 
     def _finish_compression(self, compression: GpuCompression, placement: Placement) -> None:
+        """Adopt the result of a GPU's compression, or offload the original if it is too large."""
         encoded = compression.finish()
         if encoded is not None:
             in_tier = self._allocation
@@ -341,16 +342,17 @@ class SavedStorage:
         moved = self._moved
         assert moved is not None
         data = moved.data if isinstance(moved, Encoded) else moved
-        is_in_tier = data.device != self._device or self._copier.overlaps
-        if is_in_tier and self._prefetch is None:
+        # Bytes in the device's own memory, or in a file that the CPU maps, are read where they are.
+        needs_fetch = data.device != self._device or self._copier.overlaps
+        if needs_fetch and self._prefetch is None:
             self._start_prefetch()
-        is_new = self._prefetch is not None
+        was_fetched = self._prefetch is not None
         if self._prefetch is not None:
             data, copy = self._prefetch
             copy.wait()
             self._prefetch = None
         if not isinstance(moved, Encoded):
-            if is_new:
+            if was_fetched:
                 return data
             restored = data.clone()
         else:

@@ -97,7 +97,7 @@ def _draw(
 def _times(plan: MemoryPlan) -> tuple[list[float], list[float]]:
     """Return the starts and the ends of all intervals, in milliseconds.
 
-    The event of an interval follows it, and the device may wait there.
+    An event follows each interval. The device may wait, compress or recompute there.
     """
     starts, ends, now = [], [], 0.0
     for seconds, stall in zip(plan.interval_seconds, plan.stalls, strict=True):
@@ -115,7 +115,7 @@ def _persistent_bytes(plan: MemoryPlan, profile: StepProfile) -> int:
 
 
 def _mark_copies(axes: Axes, plan: MemoryPlan, starts: list[float], ends: list[float]) -> None:
-    """Mark copies below the curve, and the time for which the device waits."""
+    """Mark the copies on the time axis, and the time for which the device does not compute."""
     out, back = [], []
     for decision in plan.decisions:
         if decision.tier is None:
@@ -136,7 +136,7 @@ def _mark_copies(axes: Axes, plan: MemoryPlan, starts: list[float], ends: list[f
                 label=f"{name}: {len(times)}",
                 zorder=4,
             )
-    label = f"waits and compression: {sum(plan.stalls) * 1e3:.3g} ms"
+    label = f"waits, compression and recomputation: {sum(plan.stalls) * 1e3:.3g} ms"
     for end, (_, start) in zip(ends, pairwise([*starts, ends[-1]]), strict=True):
         if start > end:
             axes.axvspan(end, start, color="#d04040", alpha=0.35, linewidth=0, label=label)

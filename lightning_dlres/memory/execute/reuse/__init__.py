@@ -1,1 +1,1 @@
-"""Reuse: layers that write the gradient of their input into the input's own memory."""
+"""Reuse: layers that write their input's gradient over their input, and ReLUs that save signs."""

@@ -105,8 +105,8 @@ class SignedRelu(torch.autograd.Function):
 def signs_of(tensor: Tensor) -> Tensor:
     """Return the signs of a tensor, uint8[ceil(n / 8)].
 
-    There is one bit per element in the order of memory, the lowest bit first. It is set unless the
-    element is at most 0, and so is set for NaN, too.
+    There is one bit per element in the order of memory, the lowest bit first. A bit is set if its
+    element is greater than 0, or NaN.
     """
     flat, count = _flat(tensor.detach()), tensor.numel()
     signs = torch.empty(-(-count // 8), dtype=torch.uint8, device=tensor.device)
@@ -137,6 +137,7 @@ def _masks(signs: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _mask(signs: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """Return all unpacked signs as a bool tensor of this shape and stride."""
     mask = torch.empty_strided(shape, stride, dtype=torch.bool, device=signs.device)
     flat = _flat(mask)
     for start, chunk in _masks(signs, mask.numel()):

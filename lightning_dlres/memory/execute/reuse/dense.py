@@ -40,11 +40,11 @@ class LinearFormula:
         assert weight is not None
         rows = call.gradient.reshape(-1, weight.shape[0])
         x = call.x.view(-1, weight.shape[1])
-        of_weight = rows.t().mm(x) if call.needs_gradient[0] else None
-        of_bias = rows.sum(0) if call.needs_gradient[1] else None
+        weight_gradient = rows.t().mm(x) if call.needs_gradient[0] else None
+        bias_gradient = rows.sum(0) if call.needs_gradient[1] else None
         if call.out is not None:
             torch.mm(rows, weight, out=call.out.view(-1, weight.shape[1]))
-        return of_weight, of_bias
+        return weight_gradient, bias_gradient
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,19 @@ class ConvolutionFormula:
         return bytes_but_largest_part(x, len(x))
 
     def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        of_params: tuple[Tensor | None, ...] = (None, None)
+        param_gradients: tuple[Tensor | None, ...] = (None, None)
         if any(call.needs_gradient):
             mask = (False, *call.needs_gradient)
-            of_params = self._gradients(call.gradient, call.x, call.params, mask)[1:]
+            param_gradients = self._gradients(call.gradient, call.x, call.params, mask)[1:]
         if call.out is not None:
             only_x = (True, False, False)
             for part in parts(len(call.x)):
-                of_x, *_ = self._gradients(call.gradient[part], call.x[part], call.params, only_x)
-                assert of_x is not None
-                call.out[part].copy_(of_x)
-        return of_params
+                x_gradient, *_ = self._gradients(
+                    call.gradient[part], call.x[part], call.params, only_x
+                )
+                assert x_gradient is not None
+                call.out[part].copy_(x_gradient)
+        return param_gradients
 
     def _gradients(
         self, gradient: Tensor, x: Tensor, params: Params, mask: Sequence[bool]
@@ -97,11 +99,12 @@ class ConvolutionFormula:
             self.stride,
             self.padding,
             self.dilation,
+            # Not transposed, so without output padding.
             False,
             [0] * len(self.stride),
             self.groups,
             mask,
         )
         return tuple(
-            one if is_needed else None for one, is_needed in zip(gradients, mask, strict=True)
+            value if is_needed else None for value, is_needed in zip(gradients, mask, strict=True)
         )

@@ -1,6 +1,6 @@
 """Formula of a layer: its forward, and a backward that can overwrite the layer's input.
 
-Backward computes the gradients of the parameters first. The input is then needed no more, and its
+Backward computes the gradients of the parameters first. After that nothing reads the input, so its
 memory is free for the input's own gradient.
 """
 
@@ -16,7 +16,9 @@ from torch import Tensor
 # Each part takes temporary memory of this fraction of the input.
 PARTS = 8
 
+# Tensors that a formula's backward needs beside its input and parameters.
 Extras = tuple[Tensor, ...]
+# Parameters of a layer, such as (weight, bias); None for one that the layer does not have.
 Params = tuple[Tensor | None, ...]
 
 
@@ -27,11 +29,11 @@ class BackwardCall:
     Attributes:
         gradient: Gradient of the output.
         x: Input.
-        params: Parameters, see `Formula.forward`.
+        params: Parameters.
         extras: Extra tensors that forward has returned.
         needs_gradient: Whether each parameter's gradient is needed.
-        out: Tensor for the input's gradient, of the input's layout, and perhaps in its memory;
-            None: that gradient is not needed.
+        out: Tensor to write the input's gradient to. It has the input's layout, and may share the
+            input's memory. None: that gradient is not needed.
     """
 
     gradient: Tensor
@@ -70,6 +72,6 @@ def parts(count: int) -> Iterator[slice]:
 
 
 def bytes_but_largest_part(x: Tensor, rows: int) -> int:
-    """Return a tensor's bytes without those of its largest part, see `parts`."""
+    """Return a tensor's bytes less those of the largest of its `parts`."""
     row = x.nbytes // max(rows, 1)
     return x.nbytes - row * max(1, rows // PARTS)

@@ -74,7 +74,7 @@ def match_formula(
     if is_tracing or torch.compiler.is_compiling() or is_transforming():
         return None
     x = args[0]
-    if type(x) is not Tensor or not _is_dense(x):
+    if type(x) is not Tensor or not _is_reusable(x):
         return None
     match = matcher(module, x)
     if match is None:
@@ -88,8 +88,11 @@ def match_formula(
     return match
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Return whether an input is no leaf, needs a gradient, and fills its storage without gaps."""
+def _is_reusable(x: Tensor) -> bool:
+    """Return whether an input's memory can take the input's gradient.
+
+    The input must need a gradient, must not be a leaf, and must fill its storage without gaps.
+    """
     if x.layout is not torch.strided or x.is_nested or is_lazy(x) or not x.numel():
         return False
     if not (x.requires_grad and x.is_floating_point()) or x.is_leaf or x.is_neg():
@@ -114,8 +117,8 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 def _can_cast(x: Tensor) -> bool:
     """Return whether `FormulaMatch.tensors` gives the same gradients as autocast's own casts.
 
-    With autocast's cache a weight that several layers share is cast once. Autocast
-    then sums the gradients before it casts them back, which rounds differently.
+    With autocast's cache, a weight that several layers share is cast once. Autograd then sums its
+    gradients before it casts them back, which rounds differently.
     """
     return not (_is_autocast(x) and torch.is_autocast_cache_enabled())
 
@@ -209,7 +212,7 @@ def _relu(module: Any, x: Tensor) -> FormulaMatch | None:
 
 # Dtypes that autocast casts to its own dtype.
 _CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
-# Numbers of dimensions of the inputs that each batch normalisation takes.
+# Numbers of dimensions that the input of each batch normalisation may have.
 _BATCH_NORMS: dict[type, tuple[int, ...]] = {
     nn.BatchNorm1d: (2, 3),
     nn.BatchNorm2d: (4,),

@@ -20,7 +20,8 @@ from lightning_dlres.memory.execute.reuse.formula import BackwardCall, Formula, 
 
 # Callback that gets True if a formula computes the same bits as PyTorch's own operation.
 ReportMatch = Callable[[bool], None]
-# Number of random gradients with which a check compares both, besides the actual gradient.
+# Number of random gradients, besides the actual one, with which a check compares a formula with
+# PyTorch's own operation.
 _RANDOM_CHECKS = 4
 
 

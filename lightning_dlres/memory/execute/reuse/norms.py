@@ -1,6 +1,7 @@
 """Formulas of normalisation layers.
 
-Their input's gradient depends on one row, sample or channel at a time, and is computed in parts.
+Each row, sample or channel of the input's gradient depends only on the same one of the input. The
+gradient is therefore computed in parts.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class LayerNormFormula:
     def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         gradient, x = self._rows(call.gradient), self._rows(call.x)
         mean, scale = (extra.view(-1, *(1 for _ in self.shape)) for extra in call.extras)
-        of_params: tuple[Tensor | None, ...] = (None, None)
+        param_gradients: tuple[Tensor | None, ...] = (None, None)
         if any(call.needs_gradient):
             mask = [False, *call.needs_gradient]
-            of_params = _ops.native_layer_norm_backward(
+            param_gradients = _ops.native_layer_norm_backward(
                 gradient, x, self.shape, mean, scale, *call.params, mask
             )[1:]
         if call.out is not None:
             out = call.out.view(x.shape)
             for part in parts(len(x)):
-                of_x, _, _ = _ops.native_layer_norm_backward(
+                x_gradient, _, _ = _ops.native_layer_norm_backward(
                     gradient[part],
                     x[part],
                     self.shape,
@@ -67,8 +68,8 @@ class LayerNormFormula:
                     *call.params,
                     [True, False, False],
                 )
-                out[part].copy_(of_x)
-        return _masked(of_params, call.needs_gradient)
+                out[part].copy_(x_gradient)
+        return _masked(param_gradients, call.needs_gradient)
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,17 @@ class GroupNormFormula:
         return bytes_but_largest_part(x, len(x))
 
     def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        of_params: tuple[Tensor | None, ...] = (None, None)
+        param_gradients: tuple[Tensor | None, ...] = (None, None)
         if any(call.needs_gradient):
-            of_params = self._gradients(call, slice(0, len(call.x)), [False, *call.needs_gradient])[
-                1:
-            ]
+            param_gradients = self._gradients(
+                call, slice(0, len(call.x)), [False, *call.needs_gradient]
+            )[1:]
         if call.out is not None:
             for part in parts(len(call.x)):
-                of_x = self._gradients(call, part, [True, False, False])[0]
-                assert of_x is not None
-                call.out[part].copy_(of_x)
-        return _masked(of_params, call.needs_gradient)
+                x_gradient = self._gradients(call, part, [True, False, False])[0]
+                assert x_gradient is not None
+                call.out[part].copy_(x_gradient)
+        return _masked(param_gradients, call.needs_gradient)
 
     def _gradients(
         self, call: BackwardCall, part: slice, mask: list[bool]
@@ -133,6 +134,8 @@ class BatchNormFormula:
     Attributes:
         running: Running mean and variance. A forward with batch statistics updates them.
         uses_batch: Whether the statistics of the batch are used, and not the running ones.
+        momentum: Weight of the batch in the running statistics.
+        eps: Number that is added to the variance.
     """
 
     running: tuple[Tensor | None, Tensor | None]
@@ -160,17 +163,17 @@ class BatchNormFormula:
         )
 
     def reusable_bytes(self, x: Tensor) -> int:
-        # Three parts take memory: of the input's gradient, and the contiguous copies of the input
-        # and of the output's gradient.
+        # Three tensors take memory for one part: the input's gradient, and the contiguous copies of
+        # the input and of the output's gradient.
         return x.nbytes - 3 * (x.nbytes - bytes_but_largest_part(x, x.shape[1]))
 
     def backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         weight, _ = call.params
         gradients = []
         for part in parts(call.x.shape[1]):
-            own = [extra[part] for extra in call.extras]
-            batch, running = (own, [None, None]) if self.uses_batch else ([None, None], own)
-            of_x, *of_params = _ops.native_batch_norm_backward(
+            used, unused = [extra[part] for extra in call.extras], [None, None]
+            batch, running = (used, unused) if self.uses_batch else (unused, used)
+            x_gradient, *param_gradients = _ops.native_batch_norm_backward(
                 call.gradient[:, part].contiguous(),
                 call.x[:, part].contiguous(),
                 None if weight is None else weight[part],
@@ -181,8 +184,8 @@ class BatchNormFormula:
                 [call.out is not None, *call.needs_gradient],
             )
             if call.out is not None:
-                call.out[:, part].copy_(of_x)
-            gradients.append(of_params)
+                call.out[:, part].copy_(x_gradient)
+            gradients.append(param_gradients)
         return tuple(
             torch.cat(pieces) if is_needed else None
             for pieces, is_needed in zip(
@@ -197,4 +200,6 @@ def _inner(x: Tensor) -> int:
 
 
 def _masked(gradients: Sequence[Tensor | None], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(one if is_needed else None for one, is_needed in zip(gradients, mask, strict=True))
+    return tuple(
+        value if is_needed else None for value, is_needed in zip(gradients, mask, strict=True)
+    )

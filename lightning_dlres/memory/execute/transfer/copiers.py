@@ -25,7 +25,7 @@ class Copier(Protocol):
     """Copier between the device and a tier.
 
     Attributes:
-        overlaps: Whether copies run beside the computation.
+        overlaps: Whether the device computes during copies.
     """
 
     overlaps: bool
@@ -120,11 +120,11 @@ class _Copy:
 
     Args:
         gpu: GPU that copies.
-        home: Stream that was current when the copy was started. The allocator hands freed memory
-            out again in the order of this stream.
+        home: Stream that was current when the copy was started. The allocator lets this stream
+            reuse freed memory without waiting for others.
         on_gpu: Memory on the GPU.
         in_tier: Memory in the tier.
-        done: Event behind the copy.
+        done: Event that completes after the copy.
     """
 
     def __init__(self, gpu: Gpu, home: Stream, on_gpu: Tensor, in_tier: Tensor, done: GpuEvent):
@@ -142,7 +142,7 @@ class _Copy:
         self._on_gpu = None
 
     def _protect(self, memory: Tensor, current: Stream) -> None:
-        """Keep the allocator from reusing the memory too early, though another stream waited."""
+        """Keep the allocator from reusing memory too early; `current` is not the home stream."""
         raise NotImplementedError
 
 

@@ -1,6 +1,7 @@
 """Best-fit allocator for the memory of a tier.
 
-It places storages without a planned offset: those of measured steps, and those that no plan has.
+A plan gives most storages an offset. A storage without one, or whose offset an earlier step still
+uses, goes to the smallest free block that fits.
 """
 
 from __future__ import annotations
