@@ -360,7 +360,7 @@ class Offloader:
                 self._warn,
                 "many shapes",
                 f"dlres memory: {measured} of the latest {_WINDOW} steps were measured, which is "
-                f"slow. {len(self._shapes)} batch shapes are known by now. Use fewer batch shapes: "
+                f"slow. {len(self._shapes)} batch shapes were seen so far. Use fewer batch shapes: "
                 "pad the batches, or sort samples by length.",
             )
 

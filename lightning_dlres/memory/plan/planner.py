@@ -44,8 +44,8 @@ _MAX_EVENTS = 400_000
 _GOOD_OVERHEAD = 1e-4
 # Share of the peak. A note tells the user if offloading cannot lower the peak by more.
 _MIN_HELP = 0.02
-# Share of the step that the device may wait before a note tells the user.
-_NOTED_WAIT = 0.05
+# Share of the step that stalls may take. A note tells the user if they take more.
+_NOTED_STALLS = 0.05
 # Attempts to fit the slabs into the tiers, each with smaller limits than the one before.
 _MAX_PLACEMENTS = 6
 
@@ -327,11 +327,11 @@ def _notes(plan: MemoryPlan, profile: StepProfile) -> list[str]:
             f"workspace take up to {format_bytes(base)} on the device, and the saved tensors that "
             f"could leave it take {format_bytes(movable)}"
         )
-    waits = sum(plan.stalls)
-    if plan.seconds and waits > _NOTED_WAIT * plan.seconds:
+    stalled = sum(plan.stalls)
+    if plan.seconds and stalled > _NOTED_STALLS * plan.seconds:
         notes.append(
-            f"the device waits {format_seconds(waits)} of {format_seconds(plan.seconds)} for "
-            "copies that do not overlap with the computation"
+            f"waiting for copies, compression and recomputation take {format_seconds(stalled)} of "
+            f"the step's {format_seconds(plan.seconds)}"
         )
     return notes
 

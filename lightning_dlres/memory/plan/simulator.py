@@ -182,7 +182,7 @@ class _Step:
         """Return (storage, latest start of its fetch) in the order of first use.
 
         A fetch that starts by this time does not delay the device. Only links that overlap with the
-        computation count.
+        computation count, as if they were one link.
         """
         # End of every interval if the device never waits.
         profile, times = self._profile, list(accumulate(self._profile.seconds))
