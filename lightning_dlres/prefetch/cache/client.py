@@ -1,7 +1,8 @@
 """Client of a host's cache.
 
-It requests batches ahead of need. It releases a batch when no object of this process refers to it
-any more. The last reference may end in any thread, because the garbage collector runs in any.
+The loader requests batches through it, ahead of need. The client releases a batch when no object of
+this process refers to the batch any more. The last reference may end in any thread, because the
+garbage collector runs in any.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError, ProtocolError
+from lightning_dlres.core.errors import DlresError, PeerLostError, PeerTimeoutError
 from lightning_dlres.core.wire.decoding import from_msgpack
-from lightning_dlres.core.wire.endpoint import Client, Message
+from lightning_dlres.core.wire.endpoint import Client, Message, protocol_error
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.launch import HostProcess, error_of
 from lightning_dlres.prefetch.cache.messages import Begin, HostConfig
@@ -41,9 +42,9 @@ _MAX_JOINS = 5
 
 
 class CacheClient:
-    """Connection to the cache called `name` on this host. It starts the cache if there is none.
+    """Connection to a cache of this host, which is started if it does not run.
 
-    It may be used from any thread, but not after a fork.
+    Any thread may use the client, but not a forked process.
 
     A background thread does all sending and receiving. `_lock` guards what it shares with callers:
     `_pending`, `_answers` and `_lost_error`. `_outgoing` and `_released` need no lock, because a
@@ -118,7 +119,7 @@ class CacheClient:
         The cache itself limits the bytes.
 
         Args:
-            waiting: Number of requested batches that the loader has not used yet.
+            waiting: Number of requested batches that the loader has not passed on yet.
             most: Maximum of `waiting`.
         """
         return waiting < most
@@ -150,7 +151,7 @@ class CacheClient:
             return future.result(self._batch_seconds)
         except TimeoutError:
             if future.done():
-                # The result is a TimeoutError: the storage timed out.
+                # The cache answered with a TimeoutError of its own: the storage timed out.
                 raise
             raise self._timeout_error("samples", self._batch_seconds) from None
 
@@ -160,13 +161,15 @@ class CacheClient:
         return from_msgpack(payload, messages.Metrics)
 
     def close(self) -> None:
-        """Leave the cache, which ends when the last process has left. May be called again."""
+        """Leave the cache, which ends when the last process has left. A second call does
+        nothing."""
         self.leave()
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            # Wait, because a process that joins next must not find this one in an epoch.
+            # The next process to join counts its epochs from 0. Until this process has left, that
+            # would clash with the epochs of this one.
             self._left.wait(2 * _LEAVE_SECONDS)
-            # Do not wait for the thread while an object refers to samples: the thread then keeps
-            # the connection, which keeps the samples in place.
+            # Do not wait for the thread while an object refers to samples. The thread then keeps
+            # the connection open, so that the cache keeps the samples in place.
             self._thread.join(None if not self._held else 0.0)
 
     def leave(self) -> None:
@@ -196,8 +199,8 @@ class CacheClient:
                 raise
             client.close()
         raise PeerLostError(
-            f"The cache process must run until this process has joined, got {_MAX_JOINS} ends "
-            f"before that. The end of its log:\n{self._host.log_tail()}"
+            f"The cache of this host must run until this process has joined; it ended before that "
+            f"{_MAX_JOINS} times. The end of its log:\n{self._host.log_tail()}"
         )
 
     def _receive_answer(self, client: Client) -> Message | None:
@@ -298,7 +301,8 @@ class CacheClient:
             samples = Samples(batch, self._regions, lambda: self._release(request_id))
             with self._lock:
                 future = self._pending.pop(request_id, None)
-            # Without a future, the batch is of an aborted epoch. It is released with `samples`.
+            # Without a future, the batch belongs to an aborted epoch. Then the end of `samples`
+            # releases it.
             if future is not None:
                 future.set_result(samples)
         elif message.kind == messages.FAILED:
@@ -314,7 +318,7 @@ class CacheClient:
         elif message.kind in (messages.BEGUN, messages.MEASURED):
             self._answers.popleft().set_result(message.payload)
         else:
-            raise ProtocolError(f"{message.peer} sent an unknown message, {message.kind!r}.")
+            raise protocol_error(message.peer, f"{message.kind!r}", "a kind of `cache.messages`")
 
     def _fail(self, error: DlresError) -> None:
         """Fail all pending and all later requests."""

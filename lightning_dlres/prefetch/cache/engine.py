@@ -4,34 +4,28 @@ Batch requests, storage replies and releases go in; fetches and batch replies co
 (`CacheHost`, or a test) does all the waiting.
 
 - `lookahead=0` is the method as published (Zhejiang Lab, "Prefetch cache management for distributed
-  deep learning training"). A miss fetches the sample and the next k - 1 of its prefetch list. The
-  sample goes to the client that asked, the others go into the cache space.
-- Otherwise fetches go out ahead of need, within a budget of bytes. Samples in use and samples that
-  may be fetched, fetched or not, never exceed the budget together. So a sample never waits for room
-  that later samples have taken.
+  deep learning training"). Each storage node has a prefetch list: its samples, in the order of the
+  epoch. A miss fetches the sample and the next k - 1 of its prefetch list. The sample goes to the
+  client that requested it, the others go into the cache space.
+- Otherwise fetches go out ahead of need, within a budget of bytes. The budget covers the samples in
+  use, and the samples that may be fetched, whether they have arrived or not. So a sample never
+  waits for room that later samples have taken.
 
-Id spaces:
+Id spaces, by the name that the code uses:
 
-========== ========================== =========================== ==================================
-id         content                    made by                     lives
-========== ========================== =========================== ==================================
-sample_id  number of a sample in the  the data set                as long as the data set
-           data set
-epoch_slot position of a sample in    `CacheIndex`, from the      one epoch
-           this host's part of an     order of the epoch
-           epoch
-epoch_id   name of an epoch           each client counts the      until every client has left the
-                                      epochs that it begins;      epoch
-                                      all must agree
-row        0 or 1, row of the slot    this engine                 as long as its epoch is open; at
-           table for one epoch                                    most two epochs are
-client     name of a process          the process, when it joins  one connection
-request_id batch request of a client  the client, which counts    until the batch is released
-fetch_id   request to a storage node  `InflightFetches`, which    until the storage's reply
-                                      counts
-entry      record of a stored sample  `CacheSpace`                from store to eviction; then it is
-           in the entry list                                      used again
-========== ========================== =========================== ==================================
+- sample_id: Index of a sample in the data set.
+- epoch_slot: Position of a sample in this host's part of an epoch, in the order of the epoch. Valid
+  for one epoch.
+- epoch_id: Number of an epoch. Each client counts the epochs that it begins, from 0; all clients
+  must agree. Valid until every client has left the epoch.
+- row: Row of the slot table that an open epoch uses, 0 or 1, assigned by `PrefetchWindow`. At most
+  two epochs are open.
+- client: Name that a process gives itself when it joins. Valid for one connection.
+- request_id: Number of a batch request, counted by its client. Valid until the batch is released.
+- fetch_id: Number of a request to a storage node, counted by `InflightFetches`. Valid until the
+  storage replies.
+- entry: Index of a stored sample's record in the metadata list of `CacheSpace`. Valid from store to
+  eviction; then another sample gets it.
 """
 
 from __future__ import annotations
@@ -84,12 +78,11 @@ class PrefetchEngine:
         nodes: Number of storage nodes; sample i is on node i mod `nodes`.
         space: Memory in which samples wait.
         pinned: Pinned tier, whose samples stay for all epochs.
-        prefetch: Most samples of one fetch; k in the paper.
+        prefetch: Maximum number of samples in one fetch; k in the paper.
         lookahead: Budget in bytes for samples that are in use or may be fetched. 0: fetch on a miss
-            only. None: half of the capacity. The more room the capacity has beside the budget, the
-            fewer bytes eviction moves. With half of it left it moves one byte per stored byte;
-            with hardly any room left it moves many times as much.
-        max_inflight_requests: Most prefetches in flight to one node.
+            only. None: half of the capacity. Eviction copies about one byte per stored byte if the
+            budget is half of the capacity, and many times as much if it is nearly all of it.
+        max_inflight_requests: Maximum number of prefetches in flight to one node.
 
     Raises:
         ConfigError: If a number is out of its range.
@@ -146,7 +139,7 @@ class PrefetchEngine:
 
     @property
     def is_stalled(self) -> bool:
-        """True if a batch request waits and no fetch is in flight: see `fetch_bypassing_cache`."""
+        """True if a batch request waits and no fetch is in flight; never with `lookahead=0`."""
         return bool(self._requests and self._budget and not self._fetches)
 
     @property
@@ -160,7 +153,7 @@ class PrefetchEngine:
         """Open an epoch, or continue one that was prefetched.
 
         Args:
-            epoch_id: Name of the epoch. The epoch after it has `epoch_id` + 1.
+            epoch_id: Number of the epoch. The epoch after it has `epoch_id` + 1.
             index: Samples that this host needs in this epoch.
             index_of_epoch: Returns the index of a later epoch by its epoch_id, to prefetch it;
                 None if there is no such epoch.
@@ -193,9 +186,9 @@ class PrefetchEngine:
         """Add a batch request; a reply with the same client and request_id follows.
 
         Args:
-            client: Process that asks.
+            client: Name of the process that makes the request.
             request_id: Unique for this client.
-            epoch_id: Open epoch.
+            epoch_id: Number of an open epoch.
             epoch_slots: uint32[n]. Each slot of an epoch may be requested once.
 
         Raises:
@@ -205,8 +198,8 @@ class PrefetchEngine:
         if epoch is None:
             open_ids = [epoch.epoch_id for epoch in self._window.epochs]
             raise ConfigError(
-                f"epoch_id must be that of an open epoch, {open_ids}, got {epoch_id}. Begin it "
-                "first."
+                f"epoch_id must be one of the open epochs, {open_ids}, got {epoch_id}. Begin the "
+                "epoch first."
             )
         epoch.mark_requested(epoch_slots)
         if self._budget:
@@ -217,7 +210,7 @@ class PrefetchEngine:
         self._advance()
 
     def release(self, client: str, request_id: int) -> None:
-        """Release a delivered batch: its client looks at the samples no longer.
+        """Release a delivered batch, whose samples its client no longer reads.
 
         Raises:
             KeyError: If there is no such batch.
@@ -242,7 +235,11 @@ class PrefetchEngine:
         self._advance()
 
     def arrive(self, fetch_id: int, data: Bytes) -> None:
-        """Take in the reply to a fetch: uint8, its samples without gaps.
+        """Take in the reply to a fetch.
+
+        Args:
+            fetch_id: The fetch.
+            data: uint8[sum of the samples' sizes], the samples of the fetch without gaps.
 
         Raises:
             KeyError: If there is no such fetch.
@@ -251,7 +248,7 @@ class PrefetchEngine:
         epoch, epoch_slots = fetch.epoch, fetch.epoch_slots
         sample_ids = epoch.index.sample_ids[epoch_slots]
         lengths = self._sizes[sample_ids]
-        # Even of an aborted epoch: these samples are pinned for all epochs.
+        # Before the check for an aborted epoch, because a pinned sample serves all epochs.
         self._pinned.put(sample_ids, data)
         if epoch not in self._window.epochs:
             self._advance()
@@ -266,8 +263,10 @@ class PrefetchEngine:
         self._advance()
 
     def fail(self, fetch_id: int, error: StorageError) -> None:
-        """Take in the failure of a fetch. Batch requests that wait for its samples fail; samples
-        that no request waits for are fetched once more when a request names them.
+        """Take in the failure of a fetch.
+
+        Batch requests that wait for its samples fail. The other samples are fetched once more when
+        a request names them.
 
         Raises:
             KeyError: If there is no such fetch.
@@ -295,8 +294,8 @@ class PrefetchEngine:
     def fetch_bypassing_cache(self) -> bool:
         """Fetch the missing samples of the oldest batch request past the cache space.
 
-        Call this when the engine was stalled for a while: these samples do not fit beside those in
-        use, or beside those promised to ranks that do not ask for them.
+        Call this when the engine was stalled for a while. Then these samples do not fit beside the
+        samples in use, or beside those promised to ranks that do not request them.
 
         Returns:
             True if a sample was handed to the request or fetched.
@@ -336,7 +335,7 @@ class PrefetchEngine:
         for request in requests:
             self._requests.remove(request)
             if request.used:
-                # These hits were marked as in use, and no client will ever release them.
+                # These samples were marked as in use, and no client will ever release them.
                 self._space.release(np.array(list(request.used.values()), dtype=np.int64))
                 self._pending_writes.retry()
 
@@ -360,11 +359,11 @@ class PrefetchEngine:
         return self._serve_whole(request) if self._budget else self._serve_in_order(request)
 
     def _serve_whole(self, request: BatchRequest) -> bool:
-        """Deliver a batch once all of it is there: nothing is held while samples are missing."""
+        """Deliver a batch once all of its samples are there; mark none as in use before that."""
         states = self._space.slot_table[request.epoch.row]
         epoch_slots = request.epoch_slots
         if request.direct:
-            # A sample in `direct` has the state DONE.
+            # Samples in `direct` have the state DONE. They are not missing.
             epoch_slots = epoch_slots[states[epoch_slots] != DONE]
         if count_missing(states, epoch_slots):
             self._fetch_directly(request, epoch_slots[states[epoch_slots] == FAILED])
@@ -395,7 +394,7 @@ class PrefetchEngine:
         return True
 
     def _run_for_miss(self, index: CacheIndex, slot: int, row: int) -> EpochSlots:
-        """Return a miss and the next samples of its prefetch list for which there is room."""
+        """Return the run of a missed slot, cut to the samples for which there is room."""
         run = index.run_on_miss(slot, self._prefetch, self._space.slot_table[row])
         # Samples that found no contiguous room count against the capacity all the same. Otherwise
         # hits and fetches would depend on fragmentation, and not only on order and sizes.
@@ -429,8 +428,8 @@ class PrefetchEngine:
                 self._window.reduce_promised(length)
 
     def _move_pending_writes_to(self, request: BatchRequest, only: int | None = None) -> bool:
-        """Hand a batch request those of its samples (or one) that wait for room in the cache space;
-        return true if there are any."""
+        """Hand a batch request its samples, or that of slot `only`, that wait for room in the cache
+        space; return true if there was one."""
         epoch_slots = request.epoch_slots if only is None else np.array([only], dtype=np.uint32)
         removed = self._pending_writes.remove(request.epoch.row, epoch_slots)
         for slot, data in removed:

@@ -49,7 +49,7 @@ class EpochProgress:
         if is_repeated or self.is_requested[epoch_slots].any():
             raise ConfigError(
                 f"epoch_slots of epoch {self.epoch_id} must each be requested once, got a repeated "
-                "request. Give the cache of each loader another name."
+                "request. Give the cache of each loader its own name."
             )
         self.is_requested[epoch_slots] = True
         self.num_requested += len(epoch_slots)

@@ -38,7 +38,8 @@ class BatchReply:
         request_id: The request, unique for this client.
         sample_ids: uint32[n].
         locations: int64[n, 3]: tier, offset and length of each sample, in bytes.
-        direct: uint8, the samples of `DIRECT_TIER`; their offsets count from its start.
+        direct: uint8, the samples of `DIRECT_TIER`, concatenated; their offsets count from its
+            start.
     """
 
     client: str

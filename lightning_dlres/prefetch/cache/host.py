@@ -27,7 +27,6 @@ from lightning_dlres.core.errors import (
     ConfigError,
     DlresError,
     PeerError,
-    ProtocolError,
     text_of,
 )
 from lightning_dlres.core.host import shared_memory
@@ -35,7 +34,7 @@ from lightning_dlres.core.host.disk import trim
 from lightning_dlres.core.host.free_memory import available_bytes
 from lightning_dlres.core.units import format_bytes
 from lightning_dlres.core.wire.decoding import from_json
-from lightning_dlres.core.wire.endpoint import Message
+from lightning_dlres.core.wire.endpoint import Message, protocol_error
 from lightning_dlres.core.wire.server import Server
 from lightning_dlres.prefetch.cache import messages
 from lightning_dlres.prefetch.cache.engine import PrefetchEngine
@@ -49,22 +48,22 @@ from lightning_dlres.prefetch.cache.space.pinned import PinnedSamples
 from lightning_dlres.prefetch.storage.base import Storage
 from lightning_dlres.prefetch.storage.registry import open_storage
 
-# Stall timeout, in seconds; shortened after each stall, down to the minimum. If nothing moves for
-# so long, the samples that are needed next find no room: others are in use, or promised to ranks
-# that do not come for them. Then they are fetched past the cache. The shorter timeout keeps later
+# Stall timeout, in seconds; shortened after each stall, down to the minimum. After a stall, the
+# oldest request's samples are fetched past the cache. They find no room there, because the room is
+# in use, or promised to ranks that do not request their samples. The shorter timeout keeps later
 # requests from waiting as long again.
 _STALL_SECONDS, _MIN_STALL_SECONDS = 0.1, 0.001
-# Seconds without any client after which the process ends: the first rank may take long to start,
-# and another one may come soon after the last has left.
+# Seconds without any client after which the process ends. The first rank may take long to start.
+# After the last client has left, another one may join soon.
 _IDLE_SECONDS_AT_START, _IDLE_SECONDS = 60.0, 3.0
 # Seconds that the loop waits for a message.
 _POLL_SECONDS = 0.5
-# Interpreter switch interval: receiving threads must not hold up the deciding one for the default
-# of 5 ms.
+# Interpreter switch interval, in seconds. With the default of 5 ms, the threads that read from the
+# storage would delay the thread that runs the engine.
 _SWITCH_SECONDS = 0.0002
 # Seconds between two reports of progress before the process listens.
 _PROGRESS_SECONDS = 0.5
-# The log is cut to this size, at most every so many seconds. Its oldest lines are dropped.
+# Maximum size of the log, and seconds between two checks of it. The oldest lines are dropped.
 _MAX_LOG_BYTES, _TRIM_SECONDS = 1 << 20, 10.0
 
 
@@ -126,7 +125,7 @@ class CacheHost:
         self._clients: dict[str, int | None] = {}
         # The client of each connection, by the connection's number.
         self._connections: dict[int, str] = {}
-        # Epochs in which a client is, by epoch_id.
+        # Epochs that were begun, and that at least one client has not left yet; by epoch_id.
         self._begun: dict[int, Begin] = {}
         self._last_used = time.monotonic() + _IDLE_SECONDS_AT_START - _IDLE_SECONDS
         self._last_progress = time.monotonic()
@@ -136,7 +135,7 @@ class CacheHost:
         storage.on_reply = self._server.interrupt
 
     def run(self) -> None:
-        """Serve until no client has been there for a while."""
+        """Serve until there was no client for a while."""
         while self._clients or time.monotonic() < self._last_used + _IDLE_SECONDS:
             message = self._server.receive(self._poll_seconds())
             if time.monotonic() > self._next_trim:
@@ -206,7 +205,7 @@ class CacheHost:
             if message.kind == messages.JOIN:
                 self._join(message)
             elif message.kind == messages.RELEASE:
-                # A process that has left may still release batches that it looked at.
+                # A process that has left may still release batches that it read.
                 self._last_progress = time.monotonic()
                 for released in messages.unpack_release(message.payload, peer):
                     self._engine.release(peer, released)
@@ -228,7 +227,7 @@ class CacheHost:
             elif message.kind == messages.METRICS:
                 self._send(peer, messages.MEASURED, msgspec.msgpack.encode(self._metrics()))
             else:
-                raise ProtocolError(f"{peer} sent an unknown message, {message.kind!r}.")
+                raise protocol_error(peer, f"{message.kind!r}", "a kind of `cache.messages`")
         except (DlresError, KeyError, MemoryError) as error:
             self._server.refusals.note(f"{message.kind!r} of {peer}: {error!r}")
             if message.kind != messages.RELEASE:
@@ -238,9 +237,9 @@ class CacheHost:
         join = message.decode(messages.Join)
         if join.config != self._digest:
             raise ConfigError(
-                "The arguments of a cache must be the same in all processes of a host, got others "
-                "than those that it was started with. Give all ranks the same arguments, or each "
-                "data set a cache of its own name."
+                "The arguments of a cache must be the same in all processes of a host, got "
+                "arguments that differ from those of the process that started it. Pass the same "
+                "arguments on all ranks, or use another `cache` name for another data set."
             )
         self._clients[message.peer] = None
         self._connections[message.connection] = message.peer
@@ -280,8 +279,11 @@ class CacheHost:
         return CacheIndex.build(sample_ids, self._storage.nodes, is_pinned)
 
     def _index_of_next_epoch(self, epoch_id: int) -> CacheIndex | None:
-        """Return the index of an epoch that no client has begun yet, to prefetch it. It is the
-        whole epoch after the one before, unless a resume changes that."""
+        """Return the index of an epoch that no client has begun yet, to prefetch it.
+
+        This assumes the next whole epoch with the same arguments. If the clients then begin another
+        one, the engine drops these samples.
+        """
         before = self._begun.get(epoch_id - 1)
         if before is None or not before.has_next:
             return None
@@ -406,8 +408,8 @@ def _serve(config: HostConfig, directory: Path) -> int:
             traceback.print_exc()
             sys.stderr.flush()
             return 1
-    # The log is needed only after an error. The lock goes last: a process that finds none makes a
-    # new one, and the directory and log then belong to the next cache.
+    # The log is needed only after an error. The lock's file goes last. A process that finds no such
+    # file makes one and starts the next cache, to which the directory and the log then belong.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     shutil.rmtree(directory, ignore_errors=True)
     for ending in (".log", ".lock"):

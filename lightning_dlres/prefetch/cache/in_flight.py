@@ -44,7 +44,7 @@ class BatchRequest:
         epoch: Epoch that the samples belong to.
         epoch_slots: uint32[n], in the order in which the samples are delivered.
         direct: Bytes of samples that are delivered past the cache space, by epoch slot.
-        num_served: Only with `lookahead=0`: number of samples that are cached or fetched so far.
+        num_served: Only with `lookahead=0`: number of leading samples that are ready to deliver.
         used: Only with `lookahead=0`: entry, offset and length of each hit, by epoch slot.
         unstored_bytes: Number of bytes in `direct` that were fetched for the cache space, which had
             no contiguous space for them. They count as used until the batch is released.
@@ -247,8 +247,9 @@ class InflightFetches:
 class PrefetchWindow:
     """Open epochs, and the bytes of the cache space that are promised to their samples.
 
-    Invariant, if there is a budget: promised bytes never exceed it. A sample's bytes are promised
-    while it is in use. They also are if its epoch slot is below the reach and it is not done.
+    The bytes of a sample are promised in two cases. It is in use, or its epoch slot is below the
+    reach and its state is neither DONE nor PINNED. Invariant: promised bytes never exceed the
+    budget.
 
     Args:
         sizes: int64[samples], in bytes.
@@ -258,7 +259,7 @@ class PrefetchWindow:
         fetches: Fetches in flight.
         leases: Batches in use.
         prefetch: Maximum number of samples in one fetch.
-        budget: Maximum of promised bytes. 0: nothing is fetched ahead of need.
+        budget: Maximum number of promised bytes. 0: nothing is fetched ahead of need.
     """
 
     def __init__(
@@ -346,10 +347,10 @@ class PrefetchWindow:
                 self.budget,
             )
             # Send a short run if its first sample is needed within the first half of the window.
-            # The window goes from the number of requested slots to the reach, counted from the
-            # start of the first open epoch.
-            window_sum = self.epochs[0].num_requested + slots_before + epoch.reach
-            urgent_before = window_sum // 2 - slots_before
+            # The window is counted in slots from the start of the first open epoch.
+            window_start = self.epochs[0].num_requested
+            window_end = slots_before + epoch.reach
+            urgent_before = (window_start + window_end) // 2 - slots_before
             for node in range(self._nodes):
                 self._prefetch_from(epoch, node, states, urgent_before)
             if epoch.reach < len(epoch.index):
@@ -359,7 +360,7 @@ class PrefetchWindow:
     def _prefetch_from(
         self, epoch: EpochProgress, node: int, states: NDArray[np.int32], urgent_before: int
     ) -> None:
-        """Fetch the next runs of a node's prefetch list.
+        """Fetch the next runs of a node's prefetch list; see `CacheIndex` for runs.
 
         Args:
             epoch: Open epoch.
@@ -378,10 +379,11 @@ class PrefetchWindow:
         promised = self._leases.leased_bytes_outside(self.epochs)
         for epoch in self.epochs:
             states = self._space.slot_table[epoch.row, : epoch.reach]
-            counts = (states != DONE) & (states != PINNED)
-            promised += int(self._sizes[epoch.index.sample_ids[: epoch.reach][counts]].sum())
+            is_promised = (states != DONE) & (states != PINNED)
+            promised += int(self._sizes[epoch.index.sample_ids[: epoch.reach][is_promised]].sum())
         return promised
 
 
 def _no_index(epoch_id: int) -> CacheIndex | None:
+    """Stand-in for `PrefetchWindow.index_of_epoch` until the first epoch begins."""
     return None

@@ -26,13 +26,16 @@ Flags = NDArray[np.bool_]
 class CacheIndex:
     """Samples that one host needs in one epoch, and the prefetch list of each storage node.
 
+    A run is a sequence of epoch slots that are next to each other in a prefetch list, except for
+    slots that were fetched before. One fetch gets the samples of one run.
+
     Attributes:
         sample_ids: uint32[n], the sample of each epoch slot.
         lists: uint32[m], epoch slots. Those of node i are from `starts[i]` to `starts[i + 1]`,
             ascending. Pinned samples are in no list.
         starts: int64[nodes + 1], see `lists`.
-        cursors: int64[nodes]. Before a node's cursor every slot of its list has been fetched, or
-            its fetch is in flight.
+        cursors: int64[nodes], positions in `lists`. Every slot of a node's list before its cursor
+            has been fetched, or its fetch is in flight.
     """
 
     sample_ids: SampleIds
@@ -50,7 +53,8 @@ class CacheIndex:
         Args:
             sample_ids: uint32[n], in the order of the epoch.
             nodes: Number of storage nodes; sample i is on node i mod `nodes`.
-            is_pinned: bool[samples], true for samples that need no fetch.
+            is_pinned: bool[samples], true for samples of the pinned tier, which need no fetch.
+                None: no sample is pinned.
 
         Raises:
             ConfigError: If there is no node.
@@ -76,11 +80,11 @@ class CacheIndex:
         return sum(array.nbytes for array in arrays)
 
     def run_on_miss(self, epoch_slot: int, most: int, states: Any) -> EpochSlots:
-        """Return a missed epoch slot and the next unfetched ones of its prefetch list.
+        """Return the run of a missed epoch slot and the next unfetched ones of its prefetch list.
 
         Args:
             epoch_slot: The miss.
-            most: Most epoch slots to return, the miss included.
+            most: Maximum number of epoch slots to return, the miss included.
             states: int32[n], the epoch's row of the slot table.
         """
         node = int(self.sample_ids[epoch_slot]) % self.nodes
@@ -92,17 +96,17 @@ class CacheIndex:
         return run[:count]
 
     def run_ahead(self, node: int, most: int, reach: int, states: Any) -> tuple[EpochSlots, bool]:
-        """Return the next unfetched epoch slots of a node's list, and whether the run is final.
+        """Return the next run of a node's prefetch list, and whether the run is final.
 
         Args:
             node: The storage node.
-            most: Most epoch slots to return.
+            most: Maximum number of epoch slots to return.
             reach: Only epoch slots below it are returned.
             states: int32[n], the epoch's row of the slot table.
 
         Returns:
-            Epoch slots, uint32[0 to `most`]; true if the run will not grow, because it has `most`
-            slots or ends the list.
+            Epoch slots, uint32[0 to `most`]; true if the run is final. A final run does not grow
+            when the reach grows, because it has `most` slots or ends the list.
         """
         run = np.empty(most, dtype=np.uint32)
         at, stop = int(self.cursors[node]), int(self.starts[node + 1])
@@ -113,7 +117,7 @@ class CacheIndex:
 
 
 def count_missing(states: Any, epoch_slots: EpochSlots) -> int:
-    """Return how many epoch slots have a sample that is neither in the cache space nor pinned."""
+    """Return the number of epoch slots whose sample is neither in the cache space nor pinned."""
     return int(_count_missing(states, epoch_slots))
 
 
@@ -123,16 +127,17 @@ def extend_reach(
 ) -> tuple[int, int]:
     """Extend the reach of an epoch as far as the budget goes.
 
-    Every sample before the reach counts, fetched or not, together with what is in use. So samples
-    that are needed first never wait for room that later samples have taken.
+    Promised are the bytes of the samples in use, and of all samples before the reach, whether they
+    were fetched or not. So samples that are needed first never wait for room that later samples
+    have taken.
 
     Args:
         sample_ids: uint32[n], by epoch slot.
         sizes: int64[samples], in bytes.
         states: int32[n], the epoch's row of the slot table.
         reach: Epoch slots below it may be fetched already.
-        promised: Bytes that count so far.
-        budget: Most bytes that may count.
+        promised: Bytes that are promised so far.
+        budget: Maximum number of promised bytes.
 
     Returns:
         The new reach and the new promised bytes.
@@ -149,7 +154,7 @@ def extend_reach(
 
 @compiled((uint32[::1], boolean[::1], int64[::1]))
 def _build_lists(sample_ids: Any, is_pinned: Any, starts: Any) -> Any:
-    """Return the prefetch lists, one behind the other, and fill in `starts`; a counting sort."""
+    """Return the prefetch lists, concatenated, and fill in `starts`. This is a counting sort."""
     nodes = len(starts) - 1
     total = 0
     for sample_id in sample_ids:
@@ -180,8 +185,8 @@ def _first_unfetched(lists: Any, at: int, stop: int, states: Any) -> int:
 def _collect_unfetched(
     lists: Any, at: int, stop: int, states: Any, reach: int, run: Any
 ) -> tuple[int, int]:
-    """Fill `run` with unfetched epoch slots below `reach`; return their count and where in `lists`
-    the walk ended."""
+    """Fill `run` with unfetched epoch slots below `reach`, from position `at` of `lists` on; return
+    their count and the position behind the last one that was looked at."""
     count = 0
     while at < stop and count < len(run) and lists[at] < reach:
         if states[lists[at]] == UNFETCHED:

@@ -1,8 +1,8 @@
-"""Search for the process that keeps a host's cache, and its start if there is none.
+"""Discovery of the process that keeps a host's cache, and its start if there is none.
 
-The process is known by its lock on a file. The holder of the lock is that process, or is about to
-start it. A lock ends with its holder, even a killed one. So the next process finds and removes the
-files that a killed one has left.
+The process holds a lock on a file. Another process holds the lock only while it starts that
+process. The system drops the lock when its holder ends, even if it is killed. So the next process
+to take the lock removes the files that a killed one has left.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lightning_dlres.prefetch.cache.messages import HostConfig
 
 # Longest path of a Unix socket, in bytes: Linux allows 107, some systems 103.
 _MAX_SOCKET_BYTES = 100
-# Seconds between two looks for the socket.
+# Seconds between two checks for the socket.
 _POLL_SECONDS = 0.02
-# Characters of the log that go into an error.
+# Characters of the log that an error quotes.
 _LOG_TAIL = 2000
 # File in which a process writes its progress before it listens.
 PROGRESS = "progress"
@@ -56,10 +56,10 @@ def runtime_directory() -> Path:
 
 
 class HostProcess:
-    """Process that keeps the cache called `name`, seen from another process.
+    """Handle of the process that keeps a cache, for the other processes of its host.
 
     Args:
-        name: Unique for the data set and the job on this host.
+        name: Name of the cache, unique for the data set and the job on this host.
         config: Configuration to start the process with.
 
     Raises:
@@ -88,11 +88,11 @@ class HostProcess:
         """
         deadline, progress = time.monotonic() + timeout, ""
         started: subprocess.Popen[bytes] | None = None
-        # The socket alone is no proof: that of a killed process stays.
+        # The socket alone is no proof, because the socket of a killed process stays.
         while not (self.socket.exists() and self.runs()):
             if started is None or started.poll() == 0:
-                # There is none, or it has just ended without an error. `_start` also removes the
-                # failure file of an earlier process.
+                # There is no process, or the last one has ended without an error. `_start` also
+                # removes the failure file of an earlier process.
                 try:
                     started = self._start()
                 except OSError as error:
@@ -120,9 +120,9 @@ class HostProcess:
             time.sleep(_POLL_SECONDS)
 
     def runs(self) -> bool:
-        """Return true if the process runs."""
-        # A shared lock: another process that looks at the same time must not take this one for the
-        # cache.
+        """Return true if the process runs, or is about to be started."""
+        # A shared lock: another process that checks at the same time must not take this check for
+        # the cache.
         with locked(self._lock, fcntl.LOCK_SH) as lock:
             return lock is None
 
@@ -159,7 +159,7 @@ class HostProcess:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory.mkdir(mode=0o700)
             self._log.unlink(missing_ok=True)
-            # Append mode: after the process has cut its log, it goes on at the new end.
+            # Append mode: after the process has truncated its log, it writes on at the new end.
             with self._log.open("ab") as log:
                 process = start_program(MAIN, [str(self._directory), str(lock)], log, lock)
             assert process.stdin is not None

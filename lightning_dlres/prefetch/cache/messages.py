@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dlres.core.errors import ProtocolError
+from lightning_dlres.core.wire.endpoint import protocol_error
 from lightning_dlres.prefetch.cache.space.cache_space import EpochSlots
 from lightning_dlres.prefetch.order.sequence import MOST_SAMPLES, SampleIds, Tail
 from lightning_dlres.prefetch.storage.source_options import SourceConfig
@@ -28,7 +28,7 @@ RELEASE, FAILED = "release", "failed"
 METRICS, MEASURED = "metrics", "measured"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-# These two are bounded because the cache allocates memory in proportion to them.
+# The next two are bounded because the cache allocates memory in proportion to them.
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Batch = Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)]
 # request_id and epoch_id; uint32 epoch slots follow.
@@ -46,14 +46,14 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         source: Where samples come from.
         capacity: Bytes of the cache space.
-        prefetch: Most samples of one fetch.
+        prefetch: Maximum number of samples in one fetch.
         lookahead: Bytes that may be fetched ahead of need. None: half of the capacity. 0: fetch on
             a miss only.
         threshold: Used part of the capacity at which eviction starts, in (0, 1].
-        max_inflight_requests: Most requests in flight to one storage node.
+        max_inflight_requests: Maximum number of prefetches in flight to one storage node.
         pinned: Bytes of the pinned tier.
-        pinned_directory: Directory of its file. None: it lies in memory.
-        share: The capacity is 1/`share` of what the user has given; for error messages.
+        pinned_directory: Directory for the file of the pinned tier. None: the tier is in memory.
+        share: The user's capacity is `share` times `capacity`; for error messages.
     """
 
     source: SourceConfig
@@ -79,9 +79,9 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pid: Process that keeps the cache.
         cache_path: Shared memory of the cache space.
-        cache_bytes: Size of it.
+        cache_bytes: Size of the cache space.
         pinned_path: Shared memory, or file, of the pinned tier.
-        pinned_bytes: Size of it.
+        pinned_bytes: Size of the pinned tier.
         samples: Number of samples in the data set.
         total_bytes: Bytes of all samples.
         largest: Bytes of the largest sample.
@@ -113,10 +113,11 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
         seed: Seed of all orders.
         epoch: Number of the epoch, which decides its order together with the seed.
         shuffle: False: the samples come in the order of the data set.
-        consumed: Samples of the epoch that all ranks have been trained on already.
+        consumed: Number of samples at the start of the epoch that are left out, because the ranks
+            were trained on them before a resume.
         ranks: Number of data-parallel ranks.
         local_ranks: Ranks that this host's cache serves, ascending.
-        batch: Samples of one batch of a rank, for the tail rule.
+        batch: Number of samples in one batch of a rank, for the tail rule.
         tail: Tail rule, see `ShardSpec`.
         has_next: True if another epoch follows, which may be prefetched.
     """
@@ -147,8 +148,8 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
         evicted: Samples that eviction has removed.
         passes: Eviction passes.
         moved_bytes: Bytes that eviction has copied.
-        cache_bytes: Bytes of samples that wait or are in use.
-        used_bytes: Used part of the capacity, gaps included.
+        cache_bytes: Bytes of the samples that wait in the cache space or are in use.
+        used_bytes: Bytes of the cache space up to the last sample, gaps included.
         peak_bytes: Largest `used_bytes` so far.
         capacity: Bytes of the cache space.
         management_bytes: Bytes of indexes, lists and metadata.
@@ -176,7 +177,7 @@ class Failed(msgspec.Struct, frozen=True):
     """Answer to a request that cannot be served.
 
     Attributes:
-        request_id: The batch request; -1 if it was another kind of request.
+        request_id: The batch request that failed; -1 if it was another kind of request.
         error: Name of a class of `core.errors`.
         text: Text of the error.
     """
@@ -222,7 +223,9 @@ def unpack_batch_request(payload: bytes, peer: str) -> tuple[int, int, EpochSlot
     """
     head = _BATCH_REQUEST_HEAD.size
     if len(payload) < head or (len(payload) - head) % 4:
-        raise ProtocolError(f"{peer} sent a batch request of {len(payload)} bytes.")
+        raise protocol_error(
+            peer, f"a batch request of {len(payload)} bytes", f"{head} bytes and 4 for each sample"
+        )
     request_id, epoch_id = _BATCH_REQUEST_HEAD.unpack_from(payload)
     return request_id, epoch_id, np.frombuffer(payload, "<u4", offset=head).astype(np.uint32)
 
@@ -239,7 +242,9 @@ def unpack_release(payload: bytes, peer: str) -> list[int]:
         ProtocolError: If the payload is no release.
     """
     if len(payload) % 8:
-        raise ProtocolError(f"{peer} sent a release of {len(payload)} bytes.")
+        raise protocol_error(
+            peer, f"a release of {len(payload)} bytes", "8 bytes for each request_id"
+        )
     request_ids: list[int] = np.frombuffer(payload, "<i8").tolist()
     return request_ids
 
@@ -268,12 +273,18 @@ def unpack_batch_reply(payload: bytes, peer: str) -> DeliveredBatch:
         ProtocolError: If the payload is no batch reply.
     """
     if len(payload) < _BATCH_REPLY_HEAD.size:
-        raise ProtocolError(f"{peer} sent a batch reply of {len(payload)} bytes.")
+        raise protocol_error(
+            peer,
+            f"a batch reply of {len(payload)} bytes",
+            f"at least the {_BATCH_REPLY_HEAD.size} bytes of its head",
+        )
     request_id, count, key_bytes, direct_bytes = _BATCH_REPLY_HEAD.unpack_from(payload)
     body = _BYTES_PER_SAMPLE * count + key_bytes + direct_bytes
     if len(payload) != _BATCH_REPLY_HEAD.size + body:
-        raise ProtocolError(
-            f"{peer} sent a batch reply of {len(payload)} bytes for {count} samples."
+        raise protocol_error(
+            peer,
+            f"a batch reply of {len(payload)} bytes",
+            f"{_BATCH_REPLY_HEAD.size + body} bytes for {count} samples",
         )
     at = _BATCH_REPLY_HEAD.size
     locations = np.frombuffer(payload, "<i8", 3 * count, at).reshape(count, 3)

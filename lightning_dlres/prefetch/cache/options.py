@@ -34,7 +34,8 @@ _SCHEME = "tcp://"
 _EMBEDDED_NODES = 4
 # Longest timeout, in seconds: ZeroMQ counts milliseconds in 32 bits.
 _MAX_TIMEOUT = 20 * 86400.0
-# Default read threads of one node, and of a rank that reads itself: as many as four nodes have.
+# Default number of read threads of one node, and of a rank that reads local files directly. The
+# second is the sum over the default number of embedded nodes.
 _NODE_THREADS, _DIRECT_THREADS = 4, 16
 
 
@@ -74,25 +75,27 @@ def host_config(
         nodes: Number of storage nodes. None: as many as addresses, 4 embedded ones, or 1.
         replicas: Number of nodes that have each sample.
         capacity: Bytes of the cache of one host.
-        prefetch: Most samples of one request to a storage node.
+        prefetch: Maximum number of samples in one request to a storage node.
         lookahead: Bytes that may be requested ahead of need. None: half of the capacity. 0: a miss
             requests the sample and the next `prefetch` - 1 of its prefetch list.
         threshold: Used part of the capacity at which eviction starts, in (0, 1].
-        max_inflight_requests: Most requests in flight to one node.
-        read_threads: Requests that are read at the same time by each embedded node, by the cache's
-            process ("files"), or by each rank ("direct"). None: 16 for "direct", else 4.
+        max_inflight_requests: Maximum number of requests ahead of need in flight to one node.
+        read_threads: Number of requests that are read at the same time by each embedded node, by
+            the cache's process ("files"), or by each rank ("direct"). None: 16 for "direct", else
+            4.
         pinned: Bytes for samples that stay for all epochs.
-        pinned_directory: Directory on a local disk for them. None: memory.
-        timeout: Time after which a sample that does not come is an error.
+        pinned_directory: Directory on a local disk for the pinned samples. None: they are in
+            memory.
+        timeout: Time after which a sample that has not arrived is an error. A number is in seconds.
         key: File with this process's key pair, for nodes that use CURVE (see `dlres store keys`).
         server_key: File with the public key of the nodes.
         follow_links: True: links in a local folder are followed even if they lead out of it.
-        extensions: Endings of file names such as ".jpg", in any case; other files are no samples.
-            None: all files are samples.
+        extensions: Endings of file names such as ".jpg", in lower or upper case. Files with other
+            endings are no samples. None: all files are samples.
         storage_options: Arguments of fsspec's file system behind a URL, such as keys and endpoints:
             a mapping of JSON values, or the path of a JSON file with one. No message shows them.
         classes: Folders that samples may lie in. (): any.
-        share: The capacity is 1/`share` of what the user has given; for error messages.
+        share: The user's capacity is `share` times `capacity`; for error messages.
 
     Raises:
         ConfigError: If an argument is out of its range, or does not fit the source.
@@ -128,7 +131,7 @@ def host_config(
     kind = storage
     ahead = None if lookahead is None else parse_bytes(lookahead, "lookahead")
     pinned_bytes = parse_bytes(pinned, "pinned")
-    # Only a cache can do these.
+    # Direct reads have no nodes, no replicas, no misses and no pinned tier.
     needs_cache = nodes is not None or replicas > 1 or ahead == 0 or pinned_bytes > 0
     if storage == AUTO:
         is_local = "://" not in addresses[0] or addresses[0].startswith("file://")
@@ -165,8 +168,8 @@ def host_config(
         )
     if kind == "direct" and needs_cache:
         raise ConfigError(
-            "storage must be one with a cache beside nodes, replicas, pinned or lookahead=0, got "
-            f"{kind!r}. Use storage='embedded'."
+            "storage must be one with a cache if nodes, replicas, pinned or lookahead=0 is given, "
+            f"got {kind!r}. Use storage='embedded'."
         )
     if read_threads is None:
         read_threads = _DIRECT_THREADS if kind == "direct" else _NODE_THREADS
@@ -181,7 +184,7 @@ def host_config(
         raise ConfigError(got_expected("threshold", threshold, "in (0, 1]", "threshold=0.75"))
     if (key is None) != (server_key is None):
         missing, given = ("key", "server_key") if key is None else ("server_key", "key")
-        raise ConfigError(f"{missing} must be given beside {given}, got None. Pass both.")
+        raise ConfigError(f"{missing} must be given together with {given}, got None. Pass both.")
     capacity_bytes = parse_bytes(capacity, "capacity")
     if capacity_bytes < 1 or (ahead or 0) > capacity_bytes:
         if not ahead:

@@ -1,7 +1,7 @@
 """Samples for user code: a key, and bytes that lie in the cache and are not copied.
 
-A sample stays where it is as long as anything that was made of it without a copy is alive: a
-memoryview, an array, a tensor.
+A sample stays in place as long as the sample or any view of its bytes is alive: a memoryview, an
+array or a tensor that was made without a copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sample:
     ) -> None:
         # Key and seed are computed on demand: most of them are never read.
         self._key, self.sample_id, self.array, self._epoch_seed = key, sample_id, array, epoch_seed
-        # True for a pinned sample, whose bytes other epochs and ranks look at.
+        # True for a pinned sample, whose bytes other epochs and ranks read, too.
         self._is_shared = is_shared
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -82,13 +82,18 @@ class Sample:
 
 
 class Regions:
-    """Memory of a host's cache, as this process has mapped it.
+    """Memory of a host's cache, mapped into this process.
 
     Args:
         cache_path: As in `messages.Joined`.
         cache_bytes: As in `messages.Joined`.
         pinned_path: As in `messages.Joined`.
         pinned_bytes: As in `messages.Joined`.
+
+    Attributes:
+        names: The four arguments, with which another process can map the same memory.
+        cache: uint8[cache_bytes], the cache space.
+        pinned: uint8[pinned_bytes], the pinned tier.
     """
 
     def __init__(
@@ -103,9 +108,9 @@ _mapped: dict[tuple[str, int, str, int], Regions] = {}
 
 
 def map_regions(names: tuple[str, int, str, int]) -> Regions:
-    """Return regions by their `names`; they are mapped once in this process."""
+    """Return regions by their `names`; only the last ones stay mapped for the next call."""
     if names not in _mapped:
-        # A path is unique while its cache runs: the cache before has ended.
+        # A worker process reads from one cache at a time, so the earlier cache has ended.
         _mapped.clear()
         _mapped[names] = Regions(*names)
     return _mapped[names]
@@ -114,18 +119,18 @@ def map_regions(names: tuple[str, int, str, int]) -> Regions:
 class Samples(Sequence[Sample]):
     """Samples of one delivered batch, in order.
 
-    They can be sent to another process of this host, which looks at the same memory. The sender has
-    to hold them until that process is done.
+    They can be sent to another process of this host, which reads the same memory. The sender has to
+    hold its own object until that process is done.
 
     Args:
         batch: Locations of the samples.
         regions: Memory that they lie in.
-        on_release: Called when neither this nor anything made of it without a copy is left. None:
-            another object holds the batch.
+        on_release: Called once neither this object nor any view of its memory is alive. None: the
+            object in the sending process keeps the batch leased.
 
     Attributes:
         sample_ids: uint32[n].
-        epoch_seed: Seed that the samples' own are made of; set by the loader.
+        epoch_seed: Seed of the epoch, from which each sample derives its own. The loader sets it.
     """
 
     def __init__(
@@ -173,14 +178,14 @@ class Samples(Sequence[Sample]):
             # A view would keep the whole message alive.
             array = array.copy()
         elif tier == PINNED_TIER:
-            # Other epochs and ranks look at the same bytes.
+            # Other epochs and ranks read the same bytes.
             array.flags.writeable = False
         sample_id = int(batch.sample_ids[at])
         return Sample(key, sample_id, array, self.epoch_seed, tier == PINNED_TIER)
 
 
 class _LeasedMemory:
-    """Base of an array. NumPy frees it once the array and all of its views are freed."""
+    """Base object of an array. NumPy frees it after the array and all of its views."""
 
     def __init__(self, memory: Bytes, on_release: Callable[[], None]) -> None:
         self._memory = memory

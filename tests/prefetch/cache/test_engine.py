@@ -237,7 +237,7 @@ def test_a_forgotten_client_holds_nothing() -> None:
 
 def test_wrong_batch_requests_and_arguments_are_refused() -> None:
     harness = EngineHarness(np.full(10, 10, np.int64), 1, 100, 4, None)
-    with pytest.raises(ConfigError, match=r"epoch_id must be that of an open epoch, .* got 0"):
+    with pytest.raises(ConfigError, match=r"epoch_id must be one of the open epochs, .* got 0"):
         harness.engine.request_batch("a", 0, 0, slots(0, 2))
     harness.engine.begin_epoch(0, index_of(harness, 0), lambda _: None)
     harness.engine.request_batch("a", 0, 0, slots(0, 2))

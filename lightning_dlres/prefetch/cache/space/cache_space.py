@@ -1,8 +1,8 @@
 """Cache space: one region of memory that eviction keeps compact.
 
-Samples lie one behind the other. Eviction removes those that were used and moves the waiting ones
-towards the start. It does not stop the world: a pass advances by a number of bytes at a time, and
-new samples are stored behind the last one while it runs.
+Samples lie one behind the other. Eviction removes those that were released and moves the waiting
+ones towards the start. An eviction pass runs in slices of a limited number of bytes. New samples
+are stored behind the last one while the pass runs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Bytes = NDArray[np.uint8]
 # int64[n, 3]: entry, offset and length of samples in use.
 UsedEntries = NDArray[np.int64]
 
-# Bytes that one slice of an eviction pass moves at most: a fraction of a millisecond, for which a
-# batch reply may have to wait.
+# Approximate number of bytes that one slice of an eviction pass moves. A batch reply may have to
+# wait for a slice, which takes a fraction of a millisecond.
 SLICE_BYTES = 1 << 20
-# Bytes that eviction moves for each byte that is stored: faster than the room behind the pass
-# fills up.
+# Bytes that eviction moves for each byte that is stored. So a pass is faster than the stores that
+# fill the room behind the last sample.
 _MOVED_PER_STORED_BYTE = 4
-# Copies that one slice makes at most.
+# Maximum number of copies in one slice.
 _MAX_MOVES = 256
 # Entries of the metadata list at the start; it doubles when it is full.
 _INITIAL_ENTRIES = 1024
@@ -50,10 +50,9 @@ class Move:
 class CacheSpace:
     """Cache space and the metadata list of its samples.
 
-    A sample is named by a row and an epoch slot. There are two rows, because samples of the next
-    epoch may arrive while those of the current one are still needed. A sample waits when it is
-    stored, is in use from `use` to `release`, and may be evicted from then on. A sample in use
-    never moves.
+    A row and an epoch slot identify a sample. There are two rows, because samples of the next epoch
+    may arrive while those of the current one are still needed. A stored sample waits until `use`,
+    is in use until `release`, and may be evicted after that. A sample in use never moves.
 
     Args:
         data: uint8[capacity], the memory.
@@ -63,14 +62,14 @@ class CacheSpace:
 
     Attributes:
         capacity: Bytes of the memory.
-        threshold: See above.
+        threshold: As in the arguments.
         slot_table: int32[2, n]. For each row and epoch slot, the entry of its sample, or one of the
             negative states of `entry_kernels`.
         evicted: Number of samples that eviction has removed.
         moved_bytes: Bytes that eviction has copied.
         passes: Number of eviction passes.
         peak: Largest `end` so far, in bytes.
-        slice_bytes: Bytes that each store lets eviction move at least.
+        slice_bytes: Minimum number of bytes that eviction may move with each store.
         moved_per_stored_byte: Bytes that eviction moves for each byte that is stored.
         on_move: Called with every move, and with None at the start and the end of a pass; for tests
             and pictures.
@@ -183,7 +182,7 @@ class CacheSpace:
         return used
 
     def release(self, used: UsedEntries) -> None:
-        """Let samples in use be evicted; `used` is what `use` has returned.
+        """Let samples in use be evicted; `used` are rows of the array that `use` returned.
 
         Raises:
             KeyError: If one of them was released before.
@@ -251,7 +250,7 @@ class CacheSpace:
             self.on_move(None)
 
     def _grow(self, more: int) -> None:
-        """Make room for so many more entries in the metadata list."""
+        """Make room for `more` entries in the metadata list."""
         if self.num_entries + more <= len(self._entries):
             return
         before = len(self._entries)
@@ -270,9 +269,8 @@ class _PendingWrite:
 
 
 class PendingWrites:
-    """Queue of samples that have arrived and have no contiguous room in the cache space yet.
-
-    The oldest write is the first.
+    """Queue of samples that have arrived and have no contiguous room in the cache space yet; the
+    oldest comes first.
 
     Args:
         space: Cache space to write to.
@@ -314,7 +312,7 @@ class PendingWrites:
                 self._is_full = True
 
     def remove(self, row: int, epoch_slots: EpochSlots) -> list[tuple[int, Bytes]]:
-        """Remove those samples of some epoch slots that are in the queue.
+        """Remove the samples of these epoch slots from the queue, if they are in it.
 
         Returns:
             Epoch slot and bytes of each removed sample.
@@ -334,7 +332,7 @@ class PendingWrites:
         return removed
 
     def drop(self, row: int) -> None:
-        """Drop the samples of an aborted epoch."""
+        """Drop the samples of an aborted epoch, which used this row."""
         self._queue = deque(write for write in self._queue if write.row != row)
         self._is_full = False
 
@@ -344,9 +342,9 @@ def check_fits(largest: int, capacity: int, key: str, share: int = 1) -> None:
 
     Args:
         largest: Bytes of the largest sample.
-        capacity: Bytes of the cache, which are 1/`share` of what the user has given.
-        key: Key of that sample.
-        share: See `capacity`.
+        capacity: Bytes of the cache.
+        key: Key of the largest sample.
+        share: The user's capacity is `share` times `capacity`.
 
     Raises:
         ConfigError: If the sample does not fit; it names the key.

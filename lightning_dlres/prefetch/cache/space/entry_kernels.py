@@ -4,9 +4,9 @@ The list is an array of records, linked in the order of their offsets. So there 
 sample, and no Python loop over samples. The loops keep the interpreter's lock: they take
 microseconds, and getting the lock back from another thread would take longer.
 
-Names: an *entry* is the index of a record. `registers` holds where the list and the eviction pass
-stand, see `REGISTERS`. The `slot_table` is int32[2, n]: for each row (one of two epochs) and epoch
-slot, the entry of its sample, or one of the negative states below.
+Names: an *entry* is the index of a record. `registers` holds the state of the list and of the
+eviction pass, see `REGISTERS`. The `slot_table` is int32[2, n]. For each row (one of two epochs)
+and epoch slot, it holds the entry of the sample, or one of the negative states below.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ REGISTERS = (
     "head",  # first entry
     "tail",  # last entry
     "free",  # first free record; free ones are chained by `next`
-    "cursor",  # of a pass: the entry to look at next
-    "gap",  # of a pass: the first entry before which later samples may be put
+    "cursor",  # of a pass: next entry to handle
+    "gap",  # of a pass: first entry before which later samples may be moved
     "write",  # of a pass: offset behind the samples that have their final place
     "end",  # offset behind the last sample
     "live",  # bytes of samples that wait or are in use
     "evicting",  # 1 during a pass
-    "count",  # number of entries
+    "count",  # number of entries in the list
     "num_evictable",  # number of entries that may be evicted
 )
 (
@@ -114,7 +114,8 @@ def append(
             entries[registers[TAIL]].next = new
         registers[TAIL] = new
         if registers[EVICTING] and registers[CURSOR] == NIL:
-            # The pass has begun over an empty list. Any other pass gets here by the links.
+            # The pass began with an empty list. In any other pass, the cursor reaches the new
+            # entry by the links.
             registers[CURSOR] = registers[GAP] = new
         slot_table[row, epoch_slots[at]] = new
         registers[END] += length
@@ -141,7 +142,7 @@ def use(entries: Any, slot_table: Any, row: int, epoch_slots: Any, used: Any) ->
 
 @compiled((_ENTRIES, _REGISTERS, _SLOT_TABLE, int64[::1]))
 def release(entries: Any, registers: Any, slot_table: Any, used: Any) -> int:
-    """Let entries in use be evicted. Return how many of them were not in use."""
+    """Let entries in use be evicted. Return the number of entries that were not in use."""
     wrong = 0
     for at in range(len(used)):
         record = entries[used[at]]
@@ -158,8 +159,8 @@ def release(entries: Any, registers: Any, slot_table: Any, used: Any) -> int:
 
 @compiled((_ENTRIES, _REGISTERS, _SLOT_TABLE, int64))
 def abandon_row(entries: Any, registers: Any, slot_table: Any, row: int) -> int:
-    """End the epoch of a row: let its waiting samples be evicted, and detach those in use from the
-    row, which another epoch will use. Return how many samples waited."""
+    """End the epoch of a row, which another epoch will use. Let its waiting samples be evicted, and
+    detach those in use from the row. Return the number of samples that waited."""
     entry, abandoned = registers[HEAD], 0
     while entry != NIL:
         record = entries[entry]
@@ -184,17 +185,17 @@ def begin_pass(registers: Any) -> None:
 
 @compiled((_ENTRIES, _REGISTERS, int64[:, ::1], int64))
 def evict(entries: Any, registers: Any, moves: Any, max_bytes: int) -> tuple[int, int]:
-    """Advance a pass until `max_bytes` have to move or `moves` is full.
+    """Advance a pass until about `max_bytes` are to be moved or `moves` is full.
 
-    Entries before the gap have their final place. Those from the gap to the cursor are in use and
-    cannot move, but later samples may be put before them.
+    Entries before the gap have their final place. Those from the gap to the cursor were in use when
+    the cursor passed them. They do not move, but later samples may be moved before them.
 
     Args:
         entries: The records.
         registers: See `REGISTERS`.
-        moves: int64[m, 3], is filled with source, target and length of each copy to make. Moves of
-            neighbours are joined.
-        max_bytes: Bytes to move, about.
+        moves: int64[m, 3], filled with source, target and length of each copy that the caller has
+            to make. Moves of neighbours are joined.
+        max_bytes: Approximate number of bytes to move.
 
     Returns:
         The number of moves, and the number of evicted samples.
@@ -249,7 +250,7 @@ def evict(entries: Any, registers: Any, moves: Any, max_bytes: int) -> tuple[int
         if registers[GAP] == entry:
             registers[GAP] = following
         else:
-            # The sample was put before the gap: keep the list in the order of offsets.
+            # The sample was moved before the gap. Keep the list in the order of offsets.
             _remove_links(entries, registers, entry)
             _insert(entries, registers, entry, registers[GAP])
         registers[CURSOR] = following
@@ -259,8 +260,8 @@ def evict(entries: Any, registers: Any, moves: Any, max_bytes: int) -> tuple[int
 
 @subroutine
 def _finish(entries: Any, registers: Any) -> int:
-    """End a pass. Entries at the start that were released after the cursor passed them are removed,
-    too, up to the first waiting sample; return how many."""
+    """End a pass, and remove the evictable entries before the first waiting one. They were released
+    after the cursor had passed them. Return their number."""
     entry, evicted = registers[HEAD], 0
     while entry != NIL and entries[entry].state != WAITING:
         following = entries[entry].next
