@@ -24,10 +24,10 @@ from lightning_dlres.prefetch.order.sequence import SampleIds, shuffled
 from lightning_dlres.prefetch.storage.file_storage import FileStorage
 from lightning_dlres.prefetch.storage.source import open_source
 
-# Batches that are read ahead at first. More would evict each other from the processor's caches.
-# The window doubles each time the caller has to wait for the storage.
+# Initial window: number of batches that are read ahead. More batches would evict each other from
+# the processor's caches. The window doubles each time the caller has to wait for the storage.
 _INITIAL_WINDOW = 2
-# Bytes that may always be read ahead, whatever the window.
+# Bytes up to which the maximum window applies, and not the present one.
 _SMALL_BYTES = 4 << 20
 # Seconds between two checks for reads that hang.
 _CHECK_SECONDS = 1.0
@@ -37,9 +37,9 @@ class DirectClient:
     """Reader with the interface of a `CacheClient`, for one thread.
 
     Args:
-        config: Configuration with a "direct" source. No batch is begun while `lookahead` bytes (or
-            half of the capacity) are full of batches that were read and not handed over.
-        in_workers: True: samples are read where they are decoded, in worker processes.
+        config: Configuration with a "direct" source. No batch is requested while the batches that
+            were requested and not handed over have `lookahead` bytes (or half of the capacity).
+        in_workers: True: samples are read in the worker processes that decode them.
 
     Raises:
         ConfigError: If there is no such source.
@@ -83,7 +83,7 @@ class DirectClient:
     def begin_epoch(self, **arguments: Any) -> int:
         """Begin an epoch; arguments as for `messages.Begin`. Return its epoch_id."""
         begin = Begin(epoch_id=next(self._epoch_ids), **arguments)
-        # Batches of the epoch before that were not handed over are dropped.
+        # Drop the batches of the last epoch that were not handed over.
         self._pending.clear()
         self._nbytes.clear()
         self._bytes_ahead = 0
@@ -91,8 +91,11 @@ class DirectClient:
         return begin.epoch_id
 
     def may_request(self, waiting: int, most: int) -> bool:
-        """Return true if one more batch may be requested beside `waiting` ones. Up to `most` may
-        wait as long as the budget allows, and more if the storage is slow."""
+        """Return true if one more batch may be requested; arguments as in `CacheClient`.
+
+        Up to `most` batches may wait if the budget in bytes allows, and more if the storage is
+        slow.
+        """
         if not waiting:
             # Even a batch that is larger than the budget has to be read.
             return True
@@ -124,7 +127,7 @@ class DirectClient:
         """Return the samples of a batch request.
 
         Raises:
-            StorageError: If a sample cannot be had; it names the sample.
+            StorageError: If a sample cannot be read. The message names the sample.
         """
         is_hit = future.done()
         if not is_hit and self._storage.has_waited:
@@ -171,7 +174,7 @@ class DirectClient:
         for reply in self._storage.replies():
             pending = self._pending.pop(reply.fetch_id, None)
             if pending is None:
-                # Its epoch was left.
+                # Another epoch has begun since.
                 continue
             future, sample_ids = pending
             if isinstance(reply.data, StorageError):

@@ -16,7 +16,7 @@ from lightning_dlres.prefetch.cache.samples import Sample
 
 # Name of this encoding in the manifest of a store.
 ENCODING = "tensors"
-# Bytes of the header, in front of it.
+# Length of the header in bytes; precedes the header.
 _LENGTH = struct.Struct("<I")
 
 
@@ -24,13 +24,13 @@ def encode_item(item: Any) -> bytes:
     """Return an item as bytes.
 
     Raises:
-        ConfigError: If the item has other values in it.
+        ConfigError: If the item contains a value that cannot be encoded.
     """
     try:
         header, large = payload.encode(item, ())
         contents = [tensor.cpu().numpy().tobytes() for tensor in large]
     except (ConfigError, ProtocolError) as error:
-        # The codec's own message speaks of ranks and batches.
+        # `payload` encodes messages between ranks. Its own error speaks of ranks and batches.
         raise ConfigError(
             "An item of a map-style data set must be made of dense tensors, numeric arrays, "
             "numbers, texts, None, and tuples, lists, dicts or data classes of these, got: "
@@ -44,7 +44,7 @@ def decode_item(sample: Sample) -> Any:
     """Return the item that a sample holds, as a copy.
 
     Raises:
-        ProtocolError: If the sample is no such item.
+        ProtocolError: If the sample is no item that `encode_item` has encoded.
     """
     data = sample.array
     name = f"sample {sample.key!r}"

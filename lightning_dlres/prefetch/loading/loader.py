@@ -1,7 +1,7 @@
 """Loader of one rank: an iterable of batches that can be resumed.
 
-Its state is the position in the epoch and nothing else. So any number of ranks can resume from it,
-with the very next sample.
+Its state is the position in the epoch, and no state of a rank. So any number of ranks can resume
+from it, with the very next sample.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ _VERSION = 1
 class PrefetchLoader:
     """Iterable of batches; each `iter` runs through the next epoch.
 
-    A Trainer that gets the loader without a data module saves its state in checkpoints, too. But
-    Lightning does not restore it if `Trainer.estimated_stepping_batches` was read before training.
+    A Trainer also saves the loader's state in checkpoints if it gets the loader without a data
+    module. But Lightning does not restore the state if `Trainer.estimated_stepping_batches` was
+    read before training.
 
     Args:
         cache: Name of the host's cache, see `CacheClient`.
         config: Configuration of the cache.
-        ranks: Rank of this process; None: the only one.
-        batch_size: Samples of one batch of this rank.
+        ranks: Rank of this process, and the ranks of its host. None: this is the only rank.
+        batch_size: Number of samples in one batch of this rank.
         shuffle: True: every epoch has its own order. False: the order of the data set.
-        seed: Seed of the orders.
+        seed: Seed of the shuffled orders, and of the samples' own seeds.
         tail: See `ShardSpec`.
         decode: See `BatchMaker`.
         collate: See `BatchMaker`.
@@ -60,18 +61,18 @@ class PrefetchLoader:
         worker_type: See `DecodePool`.
         pin_memory: See `DecodePool`.
         epoch: Number of the first epoch.
-        epochs: Number of all epochs, so that nothing is prefetched after the last; None: unknown.
-        tail_batch_size: Samples of a rank that the tail rule treats as one batch; None:
+        epochs: Total number of epochs. Nothing is prefetched after the last one. None: unknown.
+        tail_batch_size: Number of samples of a rank that the tail rule treats as one batch. None:
             `batch_size`.
         on_batch: Called before each batch is handed over.
-        count_unfinished: Returns how many of the last batches were handed over and not trained on.
-            They come again after a resume. None: all were trained on.
+        count_unfinished: Returns the number of batches that were handed over last and not trained
+            on. They come again after a resume. None: all were trained on.
         is_epoch_cut: Returns true if the last batch ends the epoch although samples are left. None:
             no batch does.
 
     Attributes:
         stalled_seconds: Seconds that the caller has waited for samples and workers. Decoding in
-            the caller is no waiting.
+            the caller does not count.
 
     Raises:
         ConfigError: If an argument is out of its range.
@@ -102,7 +103,7 @@ class PrefetchLoader:
         check_name(cache)
         self._cache, self._config = cache, config
         self._ranks = ranks or Ranks()
-        # Arguments that are used later are checked now.
+        # Some arguments are first used later, but must fail here.
         whole_number("batch_size", batch_size, "batch_size=32")
         whole_number("seed", seed, "seed=0", least=0)
         if epochs is not None:
@@ -123,20 +124,22 @@ class PrefetchLoader:
         self._data_set: Joined | None = None
         self._pool: DecodePool | None = None
         self._tail_batch_size = tail_batch_size or batch_size
-        # The epoch; the samples of it that all ranks consumed before this run, and the batches that
-        # this rank had then; the batches that it has handed over since.
+        # Number of the current epoch. Of this epoch: the number of samples that all ranks consumed
+        # before the last resume, and the number of batches that this rank yielded before it.
         self._epoch, self._consumed_before, self._batches_before = epoch, 0, 0
+        # Number of batches of this epoch that this rank has yielded since the last resume.
         self._batches_yielded = 0
-        # The epoch was iterated to its end.
+        # True if the epoch was iterated to its end.
         self._is_finished = False
-        # Weak: a strong one would make a cycle, and the connection to the cache would stay until
-        # the garbage collector runs.
+        # A strong reference would make a cycle. Then the connection to the cache would stay open
+        # until the garbage collector runs.
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self.stalled_seconds = 0.0
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in the current epoch or, between epochs, in the
-        next one. After a resume with other ranks, batches before it count as they were."""
+        next one. After a resume with another number of ranks, the batches before the resume count
+        as they were yielded then."""
         if self._is_exhausted(self._batches_yielded):
             return self._num_batches(0)
         return self._batches_before + self._num_batches(self._consumed_before)
@@ -177,7 +180,8 @@ class PrefetchLoader:
         """Resume from a state, with the next `iter` or with an iterator that has not begun.
 
         Raises:
-            ConfigError: If the state is of another data set, or amid an epoch of another order.
+            ConfigError: If the state is of another data set, or of an unfinished epoch with another
+                order.
         """
         data_set = self.data_set
         if state.get("version") != _VERSION:
@@ -188,16 +192,16 @@ class PrefetchLoader:
         if (state["samples"], state["digest"]) != (data_set.samples, data_set.digest):
             raise ConfigError(
                 f"The state of a loader must be of this data set ({data_set.samples} samples with "
-                f"digest {data_set.digest}), got one of {state['samples']} samples with "
-                f"{state['digest']}. Resume with the data set of the checkpoint: another one has "
-                "another order."
+                f"digest {data_set.digest}), got one of {state['samples']} samples with digest "
+                f"{state['digest']}. Resume with the data set of the checkpoint, because another "
+                "data set has another order."
             )
         if state["consumed"] and state.get("shuffle", self._shuffle) != self._shuffle:
-            # The rest of another order repeats some samples and lacks others.
+            # The rest of the epoch in another order would repeat some samples and lack others.
             raise ConfigError(
-                f"shuffle must be {state['shuffle']}, as in the checkpoint, which was saved amid "
-                f"an epoch, got {self._shuffle} (overfit_batches turns it off). Resume from the "
-                "end of an epoch to change it."
+                f"shuffle must be {state['shuffle']}, as in the checkpoint, which was saved within "
+                f"an epoch, got {self._shuffle} (overfit_batches turns it off). To change it, "
+                "resume from the end of an epoch."
             )
         iterator = self._iterator() if self._iterator is not None else None
         if iterator is not None and iterator.has_started:
@@ -209,7 +213,7 @@ class PrefetchLoader:
 
     @property
     def client(self) -> CacheClient | DirectClient:
-        """Connection to the cache, or the reader in its place; made when it is first used."""
+        """Connection to the cache, or with direct reads the reader; made at its first use."""
         if self._client is None:
             if self._config.source.storage == DIRECT:
                 self._client = DirectClient(self._config, self._reads_in_workers)
@@ -243,8 +247,8 @@ class PrefetchLoader:
             self._client = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy. It has a cache of its own, because one cache delivers each
-        sample of an epoch once."""
+        """Return the attributes of a copy. The copy has a cache of its own, because one cache
+        delivers each sample of an epoch only once."""
         return {
             **vars(self),
             "_cache": f"{self._cache.partition('~')[0]}~{uuid.uuid4().hex[:8]}",
@@ -272,15 +276,15 @@ class PrefetchLoader:
         if iterator is not None:
             iterator.end(
                 ConfigError(
-                    "This iterator of a PrefetchLoader has ended: the loader was closed, got a "
-                    "state, or started another iterator. It has one at a time. Iterate over a copy "
-                    "(copy.copy) to run through the epoch twice."
+                    "A PrefetchLoader must have one iterator at a time, got a call of an iterator "
+                    "that has ended: the loader was closed, loaded a state, or started another "
+                    "iterator. To iterate twice at a time, use a copy (copy.copy) of the loader."
                 )
             )
         self._iterator = None
 
     def _is_exhausted(self, done: int) -> bool:
-        """Return true if the epoch is over after so many batches."""
+        """Return true if the epoch is over after `done` batches since the last resume."""
         is_finished = self._is_finished and done == self._batches_yielded
         return is_finished or 0 < self._num_batches(self._consumed_before) <= done
 
@@ -321,13 +325,15 @@ class PrefetchLoader:
 
 
 class _EpochIterator(Iterator[Any]):
-    """One pass through the rest of an epoch. The epoch begins with the first batch: Lightning makes
-    iterators that it never uses."""
+    """One pass through the rest of an epoch. The epoch begins with the first batch, because
+    Lightning makes iterators that it never uses."""
 
     def __init__(self, loader: PrefetchLoader) -> None:
         self._loader = loader
-        # Requested batches, oldest first; then batches that workers make, oldest first.
+        # Samples of requested batches, oldest first.
         self._requested: deque[Future[Any]] = deque()
+        # Batches that workers are making, oldest first. Each function waits for its batch and
+        # returns it.
         self._in_making: deque[Callable[[], Any]] = deque()
         # True once the caller has asked for a batch.
         self.has_started = False
@@ -340,12 +346,15 @@ class _EpochIterator(Iterator[Any]):
         try:
             return self._next()
         except Exception as error:
-            # To continue would leave out the batch that has failed.
+            # A further batch would come in the place of the failed one, which would be left out.
             self.end(error)
             raise
         except BaseException:
             self.end(
-                ConfigError("This iterator of a PrefetchLoader was interrupted. Start another one.")
+                ConfigError(
+                    "An iterator of a PrefetchLoader must not be used after an interruption, got "
+                    "another call. Start another iterator."
+                )
             )
             raise
 
@@ -360,16 +369,16 @@ class _EpochIterator(Iterator[Any]):
         loader, ranks = self._loader, self._loader._ranks
         shards = loader._shards(loader._consumed_before)
         self._epoch_id = loader._begin_epoch()
-        # The host's samples alternate between its ranks: this rank's have the epoch slots
-        # lane, lane + stride, lane + 2 * stride, ...
+        # The epoch slots of a host alternate between its ranks. This rank has the slots lane,
+        # lane + stride, lane + 2 * stride, ...
         self._stride, self._lane = len(ranks.local_ranks), ranks.local_ranks.index(ranks.rank)
         self._num_samples = shards.num_samples(ranks.rank)
         self._num_batches = -(-self._num_samples // loader._batch_size)
         self._num_requested = 0
         self._pool = loader._decode_pool()
-        # The published method requests one sample after the other.
+        # With lookahead=0, as in the published method, nothing is requested ahead of need.
         self._is_on_miss = loader._config.lookahead == 0
-        # Two batches for each worker, as in torch's DataLoader, and one that is handed over.
+        # Two batches for each worker, as in torch's DataLoader, and one for the caller.
         self._max_requested = 1 if self._is_on_miss else 2 + 2 * self._pool.num_workers
         self._max_in_making = 1 + 2 * self._pool.num_workers
         self._epoch_seed = splitmix64(splitmix64(loader._seed % 2**64) + loader._epoch)
@@ -388,13 +397,13 @@ class _EpochIterator(Iterator[Any]):
         batch = make()
         if self._pool.num_workers:
             self._loader.stalled_seconds += time.monotonic() - started
-        # It holds the samples, whose room in the cache is needed.
+        # `make` holds the samples, and their room in the cache is needed.
         del make
         if not self._is_on_miss:
             self._pass_to_workers(waits=False)
         if self._loader._on_batch:
             self._loader._on_batch(self._loader)
-        # Last: a batch counts when it is handed over, and not if anything above fails.
+        # This comes last, because a batch must not count if anything above fails.
         self._loader._batches_yielded += 1
         return batch
 
@@ -402,8 +411,8 @@ class _EpochIterator(Iterator[Any]):
         """Pass delivered samples to the workers, and request more.
 
         Args:
-            waits: True: wait for the first batch if none is in the making. False: never wait, and
-                leave the error of a failed batch to the call that needs the batch.
+            waits: True: wait for the first batch if workers make none. False: never wait, and leave
+                the error of a failed batch to the call that needs the batch.
         """
         while self._requested and len(self._in_making) < self._max_in_making:
             first = self._requested[0]
@@ -416,7 +425,7 @@ class _EpochIterator(Iterator[Any]):
             self._loader.stalled_seconds += time.monotonic() - started
             samples.epoch_seed = self._epoch_seed
             self._in_making.append(self._pool.submit(samples))
-            # Else this frame would hold the samples until the next loop.
+            # Otherwise this frame would hold the samples until the next iteration.
             del samples
             if not self._is_on_miss:
                 self._request()

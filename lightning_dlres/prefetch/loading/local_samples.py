@@ -27,7 +27,8 @@ _worker: WorkerReader | None = None
 class LocalSamples(Sequence[Sample]):
     """Samples of one batch, in order.
 
-    A worker process receives only the sample ids, and reads the bytes at the first access.
+    If it is sent to a worker process, only the sample ids are sent. The worker process reads the
+    bytes at the first access.
 
     Args:
         table: Table of the data set.

@@ -35,8 +35,8 @@ class PrefetchCacheNode(BaseNode[Sample]):  # type: ignore[misc]
         ranks: Rank of this process, and the ranks of its host. None: this is the only rank.
         shuffle: True: every epoch has its own order. False: the order of the data set.
         seed: Seed of the shuffled orders.
-        tail: Rule for samples that do not divide among the ranks; see `ShardSpec`. Batches of the
-            rule have one sample.
+        tail: Rule for samples that do not divide evenly among the ranks; see `ShardSpec`, with a
+            batch of one sample.
         epochs: Total number of epochs. Nothing is prefetched after the last one. None: unknown.
         cache: Name of the cache. Ranks of one host that pass the same name share the cache. Other
             data sets and jobs need other names. None: this node shares its cache with no other.

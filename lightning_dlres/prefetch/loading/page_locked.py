@@ -1,4 +1,4 @@
-"""Batches in page-locked memory, from which a GPU copies while the training process goes on."""
+"""Batches in page-locked memory, from which a GPU copies asynchronously."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def pin_batch(value: Any) -> Any:
     """Return a batch with its tensors in page-locked memory.
 
-    As in a DataLoader, these are tensors in mappings, lists and tuples, and objects with a method
+    As in a DataLoader, this covers tensors in mappings, lists and tuples, and objects with a method
     `pin_memory`. Anything else stays as it is.
     """
     if isinstance(value, torch.Tensor):

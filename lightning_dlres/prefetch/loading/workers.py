@@ -1,5 +1,6 @@
-"""Decoding and collation of batches: in the caller, in threads, or in processes, which read the
-same memory as the caller.
+"""Decoding and collation of batches: in the caller's thread, in other threads, or in processes.
+
+Worker processes read samples of a cache from the same memory as the caller.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ Decode = Callable[[Sample], Any]
 Collate = Callable[[list[Any]], Any]
 # Seconds between two checks of a worker for its parent.
 _WATCH_SECONDS = 0.5
-# Least size, in bytes, of a tensor whose memory is reused. The allocator itself keeps smaller
-# blocks for the next tensor. Larger ones it may return to the system, and fault in again page by
-# page.
+# Minimum size, in bytes, of a tensor whose memory is reused. The allocator itself keeps smaller
+# blocks for the next tensor. It may return larger blocks to the system; then the next tensor of
+# that size causes a page fault for each page.
 _MIN_REUSED_BYTES = 1 << 20
-# Free buffers to keep: batches are made one after the other, and a few are in use at a time.
+# Number of free buffers to keep. Only a few batches are in use at a time.
 _MAX_FREE_BUFFERS = 4
 
 
@@ -52,7 +53,7 @@ class BatchMaker:
     """Function that makes a batch of samples.
 
     Attributes:
-        decode: Function of one sample. None: items of a map-style data set are unpacked; other
+        decode: Function of one sample. None: samples in the encoding of `items` are decoded; other
             samples stay as they are.
         collate: Function of the list of decoded samples. None: torch's `default_collate`, or the
             list itself if samples are not decoded.
@@ -106,10 +107,10 @@ def _decode(sample: Sample, decode: Decode) -> Any:
 class Collator:
     """Collate function like torch's `default_collate`, but in one thread and in reused memory.
 
-    Torch copies large tensors with all of its threads. Beside threads that read ahead, these spin
-    and wait for each other many times as long as the copy takes. The page faults of new memory also
-    take several times as long as the copy into it. So the memory of earlier batches is reused for
-    large tensors.
+    Torch copies large tensors with all of its threads. While other threads read ahead, torch's
+    threads spin and wait for each other many times as long as the copy takes. The page faults of
+    new memory also take several times as long as the copy into it. So the memory of earlier batches
+    is reused for large tensors.
     """
 
     def __init__(self) -> None:
@@ -174,11 +175,11 @@ class DecodePool:
         maker: Function that makes one batch.
         num_workers: Number of threads or processes. 0: the caller makes each batch when it
             waits for it.
-        kind: "thread" for decoding that releases the interpreter lock (most image decoders),
+        kind: "thread" for a `decode` that releases the interpreter lock, as most image decoders do;
             "process" for any other.
         pin_memory: True: tensors of a batch are copied into page-locked memory, if there is a GPU.
         reader: Reader, and timeout in seconds, for worker processes that read samples themselves.
-            None: workers receive samples that were read.
+            None: workers receive samples that have been read.
 
     Raises:
         ConfigError: If an argument is out of its range, or cannot be sent to a process.
@@ -236,7 +237,8 @@ class DecodePool:
                 self._executor = ThreadPoolExecutor(self.num_workers, "dlres-decode")
             else:
                 context = torch.multiprocessing.get_context()
-                # The system's parent of a worker is this process or the fork server.
+                # With "forkserver", the parent of a worker in the process table is the fork server.
+                # Otherwise it is this process.
                 is_forked_by_server = context.get_start_method() == "forkserver"
                 self._executor = ProcessPoolExecutor(
                     self.num_workers,
@@ -280,15 +282,20 @@ def _start_worker(
 
 
 def _exit_with_parent(parent: int | None) -> None:
-    """End this worker after its parent has ended.
+    """End this worker after the process that uses it has ended.
 
-    Otherwise a worker of a killed parent would wait forever and keep the cache in use.
+    Otherwise a worker of a killed process would wait forever and keep the cache in use.
+
+    Args:
+        parent: Process id of the process that uses the worker. None: the worker was started by a
+            fork server.
     """
     if parent is None:
         starter = multiprocessing.parent_process()
         assert starter is not None
-        # Only with the fork server, whose workers hold no pipes of each other. With "fork", each
-        # worker holds the pipes of the others open, so `join` would never return.
+        # `join` waits for the end of a pipe. A worker of the fork server holds no pipe of another
+        # worker. With "fork", each worker holds those of the others open, so `join` would never
+        # return.
         starter.join()
     while os.getppid() == parent:
         time.sleep(_WATCH_SECONDS)
@@ -298,7 +305,8 @@ def _exit_with_parent(parent: int | None) -> None:
 def _make_in_worker(samples: Samples | LocalSamples) -> Any:
     """Make a batch in a worker process.
 
-    The samples seed the random generators. So random numbers do not depend on the worker.
+    The first sample of the batch seeds the random generators. So random numbers do not depend on
+    the worker.
     """
     assert _maker is not None
     seed = splitmix64(samples.epoch_seed + int(samples.sample_ids[0]))
