@@ -350,7 +350,7 @@ def test_a_replaced_iterator_raises_an_error(stack: ExitStack, folder: Path) -> 
     first = iter(batches)
     assert next(first).tolist() == shuffled(SAMPLES, 0, 0)[:7].tolist()
     second = iter(batches)
-    with pytest.raises(ConfigError, match="one at a time"):
+    with pytest.raises(ConfigError, match="one iterator at a time"):
         next(first)
     assert next(second).tolist() == shuffled(SAMPLES, 0, 1)[:7].tolist()
 
